@@ -1,19 +1,19 @@
 """Recognise, read and lay out checkpoints of every format. One package a family; `FORMATS` lists them.
 
-A reader turns names, sizes, headers and metadata into a `Manifest`; a writer lays out files. Neither moves a
-tensor byte, opens a URL (each is given a `Source`) or knows the other formats' targets. This room may use
-core, store, encodings, naming and topology; it knows nothing of checking, planning or execution.
+A reader turns names, sizes, headers and metadata into a `Manifest`; a writer lays out files. Neither moves
+tensor bytes, opens a URL (it gets a `Source`) or knows the targets of other formats. This room may use core,
+store, encodings, naming and topology, but not checking, planning or execution.
 
 For users: `detect`, `open_source`, `read_manifest`, `by_name`, `registry`, `FORMATS`, `KNOWN`.
 For plug-ins, stable from release to release together with `ckptcore.errors` and `ckptcore.testing`:
 
-- what a format is: `Format`, `Reader`, `Writer`, `Layout`, `Evidence`, `Source`, and the protocols `Detect`,
-  `Read`, `Arrange`, `Place`; `Abilities` is what a format says of itself;
+- what describes a format: `Format`, `Reader`, `Writer`, `Layout`, `Evidence`, `Source`, `Abilities`, and the
+  protocols `Detect`, `Read`, `Arrange`, `Place`;
 - what a reader makes: `Builder`, `Manifest`, `TensorSpec`, `Box`, `Item`, `Envelope`, `View`, `Blob`,
   `Unread`;
-- what a writer makes: `Arrangement`, `FileLayout`, `Slot`, `Literal`, `natural`.
+- what a writer gets and makes: `Arrangement`, `FileLayout`, `Slot`, `Literal`, `natural`.
 
-Its modules: `base` (the seam), `common` (what several families share), `plugins` (the registry), `old_fields`
+Modules: `base` (the interface), `common` (shared by several families), `plugins` (the registry), `old_fields`
 (constructors of release 0.1), `step_roots` (folders of steps), `refused` (formats known only by name).
 """
 
@@ -74,7 +74,7 @@ from ckptcore.store.subfolder import Noting
 
 accept_old_fields()
 
-# In the order they are asked. A format is recognised by its own files, never by elimination.
+# In the order of detection. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (
     DCP,
     MCORE_DIST,
@@ -136,24 +136,43 @@ __all__ = [
 
 @cache
 def registry() -> Registry:
-    """Every format there is: this project's own, and those of installed packages."""
+    """Return the registry of all formats: this project's own and those of installed packages."""
     return register(FORMATS)
 
 
 def by_name(name: str, *, writes: bool = False) -> Format:
-    """The format of a name; raises `UsageError` listing what there is."""
+    """Return the format with this name.
+
+    Args:
+        name: As in `--to` and in the output of `inspect`.
+        writes: Whether the format must be writable; otherwise it must be readable.
+
+    Raises:
+        UsageError: No format has this name; the error lists the known ones.
+    """
     return registry().find("write" if writes else "read", name)
 
 
 def open_source(
     url: str, *, recover: bool = False, keep_quantized: bool = False, weights: str = ""
 ) -> Source:
-    """What is at a URL: a folder, or one file of a folder. Raises `SourceUnreadable`."""
+    """Open a folder, or one file of a folder, and list it.
+
+    Args:
+        url: Local path or URL.
+        recover: Whether an unfinished save may be read as it is.
+        keep_quantized: Whether quantised weights keep their stored form.
+        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for what the
+            format prefers.
+
+    Raises:
+        SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.
+    """
     store = open_store(url)
     if store.local is not None:
         try:
             is_folder = store.local.is_dir()
-        except OSError as error:  # a name too long, say
+        except OSError as error:  # for example, a name that is too long
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
             return _source(store, None, store.stamped(), recover, keep_quantized, weights)
@@ -162,10 +181,10 @@ def open_source(
         seen = store.look(name)
         if seen is None:
             hint = hub_hint(url) or None
-            raise SourceUnreadable(f"{url} does not exist, or is no regular file", hint=hint)
+            raise SourceUnreadable(f"{url} does not exist or is not a regular file", hint=hint)
         return _source(store, name, {name: seen}, recover, keep_quantized, weights)
     parent, name = split_url(url)
-    if "." in name:  # object stores have no folders to ask; a name with a suffix may be a file
+    if "." in name:  # an object store cannot tell a folder from a file; a name with a suffix may be a file
         above = open_store(parent)
         seen = above.look(name)
         if seen is not None:
@@ -180,39 +199,45 @@ def _source(
 
 
 def detect(source: Source) -> tuple[Format, Evidence]:
-    """The format of a source and why.
+    """Return the format of a source, and the evidence for it.
 
-    Raises `UnsupportedFormat` for a format that is known but not read, `UnknownFormat` with what
-    was found, and `AmbiguousModel` when the files of two formats lie in one folder.
+    Raises:
+        UnsupportedFormat: The format is known but not read.
+        UnknownFormat: No format recognises the source; the error lists its files.
+        AmbiguousModel: The folder has files of two formats.
     """
     for known in KNOWN:
         because = known.detect(source)
         if because:
             raise UnsupportedFormat(
-                f"{_shown(source)} is {known.title}: {'; '.join(because)}", hint=known.hint, format=known.name
+                f"{_address(source)} is {known.title}: {'; '.join(because)}",
+                hint=known.hint,
+                format=known.name,
             )
     found = _recognised(source)
     if len(found) > 1:
-        told = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)
+        formats = "; ".join(f"{f.name} ({', '.join(e.because)})" for f, e in found)
         raise AmbiguousModel(
-            f"{_shown(source)} holds checkpoints of more than one format: {told}",
-            hint="name the file that is meant, or move one of them away",
+            f"{_address(source)} contains checkpoints of more than one format: {formats}",
+            hint="name the file to read, or move one checkpoint away",
         )
     if found:
         return found[0]
     names = sorted(source.listing)
-    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    files = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     raise UnknownFormat(
-        f"{_shown(source)} is no checkpoint that is known here; it holds: {shown or 'nothing'}"
+        f"{_address(source)} is not a checkpoint of a known format; it contains: {files or 'nothing'}"
     )
 
 
 def read_manifest(source: Source) -> Manifest:
-    """The manifest of a source, read by its format; the evidence goes into ``origin``.
+    """Detect the format of a source and read its manifest; the evidence goes into ``origin``.
 
-    The files that the format's reader read from are noted in it (`Manifest.read`); those that were only
-    opened to recognise a format are not.
-    Raises `MetadataTooLarge` where its metadata takes more than `ckptcore.core.metadata_budget` allows.
+    `Manifest.read` lists the files that the format's reader used, without those opened only for detection.
+
+    Raises:
+        MetadataTooLarge: The metadata takes more memory than `ckptcore.core.metadata_budget` allows.
+        CkptError: What `detect` and the format's reader raise.
     """
     with metered():
         return _read_manifest(source)
@@ -229,18 +254,21 @@ def _read_manifest(source: Source) -> Manifest:
     manifest = found.reader.read(replace(source, store=Noting(source.store, names)))
     if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
         more = f" and {len(others) - 1} more" if others[1:] else ""
-        message = f"{others[0]}{more} are named by rank, like another checkpoint's, and are not read"
+        message = f"files named by rank, like those of another checkpoint, are not read: {others[0]}{more}"
         stray = finding("stray-file", "files", message, file=others[0])
         manifest = replace(manifest, findings=(*manifest.findings, stray))
-    told = {"evidence": [*way, *evidence.because], "file": source.name}
-    manifest = replace(manifest, origin={**manifest.origin, **told})
+    origin = {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name}
+    manifest = replace(manifest, origin=origin)
     return _as_listed(root, manifest, {join_url(source.store.url, name) for name in names})
 
 
 def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
-    """With what the listing, which is older than every read, saw of its files and of those beside them.
+    """Add what the listing, which is older than every read, records about the files and their neighbours.
 
-    read: URLs of the files that the reader read.
+    Args:
+        root: The source as it was opened.
+        manifest: The manifest that the format's reader returned.
+        read: URLs of the files that the reader read.
     """
     above = join_url(manifest.root, "")
     named = frozenset(url.removeprefix(above) for url in read if url.startswith(above))
@@ -258,24 +286,24 @@ def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
 
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
-    """The formats that see their own files in a source, without those that give way."""
-    with passing():  # what was looked at is read again by the format that it is of
+    """Return the formats that find their own files in a source, without those that another refines."""
+    with passing():  # the format that is chosen reads the same bytes again
         found = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
     general = {name for _, e in found for name in e.refines}
     return [(f, e) for f, e in found if f.name not in general]
 
 
 def _require_notes_only(root: Source, below: Source) -> None:
-    """Raises `AmbiguousModel` when a root of steps is a checkpoint itself: a tracker may be a stale one."""
+    """Raise `AmbiguousModel` when a folder of steps is a checkpoint itself: its tracker may be stale."""
     others = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != TORCH_SAVE.name]
     if others:
         form, evidence = others[0]
         raise AmbiguousModel(
-            f"{_shown(root)} holds {form.name} ({', '.join(evidence.because)}), and files that name "
-            f"{_shown(below)} as the checkpoint",
-            hint=f"name {_shown(below)}, or move one of the two away",
+            f"{_address(root)} contains {form.name} ({', '.join(evidence.because)}), and files that name "
+            f"{_address(below)} as the checkpoint",
+            hint=f"name {_address(below)}, or move one of the two away",
         )
 
 
-def _shown(source: Source) -> str:
+def _address(source: Source) -> str:
     return f"{source.store.url}/{source.name}" if source.name else source.store.url

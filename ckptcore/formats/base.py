@@ -1,8 +1,8 @@
-"""The seam every format fills: recognise a checkpoint, read its manifest, arrange output files.
+"""Define the interface of a format: recognise a checkpoint, read its manifest, arrange output files.
 
-A `Reader` turns headers and metadata into a `Manifest` and reads no tensor byte. A `Writer` is pure: given
-what is to be written it says which literal bytes and which tensor slots make up each file. Moving bytes
-is the job of `ckptcore.execution` alone.
+A `Reader` turns headers and metadata into a `Manifest` and reads no tensor bytes. A `Writer` is pure: from an
+`Arrangement` it computes the literal bytes and the tensor slots of each file. Only `ckptcore.execution` moves
+bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from ckptcore.topology.layout import Topology
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a detector may look at.
+    """A folder or a file that a detector and a reader may look at.
 
-    store: the folder. name: the one file of it that was named, or None for the folder itself.
-    listing: relative path -> size. recover: whether an unfinished save may be taken as it is.
-    keep_quantized: whether quantised weights stay as they are stored. seen: the files as they were when they
-    were listed; of the place that was opened, not of folders below it. weights: ``master`` or ``module``, of
-    formats that store trained weights twice; "" for what the format prefers.
+    Attributes:
+        store: The folder.
+        name: The one file of the folder that the user named, or None for the folder itself.
+        listing: Relative path -> size in bytes.
+        recover: Whether an unfinished save may be read as it is.
+        keep_quantized: Whether quantised weights keep their stored form.
+        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for what the
+            format prefers.
+        seen: Relative path -> state of the file when it was listed. Empty for a folder below the opened one.
     """
 
     store: Readable
@@ -40,23 +44,27 @@ class Source:
     seen: Mapping[str, Stamped] = field(default_factory=dict)
 
     def below(self, folder: str) -> Source:
-        """The source that a subfolder is; its paths are relative to it."""
+        """Return a subfolder as a source of its own, with paths relative to it."""
         prefix = folder.rstrip("/") + "/"
         listing = {p.removeprefix(prefix): n for p, n in self.listing.items() if p.startswith(prefix)}
         store = SubStore(self.store, prefix)
         return Source(store, None, listing, self.recover, self.keep_quantized, self.weights)
 
     def file(self, name: str) -> Source:
-        """The source that one file of this folder is."""
+        """Return one file of this folder as a source of its own."""
         listing = {name: self.listing[name]}
         return Source(self.store, name, listing, self.recover, self.keep_quantized, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Why a source is taken for a format: sentences shown to the user.
+    """The reasons why a source has a format.
 
-    refines: more general formats that see their own files here too, and give way.
+    Attributes:
+        format: Name of the format.
+        because: Sentences for the user. Like messages of findings they are part of `Manifest.digest`:
+            rewording them gives unchanged checkpoints another digest.
+        refines: More general formats that recognise the same files and give way to this one.
     """
 
     format: str
@@ -66,10 +74,13 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a format can do here; columns of the support matrix.
+    """What ckptcore can do with a format; columns of the support matrix.
 
-    reads, writes: whether there is a reader, a writer. checksums: what the format itself stores to
-    prove its bytes. objects: whether non-tensor values are carried.
+    Attributes:
+        reads: Whether there is a reader.
+        writes: Whether there is a writer.
+        checksums: The checksums that the format itself stores.
+        objects: Whether non-tensor values are carried.
     """
 
     reads: bool
@@ -80,7 +91,12 @@ class Abilities:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor's bytes go in a file: the tensor's position in the layout's list, first byte."""
+    """The place of a tensor's bytes in an output file.
+
+    Attributes:
+        tensor: Position in `FileLayout.tensors`.
+        start: First byte in the file.
+    """
 
     tensor: int
     start: int
@@ -90,8 +106,11 @@ class Slot:
 class Literal:
     """Bytes that are known before any tensor is moved.
 
-    start: first byte in the file. crc_at: (position in ``data``, tensor) pairs: four bytes there
-    are the little-endian CRC-32 of that tensor's slot, filled in when the slot is written.
+    Attributes:
+        start: First byte in the file.
+        data: The bytes.
+        crc_at: (position in ``data``, tensor) pairs. The four bytes there become the little-endian CRC-32 of
+            that tensor's slot when the slot is written.
     """
 
     start: int
@@ -103,10 +122,15 @@ class Literal:
 class FileLayout:
     """One output file: literals and slots tile ``[0, nbytes)`` exactly.
 
-    path: relative to the output's root. tensors: positions into the list given to `arrange`, in
-    file order; slots refer to positions in this tuple. commit: whether this file makes the folder
-    loadable, and is published last. boxes: which box of each of ``tensors`` the slot holds; empty when
-    all are whole.
+    Attributes:
+        path: Relative to the root of the output.
+        nbytes: Size of the file.
+        tensors: Positions in the list given to `arrange`, in file order. Slots refer to positions in this
+            tuple.
+        slots: Where the bytes of each tensor go.
+        literals: All other bytes.
+        commit: Whether this file makes the folder loadable, and is therefore published last.
+        boxes: The box of each of ``tensors`` that its slot holds; empty when all tensors are complete.
     """
 
     path: str
@@ -120,15 +144,18 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """What a writer is asked to lay out.
+    """The request that a writer lays out.
 
-    tensors: what to write, names final. objects: key -> value tree in `ckptcore.core.object_tree` JSON form.
-    paths: name of a tensor or object -> where it stood in the saved tree (dict keys are text, list
-    positions are ints), where that is known.
-    order: names as their modules had them in the saved state dict, where that is known better than by paths.
-    single: name of the one output file, or None for a folder. max_file_bytes: tensor bytes a file
-    of a folder may hold. topology: which rank of a mesh holds what, or None for a mesh of one.
-    serialization: how a DCP folder's items are written, torch_save or safetensors.
+    Attributes:
+        tensors: What to write, under final names.
+        objects: Key -> value tree in the JSON form of `ckptcore.core.object_tree`.
+        paths: Name of a tensor or object -> its path in the saved tree, where known. Dict keys are text,
+            list positions are ints.
+        single: Name of the one output file, or None for a folder.
+        max_file_bytes: Tensor bytes that one file of a folder may hold.
+        topology: Which rank of a mesh has which boxes, or None for a mesh of one.
+        serialization: Encoding of the items of a DCP folder: torch_save or safetensors.
+        order: Names in the order of the saved state dict, where known better than from ``paths``.
     """
 
     tensors: Sequence[TensorSpec]
@@ -142,39 +169,41 @@ class Arrangement:
 
 
 class Detect(Protocol):
-    """Recognises a source by names and first bytes."""
+    """Recognise a source by file names and first bytes."""
 
     def __call__(self, source: Source, /) -> Evidence | None:
         """Return the evidence, or None for a source of another format."""
 
 
 class Read(Protocol):
-    """Reads the manifest of a source, and no tensor byte."""
+    """Read the manifest of a source, and no tensor bytes."""
 
     def __call__(self, source: Source, /) -> Manifest:
-        """Return the manifest; raise an error of `ckptcore.errors` where there is none."""
+        """Return the manifest; raise an error of `ckptcore.errors` when the source has none."""
 
 
 class Arrange(Protocol):
-    """Lays out output files. It is pure: workers move the bytes."""
+    """Lay out output files. The function is pure: workers move the bytes."""
 
     def __call__(self, request: Arrangement, /) -> Iterable[FileLayout]:
         """Return every file; raise an error of `ckptcore.errors` for what the format cannot hold."""
 
 
 class Place(Protocol):
-    """Says where the paths of a source go in an output that has a structure of its own."""
+    """Map the paths of a source to those of an output that has a structure of its own."""
 
     def __call__(self, source: Manifest, /) -> Callable[[Path], Path]:
-        """Return the rule; raise `UnsupportedFormat` when the source cannot be written so."""
+        """Return the mapping; raise `UnsupportedFormat` when the output cannot hold the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
     """How a format is read.
 
-    read: the function. checksums: what the format itself stores to prove its bytes, for people.
-    objects: whether it carries non-tensor values.
+    Attributes:
+        read: The function that reads a manifest.
+        checksums: The checksums that the format itself stores, as text for people.
+        objects: Whether the format carries non-tensor values.
     """
 
     read: Read
@@ -186,8 +215,10 @@ class Reader:
 class Layout:
     """How one kind of output is laid out in files.
 
-    arrange: the function. nests: whether it asks where names stand in the tree. place: where the paths of a
-    source go, for an output that only some sources fit; None keeps every path.
+    Attributes:
+        arrange: The function that lays out the files.
+        nests: Whether the layout needs the paths of names in the saved tree.
+        place: Maps the paths of a source, for an output that only some sources fit; None keeps every path.
     """
 
     arrange: Arrange
@@ -199,10 +230,14 @@ class Layout:
 class Writer:
     """How a format is written.
 
-    whole: what one process writes (consolidate, export). for_mesh: what the ranks of a mesh write (reshard),
-    often the same; None where they cannot. single_file: whether ``whole`` is always one file, whatever the
-    destination is called. serializations: the values of `--serialization` that it knows. hub: what an export
-    writes, where that differs from ``whole``. adapter: the same of a LoRA adapter, or None.
+    Attributes:
+        whole: What one process writes (consolidate, export).
+        for_mesh: What the ranks of a mesh write (reshard), often the same; None when the format has no such
+            output.
+        single_file: Whether ``whole`` is always one file, whatever the name of the destination.
+        serializations: The supported values of `--serialization`.
+        hub: What an export writes, when it differs from ``whole``.
+        adapter: What an export of a LoRA adapter writes, or None.
     """
 
     whole: Layout
@@ -215,11 +250,19 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable
 class Format:
-    """A format: its facts, how it is recognised, read and written.
+    """A format: its facts, and how it is recognised, read and written.
 
-    name: as in `--to` and `inspect`. title: for people. recognised_by: for the support matrix.
-    versions: of the format itself, where it counts them; the first is what is written by default.
-    Raises TypeError for what is no reader or writer, and for a writer without a reader.
+    Attributes:
+        name: As in `--to` and in the output of `inspect`.
+        title: Name for people.
+        recognised_by: Text for the support matrix.
+        detect: The function that recognises a source.
+        reader: How it is read, or None.
+        writer: How it is written, or None.
+        versions: Versions of the format itself, if it has any; the first is written by default.
+
+    Raises:
+        TypeError: ``reader`` or ``writer`` has another type, or there is a writer without a reader.
     """
 
     name: str
@@ -239,13 +282,13 @@ class Format:
                 )
         if self.writer is not None and self.reader is None:
             raise TypeError(
-                f"format {self.name!r} has a writer and no reader: every output is read back before it is "
-                "published"
+                f"format {self.name!r} must have a reader, because it has a writer: every output is read "
+                "before it is published"
             )
 
     @property
     def abilities(self) -> Abilities:
-        """The format's columns of the support matrix."""
+        """Return the format's columns of the support matrix."""
         read, written = self.reader is not None, self.writer is not None
         checksums, objects = (self.reader.checksums, self.reader.objects) if self.reader else ("none", False)
         return Abilities(read, written, checksums, objects)
@@ -253,9 +296,13 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class KnownFormat:
-    """A format that is recognised only to be refused by name.
+    """A format that is recognised only to refuse it by name.
 
-    detect: evidence sentences, or None. hint: the next step.
+    Attributes:
+        name: Short name, for programs.
+        title: Name for people.
+        detect: Returns sentences of evidence, or None for another source.
+        hint: The next step for the user.
     """
 
     name: str
@@ -265,13 +312,13 @@ class KnownFormat:
 
 
 def natural(name: str) -> tuple[Any, ...]:
-    """Sort key that counts: layers.2 before layers.10.
+    """Return a sort key that orders numbers by value: layers.2 before layers.10.
 
     >>> sorted(["l.10", "l.2"], key=natural)
     ['l.2', 'l.10']
     """
     parts = re.split(r"([0-9]+)", name)
-    # By the number of digits first, as numbers are: a name may have more digits than `int` takes.
-    # The name itself comes last: "a01" and "a1" count alike.
+    # Compare the number of digits first: a name may have more digits than `int` accepts.
+    # The name itself comes last: "a01" and "a1" have equal numbers.
     rows = ((p.lstrip("0"), p) if i % 2 else ("", p) for i, p in enumerate(parts))
     return (*((len(n), n) if i % 2 else (0, p) for i, (n, p) in enumerate(rows)), (0, name))

@@ -1,8 +1,8 @@
 """Accept `Format` as plug-in packages of release 0.1 construct it. To be removed in 0.3.
 
 Release 0.1 had 14 fields: ``Format(name, title, recognised_by, Abilities(...), detect, read, arrange,
-versions, single_file, nests, shards, place, for_mesh, serializations)``, by position or by keyword. They say
-the same as a `Reader` and a `Writer`, so they are translated, with a DeprecationWarning.
+versions, single_file, nests, shards, place, for_mesh, serializations)``, by position or by keyword. They are
+translated into a `Reader` and a `Writer`, with a DeprecationWarning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HINT = "give Format a reader=Reader(...) and a writer=Writer(...) of ckptcore.f
 
 
 def accept_old_fields(cls: type[Format] = Format) -> None:
-    """Let a class take the old fields, and give them as attributes."""
+    """Make a class accept the old fields, and return them as attributes."""
     new = cls.__init__
 
     @functools.wraps(new)
@@ -45,7 +45,11 @@ def accept_old_fields(cls: type[Format] = Format) -> None:
 
 
 def translated(args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of today for those of release 0.1; raises TypeError for what was no field then, too."""
+    """Translate the fields of release 0.1 into those of today.
+
+    Raises:
+        TypeError: The fields were not valid in release 0.1 either.
+    """
     if len(args) > len(_ORDER):
         raise TypeError(f"Format takes at most {len(_ORDER)} fields (got {len(args)})")
     fields = dict(zip(_ORDER, args, strict=False))
@@ -64,13 +68,13 @@ def _is_old(args: tuple[Any, ...], fields: Mapping[str, Any]) -> bool:
 
 
 def _reader(reader: Reader | None, old: Mapping[str, Any]) -> Reader | None:
-    """The reader, changed by old fields; that it can read was said twice, and is what its function says."""
+    """Return the reader with the old fields applied; `Abilities.reads` is redundant and is ignored."""
     read = old.get("read", reader.read if reader is not None else None)
     if read is None:
         return None
     made = replace(reader, read=read) if reader is not None else Reader(read)
-    told: Abilities | None = old.get("abilities")
-    return made if told is None else replace(made, checksums=told.checksums, objects=told.objects)
+    given: Abilities | None = old.get("abilities")
+    return made if given is None else replace(made, checksums=given.checksums, objects=given.objects)
 
 
 def _writer(writer: Writer | None, old: Mapping[str, Any]) -> Writer | None:
@@ -79,18 +83,18 @@ def _writer(writer: Writer | None, old: Mapping[str, Any]) -> Writer | None:
         return None
     before = writer if writer is not None else Writer(Layout(arrange))
     kept = {name: old[name] for name in ("nests", "place") if name in old}
-    whole = replace(before.whole, arrange=arrange, **kept)
-    for_mesh = whole if before.for_mesh is before.whole else before.for_mesh
+    layout = replace(before.whole, arrange=arrange, **kept)
+    for_mesh = layout if before.for_mesh is before.whole else before.for_mesh
     if "shards" in old:
-        for_mesh = whole if old["shards"] else None
+        for_mesh = layout if old["shards"] else None
     other: Format | None = old.get("for_mesh")
     if other is not None:
         for_mesh = other.writer.for_mesh if other.writer is not None else None
     more = {name: old[name] for name in ("single_file", "serializations") if name in old}
-    return replace(before, whole=whole, for_mesh=for_mesh, **more)
+    return replace(before, whole=layout, for_mesh=for_mesh, **more)
 
 
-def _whole_layout(form: Format) -> Layout | None:
+def _main_layout(form: Format) -> Layout | None:
     return form.writer.whole if form.writer is not None else None
 
 
@@ -101,14 +105,14 @@ def _mesh_format(form: Format) -> Format | None:
     return replace(form, writer=replace(writer, whole=writer.for_mesh, single_file=False))
 
 
-# What the old attributes gave; `abilities` is a property still.
+# The old attributes; `abilities` is still a property.
 _ATTRIBUTES: Mapping[str, Any] = {
     "read": lambda f: f.reader.read if f.reader is not None else None,
-    "arrange": lambda f: getattr(_whole_layout(f), "arrange", None),
+    "arrange": lambda f: getattr(_main_layout(f), "arrange", None),
     "single_file": lambda f: f.writer is not None and f.writer.single_file,
-    "nests": lambda f: getattr(_whole_layout(f), "nests", False),
+    "nests": lambda f: getattr(_main_layout(f), "nests", False),
     "shards": lambda f: f.writer is not None and f.writer.for_mesh is not None,
-    "place": lambda f: getattr(_whole_layout(f), "place", None),
+    "place": lambda f: getattr(_main_layout(f), "place", None),
     "for_mesh": _mesh_format,
     "serializations": lambda f: f.writer.serializations if f.writer is not None else ("torch_save",),
 }

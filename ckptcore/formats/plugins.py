@@ -1,7 +1,7 @@
-"""Registry: who reads or writes a format, in which version, and which of them is the default?
+"""Keep the registry of formats: which `Format` reads or writes a format and version, and the defaults.
 
-Its keys are (action, format, version). Formats of this project come first; a package of the user's
-own adds more through the entry-point group ``ckptcore.formats``, each entry a `Format`:
+Its keys are (action, format, version). Formats of this project come first. Other packages add more through
+the entry-point group ``ckptcore.formats``; each entry is a `Format`:
 
     [project.entry-points."ckptcore.formats"]
     mine = "my_package.mine:FORMAT"
@@ -28,7 +28,7 @@ _log = logging.getLogger("ckptcore")
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """One row: what does it, and which package brought it."""
+    """One row: the format that performs an action, and the package that provides it."""
 
     action: Action
     format: Format
@@ -38,10 +38,11 @@ class RegistryEntry:
 
 @dataclass(frozen=True)
 class Registry:
-    """All rows.
+    """All formats.
 
-    rows: by (action, format, version), in the order they were registered. broken: (package, reason)
-    of entry points that could not be used; nothing of theirs is registered.
+    Attributes:
+        rows: Entries by (action, format, version), in the order of registration.
+        broken: (package, reason) of unusable entry points, which are not registered.
     """
 
     rows: Mapping[Key, RegistryEntry]
@@ -49,13 +50,19 @@ class Registry:
 
     @cached_property
     def formats(self) -> tuple[Format, ...]:
-        """Every format once, in the order of registration."""
+        """Return every format once, in the order of registration."""
         return tuple(dict.fromkeys(e.format for e in self.rows.values()))
 
     def find(self, action: Action, name: str, version: str | None = None) -> Format:
-        """The format that does this; without a version, its default (the newest).
+        """Return the format that performs an action.
 
-        Raises `UsageError` that lists what there is.
+        Args:
+            action: "read" or "write".
+            name: Name of the format.
+            version: Version of the format; None for its default (the newest).
+
+        Raises:
+            UsageError: There is no such format; the error lists the known ones.
         """
         rows = [e for (a, n, _), e in self.rows.items() if (a, n) == (action, name)]
         for entry in rows:
@@ -68,18 +75,22 @@ class Registry:
             )
         names = dict.fromkeys(n for a, n, _ in self.rows if a == action)
         listed = any(n == name for _, n, _ in self.rows)
-        message = f"cannot {action} format {name!r}" if listed else f"no format is called {name!r}"
+        message = f"cannot {action} format {name!r}" if listed else f"unknown format {name!r}"
         raise UsageError(message, hint=f"one of: {', '.join(names)}")
 
     def package(self, name: str) -> str:
-        """Which package brought a format."""
+        """Return the package that provides a format."""
         return next(e.package for (_, n, _), e in self.rows.items() if n == name)
 
 
 def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
-    """The registry of this project's formats and, with ``plugins``, of every installed package's.
+    """Return the registry of this project's formats and those of installed packages.
 
-    An entry point that fails, is no `Format`, or claims what is taken is left out and logged.
+    An entry point is skipped and logged if it fails, is no `Format`, or has the name of a registered format.
+
+    Args:
+        own: Formats of this project.
+        plugins: Whether to load the entry points of installed packages.
     """
     rows: dict[Key, RegistryEntry] = {}
     for format in own:
@@ -89,7 +100,7 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
         package = point.dist.name if point.dist is not None else point.value
         try:
             format = point.load()
-        except Exception as error:  # any defect of somebody else's package; it is logged and listed
+        except Exception as error:  # any defect of another package; it is logged and listed
             broken.append((package, f"{point.value} fails: {type(error).__name__}: {error}"))
             continue
         if not isinstance(format, Format):

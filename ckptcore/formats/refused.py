@@ -1,7 +1,7 @@
-"""Formats that are recognised only to be refused by name, with what helps instead.
+"""Recognise formats that are not read, and refuse them by name with the next step.
 
-A refusal that says what the files are saves its reader an afternoon; "unknown format" does not.
-Checked before the readable formats, because some of these hold files that look like theirs.
+A refusal that names the files saves its reader an afternoon; "unknown format" does not. These formats are
+detected before the readable ones, because some of them have files that look like those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 
 
 def _first_name(source: Source, pattern: str) -> str | None:
-    """The first name that matches, in a folder source."""
+    """Return the first file name of a folder that matches."""
     if source.name is not None:
         return None
     rule = re.compile(pattern)
@@ -36,7 +36,7 @@ def _found_by_name(pattern: str, also: str = "") -> Callable[[Source], tuple[str
 
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
-    """torch.save before 1.6 wrote a magic number, pickled, instead of a zip."""
+    """Recognise files of torch.save before 1.6, which wrote a pickled magic number instead of a zip."""
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     ranks = () if others else (p for p in source.listing if _OF_A_RANK.search(p))
     name = source.name or next(iter(ranks), None)
@@ -53,27 +53,27 @@ def _found_nested(source: Source) -> tuple[str, ...] | None:
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
     if not inner or is_step(source) or any("/" not in p and p.endswith(".distcp") for p in source.listing):
         return None
-    return (f"checkpoints lie in its subfolders: {', '.join(inner[:4])}",)
+    return (f"checkpoints are in its subfolders: {', '.join(inner[:4])}",)
 
 
 def _olmo_steps(source: Source) -> tuple[str, ...] | None:
-    """OLMo's trainers keep every step in one folder, and no file says which is meant."""
+    """Recognise the folder in which OLMo's trainers keep every step; no file names the current one."""
     if source.name is not None:
         return None
     tops = sorted({p.split("/", 1)[0] for p in source.listing if _STEP.match(p)}, key=natural)
     steps = [t for t in tops if is_step(source.below(t))]
-    return (f"checkpoints lie in its subfolders: {', '.join(steps[-4:])}",) if steps else None
+    return (f"checkpoints are in its subfolders: {', '.join(steps[-4:])}",) if steps else None
 
 
 def _rank_alone(source: Source) -> tuple[str, ...] | None:
-    """One rank's part, named by itself: cut tensors look like whole ones in it."""
+    """Recognise one rank's part, named alone: its shards look like complete tensors."""
     folder = source.store.url.rstrip("/").rsplit("/", 1)[-1]
     name = source.name or next((p for p in source.listing if p in _MEGATRON), None)
     if name in _MEGATRON and _MP_RANK.match(folder):
         return (f"{folder}/{name} is one model-parallel rank's file",)
     flat = source.name is not None and RANK_SAFETENSORS.match(source.name)
     if flat and source.store.size("metadata.json") is not None:
-        return (f"{source.name} lies beside metadata.json, and holds flattened shards",)
+        return (f"{source.name} is beside metadata.json, and holds flattened shards",)
     return None
 
 

@@ -1,7 +1,7 @@
-"""Roots: a folder that is no checkpoint itself, but says which folder below it is.
+"""Find the checkpoint below a folder of steps, or below a trainer's own folder.
 
-Trainers keep many steps in one folder, and wrap a checkpoint into a folder of their own. Each row
-of `ROOTS` recognises one such layout and names the folder to go on with.
+Trainers keep many steps in one folder, and wrap a checkpoint into a folder of their own. Each row of `ROOTS`
+recognises one such layout and names the subfolder with the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|re
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """One layout.
+    """One layout of folders.
 
-    find: (folder below, why), or None when the source is something else. Raises `NotComplete` when
-    the folder that is meant is not finished, `MalformedCheckpoint`, `AmbiguousModel`.
+    Attributes:
+        name: Name of the layout.
+        find: Returns (subfolder, reason), or None for another source. Raises `NotComplete` when the named
+            subfolder is not finished, `MalformedCheckpoint`, `AmbiguousModel`.
     """
 
     name: str
@@ -36,8 +38,8 @@ class StepLayout:
 
 
 def located(source: Source) -> tuple[Source, tuple[str, ...]]:
-    """The checkpoint's own folder, and a sentence for every step on the way to it."""
-    told: list[str] = []
+    """Return the checkpoint's own folder, and a sentence for every folder on the way to it."""
+    reasons: list[str] = []
     for _ in range(_MAX_HOPS):
         if source.name is not None:
             break
@@ -46,21 +48,22 @@ def located(source: Source) -> tuple[Source, tuple[str, ...]]:
             break
         folder, why = found
         source = source.below(folder)
-        told.append(why)
-    return source, tuple(told)
+        reasons.append(why)
+    return source, tuple(reasons)
 
 
 def beside_steps(source: Source) -> Source:
-    """What lies in a root beside its steps' folders, but for single files that anybody may have put there."""
+    """Return a root without the folders of its steps, and without single files that any user may add."""
     kept = {p: n for p, n in source.listing.items() if not _ITERATION.match(p.split("/", 1)[0])}
     return replace(source, listing={p: n for p, n in kept.items() if not _ANY_FILE.match(p)})
 
 
 def _megatron(source: Source) -> tuple[str, str] | None:
-    """Megatron-LM, Megatron-Bridge and verl: the tracker names the newest step.
+    """Follow the tracker of Megatron-LM, Megatron-Bridge and verl, which names the newest step.
 
-    megatron/training/checkpointing.py get_checkpoint_tracker_filename, read_metadata: a decimal
-    number, or ``release``. It is written behind the data, or before an asynchronous save ends.
+    The tracker holds a decimal number, or ``release`` (megatron/training/checkpointing.py,
+    get_checkpoint_tracker_filename, read_metadata). It is written after the data, or before an asynchronous
+    save ends.
     """
     if TRACKER not in source.listing:
         return None
@@ -68,7 +71,7 @@ def _megatron(source: Source) -> tuple[str, str] | None:
     text = source.store.read(TRACKER, 0, size).decode("ascii", "replace").strip() if size <= 64 else ""
     if text != "release" and not (text.isdecimal() and text.isascii()):
         raise MalformedCheckpoint(
-            f"{TRACKER} holds {text[:40]!r}, no iteration",
+            f"{TRACKER} must hold an iteration (got {text[:40]!r})",
             file=TRACKER,
             hint="name the folder of one iteration",
         )
@@ -78,10 +81,10 @@ def _megatron(source: Source) -> tuple[str, str] | None:
         return wanted, f"{TRACKER} says {text}: {wanted}"
     complete = [s for s in steps if s != wanted and finished(source.below(s))]
     last = max(complete, key=_number, default=None)
-    state = "is not complete" if wanted in steps else "is not there"
-    shown = wanted or f"iteration {text}"
+    state = "is not complete" if wanted in steps else "does not exist"
+    named = wanted or f"iteration {text}"
     raise NotComplete(
-        f"{TRACKER} names {shown}, which {state}"
+        f"{TRACKER} names {named}, which {state}"
         + (f"; the last complete one is {last}" if last else "; no other iteration is complete"),
         hint=f"name {source.store.url}/{last}" if last else "wait until the save has finished",
         **({"last_complete": last} if last else {}),
@@ -89,16 +92,16 @@ def _megatron(source: Source) -> tuple[str, str] | None:
 
 
 def _bridge(source: Source) -> tuple[str, str] | None:
-    """Megatron-Bridge before it kept a tracker: ``latest_train_state.pt`` beside the iterations."""
+    """Recognise Megatron-Bridge before it kept a tracker: ``latest_train_state.pt`` beside the iterations."""
     if "latest_train_state.pt" not in source.listing or TRACKER in source.listing:
         return None
     steps = _steps(source)
-    whole = [s for s in steps if finished(source.below(s))]
+    complete = [s for s in steps if finished(source.below(s))]
     newest = max(steps, key=_number, default=None)
     if newest is None:
         return None
-    if newest not in whole and not source.recover:
-        last = max(whole, key=_number, default=None)
+    if newest not in complete and not source.recover:
+        last = max(complete, key=_number, default=None)
         raise NotComplete(
             f"{newest} is not complete" + (f"; the last complete one is {last}" if last else ""),
             hint=f"name {source.store.url}/{last}" if last else None,
@@ -107,7 +110,7 @@ def _bridge(source: Source) -> tuple[str, str] | None:
 
 
 def _nemo(source: Source) -> tuple[str, str] | None:
-    """NeMo 2.0: ``weights/`` beside ``context/``. NeMo 1, unpacked: ``model_weights/`` and its config."""
+    """Recognise NeMo 2.0 (``weights/`` beside ``context/``), and NeMo 1 unpacked (``model_weights/``)."""
     for folder, marks in (("weights", ("context/",)), ("model_weights", ("model_config.yaml",))):
         inside = f"{folder}/metadata.json" in source.listing or f"{folder}/.metadata" in source.listing
         if inside and any(p.startswith(marks) for p in source.listing):
@@ -116,7 +119,10 @@ def _nemo(source: Source) -> tuple[str, str] | None:
 
 
 def _verl(source: Source) -> tuple[str, str] | None:
-    """verl: ``global_step_N/actor/dist_ckpt`` (verl/utils/checkpoint/megatron_checkpoint_manager.py)."""
+    """Find ``global_step_N/actor/dist_ckpt`` of verl.
+
+    Source: verl/utils/checkpoint/megatron_checkpoint_manager.py.
+    """
     found = sorted(
         {
             p.removesuffix("/metadata.json")
@@ -128,7 +134,7 @@ def _verl(source: Source) -> tuple[str, str] | None:
         return None
     if len(found) > 1:
         raise AmbiguousModel(
-            f"{source.store.url} holds more than one model: {', '.join(found)}",
+            f"{source.store.url} contains more than one model: {', '.join(found)}",
             hint=f"name one: {source.store.url}/{found[0]}",
             candidates=found,
         )
@@ -169,13 +175,13 @@ def _deepspeed(source: Source) -> tuple[str, str] | None:
 
 
 def finished(source: Source) -> bool:
-    """Whether a step's folder has the file that its trainer writes last."""
+    """Return whether a step's folder has the file that its trainer writes last."""
     names = source.listing
     if any(p.startswith("mp_rank_") for p in names):
         return True  # the legacy format has no last file
     if "metadata.json" in names or any(_INNER.match(p) for p in names):
         return True
-    # Plain DCP folders (Megatron-FSDP) end with `.metadata`; so do torch_dist ones, but for one file.
+    # `.metadata` is the last file of a plain DCP folder (Megatron-FSDP), and the last but one of torch_dist.
     if ".metadata" in names:
         return not marked(source)
     return any("model_world_size_" in p for p in names)  # verl's per-rank files have no last one

@@ -214,7 +214,7 @@ def impossible(error: CkptError, writer: Writer, manifest: Manifest) -> bool:
     if isinstance(error, UnprovenCheckpoint):  # optimizers by number, of a checkpoint that has lost the order
         return writer.to == "torch_ranks" and "nothing proves the order of group" in error.message
     if isinstance(error, UnsupportedFormat):
-        told = ("stands in a list, and not every rank has it", "whose optimizers number their parameters")
+        told = ("in a list, and not every rank has it", "whose optimizers number their parameters")
         other = writer.own and manifest.format != writer.to
         return other or any(t in error.message for t in told) or bool(manifest.blobs and not writer.objects)
     return error.exit_code == 2 and bool(re.search(r"[0-9]", error.message))

@@ -1,8 +1,8 @@
-"""What Accelerate and the Hugging Face Trainer call the parts of a folder that they save with FSDP.
+"""Recognise the parts of a folder that Accelerate and the Hugging Face Trainer save with FSDP, by name.
 
-accelerate/utils/fsdp_utils.py (save_fsdp_model, save_fsdp_optimizer), accelerate/checkpointing.py
-(save_accelerator_state), accelerate/utils/constants.py, transformers/trainer.py. Accelerate numbers
-the models and optimizers that were prepared; the first one's number is left out of a file's name.
+Sources: accelerate/utils/fsdp_utils.py (save_fsdp_model, save_fsdp_optimizer), accelerate/checkpointing.py
+(save_accelerator_state), accelerate/utils/constants.py, transformers/trainer.py. Accelerate numbers the
+prepared models and optimizers; file names omit the number of the first one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.rank_file_names import RankFiles
 
-# role, path pattern: a DCP folder's mark, a whole file, or a rank's file.
+# (role, path pattern) of a file that marks a DCP folder, a complete file, or a rank's file.
 _FOLDER = r"(?:\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)$"
 _PARTS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("model", re.compile(rf"^(?P<folder>pytorch_model_fsdp_(?P<number>\d+))/{_FOLDER}")),
@@ -43,9 +43,12 @@ _WRITER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """One part: ``model``, ``optimizer_1``, ``scheduler``...
+    """One part of a folder.
 
-    folder: of a DCP part, else "". files: of any other.
+    Attributes:
+        role: ``model``, ``optimizer_1``, ``scheduler``...
+        folder: Folder of a DCP part, else "".
+        files: Files of any other part.
     """
 
     role: str
@@ -53,35 +56,38 @@ class SavedPart:
     files: RankFiles
 
     @property
-    def shown(self) -> str:
-        """The folder, or the first of the files."""
+    def label(self) -> str:
+        """Return the folder, or the first of the files."""
         return self.folder or next(iter(self.files.paths.values()))
 
 
 def parts(source: Source) -> tuple[SavedPart, ...]:
-    """Models, then optimizers; a folder and a file of one name are two parts."""
+    """Return the models, then the optimizers; a folder and a file of one name are two parts."""
     return tuple(_parts_by_name(source, _PARTS))
 
 
 def states(source: Source) -> tuple[SavedPart, ...]:
-    """The trainer's own state."""
+    """Return the parts of the trainer's own state."""
     return tuple(_parts_by_name(source, _STATES))
 
 
 def writers(source: Source) -> frozenset[int]:
-    """The ranks that left a file of a model or an optimizer; in a DCP folder each has one, empty or not."""
+    """Return the ranks that wrote a file of a model or an optimizer.
+
+    In a DCP folder each rank writes one, empty or not.
+    """
     return frozenset(int(m[1]) for p in source.listing if (m := _WRITER.match(p)))
 
 
 def of_a_rank(part: SavedPart) -> bool:
-    """Whether every rank leaves a file of this part."""
+    """Return whether every rank writes a file of this part."""
     return any(re.search(r"_\d+\.(?:pkl|pth)$", p) for p in part.files.paths.values()) and (
         part.role in ("random_states", "rng_state")
     )
 
 
 def has_model(source: Source) -> bool:
-    """Whether the names in a folder are those of a model that Accelerate saved with FSDP."""
+    """Return whether a folder has the file names of a model that Accelerate saved with FSDP."""
     if source.name is not None or ".metadata" in source.listing:
         return False
     return any(role == "model" and rule.match(p) for role, rule in _PARTS for p in source.listing)
@@ -94,10 +100,10 @@ def _parts_by_name(source: Source, table: tuple[tuple[str, re.Pattern[str]], ...
             m = rule.match(path)
             if m is None:
                 continue
-            told = m.groupdict()
-            number = int(told.get("number") or 0)
-            folder = told.get("folder") or ""
-            groups.setdefault((number, folder), {})[int(told.get("rank") or 0)] = path
+            fields = m.groupdict()
+            number = int(fields.get("number") or 0)
+            folder = fields.get("folder") or ""
+            groups.setdefault((number, folder), {})[int(fields.get("rank") or 0)] = path
         for (number, folder), paths in sorted(groups.items()):
             name = role if number == 0 else f"{role}_{number}"
             yield SavedPart(name, folder, RankFiles(name, None, paths))

@@ -1,4 +1,4 @@
-"""Accelerate and Hugging Face Trainer checkpoints of FSDP jobs: model, optimizer and trainer state.
+"""Read Accelerate and Hugging Face Trainer checkpoints of FSDP jobs: model, optimizer and trainer state.
 
 Model and optimizer are each a DCP folder (sharded), a file per rank (``use_dcp=False``) or one file
 (full). Names: ``model.<fqn>``, ``optimizer.state.<fqn>.<key>``, ``scheduler.<key>``,
@@ -27,25 +27,27 @@ from ckptcore.formats.torch_ranks.reader import RankReader
 _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
 _MAX_JSON = 64 << 20
-_MAX_TOLD = 100
+_MAX_LISTED = 100
 
 
 def detect(source: Source) -> Evidence | None:
-    """A model by Accelerate's name for it; a model.safetensors beside it is what loaders take."""
+    """Recognise a model by Accelerate's name, unless a *.safetensors beside it is what loaders read."""
     if not names.has_model(source):
         return None
     found = names.parts(source)
     folders = any(p.folder for p in found if p.role.startswith("model"))
     if not folders and any(p.endswith(".safetensors") and "/" not in p for p in source.listing):
         return None
-    return Evidence(_NAME, (f"found {', '.join(p.shown for p in found)}",), ("torch_ranks", "torch_save"))
+    return Evidence(_NAME, (f"found {', '.join(p.label for p in found)}",), ("torch_ranks", "torch_save"))
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of all parts together; a part that is not there is a finding.
+    """Read the manifest of all parts together; a missing part is a finding.
 
-    Raises `NotComplete` for a DCP folder without its metadata, `UnsupportedFormat` for local state
-    dicts, `AmbiguousModel` when a part is there twice.
+    Raises:
+        NotComplete: A DCP folder has no metadata.
+        UnsupportedFormat: The ranks saved local state dicts.
+        AmbiguousModel: A part exists twice.
     """
     builder = Builder()
     reader = RankReader(source, builder)
@@ -54,8 +56,8 @@ def read(source: Source) -> Manifest:
     for part in names.parts(source):
         if part.role in seen:
             raise AmbiguousModel(
-                f"{seen[part.role].shown} and {part.shown} are both the {part.role}: two saves in one folder",
-                hint="move one of them away, or name the folder that is meant",
+                f"{seen[part.role].label} and {part.label} are both the {part.role}: two saves in one folder",
+                hint="move one of them away, or name the folder to read",
             )
         seen[part.role] = part
         if part.folder:
@@ -73,16 +75,18 @@ def read(source: Source) -> Manifest:
         try:
             reader.add(part.files, part.role, optional=True)
         except MalformedCheckpoint as error:
-            builder.findings.append(finding("malformed-item", "cover", error.message, file=part.shown))
+            builder.findings.append(finding("malformed-item", "cover", error.message, file=part.label))
         highest = max(part.files.paths)
         ranks = max(highest + 1, world if names.of_a_rank(part) else 0)
-        for rank in absent(part.files.paths, ranks, _MAX_TOLD):
+        for rank in absent(part.files.paths, ranks, _MAX_LISTED):
             path = part.files.name_of(rank)
-            message = f"there is no {path}, other ranks have theirs"
+            message = f"{path} is missing; other ranks have theirs"
             builder.findings.append(finding("missing-part", "files", message, file=path))
         if names.of_a_rank(part) and 0 < world <= highest:
             path = part.files.paths[highest]
-            message = f"{path} is of a rank that left nothing else: rank {world - 1} is the last that did"
+            message = (
+                f"{path} is the only file of its rank: rank {world - 1} is the last rank with other files"
+            )
             builder.findings.append(finding("missing-part", "files", message, file=path))
     origin: dict[str, Any] = {"parts": list(seen)}
     _trainer_state(source, builder, origin)
@@ -94,13 +98,13 @@ def read(source: Source) -> Manifest:
             renamed = folder.rename(name)
             paths.add(renamed, where if renamed == name else (renamed.split(".", 1)[0], *where[1:]))
     found.append(Part(builder.build(_NAME, source.store.url, {})))
-    whole = join(_NAME, source.store.url, found, origin)
-    form = paths.form([t.fqn for t in whole.tensors], [b.key for b in whole.blobs])
-    return replace(whole, origin={**origin, "paths": form}) if form else whole
+    joined = join(_NAME, source.store.url, found, origin)
+    form = paths.form([t.fqn for t in joined.tensors], [b.key for b in joined.blobs])
+    return replace(joined, origin={**origin, "paths": form}) if form else joined
 
 
 def _renaming(role: str) -> Callable[[str], str]:
-    """DCP keys begin with ``model`` or ``optimizer`` whatever the number of the part."""
+    """Return the renaming of a DCP part's keys, which begin with ``model`` or ``optimizer`` in every part."""
     plain = role.rstrip("0123456789").rstrip("_")
     if plain == role:
         return str
@@ -108,13 +112,13 @@ def _renaming(role: str) -> Callable[[str], str]:
 
 
 def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> None:
-    """The Trainer's ``trainer_state.json`` as an object of its own."""
+    """Add the Trainer's ``trainer_state.json`` as an object of its own."""
     size = source.listing.get(_TRAINER, 0)
     if not 0 < size <= _MAX_JSON:
         return
     try:
-        told = parse(source.store.read(_TRAINER, 0, size), _TRAINER)
-        tree = encode(told)
+        state = parse(source.store.read(_TRAINER, 0, size), _TRAINER)
+        tree = encode(state)
     except MetadataTooLarge:
         raise
     except (CkptError, ValueError, TypeError, RecursionError) as error:
@@ -123,8 +127,8 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
         )
         return
     builder.blobs.append(Blob("trainer_state", -1, tree))
-    if isinstance(told, dict) and type(told.get("global_step")) is int:
-        origin["step"] = told["global_step"]
+    if isinstance(state, dict) and type(state.get("global_step")) is int:
+        origin["step"] = state["global_step"]
 
 
 FORMAT = Format(

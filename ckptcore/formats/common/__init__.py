@@ -1,7 +1,6 @@
-"""What several families of formats share, and no room outside of formats needs.
+"""Provide what several families of formats share, and no room outside of formats needs.
 
-`join` puts parts of one checkpoint together, `trees` nests names and values, `rank_file_names` knows files
-that are named by rank, `optimizer_numbers` names what an optimizer numbers, `shape_matching` finds
-parameters by their shapes, `write_assignment` gives each tensor to the rank that writes it. May know
-`formats.base` only.
+`join` merges the manifests of parts, `trees` nests names and values, `rank_file_names` recognises files named
+by rank, `optimizer_numbers` names numbered optimizer states, `shape_matching` finds parameters by shape,
+`write_assignment` assigns each box to the rank that writes it. May import `formats.base` only.
 """

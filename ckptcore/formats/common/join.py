@@ -1,4 +1,4 @@
-"""Parts: how do several manifests, each of a subfolder or of a file, become one?"""
+"""Merge several manifests, each of a subfolder or of a file, into one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from ckptcore.errors import Finding, NameMismatch
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One manifest of a whole.
+    """One of the manifests to merge.
 
-    folder: where its files lie below the whole's root, "" for the root itself.
-    rename: the name that a tensor or object of the part has in the whole.
+    Attributes:
+        manifest: The manifest.
+        folder: Folder of its files below the common root, "" for the root itself.
+        rename: Maps a name of the part to its name in the merged manifest.
     """
 
     manifest: Manifest
@@ -32,14 +34,22 @@ def join(
     origin: Mapping[str, Any] | None = None,
     findings: Sequence[Finding] = (),
 ) -> Manifest:
-    """The manifest of all parts together.
+    """Merge manifests; a file that two parts name is one file.
 
-    A file that two parts name is one file. Raises `NameMismatch` when two parts use one name.
+    Args:
+        format: Name of the format of the result.
+        root: URL of the common root.
+        parts: Manifests to merge.
+        origin: Origin of the result.
+        findings: Findings to add to those of the parts.
+
+    Raises:
+        NameMismatch: Two parts use the same name.
     """
     assert all(p.manifest.inputs is None for p in parts)  # no format nests computed tensors yet
     tensors: list[TensorSpec] = []
     blobs: list[Blob] = []
-    told: list[Finding] = []
+    merged: list[Finding] = []
     files: dict[str, int] = {}
     sizes: list[int | None] = []
     chunks: list[Chunks] = []
@@ -63,7 +73,7 @@ def join(
             )
             for b in m.blobs
         ]
-        told += [
+        merged += [
             replace(f, fqn=part.rename(f.fqn) if f.fqn else f.fqn, file=prefix + f.file if f.file else f.file)
             for f in m.findings
         ]
@@ -77,7 +87,7 @@ def join(
         items.append(_moved(m.items, places, codecs))
         chunks.append(_widened(m.chunks, rank, shift, base, any_view))
         base += len(m.chunks)
-    # An object that is nothing but a tensor goes by the tensor's name.
+    # An object that consists of one tensor has the tensor's name.
     own = [b.key for b in blobs if b.tree != {"$": "tensor", "fqn": b.key}]
     _require_distinct([*(t.fqn for t in tensors), *own])
     return Manifest(
@@ -89,7 +99,7 @@ def join(
         tuple(StoredFile(p, sizes[n]) for p, n in files.items()),
         tuple(blobs),
         dict(origin or {}),
-        (*told, *findings),
+        (*merged, *findings),
         order=tuple(part.rename(n) for part in parts for n in part.manifest.order),
     )
 
@@ -102,12 +112,12 @@ def _require_distinct(names: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise NameMismatch(f"two parts of the checkpoint hold something called {name}")
+            raise NameMismatch(f"two parts of the checkpoint use the name {name}")
         seen.add(name)
 
 
 def _renamed_tree(tree: Any, rename: Callable[[str], str]) -> Any:
-    """An object's tree with the tensors it refers to under their new names."""
+    """Return an object's tree with its tensor references renamed."""
     if isinstance(tree, list):
         return [_renamed_tree(v, rename) for v in tree]
     if isinstance(tree, dict):

@@ -1,11 +1,11 @@
-"""Numbered optimizer states: which parameter does each number mean? Told only where it is proven.
+"""Match numbered optimizer states to parameters, where a proof exists.
 
 torch numbers parameters in the order of an optimizer's groups (torch/optim/optimizer.py, state_dict).
-FSDP numbers them as the model's ``parameters()`` come, with gaps where an optimizer lacks one
+FSDP numbers them in the order of the model's ``parameters()``, with gaps where an optimizer lacks one
 (torch/distributed/fsdp/fully_sharded_data_parallel.py, rekey_optim_state_dict). A group lists its
 parameters in the model's order, which is that of the state dict without its buffers; so does a list of
-one optimizer for each parameter. What the states tell of shapes must fit that order in exactly one way. Names
-that the optimizer tells itself (``param_names``, torch >= 2.6) need no order.
+one optimizer per parameter. The shapes of the states must fit that order in exactly one way. Names that the
+optimizer records itself (``param_names``, torch >= 2.6) need no order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AMBIGUOUS = "the order and shapes of its parameters fit the model in more than o
 NO_FIT = "the order and shapes of its parameters do not fit the model"
 NO_SHAPES = "its states do not tell the shape of any parameter"
 
-# State that has the parameter's own shape, by the optimizers of torch/optim.
+# Keys of states that have the parameter's own shape, from the optimizers of torch/optim.
 _MOMENTS = (
     "exp_avg",
     "exp_avg_sq",
@@ -44,7 +44,9 @@ _MOMENTS = (
 class Numbered:
     """An optimizer's state dict whose states are numbered.
 
-    state: number -> states. groups: as pickled.
+    Attributes:
+        state: Number -> states.
+        groups: Parameter groups as pickled.
     """
 
     state: Mapping[int, Any]
@@ -52,20 +54,25 @@ class Numbered:
 
     @property
     def ids(self) -> list[int]:
-        """Every number, in the groups' order."""
+        """Return every number, in the order of the groups."""
         return [i for group in self.groups for i in group["params"]]
 
 
 @dataclass(frozen=True, slots=True)
 class NumberingProof:
-    """names: number -> parameter, or None with the reason why there is no proof."""
+    """What the numbers of one optimizer mean.
+
+    Attributes:
+        names: Number -> parameter, or None without a proof.
+        why: Why there is no proof.
+    """
 
     names: dict[int, str] | None
     why: str = ""
 
 
 def numbered(value: Any) -> Numbered | None:
-    """A state dict as an optimizer with numbers, or None."""
+    """Return a state dict as a numbered optimizer, or None for any other value."""
     state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (0, 0)
     if not isinstance(state, dict) or type(groups) is not list or not groups:
         return None
@@ -81,9 +88,15 @@ def numbered(value: Any) -> Numbered | None:
 def prove(
     params: Params, optimizers: Sequence[Numbered], shape: Callable[[Any], Shape | None]
 ) -> list[NumberingProof]:
-    """What the numbers of each optimizer of one model mean; no names where its states hold no tensor.
+    """Prove what the numbers of each optimizer of one model mean.
 
-    shape: the global shape of a tensor, None for anything else.
+    Args:
+        params: Parameters of the model, in order.
+        optimizers: All optimizers of the model.
+        shape: Returns the global shape of a tensor, None for any other value.
+
+    Returns:
+        A proof per optimizer, without names where its states contain no tensor.
     """
     shapes = [_shapes(o, shape) for o in optimizers]
     model = _Model(params)
@@ -97,7 +110,7 @@ def prove(
     if any(o.ids != list(range(len(o.ids))) for o, _ in rows):
         found = _by_model(model, rows)
     else:
-        found = _by_groups(model, rows, whole=len(rows) == len(optimizers))
+        found = _by_groups(model, rows, complete=len(rows) == len(optimizers))
     proofs.update(zip(rest, found, strict=True))
     # Without a shape there was nothing to compare; without a state there is nothing to name.
     proofs |= {n: NumberingProof(None, NO_SHAPES) for n in rest if shapes[n] == {}}
@@ -105,21 +118,21 @@ def prove(
     return [proofs[n] for n in range(len(optimizers))]
 
 
-def told_names(optimizer: Numbered) -> dict[int, str] | None:
-    """The names that every group tells, as they are told."""
+def recorded_names(optimizer: Numbered) -> dict[int, str] | None:
+    """Return number -> name as the groups record them; None unless every group does."""
     names: list[Any] = []
     for group in optimizer.groups:
-        told = group.get("param_names")
-        if type(told) is not list or len(told) != len(group["params"]):
+        recorded = group.get("param_names")
+        if type(recorded) is not list or len(recorded) != len(group["params"]):
             return None
-        names += told
+        names += recorded
     if not names or any(type(n) is not str for n in names) or len(set(names)) != len(names):
         return None
     return dict(zip(optimizer.ids, names, strict=True))
 
 
 class _Model:
-    """The parameters in order, by place and by name."""
+    """Parameters of a model in order, by position and by name."""
 
     def __init__(self, params: Params) -> None:
         self.names = [name for name, _ in params]
@@ -128,18 +141,18 @@ class _Model:
 
 
 def _stored_names(optimizer: Numbered, there: Mapping[str, Shape]) -> dict[int, str] | None:
-    """The names that the optimizer tells, as the model has them: below the one prefix that fits."""
-    told = told_names(optimizer)
-    if told is None or all(n in there for n in told.values()):
-        return told
-    first = next(iter(told.values()))
+    """Return the names that the optimizer records, with the one prefix under which the model has them."""
+    recorded = recorded_names(optimizer)
+    if recorded is None or all(n in there for n in recorded.values()):
+        return recorded
+    first = next(iter(recorded.values()))
     starts = {n[: len(n) - len(first)] for n in there if n.endswith(f".{first}")}
-    fits = [s for s in starts if all(s + n in there for n in told.values())]
-    return {i: fits[0] + n for i, n in told.items()} if len(fits) == 1 else None
+    fits = [s for s in starts if all(s + n in there for n in recorded.values())]
+    return {i: fits[0] + n for i, n in recorded.items()} if len(fits) == 1 else None
 
 
 def _shapes(optimizer: Numbered, shape: Callable[[Any], Shape | None]) -> dict[int, Shape] | None:
-    """What the states tell of the shapes of parameters; None where they hold no tensor."""
+    """Return the shapes of parameters that the states determine; None when they contain no tensor."""
     found: dict[int, Shape] = {}
     tensors = False
     for number, states in optimizer.state.items():
@@ -147,14 +160,14 @@ def _shapes(optimizer: Numbered, shape: Callable[[Any], Shape | None]) -> dict[i
             continue
         seen = {k: s for k, v in states.items() if (s := shape(v)) is not None}
         tensors = tensors or bool(seen)
-        told = _shape_of(seen)
-        if told is not None:
-            found[number] = told
+        known = _shape_of(seen)
+        if known is not None:
+            found[number] = known
     return found if tensors else None
 
 
 def _shape_of(seen: Mapping[Any, Shape]) -> Shape | None:
-    """The parameter's shape by the shapes of its states; None where they do not tell it."""
+    """Return a parameter's shape from the shapes of its states; None where they do not determine it."""
     own = {seen[k] for k in _MOMENTS if k in seen}
     if not own and {"row_var", "col_var"} <= seen.keys():  # torch/optim/_adafactor.py
         row, col = seen["row_var"], seen["col_var"]
@@ -163,7 +176,7 @@ def _shape_of(seen: Mapping[Any, Shape]) -> Shape | None:
         row, col = seen["exp_avg_sq_row"], seen["exp_avg_sq_col"]
         own = {(*row, col[-1])} if col else set()
     if not own:
-        own = {s for s in seen.values() if s}  # a count of steps has no dims
+        own = {s for s in seen.values() if s}  # a step counter has no dims
     return own.pop() if len(own) == 1 else None
 
 
@@ -171,14 +184,20 @@ def _fit(names: Mapping[int, str], shapes: Mapping[int, Shape], model: _Model) -
     return all(model.shapes[names[i]] == s for i, s in shapes.items())
 
 
-# An optimizer, and what is known of the shapes of its parameters.
+# An optimizer, and the known shapes of its parameters.
 Known = tuple[Numbered, Mapping[int, Shape]]
 
 
-def _by_groups(model: _Model, rows: Sequence[Known], *, whole: bool) -> list[NumberingProof]:
-    """Numbers that count each optimizer's own groups. whole: these are all optimizers that there are."""
-    # As many numbers as parameters: each is taken by one optimizer, and by no other.
-    if whole and len(rows) > 1 and sum(len(o.ids) for o, _ in rows) == len(model.names):
+def _by_groups(model: _Model, rows: Sequence[Known], *, complete: bool) -> list[NumberingProof]:
+    """Prove numbers that count each optimizer's own groups.
+
+    Args:
+        model: The model.
+        rows: Optimizers without a proof.
+        complete: Whether ``rows`` has all optimizers of the model.
+    """
+    # As many numbers as parameters: each parameter belongs to exactly one optimizer.
+    if complete and len(rows) > 1 and sum(len(o.ids) for o, _ in rows) == len(model.names):
         if len(rows) == len(model.names):  # made by a loop over the parameters, in their order
             fits = all(
                 s == shapes.get(0, s) for s, (_, shapes) in zip(model.shapes.values(), rows, strict=True)
@@ -193,7 +212,7 @@ def _by_groups(model: _Model, rows: Sequence[Known], *, whole: bool) -> list[Num
 
 
 def _solved(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
-    """No two numbers mean the same parameter."""
+    """Match the groups of optimizers together: no two numbers mean the same parameter."""
     chains = [(n, g["params"]) for n, (o, _) in enumerate(rows) for g in o.groups]
     found = forced_places(model.row, [[rows[n][1].get(i) for i in ids] for n, ids in chains])
     names: list[dict[int, str]] = [{} for _ in rows]
@@ -203,7 +222,7 @@ def _solved(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
 
 
 def _by_model(model: _Model, rows: Sequence[Known]) -> list[NumberingProof]:
-    """Numbers that count the model's parameters: all optimizers count the same ones."""
+    """Prove numbers that count the model's parameters: all optimizers count the same ones."""
     ids = [i for o, _ in rows for i in o.ids]
     known: dict[int, Shape] = {}
     agree = all(known.setdefault(i, s) == s for _, shapes in rows for i, s in shapes.items())

@@ -1,6 +1,6 @@
-"""Rank files: which files of a folder are the ranks' own parts of one save?
+"""Recognise the files of a folder that are the ranks' own parts of one save, by name.
 
-Every rank writes one file of each kind; the name is all that says which: verl's
+Every rank writes one file of each kind, and only the name identifies it: verl's
 ``model_world_size_8_rank_3.pt`` (verl/utils/checkpoint/fsdp_checkpoint_manager.py), Accelerate's
 ``pytorch_model_fsdp_0_rank3.bin`` (accelerate/utils/fsdp_utils.py), OLMo's ``rank3.pt``
 (olmo/checkpoint.py), and many scripts' ``model_rank_3.pt``.
@@ -18,10 +18,10 @@ _RANK = re.compile(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"
     r"(?P<suffix>\.(?:pt|pth|bin|ckpt))$"
 )
-_NUMBER = re.compile(r"(\d+)(\.[a-z]+)$")  # the rank is what stands before the suffix
-# Ranks along one axis of parallelism: other formats' names, and no rank of the job.
+_NUMBER = re.compile(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
+# Ranks along one axis of parallelism: names of other formats, which do not number the ranks of the job.
 _AXIS = re.compile(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
-# What a file's stem says its content is called, when the ranks saved several kinds.
+# Stem of a file -> name of its content, for ranks that saved several kinds.
 _ROLES = (
     (re.compile(r"^(?:pytorch_)?model(?:_fsdp)?(?:_states?)?(?:_0)?$"), "model"),
     (re.compile(r"^(?:pytorch_)?model(?:_fsdp)?_(?P<number>\d+)$"), "model_{number}"),
@@ -35,8 +35,10 @@ _ROLES = (
 class RankFiles:
     """The files of one kind.
 
-    stem: what their names begin with. world: number of ranks, where the names tell it.
-    paths: rank -> path, by rank.
+    Attributes:
+        stem: Common start of their names.
+        world: Number of ranks, where the names give it.
+        paths: Rank -> path, in the order of the ranks.
     """
 
     stem: str
@@ -45,7 +47,7 @@ class RankFiles:
 
     @property
     def role(self) -> str:
-        """What the content is called."""
+        """Return the name of the content."""
         for rule, role in _ROLES:
             found = rule.match(self.stem)
             if found:
@@ -53,7 +55,7 @@ class RankFiles:
         return self.stem
 
     def name_of(self, rank: int) -> str:
-        """What the file of a rank is called, by the example of another's."""
+        """Return the name that the file of a rank must have, from the name of another rank's file."""
         path = next(iter(self.paths.values()))
         found = _NUMBER.search(path)
         assert found is not None
@@ -63,21 +65,22 @@ class RankFiles:
 
 
 def is_rank_file(path: str) -> bool:
-    """Whether a name is that of one rank's file."""
+    """Return whether a name is that of one rank's file."""
     found = _RANK.match(path)
     return found is not None and "/" not in path and not _AXIS.search(found["stem"])
 
 
 def unread(listing: Iterable[str], used: Collection[str]) -> tuple[str, ...]:
-    """Files that are named by rank, where none of them was read: another checkpoint's, perhaps."""
+    """Return the files named by rank if none of them was read: they may belong to another checkpoint."""
     found = tuple(p for p in sorted(listing) if is_rank_file(p))
     return () if any(p in used for p in found) else found
 
 
 def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
-    """The kinds of rank files that lie directly in a folder, models first, optimizers behind.
+    """Return the kinds of rank files directly in a folder, models first, optimizers last.
 
-    Raises `AmbiguousModel` when the names tell of more than one save.
+    Raises:
+        AmbiguousModel: The names are those of more than one save.
     """
     kinds: dict[tuple[str, int | None], dict[int, str]] = {}
     for path in sorted(listing):
@@ -88,14 +91,14 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
         paths = kinds.setdefault((found["stem"], world), {})
         if int(found["rank"]) in paths:
             raise AmbiguousModel(
-                f"{paths[int(found['rank'])]} and {path} are both of rank {int(found['rank'])}",
+                f"{paths[int(found['rank'])]} and {path} are both files of rank {int(found['rank'])}",
                 hint="move one of them away",
             )
         paths[int(found["rank"])] = path
     worlds = sorted({w for _, w in kinds if w is not None})
     if len(worlds) > 1:
         raise AmbiguousModel(
-            f"the files are of saves of {' and '.join(map(str, worlds))} ranks: two saves in one folder",
+            f"the files belong to saves of {' and '.join(map(str, worlds))} ranks: two saves in one folder",
             hint="move the files of the older one away",
             worlds=worlds,
         )

@@ -1,8 +1,8 @@
-"""In how many ways do lists of shapes fit into a row of shapes, each list in order, no place taken twice?
+"""Match lists of shapes to a row of shapes where only one way exists, in order and each place once.
 
-A place is forced when the first and the last one that an element can have are the same; what is forced
-is taken from all others, until nothing new is found. That is sound and not complete: what stays open
-may still have one solution, and counts as open.
+A place is forced when the first and the last place that an element can have are the same. A forced place is
+removed from the choices of all others, until no new place is found. The method is sound but not complete: an
+element that stays open may still have one solution, and counts as open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROUNDS = 32
 
 
 class Row:
-    """A row of shapes, indexed for many questions."""
+    """A row of shapes, indexed for many lookups."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.length = len(shapes)
@@ -25,9 +25,14 @@ class Row:
 
 
 def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Places] | None:
-    """For each element of each chain its one place in ``row``, None where it is open; None when nothing fits.
+    """Find the only possible place of each element of each chain.
 
-    A shape of None fits every place.
+    Args:
+        row: Shapes to match.
+        chains: Lists of shapes, each in the order of the row. A shape of None fits every place.
+
+    Returns:
+        Per chain, the places in ``row``, None where a place is open. None when the chains do not fit.
 
     >>> forced_places(Row([(1,), (2,), (1,)]), [[(2,), (1,)]]), forced_places(Row([(1,), (1,)]), [[(1,)]])
     ([[1, 2]], [[None]])
@@ -36,10 +41,10 @@ def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Pl
     at: list[Places] = [[None] * len(chain) for chain in chains]
     taken: set[int] = set()
     for _ in range(_ROUNDS if len(chains) > 1 else 1):  # one chain takes nothing from itself
-        behind = {row.length - 1 - p for p in taken}
+        taken_from_back = {row.length - 1 - p for p in taken}
         for chain, places in zip(chains, at, strict=True):
             first = row.front.places(chain, places, taken)
-            mirrored = row.back.places(chain[::-1], _mirrored(places, row.length), behind)
+            mirrored = row.back.places(chain[::-1], _mirrored(places, row.length), taken_from_back)
             if first is None or mirrored is None:
                 return None
             last = _mirrored(mirrored, row.length)
@@ -54,7 +59,7 @@ def forced_places(row: Row, chains: Sequence[Sequence[Shape | None]]) -> list[Pl
 
 
 class _Matches:
-    """A row seen from one end."""
+    """A row as seen from one end."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self._all = range(len(shapes))
@@ -63,7 +68,7 @@ class _Matches:
             self._by.setdefault(shape, []).append(n)
 
     def places(self, chain: Sequence[Shape | None], fixed: Places, taken: set[int]) -> list[int] | None:
-        """The first place that each element can have; None when there is no room."""
+        """Return the first place that each element can have; None when the chain does not fit."""
         found: list[int] = []
         here = 0
         for shape, place in zip(chain, fixed, strict=True):

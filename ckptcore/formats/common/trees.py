@@ -1,4 +1,4 @@
-"""Trees of plain values: which leaves are there, where do they stand, and what tree do they make?"""
+"""Take trees of plain values apart into leaves with paths, and build trees from leaves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ _MAX_GAP = 10_000  # list entries that may be missing before the next one
 def leaves_below(
     tree: Any, name: str, tensor: type | tuple[type, ...]
 ) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
-    """(dotted name, path below ``tree``, value) of what a tree holds.
+    """Yield (dotted name, path below ``tree``, value) of the leaves of a tree.
 
-    Only containers that hold a ``tensor`` somewhere, or one that is refused, are taken apart. In a path,
-    list positions are ints and dict keys are text, as in DCP's ``planner_data``.
+    Only containers with a tensor inside, or a refused one, are taken apart. In a path, list positions are
+    ints and dict keys are text, as in DCP's ``planner_data``.
+
+    Args:
+        tree: Any value.
+        name: Name of ``tree`` itself.
+        tensor: Classes of tensors.
     """
     holds = _holders(tree, tensor)
 
@@ -35,10 +40,12 @@ def leaves_below(
 
 
 def built(rows: Iterable[tuple[str, Path, Any]]) -> dict[Any, Any]:
-    """The nested dict of (name, path, value) rows, in their order.
+    """Build the nested dict of (name, path, value) rows, in their order.
 
-    As torch/distributed/checkpoint/_traverse.py, set_element, but a place is filled once.
-    Raises `NameMismatch` for names that do not nest.
+    Same as set_element in torch/distributed/checkpoint/_traverse.py, but each place is filled once.
+
+    Raises:
+        NameMismatch: The names do not nest.
     """
     tree: dict[Any, Any] = {}
     made = {id(tree)}
@@ -49,7 +56,15 @@ def built(rows: Iterable[tuple[str, Path, Any]]) -> dict[Any, Any]:
 
 
 def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
-    """made: ids of the containers that paths made; what was saved as one object is not added to."""
+    """Set the value at a path.
+
+    Args:
+        tree: Root of the tree.
+        path: Where the value goes.
+        value: What goes there.
+        made: ids of the containers made for paths. Nothing is added to a container saved as one object.
+        name: Name of the value, for messages.
+    """
     at = tree
     for here, below in zip(path, (*path[1:], None), strict=True):
         if id(at) not in made or isinstance(at, list) is not isinstance(here, int):
@@ -72,12 +87,12 @@ def _put(tree: Any, path: Path, value: Any, made: set[int], name: str) -> None:
 
 def _name_taken(name: str) -> NameMismatch:
     return NameMismatch(
-        f"{name} cannot be nested: another entry has its place", hint="leave one out with --exclude"
+        f"cannot nest {name}: another entry has its place", hint="leave one out with --exclude"
     )
 
 
 class _Gap:
-    """A list position that nothing was put to."""
+    """A list position without a value."""
 
 
 def _require_lists(tree: Any, where: str) -> None:
@@ -89,13 +104,13 @@ def _require_lists(tree: Any, where: str) -> None:
             if value is _Gap:
                 raise NameMismatch(
                     f"{where}.{n} is left out, but a later entry of the list is not",
-                    hint="leave the whole list out, or nothing of it",
+                    hint="leave out all of the list, or none of it",
                 )
             _require_lists(value, f"{where}.{n}")
 
 
 def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
-    """ids of the containers that hold a tensor somewhere below."""
+    """Return the ids of the containers with a tensor anywhere below."""
     holds: set[int] = set()
     seen: set[int] = set()
     kinds = (tensor, RefusedTensor) if isinstance(tensor, type) else (*tensor, RefusedTensor)
@@ -109,7 +124,7 @@ def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
             return id(value) in holds
         seen.add(id(value))
         inside = value.values() if isinstance(value, dict) else value
-        # Every one: `any` would stop at the first.
+        # Visit every value: `any` would stop at the first.
         found = [visit(v, depth + 1) for v in inside if type(v) not in SCALARS]
         if any(found):
             holds.add(id(value))

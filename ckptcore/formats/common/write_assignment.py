@@ -1,8 +1,8 @@
-"""Parts: which rank of a mesh writes which box of each tensor, so that everything is written once?
+"""Assign each box of each tensor to the rank of a mesh that writes it, so that each box is written once.
 
-What several ranks have is written by one of them, and always by one that has it: the rank with the fewest
-bytes so far, the lowest of these. That is torch's own rule (torch/distributed/checkpoint/
-_dedup_save_plans.py), with names in natural order instead of the order of the saved dict.
+Of the ranks that have a box, the one with the fewest bytes so far writes it; on a tie, the lowest rank. That
+is torch's own rule (torch/distributed/checkpoint/_dedup_save_plans.py), with names in natural order instead
+of the order of the saved dict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ Kind = tuple[str, tuple[int, ...]]  # dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """A box of any tensor of one dtype. kind: what its bytes are. nbytes: how many."""
+    """A box of any tensor of one dtype.
+
+    Attributes:
+        box: The box.
+        kind: dtype and shape of the bytes.
+        nbytes: Number of bytes.
+    """
 
     box: Box
     kind: Kind
@@ -31,7 +37,7 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes: positions of tensors, and a piece of each. Millions, so in columns."""
+    """What one rank writes: positions of tensors, and an item of each. There are millions, so in columns."""
 
     tensors: list[int] = field(default_factory=list)
     pieces: list[WriteItem] = field(default_factory=list)
@@ -41,17 +47,23 @@ class Share:
 
 
 def in_order(tensors: Sequence[TensorSpec]) -> list[int]:
-    """Positions of tensors in natural order of their names."""
+    """Return the positions of tensors in natural order of their names."""
     return sorted(range(len(tensors)), key=lambda i: natural(tensors[i].fqn))
 
 
 def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topology | None) -> list[Share]:
-    """Per rank, what it writes, in the order given.
+    """Return what each rank writes, in the given order.
 
-    order: positions into ``tensors``. topology: None for a mesh of one.
-    An empty part of a tensor is not written: no loader asks for it, and torch's planner for
-    ShardedTensors leaves it out, too. A tensor without elements is one whole part.
-    Raises `UsageError` for a tensor that the ranks do not have all of.
+    An empty box of a tensor is not written: no loader asks for it, and torch's planner for ShardedTensors
+    leaves it out, too. A tensor without elements is written as one box.
+
+    Args:
+        tensors: All tensors.
+        order: Positions in ``tensors``.
+        topology: Which rank has which box; None for a mesh of one.
+
+    Raises:
+        UsageError: The ranks together do not have all elements of a tensor.
     """
     if topology is None:
         places = list(order)
@@ -78,10 +90,10 @@ def _piece(spec: TensorSpec, box: Box) -> WriteItem:
 
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
-    """The distinct parts of a tensor, each with the ranks that have it; nothing may be missing."""
-    held = topology.held(spec.fqn, spec.shape)
+    """Return the distinct boxes of a tensor, each with the ranks that have it; require all elements."""
+    boxes = topology.held(spec.fqn, spec.shape)
     found: dict[Box, list[int]] = {}
-    for rank, box in enumerate(held):
+    for rank, box in enumerate(boxes):
         if 0 in spec.shape and box is not None:
             found.setdefault(Box.whole(spec.shape), []).append(rank)
         elif box is not None and 0 not in box.shape:
@@ -89,7 +101,7 @@ def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]
     there = sum(box.numel for box in found)
     if not found or there != spec.numel:
         raise UsageError(
-            f"the ranks of the mesh have {there} elements of {spec.fqn}, which has {spec.numel}",
-            hint="look at its rule: stages and coordinates are counted from 0",
+            f"the ranks of the mesh must have all {spec.numel} elements of {spec.fqn} (got {there})",
+            hint="check its rule: stages and coordinates are counted from 0",
         )
     return list(found.items())

@@ -1,7 +1,7 @@
-"""Chunks and places of DCP metadata as columns: which item holds which chunk?
+"""Keep the chunks and places of DCP metadata in columns, and match each chunk to the item that holds it.
 
-Both are told row by row or in runs of many (`ckptcore.encodings.pickle.columns`). A chunk is found by its
-tensor's name and its offset, as torch finds it (`MetadataIndex`); of two places with one index the later
+Both arrive row by row or in runs of many (`ckptcore.encodings.pickle.columns`). A chunk is found by its
+tensor's name and its offset, as torch finds it (`MetadataIndex`). Of two places with one index the later
 counts, as in a dict.
 """
 
@@ -33,15 +33,16 @@ class Table:
         self._parts: list[Ints] = []
 
     def add(self, *values: int) -> None:
+        """Add one row."""
         self._rows.extend(values)
 
     def extend(self, *columns: Ints) -> None:
-        """Adds a row per element of the columns."""
+        """Add a row per element of the columns."""
         self._flush()
         self._parts.append(np.stack(columns, axis=1))
 
     def done(self) -> Ints:
-        """int64 [n, width]."""
+        """Return all rows, int64 [n, width]."""
         self._flush()
         return _concatenated(self._parts, self._width)
 
@@ -59,16 +60,17 @@ class Ragged:
         self._parts: list[tuple[Ints, Ints]] = []
 
     def add(self, size: tuple[int, ...] | None) -> None:
-        """Adds a size; None is kept as rank -1."""
+        """Add one size; None is stored as rank -1."""
         self._rank.append(-1 if size is None else len(size))
         self._flat.extend(size or ())
 
     def extend(self, sizes: Sizes) -> None:
+        """Add many sizes."""
         self._flush()
         self._parts.append((sizes.dims, sizes.rank))
 
     def done(self) -> tuple[Ints, Ints]:
-        """(dims int64 [n, r], 0 behind a size's own rank; ranks int64 [n])."""
+        """Return (dims int64 [n, r], 0 beyond a size's own rank; ranks int64 [n])."""
         self._flush()
         width = max((d.shape[1] for d, _ in self._parts), default=0)
         ranks = [r for _, r in self._parts]
@@ -84,7 +86,7 @@ class Ragged:
 
 
 def widened(table: Ints, width: int) -> Ints:
-    """The table with columns of zeros behind it."""
+    """Return the table, with columns of zeros appended up to a width."""
     if table.shape[1] == width:
         return table
     out = np.zeros((len(table), width), np.int64)
@@ -99,21 +101,22 @@ def _concatenated(parts: list[Ints], width: int | None) -> Ints:
 
 
 class Numbers:
-    """Numbers for texts, in the order in which they are first met."""
+    """Numbers for texts, in the order of their first use."""
 
     def __init__(self, number: Callable[[str], int]) -> None:
         self._number = number
-        self._known: dict[int, tuple[list[str], Ints]] = {}  # by the list of texts that a column is of
+        self._known: dict[int, tuple[list[str], Ints]] = {}  # by id of a column's list of texts
         self._one: dict[str, int] = {}
 
     def one(self, text: str) -> int:
+        """Return the number of one text."""
         at = self._one.get(text)
         if at is None:
             at = self._one[text] = self._number(text)
         return at
 
     def column(self, names: Names) -> Ints:
-        """int64 [n]: the number of each text of a column."""
+        """Return the number of each text of a column, int64 [n]."""
         _, table = self._known.get(id(names.values), (names.values, np.zeros(0, np.int64)))
         if len(table) < len(names.values):
             more = np.full(len(names.values) - len(table), -1, np.int64)
@@ -131,7 +134,11 @@ class Numbers:
 class MetadataChunks:
     """Chunks of one metadata file.
 
-    name: number of the tensor's name. offset, shape: int64 [n, r], elements. rank: int64 [n].
+    Attributes:
+        name: Number of the tensor's name, int64 [n].
+        offset: Elements, int64 [n, r].
+        shape: Elements, int64 [n, r].
+        rank: Number of dims, int64 [n].
     """
 
     name: Ints
@@ -141,7 +148,7 @@ class MetadataChunks:
 
 
 class ChunkRows:
-    """Collects the chunks that metadata lists."""
+    """Collect the chunks that a metadata file lists."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._file = metadata.name
@@ -149,7 +156,7 @@ class ChunkRows:
         self._offsets, self._shapes = Ragged(), Ragged()
 
     def add(self, name: int, chunks: list[Any]) -> None:
-        """The chunks of a tensor, by the number of its name; raises `MalformedCheckpoint`."""
+        """Add the chunks of a tensor, by the number of its name; raise `MalformedCheckpoint` for others."""
         for chunk in chunks:
             if type(chunk) is Columns and chunk.kinds == _CHUNKS:
                 offsets, sizes = chunk.fields[0]
@@ -165,27 +172,33 @@ class ChunkRows:
         self._counts.append(rows_in(chunks))
 
     def done(self, names: list[str]) -> MetadataChunks:
-        """All of them; names: of the tensors, for messages."""
+        """Return all chunks; ``names`` of the tensors are for messages."""
         offset, rank = self._offsets.done()
         shape, other = self._shapes.done()
         name = np.repeat(np.array(self._names, np.int64), np.array(self._counts, np.int64))
         if (rank != other).any():
             fqn = names[int(name[(rank != other).argmax()])]
-            raise MalformedCheckpoint(f"{self._file}: a chunk of {fqn} mixes ranks", file=self._file)
+            raise MalformedCheckpoint(
+                f"{self._file}: offset and size of a chunk of {fqn} differ in their number of dims",
+                file=self._file,
+            )
         return MetadataChunks(name, offset, shape, rank)
 
 
 def rows_in(items: list[Any]) -> int:
-    """How many records a list holds."""
+    """Return the number of records in a list."""
     return sum(item.count if type(item) is Columns else 1 for item in items)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where one metadata file says that its items lie.
+    """The places of items, as one metadata file records them.
 
-    name: number of the item's name. offset: int64 [n, r]. rank: int64 [n], -1 where there is no offset.
-    where: int64 [n, 4], file, first byte, bytes, codec; negative file: nowhere.
+    Attributes:
+        name: Number of the item's name, int64 [n].
+        offset: Elements, int64 [n, r].
+        rank: Number of dims, int64 [n]; -1 without an offset.
+        where: (file, first byte, bytes, codec), int64 [n, 4]. The file is negative when there is no place.
     """
 
     name: Ints
@@ -194,7 +207,7 @@ class Places:
     where: Ints
 
     def index(self, n: int) -> tuple[int, tuple[int, ...] | None]:
-        """(name, offset) of an item."""
+        """Return (name, offset) of an item."""
         rank = int(self.rank[n])
         return int(self.name[n]), None if rank < 0 else tuple(self.offset[n, :rank].tolist())
 
@@ -206,10 +219,17 @@ def places(
     place: Callable[[tuple[Any, ...], str], tuple[int, int, int, int]],
     codec: Callable[[Any, str], int],
 ) -> Places:
-    """The items of a metadata file.
+    """Return the places of the items of a metadata file.
 
-    place: a storage entry's fields -> (file, first byte, bytes, codec), checked. codec: transforms -> codec.
-    Raises `MalformedCheckpoint`, and what these raise.
+    Args:
+        metadata: The metadata file.
+        names: Numbers of the items' names.
+        files: Numbers of the files.
+        place: Fields of a storage entry and name of the metadata -> checked (file, first byte, bytes, codec).
+        codec: Transforms of an item and name of the metadata -> codec.
+
+    Raises:
+        MalformedCheckpoint: A storage entry has no name or no place. ``place`` and ``codec`` may raise more.
     """
     name, where, offsets = Table(1), Table(4), Ragged()
     for index, info in metadata.storage.items():
@@ -237,7 +257,7 @@ def _add_run(
 ) -> None:
     name, where, offsets = into
     (fqn, offset, _), (path, start, length, transforms) = run.fields
-    # What names, sizes and numbers are is known by the pattern; metadata that mixes them up is no metadata.
+    # The pattern of a run fixes which columns are names, sizes and numbers; other types are malformed.
     if (
         not isinstance(fqn, Names)
         or not (offset is None or isinstance(offset, Sizes))
@@ -254,13 +274,21 @@ def _add_run(
 
 
 class Join:
-    """Chunks and places of one metadata file by name and offset.
+    """Chunks matched with the places of one metadata file by name and offset.
 
-    at: int64 [n], the place of each chunk, -1 for none.
+    Attributes:
+        at: Place of each chunk, int64 [n]; -1 for none.
     """
 
     def __init__(self, places: Places, chunks: MetadataChunks, shapes: Ints, ranks: Ints) -> None:
-        """shapes: int64 [names, r], of the tensors by number of their name. ranks: -2 for no tensor."""
+        """Match chunks with places.
+
+        Args:
+            places: Places of items.
+            chunks: Chunks of tensors.
+            shapes: Shapes of the tensors by number of their name, int64 [names, r].
+            ranks: Number of dims by number of the name, int64 [names]; -2 for no tensor.
+        """
         width = max(places.offset.shape[1], chunks.offset.shape[1], shapes.shape[1])
         keys = _Keys(widened(shapes, width), ranks)
         stored = keys.of(places.name, widened(places.offset, width), places.rank)
@@ -277,7 +305,7 @@ class Join:
             same = (ordered[found] == listed) & (listed >= 0)
             self.at[same] = order[found[same]]
         self._places = places
-        odd = np.flatnonzero(stored < 0)  # objects, and what no tensor of that shape can have
+        odd = np.flatnonzero(stored < 0)  # objects, and offsets outside of the tensor's shape
         self._odd = {places.index(n): n for n in odd.tolist()}
         self._counts[odd] = False
         self._counts[list(self._odd.values())] = True
@@ -288,20 +316,20 @@ class Join:
         self._hit[self.at[self.at >= 0]] = True
 
     def object(self, name: int) -> int:
-        """The place of an object by the number of its name, -1 for none."""
+        """Return the place of an object by the number of its name, -1 for none."""
         at = self._odd.get((name, None), -1)
         if at >= 0:
             self._hit[at] = True
         return at
 
     def unlisted(self) -> Iterator[tuple[int, tuple[int, ...] | None]]:
-        """(name, offset) of every place that neither a chunk nor an object has asked for."""
+        """Yield (name, offset) of every place that belongs to no chunk and no requested object."""
         for n in np.flatnonzero(self._counts & ~self._hit).tolist():
             yield self._places.index(n)
 
 
 class _Keys:
-    """One integer for a tensor's name and an offset in it."""
+    """Encode a tensor's name and an offset in it as one integer."""
 
     def __init__(self, shapes: Ints, ranks: Ints) -> None:
         self._shapes, self._ranks = shapes, ranks
@@ -309,15 +337,15 @@ class _Keys:
         for shape, rank in zip(shapes.tolist(), ranks.tolist(), strict=True):
             base.append(min(total, _MOST_KEYS))
             room = 1 if rank >= 0 else 0
-            for n in shape:  # an empty part lies behind the end
+            for n in shape:  # the offset of an empty chunk may be the end
                 room *= n + 1
             total += room
         self._base = np.array(base, np.int64)
         self._fit = total < _MOST_KEYS
 
     def of(self, name: Ints, offset: Ints, rank: Ints) -> Ints:
-        """The key of each row, -1 where the tensor cannot have that offset."""
-        if not self._fit:  # shapes that no storage holds: row by row
+        """Return the key of each row, -1 where the tensor cannot have that offset."""
+        if not self._fit:  # shapes too large for any storage: row by row
             return np.full(len(name), -1, np.int64)
         flat = np.zeros(len(name), np.int64)
         fits = self._ranks[name] == rank

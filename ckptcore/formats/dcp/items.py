@@ -1,10 +1,10 @@
-"""Items of DCP files: which bytes stand around a tensor, and where does it lie?
+"""Lay out the items of DCP files: the bytes around a tensor, and the tensor's place in the file.
 
-With torch_save an item is a torch zip of one tensor or object, as `torch.distributed.checkpoint`'s
-FileSystemWriter puts them back to back. With ``SerializationFormat.SAFETENSORS`` objects stay zips, and
-all tensors of a file are one safetensors blob behind them, to which every item points
-(torch/distributed/checkpoint/filesystem.py, _write_files_from_queue). Nothing here depends on the
-rank: equal shapes give equal bytes.
+With torch_save an item is a torch zip of one tensor or object, and FileSystemWriter of
+`torch.distributed.checkpoint` writes the zips back to back. With ``SerializationFormat.SAFETENSORS`` objects
+stay zips, and all tensors of a file are one safetensors blob after them, to which every item points
+(torch/distributed/checkpoint/filesystem.py, _write_files_from_queue). Nothing here depends on the rank: equal
+shapes give equal bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ from ckptcore.formats.common.write_assignment import Kind, WriteItem
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tensors one behind the other in a file.
+    """Consecutive tensors in a file.
 
-    order: which of the given ones, in file order. items: (first byte, bytes) of each given one, as
-    `.metadata` tells. end: first byte behind all.
+    Attributes:
+        order: Positions of the given tensors, in file order.
+        items: (first byte, bytes) of each given tensor, as `.metadata` records them.
+        slots: Where the tensors' bytes go.
+        literals: All other bytes.
+        end: First byte after all tensors.
     """
 
     order: tuple[int, ...]
@@ -41,7 +45,7 @@ class Run:
 
 
 def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
-    """Tensors as torch zips from byte ``at`` on; their slots count from ``first``."""
+    """Lay out tensors as torch zips from byte ``at`` on; their slots count from ``first``."""
     items, slots, literals = [], [], []
     for n, (dtype, shape) in enumerate(kinds, first):
         head, tail, crc_at, nbytes = _zip(dtype, shape)
@@ -56,22 +60,30 @@ def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
 
 
 def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int) -> Run:
-    """Tensors as one safetensors blob from byte ``at`` on, wide elements first as the library has them.
+    """Lay out tensors as one safetensors blob, wide elements first as in the library.
 
-    Raises `UnsupportedDtype` for tensors that safetensors has no dtype for, `NameMismatch` for more names
-    than a header may hold.
+    Args:
+        names: FQNs of the tensors.
+        pieces: The box of each tensor.
+        at: First byte of the blob in the file.
+        first: Number of the first slot.
+
+    Raises:
+        UnsupportedDtype: safetensors has no dtype for some tensors.
+        NameMismatch: The names do not fit a header.
     """
     dtypes = [p.kind[0] for p in pieces]
     odd = {n: d for n, d in zip(names, dtypes, strict=True) if not BY_NAME[d].safetensors}
     if odd:
         some = ", ".join(f"{n} ({d})" for n, d in list(odd.items())[:4])
         raise UnsupportedDtype(
-            f"safetensors has no dtype for {len(odd)} tensors: {some}", tensors=sorted(odd)
+            f"safetensors has no dtype for {len(odd)} {'tensor' if len(odd) == 1 else 'tensors'}: {some}",
+            tensors=sorted(odd),
         )
     order = sorted(range(len(names)), key=lambda n: (-BY_NAME[dtypes[n]].itemsize, names[n]))
-    told = {names[n]: {"saved_offsets": list(pieces[n].box.offset)} for n in order}
+    sharding = {names[n]: {"saved_offsets": list(pieces[n].box.offset)} for n in order}
     header: dict[str, Any] = {
-        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(told), "DCP_VERSION": "1.0", "format": "pt"}
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
     }
     starts, end = [], 0
     for n in order:
@@ -86,7 +98,7 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
     head = pack_header(header, 8)
     if len(head) - 8 > MAX_HEADER:
         raise NameMismatch(
-            f"one file would need a header of {len(head) - 8} bytes, safetensors allows {MAX_HEADER}",
+            f"the safetensors header of a file must have at most {MAX_HEADER} bytes (got {len(head) - 8})",
             hint="lower --max-file-size",
         )
     slots = tuple(Slot(first + k, at + len(head) + start) for k, start in enumerate(starts))
@@ -95,7 +107,7 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
 
 
 def object_zip(value: Any) -> bytes:
-    """What `torch.save` writes for an object without tensors."""
+    """Return the bytes that `torch.save` writes for an object without tensors."""
     pickled = write.Pickled(_no_tensor)
     pickled.value(value)
     records = (("data.pkl", pickled.finish()), ("byteorder", b"little"), ("version", b"3\n"))
@@ -109,10 +121,11 @@ def object_zip(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _zip(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int], int]:
-    """What `torch.save` writes around a contiguous tensor's bytes.
+    """Return what `torch.save` writes around the bytes of a contiguous tensor.
 
-    Gives (what stands before them, what follows, positions in the latter of the payload's CRC-32, bytes of
-    the payload).
+    Returns:
+        (bytes before the payload, bytes after it, positions of the payload's CRC-32 in the latter, bytes of
+        the payload).
     """
     spec = TensorSpec("tensor", dtype, shape)
     pickled = write.Pickled(lambda _: ("0", spec))

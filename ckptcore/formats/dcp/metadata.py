@@ -1,4 +1,4 @@
-"""DCP's `.metadata`: what does its pickle say, field by field, and which globals may it name?"""
+"""Read DCP's `.metadata`: parse its pickle field by field, with a list of permitted globals."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _META = "torch.distributed.checkpoint.metadata"
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch"
 _CHUNK, _INDEX = ("offsets", "sizes"), ("fqn", "offset", "index")
 _PLACE = ("relative_path", "offset", "length", "transform_descriptors")
-# What is kept in columns where there are many of it: a tensor's chunks, and the places by name.
+# Records that are stored in columns when there are many: a tensor's chunks, and the places by name.
 _RUNS = {"ChunkStorageMetadata": ("ChunkStorageMetadata",), "_StorageInfo": ("MetadataIndex", "_StorageInfo")}
-# Permitted globals by module: class -> the fields that its state is kept as.
+# Permitted globals by module: class -> the fields kept of its state.
 _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     _META: {  # torch >= 2.3
         "Metadata": (),
@@ -32,9 +32,9 @@ _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
         "MetadataIndex": _INDEX,
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _PLACE},
-    # What torch 2.1 and 2.2 wrote.
+    # torch 2.1 and 2.2.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties": (), "MEM_FORMAT_ENCODING": ()},
-    # What Megatron-Core 0.11 and later keeps beside the metadata: each rank's plan of its save.
+    # Megatron-Core >= 0.11 adds each rank's plan of its save to the metadata.
     "torch.distributed.checkpoint.planner": {
         "SavePlan": (),
         "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
@@ -65,18 +65,31 @@ _OWN = frozenset({"state_dict_metadata", "storage_data", "planner_data", "versio
 
 
 class Metadata:
-    """One parsed metadata file. extra: attributes that torch itself does not set."""
+    """One parsed metadata file.
+
+    Attributes:
+        name: Path of the file.
+        bound: Size of the file, an upper bound for its counts.
+        tensors: ``state_dict_metadata``.
+        storage: ``storage_data``.
+        paths: ``planner_data``, unchecked.
+        version: ``version``, unchecked.
+        storage_meta: ``storage_meta``, unchecked.
+        extra: Attributes that torch itself does not set.
+    """
 
     def __init__(self, source: Source, name: str) -> None:
         size = source.listing[name]
         if not 0 < size <= _MAX_METADATA:
-            raise MalformedCheckpoint(f"{name} has {size} bytes", file=name)
+            raise MalformedCheckpoint(
+                f"{name} must have between 1 and {_MAX_METADATA} bytes (got {size})", file=name
+            )
         meter().require(size, name)
         data = source.store.read(name, 0, size)
         self.name, self.bound = name, size
         top = loads(data, TABLE, what=name)
         if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
-            raise MalformedCheckpoint(f"{name} does not hold torch checkpoint metadata", file=name)
+            raise MalformedCheckpoint(f"{name} does not contain torch checkpoint metadata", file=name)
         self.tensors = _mapping(top.state, "state_dict_metadata", name)
         self.storage = _mapping(top.state, "storage_data", name)
         self.paths = top.state.get("planner_data")
@@ -85,20 +98,20 @@ class Metadata:
         self.extra = {k: v for k, v in top.state.items() if k not in _OWN}
 
     def origin(self) -> dict[str, Any]:
-        """What the writer told of itself."""
-        told: dict[str, Any] = {}
+        """Return what the writer recorded about itself."""
+        writer: dict[str, Any] = {}
         if isinstance(self.version, str):
-            told["metadata_version"] = self.version
+            writer["metadata_version"] = self.version
         state = getattr(self.storage_meta, "state", None)
         if type(state) is dict and isinstance(state.get("save_id"), str):
-            told["save_id"] = state["save_id"]
-        return told
+            writer["save_id"] = state["save_id"]
+        return writer
 
     def names(self) -> list[str]:
-        """Every name that a planner saved, where the metadata keeps that."""
+        """Return every name that a planner saved, if the metadata records them."""
         named = dict.fromkeys(n for n in self.paths if type(n) is str) if type(self.paths) is dict else {}
         plans = self.extra.get("all_local_plans")
-        # Each list once: shared through the memo, a few bytes could stand for endless plans.
+        # Each list once: through the pickle's memo, a few bytes can repeat a plan without limit.
         lists = {
             id(items): items
             for plan in (plans if type(plans) is list else ())
@@ -115,13 +128,13 @@ class Metadata:
         return list(named)
 
     def path(self, fqn: str) -> Any:
-        """What the planner recorded as the path of a name (unchecked), or None."""
+        """Return the path that the planner recorded for a name (unchecked), or None."""
         return self.paths.get(fqn) if type(self.paths) is dict else None
 
 
 def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
-    """The declared fields of a record of this class."""
-    # A state that was pickled as a tuple, and not by names, may have any length.
+    """Return the declared fields of a record of this class."""
+    # A state pickled as a tuple instead of a dict may have any length.
     if (
         type(value) is Record
         and value.kind == kind
@@ -130,14 +143,14 @@ def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
     ):
         state: tuple[Any, ...] = value.state
         return state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
+    raise MalformedCheckpoint(f"{name}: expected a {kind} (got {shown(value)})", file=name)
 
 
 def state_of(value: Any, kind: str, name: str) -> dict[str, Any]:
-    """The dict state of a record of this class."""
+    """Return the dict state of a record of this class."""
     if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
         return value.state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
+    raise MalformedCheckpoint(f"{name}: expected a {kind} (got {shown(value)})", file=name)
 
 
 def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
@@ -148,11 +161,13 @@ def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
 
 
 def dims(value: Any, name: str) -> tuple[int, ...]:
-    """A size or offset: non-negative integers, at most 64 of them."""
+    """Return a size or offset: at most 64 non-negative integers."""
     if type(value) in (tuple, list) and len(value) <= 64:
         for n in value:  # plain loop: metadata holds millions of sizes
             if type(n) is not int or not 0 <= n < _MAX_DIM:
                 break
         else:
             return tuple(value)
-    raise MalformedCheckpoint(f"{name}: {shown(value)} is not a size", file=name)
+    raise MalformedCheckpoint(
+        f"{name}: a size must be at most 64 non-negative integers (got {shown(value)})", file=name
+    )

@@ -1,8 +1,8 @@
-"""Writing `.metadata`: which pickle does `torch.distributed.checkpoint` expect there?
+"""Write `.metadata`, the pickle that `torch.distributed.checkpoint` expects.
 
-Protocol 4, as CPython's own pickler spells it, with only the globals and fields that torch 2.4
-already knows (torch/distributed/checkpoint/metadata.py, filesystem.py): no transform descriptors,
-no version, no storage meta. Equal input gives equal bytes.
+Protocol 4 as CPython's own pickler encodes it, with only the globals and fields of torch 2.4
+(torch/distributed/checkpoint/metadata.py, filesystem.py): no transform descriptors, no version, no storage
+meta. Equal input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 META = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
 Path = tuple[str | int, ...]
-# What has been written once when the first chunk, and the first place, of a tensor has.
+# Keys that are in the memo once the first chunk, and the first place, of a tensor are written.
 _CHUNK = ((META, "ChunkStorageMetadata"), ("torch", "Size"), "offsets", "sizes")
 _PLACE = (
     (META, "MetadataIndex"),
@@ -27,11 +27,11 @@ _PLACE = (
     "length",
 )
 _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
-_BEGIN = b")\x81\x94}\x94("  # an instance, whose fields follow
+_BEGIN = b")\x81\x94}\x94("  # an instance, followed by its fields
 
 
 class ItemPlace(NamedTuple):  # made in half the time of a frozen dataclass, once for every chunk
-    """Where an item lies: file relative to the folder, first byte, bytes."""
+    """The place of an item: file relative to the folder, first byte, number of bytes."""
 
     path: str
     start: int
@@ -40,7 +40,7 @@ class ItemPlace(NamedTuple):  # made in half the time of a frozen dataclass, onc
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor: name, dtype, global shape, and per chunk (offset, sizes, place), elements."""
+    """One tensor: name, dtype, global shape, and per chunk (offset, sizes, place), in elements."""
 
     fqn: str
     dtype: str
@@ -51,11 +51,13 @@ class StoredTensor:
 def metadata_pickle(
     tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace], paths: Mapping[str, Path] | None
 ) -> bytes:
-    """The bytes of `.metadata`.
+    """Return the bytes of `.metadata`.
 
-    objects: name -> place of its byte item. paths: name -> where it stood in the saved tree
-    (``planner_data``); a name without one stood at the top. None where the planner kept none
-    (Megatron-Core saves without flattening).
+    Args:
+        tensors: Tensors with their chunks.
+        objects: Name -> place of its byte item.
+        paths: Name -> path in the saved tree (``planner_data``); a name without one is at the top. None for
+            a planner that records none (Megatron-Core saves without flattening).
     """
     p = _Pickle()
     p.begin(META, "Metadata")
@@ -118,7 +120,7 @@ def _write_chunks(p: _Pickle, tensor: StoredTensor) -> None:
 
 
 def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]) -> None:
-    """What `_write_chunks` writes; all but the numbers has been written once, and is a reference."""
+    """Write the same as `_write_chunks`, with references for everything but the numbers."""
     head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
     between = p.known("sizes")
     out: list[bytes] = []
@@ -158,7 +160,7 @@ def _write_storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping
 
 
 def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
-    """What `_write_index` writes for the chunks from ``first`` on, by references as `_chunks_alike` does."""
+    """Write the same as `_write_index` for the chunks from ``first`` on, by references as `_chunks_alike`."""
     head = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn) + p.known("offset")
     index = p.known("index")
     info = b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path")
@@ -170,7 +172,7 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
         memoized += a + 4
         out += (head, where, index, numbers(n) or p.numbered(n), info)
         path = p.paths.get(place.path)
-        if path is None:  # its text stands here, unless it was met before
+        if path is None:  # the text itself, unless it was written before
             p.add(b"".join(out), memoized)
             out, memoized = [], 0
             p.text(place.path)
@@ -204,18 +206,18 @@ def _write_index(
 
 
 class _Pickle:
-    """Emits protocol 4 opcodes, memoised as CPython's pickler memoises them."""
+    """Emit protocol 4 opcodes, memoised as by CPython's pickler."""
 
     def __init__(self) -> None:
         self._out = bytearray(_START)
         self._memo: dict[Any, int] = {}
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
-        self.paths: dict[str, bytes] = {}  # references to the files' names
-        self.numbers: dict[int, bytes] = {}  # spellings of those that are common
+        self.paths: dict[str, bytes] = {}  # references to the names of files
+        self.numbers: dict[int, bytes] = {}  # opcodes of common numbers
 
     def finish(self) -> bytes:
-        """The whole pickle, in one frame."""
+        """Return the complete pickle, in one frame."""
         self._out += b"."
         self._out[len(_START) - 8 : len(_START)] = (len(self._out) - len(_START)).to_bytes(8, "little")
         return bytes(self._out)
@@ -237,27 +239,27 @@ class _Pickle:
         self._out += b"b"
 
     def add(self, data: bytes, memoized: int) -> None:
-        """Opcodes that are spelled already, and how many values they memoize."""
+        """Add finished opcodes, which memoize this many values."""
         self._out += data
         self._count += memoized
 
     def knows(self, keys: Sequence[str | tuple[str, str]]) -> bool:
-        """Whether all of these texts and globals have been written."""
+        """Return whether all of these texts and globals have been written."""
         return all(key in self._memo for key in keys)
 
     def known(self, *key: str) -> bytes:
-        """The reference to a text, or to a global by module and name."""
+        """Return the reference to a text, or to a global by module and name."""
         return _reference(self._memo[key if len(key) > 1 else key[0]])
 
     def sized(self, dims: tuple[int, ...]) -> tuple[bytes, int]:
-        """What `size` writes once torch.Size is known, and how many values that memoizes."""
+        """Return what `size` writes once torch.Size is known, and how many values that memoizes."""
         found = self.sizes.get(dims)
         if found is None:
             found = self.sizes[dims] = self.known("torch", "Size") + _size_tuple(dims), 3 if dims else 2
         return found
 
     def numbered(self, value: int) -> bytes:
-        """How a number is spelled that will be needed again."""
+        """Return the opcodes of a number, and keep them for the next time."""
         found = self.numbers[value] = number(value)
         return found
 
@@ -265,7 +267,7 @@ class _Pickle:
         self._out += number(value)
 
     def plain(self, value: str | int) -> None:
-        """A text or a number."""
+        """Write a text or a number."""
         if isinstance(value, int):
             self.integer(value)
         else:
@@ -280,7 +282,7 @@ class _Pickle:
         self._memoize(value)
 
     def glob(self, module: str, name: str) -> None:
-        """A class or function by name."""
+        """Write a class or function by name."""
         if self._seen((module, name)):
             return
         self.text(module)
@@ -289,7 +291,7 @@ class _Pickle:
         self._memoize((module, name))
 
     def call(self, module: str, name: str, argument: str | int) -> None:
-        """One call with one argument; equal calls share their result."""
+        """Write a call with one argument; equal calls share their result."""
         key = module, name, argument
         if self._seen(key):
             return
@@ -301,18 +303,18 @@ class _Pickle:
         self._memoize(key)
 
     def size(self, dims: tuple[int, ...]) -> None:
-        """A torch.Size."""
+        """Write a torch.Size."""
         self.glob("torch", "Size")
         self.add(_size_tuple(dims), 3 if dims else 2)
 
     def instance(self, module: str, name: str) -> None:
-        """An object without its state."""
+        """Write an object without its state."""
         self.glob(module, name)
         self._out += b")\x81"
         self._memoize(None)
 
     def begin(self, module: str, name: str) -> None:
-        """An object whose fields follow, until `end`."""
+        """Write an object; its fields follow, until `end`."""
         self.instance(module, name)
         self._out += b"}"
         self._memoize(None)
@@ -352,10 +354,10 @@ class _Pickle:
 
 
 def number(value: int) -> bytes:
-    """How CPython's pickler spells a number.
+    r"""Return the opcodes of a number, as CPython's pickler writes them.
 
     >>> number(5), number(70000)
-    (b'K\\x05', b'Jp\\x11\\x01\\x00')
+    (b'K\x05', b'Jp\x11\x01\x00')
     """
     if 0 <= value < 256:
         return b"K" + bytes((value,))
@@ -368,7 +370,7 @@ def number(value: int) -> bytes:
 
 
 def _size_tuple(dims: tuple[int, ...]) -> bytes:
-    """What stands behind torch.Size."""
+    """Return the opcodes of the tuple that follows torch.Size."""
     end = {0: b")", 1: b"\x85\x94", 2: b"\x86\x94", 3: b"\x87\x94"}.get(len(dims), b"t\x94")
     return b"".join((b"(" if len(dims) > 3 else b"", *map(number, dims), end, b"\x85\x94R\x94"))
 

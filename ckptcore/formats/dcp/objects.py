@@ -1,7 +1,7 @@
-"""Byte items of a DCP folder: which plain values do they hold, and which tensors inside?
+"""Read the byte items of a DCP folder: plain values, and the tensors inside them.
 
-Each is a torch zip of one Python object. They lie at the start of each file, back to back, so
-they are read in a few large ranges and parsed from memory.
+Each item is a torch zip of one Python object. The items are at the start of each file, back to back, so they
+are read in a few large ranges and parsed in memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from ckptcore.store import Readable
 
 _GAP, _RANGE = 64 << 10, 8 << 20
 _CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
-_SHARED = 4  # how often the bytes of a file may be read for its objects
-_MAX_OBJECT = 64 << 20  # larger ones are read in place, never as a whole
+_SHARED = 4  # how many times the bytes of a file may be read for its objects
+_MAX_OBJECT = 64 << 20  # larger ones are read in place, never into memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRules:
     """How a format reads the byte items of its DCP folder.
 
-    parse: what gives an item's tree. adapt: (key, what was parsed, the item's reader) -> what the
-    key stands for, and paths of parts that had to be left out; None leaves out the whole object
-    when any global in it was refused.
+    Attributes:
+        parse: Returns an item's tree.
+        adapt: (key, parsed objects, the item's reader) -> (objects that the key means, paths of the parts
+            left out). None leaves out the entire object when any global in it was refused.
     """
 
     parse: Callable[[Reader, int, str], Objects] = read_objects
@@ -57,18 +58,25 @@ def add_blobs(
     others: Sequence[tuple[str, Item]] = (),
     rules: ObjectRules = PLAIN,
 ) -> None:
-    """Adds every byte item to the builder, with the tensors inside.
+    """Add every byte item to the builder, with the tensors inside.
 
     An item that cannot be read or parsed becomes a finding, and a blob without a tree.
+
+    Args:
+        builder: Receives blobs, tensors and findings.
+        store: The folder.
+        blobs: Key -> item.
+        others: The same objects as saved by other ranks, to compare.
+        rules: How to read the items.
     """
     sizes = builder.file_sizes()
     names = builder.file_names()
     _require_apart(names, sizes, [*blobs.values(), *(item for _, item in others)])
-    whole = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
+    complete = {k: i for k, i in blobs.items() if i.start + i.length <= (sizes[i.file] or 0)}
     for key, item in blobs.items():
-        if key not in whole:  # `check` reports the missing or short file
+        if key not in complete:  # `check` reports the missing or short file
             builder.blobs.append(Blob(key, builder.item(item), known=False))
-    for key, item, data in _read_all(store, names, whole):
+    for key, item, data in _read_all(store, names, complete):
         at = builder.item(item)
         what = f"object {key} in {names[item.file]}"
         partly: tuple[str, ...] = ()
@@ -93,7 +101,7 @@ def add_blobs(
 
 
 def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Sequence[Item]) -> None:
-    """Raises `MalformedCheckpoint` where items share the bytes of a file many times over: each is read."""
+    """Raise `MalformedCheckpoint` when items claim the same bytes many times over, as each item is read."""
     claimed: dict[int, int] = {}
     for item in items:
         if item.start + item.length <= (sizes[item.file] or 0):  # others are not read
@@ -102,7 +110,7 @@ def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Seq
         size = sizes[file] or 0
         if length > _SHARED * size + _RANGE:
             raise MalformedCheckpoint(
-                f"{names[file]} has {size} bytes, and the metadata places {length} bytes of objects in it",
+                f"{names[file]} has {size} bytes, but the metadata places {length} bytes of objects in it",
                 file=names[file],
             )
 
@@ -110,9 +118,16 @@ def _require_apart(names: Sequence[str], sizes: Sequence[int | None], items: Seq
 def kept(
     builder: Builder, key: str, item: int, tree: Any, objects: Objects, partly: tuple[str, ...], file: str
 ) -> Blob:
-    """The blob of an object, with findings for what was refused in it.
+    """Return the blob of an object, and add findings for what was refused in it.
 
-    partly: the parts that were left out of the tree; () means that nothing or all of it was.
+    Args:
+        builder: Receives the findings.
+        key: Name of the object.
+        item: Number of its item.
+        tree: Its tree in JSON form.
+        objects: What was parsed.
+        partly: The parts left out of the tree; () when none or all of it was left out.
+        file: Path of its file.
     """
     if not objects.refused:
         return Blob(key, item, tree)
@@ -124,7 +139,7 @@ def kept(
     used = storages_in(objects.tree)
     hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
     if hidden:
-        message = f"object {key} holds {hidden} bytes of tensors that cannot be taken out of it"
+        message = f"cannot read {hidden} bytes of tensors inside object {key}"
         builder.findings.append(finding("refused-tensors", "cover", message, fqn=key))
     return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
 
@@ -136,7 +151,7 @@ def _compare_ranks(
     blobs: Mapping[str, Item],
     others: Sequence[tuple[str, Item]],
 ) -> None:
-    """One finding an object that ranks saved with different values (rank-local metadata)."""
+    """Add a finding for each object that ranks saved with different values (rank-local metadata)."""
     different: set[str] = set()
     sizes = builder.file_sizes()
     for key, item in others:
@@ -155,12 +170,12 @@ def _compare_ranks(
 
 
 def _content(raw: bytes) -> Any:
-    """What an item holds, its tensors' bytes included; zips of equal values may still differ."""
+    """Return the values of an item with its tensors' bytes, because zips of equal values may differ."""
     try:
         found = read_objects(lambda start, n: raw[start : start + n], len(raw), "object")
     except MetadataTooLarge:
         raise
-    except CkptError:  # the copy that is kept has its own finding; this one is another value
+    except CkptError:  # the copy in the manifest has its own finding; this one counts as another value
         return raw
     stored = {key: raw[start : start + n] for key, (start, n, _) in found.storages.items()}
     return found.tree, stored, found.swapped
@@ -169,7 +184,7 @@ def _content(raw: bytes) -> Any:
 def _read_all(
     store: Readable, names: list[str], blobs: Mapping[str, Item]
 ) -> Iterator[tuple[str, Item, Any]]:
-    """(key, item, bytes or None for a large one or the error) in file order."""
+    """Yield (key, item, its bytes, None for a large one, or the error) in file order."""
     rows = sorted(blobs.items(), key=lambda row: (row[1].file, row[1].start))
     at = 0
     while at < len(rows):
@@ -199,7 +214,7 @@ def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple
     if item.codec:
         raw = store.read(path, item.start, item.length) if data is None else data
         plain = decode_small(item.codec, raw, _MAX_OBJECT, path)
-        meter().keep(len(plain) // 4, path)  # small items may stand for much: what that takes is time
+        meter().keep(len(plain) // 4, path)  # small items may expand to large ones, which takes time
         return (lambda start, n: plain[start : start + n]), len(plain)
     if data is None:
         return (lambda start, n: store.read(path, item.start + start, n)), item.length
@@ -207,7 +222,19 @@ def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple
 
 
 def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -> Any:
-    """The tree in JSON form, its tensors added to the builder under ``key.path``."""
+    """Return the tree in JSON form, and add its tensors to the builder under ``key.path``.
+
+    Args:
+        builder: Receives the tensors.
+        key: Name of the object.
+        item: The item that contains it.
+        objects: What was parsed.
+        what: Name of the item in messages.
+
+    Raises:
+        MalformedCheckpoint: The tree is too deep, refers to a missing storage or to too many tensors, or has
+            values without a JSON form.
+    """
     found: list[tuple[TensorSpec, Item, View]] = []
 
     def walk(value: Any, path: str, depth: int) -> Any:

@@ -1,10 +1,10 @@
-"""Reading a DCP folder, for every format that is one: from `.metadata` and items to a manifest.
+"""Read a DCP folder, for every format that contains one: from `.metadata` and items to a manifest.
 
 `.metadata` pickles a `Metadata` (torch/distributed/checkpoint/metadata.py): per FQN the global
 size and the chunks, and per chunk the file, offset and length of its item (filesystem.py,
-`_StorageInfo`). An item is a torch zip; or, with `SerializationFormat.SAFETENSORS`, a member of a
-safetensors blob at the end of the file; behind an optional stream codec. With
-`use_collectives=False` each rank leaves its own `__R.metadata`, and the checkpoint is their union.
+`_StorageInfo`). An item is a torch zip or, with `SerializationFormat.SAFETENSORS`, a member of a
+safetensors blob at the end of the file. A stream codec may wrap it. With `use_collectives=False` each rank
+writes its own `__R.metadata`, and the checkpoint is their union.
 """
 
 from __future__ import annotations
@@ -43,30 +43,37 @@ from ckptcore.utils.text import shown
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
-_MAX_TOLD = 100  # findings of one kind
+_MAX_LISTED = 100  # findings of one kind
 _CODEC_NAMES = ("", "zstd")
 _CODECS = {"stream.zstd": _CODEC_NAMES.index("zstd")}
 
 
 def parse_folder(source: Source) -> list[Metadata]:
-    """Every metadata file of a DCP folder; raises as `read_folder` does."""
+    """Parse every metadata file of a DCP folder; raise the errors of `read_folder`."""
     return [Metadata(source, path) for path in _metadata_files(source)]
 
 
 def read_folder(
     source: Source, name: str = "dcp", rules: ObjectRules = PLAIN, parsed: Sequence[Metadata] | None = None
 ) -> Manifest:
-    """The manifest of a DCP folder, as format ``name``; its objects are read by ``rules``.
+    """Read the manifest of a DCP folder.
 
-    parsed: what `parse_folder` gave, where the caller needs it, too.
+    Args:
+        source: The folder.
+        name: Name of the format.
+        rules: How to read its objects.
+        parsed: Result of `parse_folder`, when the caller needs it, too.
 
-    Raises `NotComplete` when the save did not finish, `MalformedCheckpoint`, `UnsafeContent`.
+    Raises:
+        NotComplete: The save did not finish.
+        MalformedCheckpoint: The metadata is not valid.
+        UnsafeContent: The metadata names globals or paths that are not permitted.
     """
     builder, origin = Builder(), dict[str, Any]()
     parsed = parse_folder(source) if parsed is None else parsed
     names = [metadata.name for metadata in parsed]
     blobs: dict[str, Item] = {}
-    others: list[tuple[str, Item]] = []  # the same object as another rank saved it
+    others: list[tuple[str, Item]] = []  # the same object as saved by another rank
     state = _Columns(builder, source.listing, {n for metadata in parsed for n in metadata.tensors})
     for metadata in parsed:
         origin |= metadata.origin()
@@ -86,22 +93,22 @@ def read_folder(
 
 
 def _saved_order(parsed: Sequence[Metadata], found: Manifest) -> tuple[str, ...]:
-    """Tensors as the first planner had them in its state dict; () where that is the order of the tensors.
+    """Return the names in the order of the first planner's state dict; () if the tensors have that order.
 
-    Planners give replicated tensors to any of the ranks, which changes their place among the others.
+    Planners assign replicated tensors to any of the ranks, which changes their position among the others.
     """
     paths = parsed[0].paths
     if type(paths) is not dict:
         return ()
     saved = iter(paths)
-    if all(spec.fqn in saved for spec in found.tensors):  # goes through the paths once
+    if all(spec.fqn in saved for spec in found.tensors):  # reads the paths once
         return ()
-    held = {spec.fqn for spec in found.tensors}
-    return tuple(n for n in paths if type(n) is str and n in held)
+    names = {spec.fqn for spec in found.tensors}
+    return tuple(n for n in paths if type(n) is str and n in names)
 
 
 def _paths(parsed: Iterable[Metadata]) -> Paths:
-    """Where each name stood in the saved tree, as far as the planners recorded it."""
+    """Return the path of each name in the saved tree, as far as the planners recorded it."""
     found = Paths()
     for metadata in parsed:
         for name in metadata.tensors:
@@ -111,25 +118,31 @@ def _paths(parsed: Iterable[Metadata]) -> Paths:
 
 
 class _Columns:
-    """Collects the tensors and chunks of one or several metadata files into one builder."""
+    """Collect the tensors and chunks of one or several metadata files in one builder."""
 
     def __init__(self, builder: Builder, listing: Mapping[str, int], listed: Set[str]) -> None:
-        """listed: names that any of the metadata files lists."""
+        """Start without tensors.
+
+        Args:
+            builder: Receives tensors, chunks and findings.
+            listing: Path -> size of the folder's files.
+            listed: Names that any of the metadata files lists.
+        """
         self._builder, self._listing, self._listed = builder, listing, listed
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
         self._files = Numbers(self._file)
-        self._naming = ""  # the metadata file that is being read
-        # Of each file: tensors, offsets, shapes and ranks of its chunks, and their places.
+        self._naming = ""  # the current metadata file
+        # Per metadata file: tensors, chunks, and places.
         self._rows: list[tuple[Ints, MetadataChunks, Ints]] = []
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
-        """Adds one file's tensors; gives its byte items."""
+        """Add the tensors of one metadata file; return its byte items."""
         name = self._naming = metadata.name
         fqns: list[str] = []
         numbers = Numbers(lambda fqn: fqns.append(fqn) or len(fqns) - 1)  # type: ignore[func-returns-value]
         stored = places(metadata, numbers, self._files, self._place, _codec)
         objects: list[str] = []
-        tensors: dict[int, tuple[int, tuple[int, ...]]] = {}  # number of the name -> of the tensor, its shape
+        tensors: dict[int, tuple[int, tuple[int, ...]]] = {}  # number of the name -> tensor number, shape
         chunks = ChunkRows(metadata)
         count = 0
         for fqn, entry in metadata.tensors.items():
@@ -141,14 +154,14 @@ class _Columns:
             state = state_of(entry, "TensorStorageMetadata", name)
             number = numbers.one(fqn)
             tensors[number] = self._tensor(fqn, state, metadata)
-            told = state.get("chunks")
-            if type(told) is not list:
+            entries = state.get("chunks")
+            if type(entries) is not list:
                 raise MalformedCheckpoint(f"{name}: {fqn} has no list of chunks", file=name)
-            # Every chunk takes far more bytes of pickle than this; shared lists could claim more.
-            count += rows_in(told)
+            # Every chunk takes far more than 8 bytes of pickle; shared lists could claim more chunks.
+            count += rows_in(entries)
             if count * 8 > metadata.bound:
                 raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
-            chunks.add(number, told)
+            chunks.add(number, entries)
         for fqn in objects:
             numbers.one(fqn)
         listed = chunks.done(fqns)
@@ -163,8 +176,12 @@ class _Columns:
 
     @staticmethod
     def _shapes(tensors: Mapping[int, tuple[int, tuple[int, ...]]], names: int) -> tuple[Ints, Ints, Ints]:
-        """By number of the name: the tensor's shape, its rank (-2 where there is none), its position (-1 for
-        one that cannot be read)."""
+        """Return columns by number of the name.
+
+        Returns:
+            (shapes int64 [names, r], numbers of dims int64 [names] with -2 for no tensor, numbers of the
+            tensors int64 [names] with -1 for one that cannot be read).
+        """
         width = max((len(shape) for _, shape in tensors.values()), default=0)
         shapes, ranks = np.zeros((names, width), np.int64), np.full(names, -2, np.int64)
         owner = np.zeros(names, np.int64)
@@ -180,7 +197,8 @@ class _Columns:
             n = int(wrong.argmax())
             fqn = fqns[int(chunks.name[n])]
             raise MalformedCheckpoint(
-                f"a chunk of {fqn} has {chunks.rank[n]} dims, the tensor {ranks[chunks.name[n]]}"
+                f"a chunk of {fqn} must have {ranks[chunks.name[n]]} dims like the tensor "
+                f"(got {chunks.rank[n]})"
             )
 
     def _objects(self, keys: list[str], numbers: Numbers, join: Join, stored: Places) -> dict[str, Item]:
@@ -197,21 +215,21 @@ class _Columns:
         return found
 
     def _unlisted(self, metadata: Metadata, fqns: list[str], join: Join) -> None:
-        """What is stored, or was saved by name, but not listed: something was taken out."""
-        told = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_TOLD)]
-        for fqn, offset in told:
+        """Add findings for what is stored, or was saved by name, but is not listed: entries were removed."""
+        stored = [(fqns[n], offset) for n, offset in islice(join.unlisted(), _MAX_LISTED)]
+        for fqn, offset in stored:
             what = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
             self._builder.findings.append(
                 finding(
                     "unlisted-item", "cover", f"{metadata.name} stores {what}, but does not list it", fqn=fqn
                 )
             )
-        # A rank whose part of a tensor is empty names it, and another rank lists it.
-        seen = {fqn for fqn, _ in told}
+        # A rank whose part of a tensor is empty names the tensor, and another rank lists it.
+        seen = {fqn for fqn, _ in stored}
         lost = [n for n in metadata.names() if n not in self._listed and n not in seen]
         self._builder.findings += [
             finding("unlisted-item", "cover", f"{metadata.name} names {n}, but does not list it", fqn=n)
-            for n in lost[:_MAX_TOLD]
+            for n in lost[:_MAX_LISTED]
         ]
 
     def _place(self, fields: tuple[Any, ...], name: str) -> tuple[int, int, int, int]:
@@ -236,21 +254,21 @@ class _Columns:
             return at, shape
         if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
             raise MalformedCheckpoint(
-                f"{name} says {fqn} is {dtype} {list(shape)}, another rank says "
-                f"{seen[1][0]} {list(seen[1][1])}",
+                f"{fqn} is {dtype} {list(shape)} in {name}, but {seen[1][0]} {list(seen[1][1])} on another "
+                "rank",
                 file=name,
             )
         return seen[0], shape
 
     def flush(self) -> None:
-        """Adds the chunks, now that all items of every file are known."""
+        """Add the chunks, once all items of every file are known."""
         sizes = self._safetensors_files()
         seen: dict[tuple[int, int], tuple[int, ...]] = {}
         specs = self._builder.tensors
         for tensor, chunks, where in self._rows:
             file, start, length, codec = where.T
             placed, member = file >= 0, np.isin(file, list(sizes))
-            # Items of what cannot be read count as bytes of their files, and are no more looked at.
+            # Items of unreadable tensors only count as bytes of their files.
             for n in np.flatnonzero((~placed | member) & (tensor >= 0)).tolist():
                 offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())
                 fqn = specs[int(tensor[n])].fqn
@@ -275,9 +293,9 @@ class _Columns:
         self._rows = []
 
     def _safetensors_files(self) -> dict[int, int]:
-        """Files whose tensors are members of a safetensors blob -> file size.
+        """Return file -> size, for the files whose tensors are members of a safetensors blob.
 
-        There every item claims exactly its tensor's bytes; a torch zip is about 1 kB longer.
+        In such a file every item claims exactly its tensor's bytes; a torch zip is about 1 KiB longer.
         """
         sizes = self._builder.file_sizes()
         width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
@@ -285,7 +303,7 @@ class _Columns:
         for tensor, chunks, where in self._rows:
             rows = np.flatnonzero((where[:, 0] >= 0) & (tensor >= 0))
             file, length = where[rows, 0], where[rows, 2]
-            # Behind a size's own rank are zeros. Lengths are below 2**62; what lying sizes hold may be more.
+            # Columns beyond a size's own rank are zeros. Lengths are below 2**62; false sizes may be larger.
             extent = np.where(
                 np.arange(chunks.shape.shape[1]) < chunks.rank[rows, None], chunks.shape[rows], 1
             )
@@ -309,7 +327,7 @@ def _metadata_files(source: Source) -> list[str]:
         raise NotComplete(
             f"{source.store.url} has .metadata.tmp but no .metadata: the save is running, or was "
             "aborted just before its last step",
-            hint="wait if it is running; if it was aborted, take it as it is with --recover",
+            hint="wait if it is running; if it was aborted, read it as it is with --recover",
         )
     raise NotComplete(
         f"{source.store.url} has *.distcp files but no .metadata: the save is running, was aborted, "
@@ -319,7 +337,7 @@ def _metadata_files(source: Source) -> list[str]:
 
 
 def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
-    """Findings about files beside those that the metadata names."""
+    """Add findings about files that the metadata does not name."""
     named = set(builder.file_names())
     for path, size in source.listing.items():
         if path in named or path in metadata or "/" in path:
@@ -341,12 +359,12 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
             )
     if metadata[0] not in (".metadata", ".metadata.tmp"):
         ranks = [int(m[1]) for p in metadata if (m := RANK_METADATA.match(p))]
-        for rank in absent(ranks, max(ranks), _MAX_TOLD):
+        for rank in absent(ranks, max(ranks), _MAX_LISTED):
             builder.findings.append(
                 finding(
                     "missing-rank",
                     "files",
-                    f"rank {rank} left no __{rank}.metadata, rank {max(ranks)} did",
+                    f"rank {rank} wrote no __{rank}.metadata, but rank {max(ranks)} wrote one",
                     file=f"__{rank}.metadata",
                 )
             )
@@ -364,17 +382,17 @@ def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
 
 def _dtype(properties: Any, fqn: str, name: str) -> str:
     state = properties.state if isinstance(properties, Record) else None
-    # TensorProperties.__getstate__ gives a tuple whose length grew over time; the dtype is first.
+    # TensorProperties.__getstate__ returns a tuple whose length grew over time; the dtype is first.
     first = state[0] if type(state) is tuple and state else None
     if type(state) is dict:
         first = state.get("dtype")
     if type(first) is Named and first.kind == "dtype":
         return str(first.value)
-    raise MalformedCheckpoint(f"{name} does not tell the dtype of {fqn}", file=name)
+    raise MalformedCheckpoint(f"{name} does not record the dtype of {fqn}", file=name)
 
 
 def _codec(descriptors: Any, name: str) -> int:
-    """The position in `_CODEC_NAMES` of an item's codec."""
+    """Return the position of an item's codec in `_CODEC_NAMES`."""
     if descriptors in (None, [], ()):
         return 0
     if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
@@ -383,13 +401,14 @@ def _codec(descriptors: Any, name: str) -> int:
         if known is not None:
             return known
     raise UnsupportedFormat(
-        f"{name}: items are transformed by {shown(descriptors, 120)}",
-        hint="known stream extensions: stream.zstd",
+        f"{name}: cannot read items transformed by {shown(descriptors, 120)}",
+        hint="supported stream extension: stream.zstd",
     )
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """
+    """Return ascending numbers as text, with consecutive ones as a range.
+
     >>> ranges([0, 1, 2, 5])
     '0-2, 5'
     """

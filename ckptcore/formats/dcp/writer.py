@@ -1,9 +1,9 @@
-"""Laying out DCP folders: which items go where in which `.distcp` file, and what tells of them?
+"""Lay out DCP folders: the items of each `.distcp` file, and `.metadata`.
 
-As `torch.distributed.checkpoint.save` leaves them: rank R writes ``__R_0.distcp``, ``__R_1.distcp``, ...,
-objects first (those of rank 0), then its tensors; a rank with nothing to write leaves an empty
-``__R_0.distcp``. `.metadata` lists the chunks of a tensor in the order of the ranks that wrote them, and
-comes last.
+The files are those of `torch.distributed.checkpoint.save`. Rank R writes ``__R_0.distcp``,
+``__R_1.distcp``, ..., objects first (rank 0 only), then its tensors; a rank with nothing to write leaves an
+empty ``__R_0.distcp``. `.metadata` comes last, and lists the chunks of a tensor in the order of the ranks
+that wrote them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ def arrange_folder(
     wrap: Callable[[str, Any], Any] = lambda key, value: value,
     commit: bool = True,
 ) -> Iterator[FileLayout]:
-    """The files of a DCP folder as the ranks of a mesh save it, `.metadata` last.
+    """Yield the files of a DCP folder as the ranks of a mesh save it, `.metadata` last.
 
-    folder: where it lies below the output's root. paths: whether `.metadata` tells each name's
-    place in the saved tree. wrap: what is stored for the object of a key. commit: whether
-    `.metadata` is what makes the output whole.
+    Args:
+        request: What to write.
+        folder: Folder below the root of the output, "" for the root itself.
+        paths: Whether `.metadata` records each name's path in the saved tree.
+        wrap: (key, value) -> what is stored for an object.
+        commit: Whether `.metadata` completes the output.
     """
     order = in_order(request.tensors)
     objects, places_in_tree = _stored_objects(request)
@@ -43,17 +46,18 @@ def arrange_folder(
     for key, value in objects.items():
         files.object(key, wrap(key, value))
     yield from files.ranks(order)
-    told = metadata_pickle(
+    pickled = metadata_pickle(
         files.stored(order), files.objects, {**request.paths, **places_in_tree} if paths else None
     )
     name = f"{folder}/{METADATA}" if folder else METADATA
-    yield FileLayout(name, len(told), (), (), (Literal(0, told),), commit)
+    yield FileLayout(name, len(pickled), (), (), (Literal(0, pickled),), commit)
 
 
 class Files:
-    """Fills ``__R_I.distcp`` files one after the other: first objects, then the tensors of every rank.
+    """Fill ``__R_I.distcp`` files one after the other: first objects, then the tensors of every rank.
 
-    objects: name -> where it was put.
+    Attributes:
+        objects: Name -> place of the object.
     """
 
     def __init__(self, request: Arrangement, prefix: str) -> None:
@@ -67,14 +71,15 @@ class Files:
         self._begin()
 
     def object(self, key: str, value: Any) -> None:
+        """Add an object without tensors."""
         data = object_zip(value)
         self.objects[key] = ItemPlace(self._name(), self._at, len(data))
         self._literals.append(Literal(self._at, data))
         self._at += len(data)
 
-    def whole(self, key: str, layout: FileLayout) -> None:
-        """An object with its tensors inside: a torch file of its own, as one item."""
-        if set(layout.tensors) & set(self._tensors):  # a tensor stands in a file once
+    def embed(self, key: str, layout: FileLayout) -> None:
+        """Add an object with its tensors inside: a torch file of its own, as one item."""
+        if set(layout.tensors) & set(self._tensors):  # a file may contain a tensor once
             self._end()
         self.objects[key] = ItemPlace(self._name(), self._at, layout.nbytes)
         n = len(self._tensors)
@@ -87,9 +92,10 @@ class Files:
         self._at += layout.nbytes
 
     def ranks(self, order: Sequence[int]) -> Iterator[FileLayout]:
-        """All files: those of rank 0, which has the objects, then those of the others.
+        """Yield all files: those of rank 0, which has the objects, then those of the other ranks.
 
-        order: positions of the tensors.
+        Args:
+            order: Positions of the tensors.
         """
         for rank, share in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
             self._rank = rank
@@ -102,7 +108,7 @@ class Files:
             self._full = []
 
     def stored(self, order: Sequence[int]) -> list[StoredTensor]:
-        """What `.metadata` tells of the tensors."""
+        """Return the tensors with their chunks, for `.metadata`."""
         found = []
         for i in order:
             spec = self._request.tensors[i]
@@ -110,14 +116,14 @@ class Files:
         return found
 
     def _groups(self, share: Share) -> Iterator[tuple[int, int]]:
-        """Which of the parts go into one file each, first and behind the last; at least one group."""
-        first = held = 0
+        """Yield (first, stop) of the pieces that go into one file each; at least one group."""
+        first = size = 0
         most = self._request.max_file_bytes
         for n, piece in enumerate(share.pieces):
-            if held and held + piece.nbytes > most:
+            if size and size + piece.nbytes > most:
                 yield first, n
-                first, held = n, 0
-            held += piece.nbytes
+                first, size = n, 0
+            size += piece.nbytes
         yield first, len(share.pieces)
 
     def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:
@@ -136,7 +142,7 @@ class Files:
     def _run(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> Run:
         first = len(self._tensors)
         if self._request.serialization == "safetensors":
-            # A blob knows tensors by name alone, and a rank has one piece of each.
+            # A blob identifies tensors by name alone, and a rank has one piece of each.
             return blob([self._request.tensors[i].fqn for i in tensors], pieces, self._at, first)
         return self._zips(tuple([p.kind for p in pieces]), self._at, first)
 
@@ -167,7 +173,7 @@ class Files:
 
 
 def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Objects to store by name; one with tensors inside is taken apart into its leaves."""
+    """Return the objects to store by name, and their paths; one with tensors inside becomes its leaves."""
     found: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     for key in sorted(request.objects, key=natural):

@@ -1,6 +1,6 @@
 """Read and write safetensors files and Hugging Face folders, and read two relatives of them.
 
-`safetensors.FORMAT` (also written; `folder` reads it), `quantized.FORMAT` (fp8 blocks and MXFP4, read as
-their values) and `shards.FORMAT` (torch's HuggingFaceStorageWriter; `shard_headers` proves that no shard is
-missing, `expected_shapes` and `whole_files` are what else tells shapes).
+`safetensors.FORMAT` is also written; `folder` reads it. `quantized.FORMAT` reads fp8 blocks and MXFP4 as
+their values. `shards.FORMAT` reads the files of torch's HuggingFaceStorageWriter: `shard_headers` proves that
+no shard is missing, with shapes from `expected_shapes` and `consolidated_files`.
 """

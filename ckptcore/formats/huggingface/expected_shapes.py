@@ -1,4 +1,4 @@
-"""What lies beside shards and tells how large their tensors are: an index, a model's configuration."""
+"""Find the expected shapes of sharded tensors in files beside the shards: an index, a model's config."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckptcore.formats.huggingface.shard_headers import FolderShards, Shape, exte
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 _MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20
-# Tensors of transformers' models by what their names end with -> the sizes in config.json that are their
-# shape. Only embeddings: no option of a model changes theirs.
+# Ends of names in transformers' models whose shape is given by sizes in config.json. Only embeddings: no
+# option of a model changes their shape.
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "lm_head.weight",
@@ -28,22 +28,22 @@ _VOCABULARY, _WIDTH = ("vocab_size",), ("hidden_size", "n_embd", "d_model")
 
 
 def proves_all(source: Source, shards: FolderShards) -> bool:
-    """Whether an index lists these tensors, no other, and tells as many bytes as they have."""
+    """Return whether an index lists exactly these tensors, and records as many bytes as they have."""
     form = _json(source, INDEX, _MAX_INDEX)
     listed, metadata = form.get("weight_map"), form.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(listed, dict) or type(total) is not int or listed.keys() != shards.parts.keys():
         return False
-    held = 0
+    size = 0
     for fqn, parts in shards.parts.items():
         if parts[0].dtype not in BY_NAME:
             return False
-        held += TensorSpec(fqn, parts[0].dtype, extent(parts)).nbytes
-    return held == total
+        size += TensorSpec(fqn, parts[0].dtype, extent(parts)).nbytes
+    return size == total
 
 
 def known_shapes(sources: Sequence[Source], shards: FolderShards) -> Mapping[str, Shape]:
-    """Shapes of embeddings as the model's configuration tells them; none where some tensor contradicts it."""
+    """Return the shapes of embeddings by the model's configuration; none if any tensor contradicts it."""
     for source in sources:
         config = _json(source, CONFIG, _MAX_CONFIG)
         rows, width = _number(config, _VOCABULARY), _number(config, _WIDTH)
@@ -55,7 +55,7 @@ def known_shapes(sources: Sequence[Source], shards: FolderShards) -> Mapping[str
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """The size of one of these names, in the configuration or in the one of its text model."""
+    """Return the size with one of these names, in the configuration or in that of its text model."""
     for part in (config, config.get("text_config")):
         found = [part[n] for n in names if n in part] if isinstance(part, dict) else []
         if len(found) == 1 and type(found[0]) is int and found[0] > 0:
@@ -64,7 +64,7 @@ def _number(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
 
 
 def _json(source: Source, path: str, most: int) -> dict[str, Any]:
-    """A file's JSON object; {} where there is none, since what cannot be read proves nothing."""
+    """Return a file's JSON object; {} if there is none, because an unreadable file proves nothing."""
     if not 0 < source.listing.get(path, 0) <= most:
         return {}
     try:

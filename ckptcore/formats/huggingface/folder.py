@@ -1,8 +1,8 @@
-"""A safetensors file, or a Hugging Face folder of them: which tensors does it hold, and where?
+"""Read a safetensors file, or a Hugging Face folder of them, into a manifest.
 
 A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
-``model.safetensors.index.json``. Releases of torch whose ranks consolidate together left no index
-(`consolidate_safetensors_files_on_every_rank` before PR 171885); the names count the files then.
+``model.safetensors.index.json``. Releases of torch whose ranks consolidate together wrote no index
+(`consolidate_safetensors_files_on_every_rank` before PR 171885); there, the names count the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
 
 
 def recognised(source: Source) -> str | None:
-    """The evidence for a .safetensors file, a folder with an index, or one with a lone safetensors file."""
+    """Return the evidence for a .safetensors file, a folder with an index, or one with a single file."""
     if source.name is not None:
         if not source.name.endswith(".safetensors"):
             return None
@@ -45,9 +45,9 @@ def recognised(source: Source) -> str | None:
 
 
 def unindexed(source: Source) -> tuple[str, ...]:
-    """The files that a source without an index is, or has; () for a folder where that is not clear.
+    """Return the files of a source without an index; () for a folder where they are ambiguous.
 
-    Files that count themselves (``-00001-of-00002``) are all of their series, there or not.
+    For numbered files (``-00001-of-00002``) these are all files of the series, whether they exist or not.
     """
     if source.name is not None:
         return (source.name,)
@@ -69,25 +69,31 @@ def _loose(source: Source) -> list[str]:
 
 
 def _total(source: Source) -> int | None:
-    """Bytes of all tensors, as the index tells them; None where it does not.
+    """Return the bytes of all tensors by the index, or None if it does not record them.
 
-    transformers and huggingface_hub write it (`split_torch_state_dict_into_shards`), and no loader looks.
+    transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no loader
+    reads it.
     """
     try:
-        told = json.loads(_index(source))["metadata"]["total_size"]
+        total = json.loads(_index(source))["metadata"]["total_size"]
     except (KeyError, TypeError):
         return None
-    return told if type(told) is int else None
+    return total if type(total) is int else None
 
 
 def _index(source: Source) -> bytes:
-    """The bytes of the index, which may be longer than memory."""
+    """Return the bytes of the index, if they fit the budget of memory."""
     meter().require(source.listing[INDEX], INDEX)
     return source.store.read(INDEX, 0, source.listing[INDEX])
 
 
 def weight_map(source: Source) -> dict[str, str]:
-    """Tensor -> file, as the index says; raises `MalformedCheckpoint`, `UnsafeContent`."""
+    """Return tensor -> file, from the index.
+
+    Raises:
+        MalformedCheckpoint: The file is not an index.
+        UnsafeContent: A path leaves the folder.
+    """
     raw = _index(source)
     try:
         rows = parse(raw, INDEX)["weight_map"]
@@ -98,7 +104,15 @@ def weight_map(source: Source) -> dict[str, str]:
 
 
 def read_folder(source: Source, format: str) -> Manifest:
-    """The manifest of a safetensors file or folder, named ``format``; raises `MalformedCheckpoint`."""
+    """Read the manifest of a safetensors file or folder.
+
+    Args:
+        source: The file or folder.
+        format: Name of the format of the manifest.
+
+    Raises:
+        MalformedCheckpoint: The index, a header or the objects cannot be read, or files share a tensor.
+    """
     builder, origin = Builder(), dict[str, Any]()
     files: dict[str, set[str] | None]
     if source.name is not None:
@@ -119,20 +133,24 @@ def read_folder(source: Source, format: str) -> Manifest:
         wanted = files[path]
         if source.listing.get(path) is None:
             builder.file(path, None)
-            builder.findings.append(finding("missing-file", "files", f"{path} is not there", file=path))
+            builder.findings.append(finding("missing-file", "files", f"{path} is missing", file=path))
             continue
         names, metadata = _add_file(builder, source, path, seen)
         for name in sorted((wanted or set()) - names):
             builder.findings.append(
                 finding(
-                    "hole", "cover", f"{INDEX} places {name} in {path}, which lacks it", fqn=name, file=path
+                    "hole",
+                    "cover",
+                    f"{name} is missing in {path}, where {INDEX} lists it",
+                    fqn=name,
+                    file=path,
                 )
             )
         builder.findings += [
             finding(
                 "unlisted-tensor",
                 "cover",
-                f"{path} holds {name}, which {INDEX} does not list",
+                f"{path} contains {name}, which {INDEX} does not list",
                 fqn=name,
                 file=path,
             )
@@ -141,19 +159,19 @@ def read_folder(source: Source, format: str) -> Manifest:
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
-    held = builder.item_bytes  # as the writer counts: of every dtype
-    if total is not None and held != total and not any(f.severity == "error" for f in builder.findings):
-        message = f"{INDEX} tells of {total} bytes in all, the files hold {held}"
+    stored = builder.item_bytes  # as the writer counts: of every dtype
+    if total is not None and stored != total and not any(f.severity == "error" for f in builder.findings):
+        message = f"{INDEX} records {total} bytes of tensors, but the files contain {stored}"
         builder.findings.append(finding("total-mismatch", "cover", message, file=INDEX))
     return builder.build(format, source.store.url, origin)
 
 
 def _of_several(name: str) -> list[Finding]:
-    """The warning that a file which was named is one of several, as its name says."""
-    told = _NUMBERED.match(name)
-    if told is None or int(told["count"]) < 2:
+    """Return the warning that the named file is one of several, according to its name."""
+    numbered = _NUMBERED.match(name)
+    if numbered is None or int(numbered["count"]) < 2:
         return []
-    message = f"{name} is one of {int(told['count'])} files: name their folder to read all of them"
+    message = f"{name} is one of {int(numbered['count'])} files: name their folder to read all of them"
     return [finding("missing-part", "files", message, file=name)]
 
 
@@ -168,7 +186,7 @@ def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
             finding(
                 "stale-file",
                 "files",
-                f"{SINGLE} lies beside {INDEX} and is not part of it: transformers would load it instead",
+                f"{SINGLE} is beside {INDEX}, but not part of it: transformers would load it instead",
                 file=SINGLE,
             )
         )
@@ -198,11 +216,9 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
     raw = metadata.get(OBJECTS)
     if raw is None:
         return
-    version = metadata.get(OBJECTS_VERSION, "1")  # files of release 0.1 bear none
+    version = metadata.get(OBJECTS_VERSION, "1")  # files of release 0.1 have none
     if version != str(VERSION):
-        why = (
-            f"its form is version {shown(version, 20)}, and version {VERSION} is read here: upgrade ckptcore"
-        )
+        why = f"its version must be {VERSION} (got {shown(version, 20)}): upgrade ckptcore"
         builder.unread(OBJECTS, Unread(why, file=path))
         return
     try:
@@ -214,5 +230,5 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
         for _, tree in items:
             decode(tree)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {OBJECTS} holds no object tree: {error}", file=path) from error
+        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not an object tree: {error}", file=path) from error
     builder.blobs += [Blob(key, -1, tree) for key, tree in items]

@@ -1,16 +1,16 @@
-"""hf_quantized: Hugging Face folders whose weights are stored quantised, read as their values.
+"""Read Hugging Face folders with quantised weights (hf_quantized) as the values of the weights.
 
-Two pairs are known, by name, dtype and shape, as torch's QuantizedHuggingFaceStorageReader knows them
+Two pairs are recognised by name, dtype and shape, as by torch's QuantizedHuggingFaceStorageReader
 (torch/distributed/checkpoint/quantized_hf_storage.py):
 
 - ``X.weight`` of a float8 dtype [R, C] and ``X.weight_scale_inv``, a scale per block. The block is
   ``quantization_config.weight_block_size`` of config.json, else 128 x 128.
 - ``X_blocks`` uint8 [..., G, 16] and ``X_scales`` uint8 [..., G]: MXFP4.
 
-The weight is read as the float32 tensor that the formula gives, under its own name, and the scale is
-no tensor any more (see `ckptcore.core.dequantize`). With ``--keep-quantized`` such a folder is read as plain
-safetensors: weights and scales as they are stored. A pair that does not fit its formula is an
-error, because its stored values alone are not the weights.
+The weight is read as the float32 tensor that the formula gives, under its own name, and the scale is no
+longer a tensor (see `ckptcore.core.dequantize`). With ``--keep-quantized`` such a folder is read as plain
+safetensors: stored weights and scales. A pair that does not fit its formula is an error, because its stored
+values alone are not the weights.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from ckptcore.utils.text import shown
 CONFIG = "config.json"
 _BLOCK = (128, 128)
 _MAX_CONFIG = 16 << 20
-# Suffix of a scale -> (suffix of what it scales, function).
+# Suffix of a scale -> (suffix of its weight, function).
 _PAIRS = {".weight_scale_inv": (".weight", "fp8_block"), "_scales": ("_blocks", "mxfp4")}
 _KEEP = "carry the stored values with --keep-quantized"
 
 
 def detect(source: Source) -> Evidence | None:
-    """A safetensors file or folder with a pair of a quantised weight and its scale."""
+    """Recognise a safetensors file or folder with a quantised weight and its scale."""
     if source.keep_quantized or recognised(source) is None:
         return None
     try:
         files = _file_of_tensor(source)
         for weight, scale, fn in _weights_with_scales(files):
-            # Names ending in _blocks and _scales mean MXFP4 only where they hold bytes.
+            # Names ending in _blocks and _scales mean MXFP4 only if their dtype is uint8.
             if fn != "mxfp4" or _header_dtype(source, files[weight], weight) == "uint8":
-                told = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
-                return Evidence("hf_quantized", (told,), ("safetensors",))
+                because = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
+                return Evidence("hf_quantized", (because,), ("safetensors",))
     except CkptError:
-        return None  # the reader of plain safetensors will say what is wrong
+        return None  # the reader of plain safetensors reports what is wrong
     return None
 
 
 def read(source: Source) -> Manifest:
-    """The manifest with quantised weights as float32; raises `MalformedCheckpoint`."""
+    """Read the manifest with quantised weights as float32; raise `MalformedCheckpoint` as `read_folder`."""
     stored = read_folder(source, "hf_quantized")
     specs = {t.fqn: t for t in stored.tensors}
     block = _block(source)
     made: dict[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]] = {}
-    told: list[Finding] = []
+    unfit: list[Finding] = []
     for weight, scale, fn in _weights_with_scales(specs):
         inputs = specs[weight], specs[scale]
         if fn == "mxfp4" and inputs[0].dtype != "uint8":
@@ -66,17 +66,17 @@ def read(source: Source) -> Manifest:
         params = block if fn == "fp8_block" else ()
         shape = FUNCTIONS[fn].shape(inputs, params)
         if shape is None:
-            told.append(_unfit(inputs, fn, params))
+            unfit.append(_unfit(inputs, fn, params))
             continue
         made[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
     origin = {**stored.origin, "dequantised": len(made)}
     if block != _BLOCK:
         origin["weight_block_size"] = list(block)
-    return derive(replace(stored, findings=(*stored.findings, *told), origin=origin), made)
+    return derive(replace(stored, findings=(*stored.findings, *unfit), origin=origin), made)
 
 
 def _file_of_tensor(source: Source) -> dict[str, str]:
-    """Tensor -> file, from the index or from the files' headers."""
+    """Return tensor -> file, from the index or from the files' headers."""
     if source.name is None and INDEX in source.listing:
         return weight_map(source)
     there = [p for p in unindexed(source) if p in source.listing]
@@ -84,7 +84,7 @@ def _file_of_tensor(source: Source) -> dict[str, str]:
 
 
 def _weights_with_scales(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """(weight, scale, function) of every pair, by name."""
+    """Return (weight, scale, function) of every pair, found by name."""
     here = set(names)
     found = []
     for name in sorted(here):
@@ -103,24 +103,28 @@ def _header_dtype(source: Source, path: str, name: str) -> str:
 
 
 def _block(source: Source) -> tuple[int, ...]:
-    """Rows and columns of a block of weights that share a scale."""
+    """Return rows and columns of a block of weights that share a scale."""
     size = source.listing.get(CONFIG) if source.name is None else None
     if size is None:
         return _BLOCK
     if size > _MAX_CONFIG:
-        raise MalformedCheckpoint(f"{CONFIG} has {size} bytes", file=CONFIG, hint=_KEEP)
+        raise MalformedCheckpoint(
+            f"{CONFIG} must have at most {_MAX_CONFIG} bytes (got {size})", file=CONFIG, hint=_KEEP
+        )
     try:
         config = parse(source.store.read(CONFIG, 0, size), CONFIG)
-        told = (config.get("quantization_config") or {}).get("weight_block_size")
+        block = (config.get("quantization_config") or {}).get("weight_block_size")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{CONFIG} cannot be read: {error}", file=CONFIG, hint=_KEEP) from error
-    if told is None:
+        raise MalformedCheckpoint(f"cannot read {CONFIG}: {error}", file=CONFIG, hint=_KEEP) from error
+    if block is None:
         return _BLOCK
-    if type(told) is not list or len(told) != 2 or any(type(n) is not int or n < 1 for n in told):
+    if type(block) is not list or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
         raise MalformedCheckpoint(
-            f"{CONFIG}: weight_block_size is {shown(told, 60)}", file=CONFIG, hint=_KEEP
+            f"{CONFIG}: weight_block_size must be two positive integers (got {shown(block, 60)})",
+            file=CONFIG,
+            hint=_KEEP,
         )
-    return tuple(told)
+    return tuple(block)
 
 
 def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Finding:
@@ -130,7 +134,7 @@ def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Fi
         "unfit-quantization",
         "cover",
         f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
-        f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: that is no {fn} with one scale{per}",
+        f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: they do not fit {fn} with one scale{per}",
         fqn=weight.fqn,
     )
 

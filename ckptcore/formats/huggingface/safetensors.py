@@ -1,7 +1,7 @@
-"""safetensors: one file, or files with a Hugging Face index.
+"""Read and write safetensors: one file, or files with a Hugging Face index.
 
-A file is: u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
-and the tensors' bytes without holes (https://github.com/huggingface/safetensors). A folder has
+A file has a u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and the
+tensors' bytes without holes (https://github.com/huggingface/safetensors). A folder has
 ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and ``model.safetensors.index.json``.
 """
 
@@ -41,37 +41,40 @@ from ckptcore.formats.huggingface.folder import (
 )
 
 ADAPTER = "adapter_model.safetensors"
-METADATA = "__metadata__"  # the key of a header that is no tensor
+METADATA = "__metadata__"  # the key of a header that is not a tensor
 
 
 def detect(source: Source) -> Evidence | None:
-    """A .safetensors file, a folder with an index, or one with a lone safetensors file."""
+    """Recognise a .safetensors file, a folder with an index, or one with a single safetensors file."""
     because = recognised(source)
     return None if because is None else Evidence("safetensors", (because,))
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a safetensors file or folder; raises `MalformedCheckpoint`."""
+    """Read the manifest of a safetensors file or folder; raise `MalformedCheckpoint` as `read_folder`."""
     return read_folder(source, "safetensors")
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """Files in the hub's packing: names in natural order, a new file when the next does not fit.
+    """Lay out files as the hub packs them: names in natural order, a new file when the next does not fit.
 
-    Raises `UnsupportedDtype` for a dtype that safetensors cannot hold, `NameMismatch` for such a name.
+    Raises:
+        UnsupportedDtype: safetensors has no such dtype.
+        NameMismatch: A safetensors file cannot have such a name.
     """
     for spec in request.tensors:
         if spec.fqn == METADATA:
             raise NameMismatch(
-                f"no tensor of a safetensors file can be called {METADATA}", hint="rename it with --rename"
+                f"a tensor in a safetensors file cannot have the name {METADATA}",
+                hint="rename it with --rename",
             )
         if not spec.fqn.isprintable() and _not_text(spec.fqn):
             raise NameMismatch(
-                f"{spec.fqn!r} is no text that a file can hold", hint="rename it with --rename"
+                f"a tensor's name must be valid UTF-8 (got {spec.fqn!r})", hint="rename it with --rename"
             )
         if BY_NAME[spec.dtype].safetensors is None:
             raise UnsupportedDtype(
-                f"safetensors cannot hold {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
+                f"safetensors has no dtype {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
             )
     limit = request.max_file_bytes if request.single is None else None
     groups = pack(request.tensors, limit)
@@ -91,7 +94,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
 
 
 def arrange_for_hub(request: Arrangement) -> tuple[FileLayout, ...]:
-    """As `arrange`; the index counts the parameters, too, as `save_pretrained` writes it."""
+    """Lay out files as `arrange` does; the index also counts the parameters, as in `save_pretrained`."""
     *layouts, last = arrange(request)
     if last.path == INDEX:
         parameters = sum(t.numel for t in request.tensors)
@@ -100,15 +103,22 @@ def arrange_for_hub(request: Arrangement) -> tuple[FileLayout, ...]:
 
 
 def arrange_adapter(request: Arrangement) -> tuple[FileLayout, ...]:
-    """As `arrange`, in the one file of a LoRA adapter, which peft knows by its name."""
+    """Lay out the one file of a LoRA adapter, which peft finds by its name, as `arrange` does."""
     return arrange(replace(request, single=request.single or ADAPTER))
 
 
 def pack(tensors: Sequence[TensorSpec], max_file_bytes: int | None) -> list[list[int]]:
-    """Positions of ``tensors`` by output file, as huggingface_hub packs them.
+    """Group tensors by output file, as huggingface_hub packs them.
 
     A tensor larger than the limit gets a file of its own (huggingface_hub
     serialization/_base.py, `split_state_dict_into_shards_factory`).
+
+    Args:
+        tensors: All tensors.
+        max_file_bytes: Most tensor bytes in a file; None for one file.
+
+    Returns:
+        Per file, positions in ``tensors``.
     """
     order = sorted(range(len(tensors)), key=lambda i: natural(tensors[i].fqn))
     if max_file_bytes is None:
@@ -139,7 +149,7 @@ def _file_layout(
     *,
     commit: bool,
 ) -> FileLayout:
-    # Wide elements first: every tensor then starts at a multiple of its element's width.
+    # Wide elements first, so that every tensor starts at a multiple of its element's width.
     order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
     header: dict[str, Any] = {METADATA: dict(metadata)}
     at = 0
@@ -156,7 +166,7 @@ def _file_layout(
     prefix = pack_header(header, 64)
     if len(prefix) - 8 > MAX_HEADER:
         raise NameMismatch(
-            f"{path} needs a header of {len(prefix) - 8} bytes, the format allows {MAX_HEADER}",
+            f"the header of {path} must have at most {MAX_HEADER} bytes (got {len(prefix) - 8})",
             hint="lower --max-file-size",
         )
     slots = tuple(Slot(n, len(prefix) + start) for n, start in enumerate(starts))
@@ -177,7 +187,7 @@ def _index(
 
 
 def _not_text(name: str) -> bool:
-    """Whether the name has no UTF-8 form: JSON and pickle may smuggle lone surrogates in."""
+    """Return whether a name has no UTF-8 form: JSON and pickle can contain lone surrogates."""
     return any("\ud800" <= c <= "\udfff" for c in name)
 
 

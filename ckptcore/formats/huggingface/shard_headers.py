@@ -1,19 +1,19 @@
 """Read the headers of shards of torch's HuggingFaceStorageWriter, and prove that none is missing.
 
-A file ``shard-RRRRR-model-MMMMM-of-NNNNN.safetensors`` holds what rank R - 1 keeps of model file M of
-N; its header's ``__metadata__`` has ``DCP_SHARDING_INFO``, a JSON text {name: {"saved_offsets":
-[...]}} (torch/distributed/checkpoint/_hf_utils.py, filesystem.py). Offsets are all it has: no global
-shape, no world size, no save id. What proves that no shard is missing, then:
+A file ``shard-RRRRR-model-MMMMM-of-NNNNN.safetensors`` has the shards of rank R - 1 of model file M of N. Its
+header's ``__metadata__`` has ``DCP_SHARDING_INFO``, a JSON text {name: {"saved_offsets": [...]}}
+(torch/distributed/checkpoint/_hf_utils.py, filesystem.py). It records offsets only: no global shape, no world
+size, no save id. These facts prove that no shard is missing:
 
-1. Ranks are numbered from 1, and those that hold something write a file without leaving one out.
+1. Ranks are numbered from 1. Every rank that has elements writes a file, and no number is left out.
 2. torch.chunk cuts n elements for k ranks into parts of ceil(n / k), a shorter one, then empty ones. So a
-   shorter or an empty last part ends its tensor, and where only one k gives the lengths that are
-   there, k is how many ranks wrote. If those ranks are all there, every tensor is whole.
-3. Parts of equal length prove nothing by themselves: without the last rank they would be parts of equal
-   length, too. Where something beside them tells how long one of them is, its parts prove how many ranks
-   wrote. A file's ``-of-`` counts model files, and tells nothing of ranks.
-4. Tensors that hold as many bytes as an index tells of are all whole: each missing part would be missing in
-   the sum.
+   shorter or an empty last part ends its tensor. If only one k gives the lengths of the parts, k ranks wrote
+   them. If the files of all these ranks exist, every tensor is complete.
+3. Parts of equal length prove nothing by themselves: without the last rank they would still have equal
+   length. If another file gives the length of one tensor, its parts prove how many ranks wrote. The ``-of-``
+   in a file name counts model files, not ranks.
+4. If the tensors have as many bytes as an index records, all of them are complete: the sum would lack each
+   missing part.
 """
 
 from __future__ import annotations
@@ -42,15 +42,23 @@ Shape = tuple[int, ...]
 INFO, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 _NAME = re.compile(r"(?:shard-(\d{5,9})-)?model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _MAX_OFFSET = 1 << 50
-_PART = 700  # bytes of a piece while it is collected
+_PART = 700  # bytes of memory per part while parts are collected
 _ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """One rank's piece of a tensor. file: its path. start: its first byte there.
+    """One rank's shard of a tensor.
 
-    rank, model: numbers in the file's name, from 1; rank None: the name has none.
+    Attributes:
+        file: Path of its file.
+        rank: Number in the file's name, from 1; None if the name has none.
+        model: Number of the model file in the file's name, from 1.
+        dtype: dtype of the tensor.
+        offset: First element in each dim.
+        shape: Elements in each dim.
+        start: First byte in the file.
+        nbytes: Number of bytes.
     """
 
     file: str
@@ -65,7 +73,14 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class FolderShards:
-    """All shards of a folder. present: (rank, model) of every file. of: the counts that names claim."""
+    """All shards of a folder.
+
+    Attributes:
+        parts: Tensor -> its shards.
+        sizes: Path -> bytes of every file.
+        present: (rank, model) of every file.
+        of: Numbers of model files according to the names.
+    """
 
     parts: Mapping[str, tuple[ShardPart, ...]]
     sizes: Mapping[str, int]
@@ -74,14 +89,14 @@ class FolderShards:
 
     @property
     def ranks(self) -> int:
-        """The highest rank, from 1, that a file is there of; 0 when names tell no ranks."""
+        """Return the highest rank with a file, from 1; 0 when names have no ranks."""
         return max((rank for rank, _ in self.present), default=0)
 
 
-def named(path: str) -> tuple[int | None, int, int] | None:
-    """(rank, model file, number of model files) of a name.
+def name_numbers(path: str) -> tuple[int | None, int, int] | None:
+    """Return (rank, model file, number of model files) of a name.
 
-    >>> named("shard-00002-model-00001-of-00003.safetensors")
+    >>> name_numbers("shard-00002-model-00001-of-00003.safetensors")
     (2, 1, 3)
     """
     found = _NAME.fullmatch(path)
@@ -92,38 +107,40 @@ def named(path: str) -> tuple[int | None, int, int] | None:
 
 
 def is_shard(path: str) -> bool:
-    """Whether a name is that of one rank's shard."""
-    found = named(path)
+    """Return whether a name is that of one rank's shard."""
+    found = name_numbers(path)
     return found is not None and found[0] is not None
 
 
 def has_info(source: Source, path: str) -> bool:
-    """Whether a file's header has offsets; False also for what is no safetensors file."""
+    """Return whether a file's header has offsets; False also for other files than safetensors."""
     try:
         _, metadata, _ = read_header(source.store, path, source.listing[path])
     except MetadataTooLarge:
         raise
     except CkptError:
-        return False  # its own reader will say what is wrong
+        return False  # its own reader reports what is wrong
     return INFO in metadata
 
 
 def load(source: Source, paths: list[str]) -> FolderShards:
-    """The shards of these files; reads headers only.
+    """Read the shards of these files, from the headers only.
 
-    Raises `MalformedCheckpoint`, and `DamagedCheckpoint` for files that cannot be of one save.
+    Raises:
+        MalformedCheckpoint: A header is not valid.
+        DamagedCheckpoint: The files cannot belong to one save.
     """
     parts: dict[str, list[ShardPart]] = {}
     present: set[tuple[int, int]] = set()
     counts: set[int] = set()
     for path in sorted(paths, key=natural):
-        rank, model, of = named(path) or (None, 1, 1)
+        rank, model, of = name_numbers(path) or (None, 1, 1)
         counts.add(of)
         if rank is not None:
             present.add((rank, model))
         with passing():
-            held = _shard_parts(source, path, rank, model)
-        for fqn, part in held:
+            rows = _shard_parts(source, path, rank, model)
+        for fqn, part in rows:
             parts.setdefault(fqn, []).append(part)
     for fqn, found in parts.items():
         _require_one_save(fqn, found)
@@ -139,26 +156,28 @@ def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> lis
     size = source.listing[path]
     if size >= 4 and source.store.read(path, 0, 4) == _ZIP:
         raise MalformedCheckpoint(
-            f"{path} begins with a zip: the state had values that are no tensors, torch wrote them in front "
-            "of the header, and cannot read the file itself",
+            f"{path} begins with a zip: the state had values other than tensors, and torch wrote them before "
+            "the header. torch itself cannot read the file",
             hint="save tensors only, or save with the default writer of torch.distributed.checkpoint",
             file=path,
         )
     tensors, metadata, data = read_header(source.store, path, size)
     version = metadata.get(VERSION, "1.0")
     if version != "1.0":
-        raise UnsupportedFormat(f"{path} says {VERSION} {shown(version, 40)}; only 1.0 is read", file=path)
+        raise UnsupportedFormat(f"{path}: {VERSION} must be 1.0 (got {shown(version, 40)})", file=path)
     offsets = _offsets(metadata.get(INFO), path)
     if offsets.keys() != tensors.keys():
         odd = min(offsets.keys() ^ tensors.keys())
-        raise MalformedCheckpoint(f"{path}: its header and its {INFO} disagree about {odd!r}", file=path)
+        raise MalformedCheckpoint(f"{path}: the header and its {INFO} disagree about {odd!r}", file=path)
     meter().keep(_PART * len(tensors), path)
     out = []
     for fqn, (dtype, shape, start, stop) in tensors.items():
         offset = offsets[fqn]
         if len(offset) != len(shape):
             raise MalformedCheckpoint(
-                f"{path}: {fqn} {list(shape)} is placed at {shown(list(offset))}", file=path, fqn=fqn
+                f"{path}: the offset of {fqn} must have {len(shape)} dims (got {shown(list(offset))})",
+                file=path,
+                fqn=fqn,
             )
         out.append((fqn, ShardPart(path, rank, model, dtype, offset, shape, data + start, stop - start)))
     return out
@@ -171,29 +190,39 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
         top = parse(raw, path)
         rows = {str(k): v["saved_offsets"] for k, v in top.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {INFO} cannot be read: {shown(error, 120)}", file=path) from error
+        raise MalformedCheckpoint(f"{path}: cannot read {INFO}: {shown(error, 120)}", file=path) from error
     for fqn, row in rows.items():
         if type(row) is not list or any(type(n) is not int or not 0 <= n < _MAX_OFFSET for n in row):
-            raise MalformedCheckpoint(f"{path}: {fqn} is placed at {shown(row)}", file=path, fqn=fqn)
+            raise MalformedCheckpoint(
+                f"{path}: the offset of {fqn} must be non-negative integers (got {shown(row)})",
+                file=path,
+                fqn=fqn,
+            )
     return {k: tuple(v) for k, v in rows.items()}
 
 
 def _require_one_save(fqn: str, parts: list[ShardPart]) -> None:
-    """Every shard of a tensor has its dtype and rank, and lies in the same model file."""
+    """Require one dtype, number of dims and model file for all shards of a tensor."""
     first = parts[0]
     for part in parts:
         if (part.dtype, len(part.shape), part.model) != (first.dtype, len(first.shape), first.model):
             message = (
                 f"{fqn} is {first.dtype} {list(first.shape)} in {first.file} and {part.dtype} "
-                f"{list(part.shape)} in {part.file}: they are not of one save"
+                f"{list(part.shape)} in {part.file}: the files belong to different saves"
             )
-            told = finding("mixed-saves", "cover", message, fqn=fqn, file=part.file)
-            raise DamagedCheckpoint(message, hint=told.hint, findings=(told,), fqn=fqn)
+            mixed = finding("mixed-saves", "cover", message, fqn=fqn, file=part.file)
+            raise DamagedCheckpoint(message, hint=mixed.hint, findings=(mixed,), fqn=fqn)
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A file that is not there, and why it should be. sure: whether a rank without it cannot be."""
+    """A missing file.
+
+    Attributes:
+        path: Path of the file.
+        why: Why the file should exist.
+        sure: Whether the rank must have written it.
+    """
 
     path: str
     why: str
@@ -201,13 +230,13 @@ class Missing:
 
 
 def extent(parts: Sequence[ShardPart]) -> Shape:
-    """As far as the parts of a tensor reach, empty ones included: those lie behind the last."""
+    """Return the end of the parts of a tensor, including empty ones, which follow the last."""
     ends = [tuple(o + n for o, n in zip(p.offset, p.shape, strict=True)) for p in parts]
     return tuple(max(column) for column in zip(*ends, strict=True))
 
 
 def ended(parts: Sequence[ShardPart]) -> bool:
-    """Whether the parts themselves show that nothing follows the last of them."""
+    """Return whether the parts themselves prove that nothing follows the last of them."""
     shape = extent(parts)
     if not shape or any(n == 0 for p in parts for n in p.shape):
         return True
@@ -215,36 +244,38 @@ def ended(parts: Sequence[ShardPart]) -> bool:
     return len(cut) == 1 and _shorter(next(iter(cut.values())))
 
 
-def writers(parts: Sequence[ShardPart], whole: Shape | None = None) -> int | None:
-    """How many ranks the parts of a tensor were cut for, where their lengths leave only one answer.
+def writers(parts: Sequence[ShardPart], known: Shape | None = None) -> int | None:
+    """Return the number of ranks that the parts of a tensor were cut for, or None if ambiguous.
 
-    whole: the tensor's shape, where something else tells it.
+    Args:
+        parts: All parts of the tensor.
+        known: The tensor's shape, if another file gives it.
     """
     shape = extent(parts)
-    if whole is not None and whole != shape:
+    if known is not None and known != shape:
         return None
-    held = [p for p in parts if 0 not in p.shape]
-    ranks = [p.rank for p in held]
-    cut = _cuts(held, shape)
-    if None in ranks or len(set(ranks)) != len(held) or not cut:
+    filled = [p for p in parts if 0 not in p.shape]
+    ranks = [p.rank for p in filled]
+    cut = _cuts(filled, shape)
+    if None in ranks or len(set(ranks)) != len(filled) or not cut:
         return None
     least, most = 1, 1
     grid = 1
     for lengths in cut.values():
-        low, high = _ranks_for(lengths, whole is not None)
+        low, high = _ranks_for(lengths, known is not None)
         if high == inf:
             return None
         least, most, grid = least * low, most * int(high), grid * len(lengths)
-    if len(cut) == 1:  # an empty part is a rank more
-        least = max(least, grid + (len(parts) > len(held)))
-    return least if least == most and grid == len(held) else None
+    if len(cut) == 1:  # an empty part belongs to one more rank
+        least = max(least, grid + (len(parts) > len(filled)))
+    return least if least == most and grid == len(filled) else None
 
 
 def missing(shards: FolderShards) -> Iterator[Missing]:
-    """Files that are not there although there are some of higher ranks, or of their rank.
+    """Yield missing files: files of higher ranks exist, or other files of the same rank.
 
-    A rank that holds nothing of a model file writes none of it, and torch drops replicas: only where a
-    tensor ends just before that rank, as if cut off, it is sure that the file is missing.
+    A rank without elements of a model file does not write it, and torch drops replicas. So a file is
+    certainly missing only if the parts of a tensor stop just before its rank.
     """
     ranks, of = shards.ranks, max(shards.of, default=1)
     models = sorted({parts[0].model for parts in shards.parts.values()})
@@ -265,22 +296,24 @@ def missing(shards: FolderShards) -> Iterator[Missing]:
 
 
 def _next_rank(parts: Sequence[ShardPart], ranks: int) -> int | None:
-    """The rank from which on the parts of a tensor look cut off; None where they do not."""
-    held = {p.rank for p in parts}
-    if held != set(range(1, len(held) + 1)) or ended(parts) or (len(held) == 1 and ranks != 2):
+    """Return the first rank whose part of a tensor seems to be missing, or None."""
+    present = {p.rank for p in parts}
+    if present != set(range(1, len(present) + 1)) or ended(parts) or (len(present) == 1 and ranks != 2):
         return None
-    return len(held) + 1
+    return len(present) + 1
 
 
 def unproven(shards: FolderShards, known: Mapping[str, Shape]) -> tuple[str, ...]:
-    """Tensors that would be longer if ranks behind the last were lost; nothing here tells.
+    """Return the tensors that would be longer if files of later ranks were lost: no file rules that out.
 
-    known: shapes of tensors that something else tells.
+    Args:
+        shards: All shards.
+        known: Shapes of tensors that another file gives.
     """
     ranks = shards.ranks
     if ranks > 1 and any(writers(parts, known.get(fqn)) == ranks for fqn, parts in shards.parts.items()):
         return ()
-    # Among several ranks, a tensor of which all hold the same part was never cut.
+    # A tensor of which several ranks have the same part was never cut.
     return tuple(
         fqn
         for fqn, parts in shards.parts.items()
@@ -289,32 +322,35 @@ def unproven(shards: FolderShards, known: Mapping[str, Shape]) -> tuple[str, ...
 
 
 def _cuts(parts: Sequence[ShardPart], shape: Shape) -> dict[int, tuple[int, ...]]:
-    """dim -> lengths in order of offset, of every dim in which no part is whole."""
+    """Return dim -> lengths in order of offset, for every dim that is cut."""
     found = {}
-    for dim, whole in enumerate(shape):
+    for dim, size in enumerate(shape):
         lengths = {p.offset[dim]: p.shape[dim] for p in parts if 0 not in p.shape}
-        if lengths and any(n != whole for n in lengths.values()):
+        if lengths and any(n != size for n in lengths.values()):
             found[dim] = tuple(lengths[at] for at in sorted(lengths))
     return found
 
 
 def _shorter(lengths: tuple[int, ...]) -> bool:
-    """
+    """Return whether all lengths but the last are equal, and the last is shorter.
+
     >>> _shorter((3, 3, 1)), _shorter((3, 3)), _shorter((3, 1, 3))
     (True, False, False)
     """
     return len(set(lengths[:-1])) == 1 and lengths[-1] < lengths[0]
 
 
-def _ranks_for(lengths: tuple[int, ...], whole: bool = False) -> tuple[int, float]:
-    """The fewest and the most ranks for which torch.chunk gives these lengths.
+def _ranks_for(lengths: tuple[int, ...], complete: bool = False) -> tuple[int, float]:
+    """Return the fewest and the most ranks for which torch.chunk gives these lengths.
 
-    whole: whether nothing follows them.
+    Args:
+        lengths: Lengths of the parts in one dim.
+        complete: Whether nothing follows them.
 
     >>> _ranks_for((26, 26, 26, 25)), _ranks_for((2, 2, 1)), _ranks_for((1, 1)), _ranks_for((8, 8), True)
     ((4, 4), (3, 4), (2, inf), (2, 2))
     """
-    even = whole and len(set(lengths)) == 1
+    even = complete and len(set(lengths)) == 1
     total, step = sum(lengths), lengths[0]
     if not (even or _shorter(lengths)) or step < 2:
         return (len(lengths), inf)

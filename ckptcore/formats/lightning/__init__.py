@@ -1,5 +1,6 @@
-"""Read and write checkpoints of Lightning and Fabric: folders of a sharded strategy, and the one file.
+"""Read and write checkpoints of Lightning and Fabric: folders of a sharded strategy, and single files.
 
-`format.FORMAT`. `tree` reads what a Trainer keeps, `optimizer_names` names what its optimizers number,
-`writer` lays out the folders of a mesh. The sharded part is a DCP folder, the file one of torch.save.
+`format.FORMAT` is the format. `tree` reads the values of a Trainer, `optimizer_names` names the parameters
+that its optimizers number, `writer` lays out the folder of a mesh. The sharded part is a DCP folder; a single
+file is a torch.save file.
 """

@@ -1,13 +1,13 @@
-"""Lightning and Fabric: sharded checkpoint folders, full checkpoint files, and the one file made of a folder.
+"""Read and write Lightning and Fabric checkpoints: sharded folders and full files.
 
-A sharded checkpoint is a DCP folder with `meta.pt` beside it, which is written last and holds
+A sharded checkpoint is a DCP folder with `meta.pt` beside it, which is written last and contains
 everything that is neither model nor optimizer. FSDPStrategy keeps the model under ``model``,
 ModelParallelStrategy under ``state_dict``; optimizers are ``optimizer_0``, ... (lightning/pytorch/
 strategies/fsdp.py and model_parallel.py, save_checkpoint). Fabric keeps the user's own names
-(lightning/fabric/strategies/fsdp.py). What is written is what Lightning's consolidation gives: one
-dict with the values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
-(pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure; for the ranks of a mesh it is
-such a folder again (`writer`).
+(lightning/fabric/strategies/fsdp.py). The output is that of Lightning's consolidation: one dict with the
+values of `meta.pt`, ``state_dict`` and the list ``optimizer_states``
+(pytorch/utilities/consolidate_checkpoint.py), or Fabric's own structure. For the ranks of a mesh it is such a
+folder again (`writer`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names
 from ckptcore.formats.lightning.tree import VERSION, Contents, contents, read_tree
-from ckptcore.formats.lightning.writer import META, arrange_sharded, keeps_its_place, told_by
+from ckptcore.formats.lightning.writer import META, arrange_sharded, keeps_its_place, lightning_facts
 from ckptcore.formats.torch_save.layout import torch_file
 
 NAME, DEFAULT = "lightning", "checkpoint.ckpt"
 _OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
-_TOLD = ("epoch", "global_step")
+_FACTS = ("epoch", "global_step")
 
 
 def detect(source: Source) -> Evidence | None:
-    """`meta.pt` beside a DCP folder, or one torch file with the Trainer's version key."""
+    """Recognise `meta.pt` beside a DCP folder, or one torch file with the Trainer's version key."""
     if source.name is None and META in source.listing:
         beside = [p for p in source.listing if "/" not in p and p != META]
         saved = [p for p in beside if DATA.search(p) or p in (".metadata", ".metadata.tmp")]
@@ -71,9 +71,12 @@ def detect(source: Source) -> Evidence | None:
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a sharded or full checkpoint.
+    """Read the manifest of a sharded or full checkpoint.
 
-    Raises `NotComplete` when `.metadata` is not there, `MalformedCheckpoint`, `UnsafeContent`.
+    Raises:
+        NotComplete: `.metadata` is missing.
+        MalformedCheckpoint: A file cannot be parsed.
+        UnsafeContent: A file names globals or paths that are not permitted.
     """
     name = _file(source)
     if name is not None:
@@ -87,38 +90,39 @@ def read(source: Source) -> Manifest:
         return _with_model(replace(found, findings=(*found.findings, *unproven)), "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
         raise NotComplete(
-            f"{source.store.url} holds {META} of a sharded Lightning checkpoint, and nothing else of it",
+            f"{source.store.url} contains {META} of a sharded Lightning checkpoint, but no other file of it",
             hint="copy .metadata and the *.distcp files from where it was saved",
         )
     folder = read_folder(source, NAME)
     content = contents(source, META)
     beside = read_tree(source, META, content, NAME, {})
     trainer = VERSION in content.tree
-    # Lightning's consolidation has the Trainer's model and optimizers last, and Fabric's first.
+    # Lightning's consolidation puts the Trainer's model and optimizers last, and Fabric's first.
     paths = _both_paths(beside, folder) if trainer else _both_paths(folder, beside)
     origin = {**folder.origin, **_writer_facts(content, "trainer" if trainer else "fabric")}
     findings = []
-    if not folder.tensors and not folder.blobs:  # what lies in meta.pt must not hide that
+    if not folder.tensors and not folder.blobs:  # the content of meta.pt must not hide that
         findings.append(finding("no-tensors", "cover", "the metadata names no tensor and no object"))
-    whole = join(NAME, source.store.url, [Part(folder), Part(beside)], origin, findings)
-    form = paths.form([t.fqn for t in whole.tensors], [b.key for b in whole.blobs])
-    whole = replace(whole, origin={**origin, **({"paths": form} if form else {})})
+    joined = join(NAME, source.store.url, [Part(folder), Part(beside)], origin, findings)
+    form = paths.form([t.fqn for t in joined.tensors], [b.key for b in joined.blobs])
+    joined = replace(joined, origin={**origin, **({"paths": form} if form else {})})
     tops = {p[0] for p in paths.values()}
     root = next((m for m in _MODELS if m in tops), None)
-    return _with_model(whole, root) if trainer and root else whole
+    return _with_model(joined, root) if trainer and root else joined
 
 
 def place(source: Manifest) -> Callable[[Path], Path]:
-    """Where a path of a Lightning checkpoint stands in the one file.
+    """Return the mapping from the paths of a Lightning checkpoint to those in the single file.
 
-    Raises `UnsupportedFormat` for a source that is none.
+    Raises:
+        UnsupportedFormat: The source is not a Lightning checkpoint, or does not record its paths.
     """
-    by = told_by(source, "--to torch_save writes one file of any source")
-    if by["by"] == "fabric":
+    facts = lightning_facts(source, "--to torch_save writes one file from any source")
+    if facts["by"] == "fabric":
         return lambda path: path
-    whole = {b.key for b in source.blobs} if by.get("full") else None
-    known = Paths.of(source)  # those of meta.pt's values, at least
-    if whole is None and not any(t.fqn in known for t in source.tensors):
+    values = {b.key for b in source.blobs} if facts.get("full") else None
+    known = Paths.of(source)  # at least those of the values in meta.pt
+    if values is None and not any(t.fqn in known for t in source.tensors):
         raise UnsupportedFormat(
             f"{source.root}: .metadata does not record which names are nested in which",
             hint="--to torch_save keeps the names as they are",
@@ -126,11 +130,11 @@ def place(source: Manifest) -> Callable[[Path], Path]:
 
     def trainer(path: Path) -> Path:
         top = str(path[0])
-        if whole is not None:
-            if top not in whole:
+        if values is not None:
+            if top not in values:
                 raise NameMismatch(
-                    f"{top} stands in a list or tuple of which something is left out",
-                    hint="leave out all of it, or nothing",
+                    f"cannot write {top}: it is in a list or tuple with an element that is left out",
+                    hint="leave out all of the list, or none of it",
                 )
             return path
         if top == "model":
@@ -142,11 +146,11 @@ def place(source: Manifest) -> Callable[[Path], Path]:
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """One file that holds the nested dict; raises `NameMismatch` for names that do not nest."""
+    """Lay out one file with the nested dict; raise `NameMismatch` for names that do not nest."""
     order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
     trees = {key: decode(form) for key, form in request.objects.items()}
-    held = {name for t in trees.values() for name in tensors_in(t)}
-    alone = [t.fqn for t in request.tensors if t.fqn not in held]
+    inside = {name for t in trees.values() for name in tensors_in(t)}
+    alone = [t.fqn for t in request.tensors if t.fqn not in inside]
     rank = {name: n for n, name in enumerate(request.paths)}
     names = sorted([*alone, *trees], key=lambda n: rank.get(n, len(rank)))
     tree = built((n, request.paths.get(n, (n,)), trees.get(n, TensorRef(n))) for n in names)
@@ -155,7 +159,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
 
 
 def _file(source: Source) -> str | None:
-    """The one file that was named, or the only one of a folder."""
+    """Return the file that the user named, or the only one of a folder."""
     if source.name is not None:
         return source.name
     found = [p for p in source.listing if p.endswith(_SUFFIXES) and "/" not in p]
@@ -164,11 +168,11 @@ def _file(source: Source) -> str | None:
 
 
 def _writer_facts(content: Contents, by: str) -> dict[str, Any]:
-    """What the writer says of itself."""
+    """Return what the writer records about itself."""
     facts: dict[str, Any] = {"by": by}
     if isinstance(content.tree.get(VERSION), str):
         facts["version"] = content.tree[VERSION]
-    facts |= {k: content.tree[k] for k in _TOLD if type(content.tree.get(k)) is int}
+    facts |= {k: content.tree[k] for k in _FACTS if type(content.tree.get(k)) is int}
     return {"lightning": facts}
 
 
@@ -180,7 +184,7 @@ def _both_paths(first: Manifest, second: Manifest) -> Paths:
 
 
 def _with_model(manifest: Manifest, root: str) -> Manifest:
-    """Notes where the model is: below the one attribute of the LightningModule, when there is one."""
+    """Note where the model is: below the only attribute of the LightningModule, if there is just one."""
     start = f"{root}."
     names = [t.fqn[len(start) :] for t in manifest.tensors if t.fqn.startswith(start)]
     attributes = {n.partition(".")[0] if "." in n else "" for n in names}

@@ -1,7 +1,7 @@
-"""Which parameter is an optimizer's number n in a full checkpoint? Told where the file itself proves it.
+"""Name the numbered parameters of the optimizers in a full checkpoint, where the file itself proves them.
 
-The Trainer keeps optimizers as torch numbers them, the FSDP and ModelParallel strategies as the
-model's parameters come (lightning/pytorch/strategies/fsdp.py and model_parallel.py, optimizer_state).
+The Trainer keeps the numbers of torch's optimizers; the FSDP and ModelParallel strategies number in the
+order of the model's parameters (lightning/pytorch/strategies/fsdp.py and model_parallel.py, optimizer_state).
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def parameter_names(tree: Mapping[Any, Any], file: str) -> tuple[dict[str, dict[str, str]], list[Finding]]:
-    """``optimizer_states`` index -> number -> name, both as text; and what has no proof."""
+    """Return names of the parameters, and findings for optimizers without a proof.
+
+    Args:
+        tree: Content of the file.
+        file: Its path, for findings.
+
+    Returns:
+        (index in ``optimizer_states`` -> number -> name, with index and number as text; findings).
+    """
     states, model = tree.get("optimizer_states"), tree.get("state_dict")
     if not isinstance(states, list) or not isinstance(model, dict):
         return {}, []
@@ -42,7 +50,7 @@ def _unproven(where: str, count: int, proof: NumberingProof, file: str) -> Findi
 
 
 def _possible_parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
-    """What may be a parameter, a tied one once: the state dict's order is that of ``parameters()``."""
+    """Return the possible parameters, tied ones once; a state dict has the order of ``parameters()``."""
     seen: set[StoredView] = set()
     found: list[tuple[str, Shape]] = []
     for name, value in model.items():
@@ -54,7 +62,7 @@ def _possible_parameters(model: Mapping[Any, Any]) -> list[tuple[str, Shape]]:
 
 
 def _may_be_parameter(name: str, value: Any) -> bool:
-    """Whether it is a tensor that can have a gradient, and no buffer of torch's own norms."""
+    """Return whether a value is a tensor that can have a gradient, and no buffer of torch's own norms."""
     if not isinstance(value, StoredView) or BY_NAME[value.dtype].kind not in "fc":
         return False
     return name.rpartition(".")[2] not in _BUFFERS

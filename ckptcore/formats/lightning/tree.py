@@ -1,9 +1,9 @@
-"""What Lightning puts beside model and optimizers: one torch zip of a dict, taken apart value by value.
+"""Read the torch zip of a dict that Lightning writes, value by value.
 
-`meta.pt` of a sharded checkpoint and a full checkpoint file are written by `torch.save` of whatever
-the user's module, callbacks and hyperparameters hold (lightning/pytorch/strategies/fsdp.py,
-trainer/connectors/checkpoint_connector.py). Values of classes that are not on the list are left out
-one by one, by name; all others stay.
+`torch.save` writes `meta.pt` of a sharded checkpoint, and a full checkpoint file, from any values of the
+user's module, callbacks and hyperparameters (lightning/pytorch/strategies/fsdp.py,
+trainer/connectors/checkpoint_connector.py). Values of classes that are not permitted are left out one by one,
+by name; all others stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptcore.formats.dcp.objects import adopt
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
 
 VERSION = "pytorch-lightning_version"
-_MAX_TOLD = 100
+_MAX_LISTED = 100
 _MODELS = ("state_dict", "model")
 
 
@@ -39,7 +39,7 @@ def _namespace_call(kind: str) -> Call:
 
 def _set_attributes(target: Named, state: Any) -> None:
     if type(state) is not dict or any(type(k) is not str for k in state):
-        raise ValueError(f"{target.kind} with attributes that are no text")
+        raise ValueError(f"{target.kind} with attributes that are not text")
     target.value.update(state)
 
 
@@ -49,7 +49,7 @@ def _no_arguments(*args: Any) -> dict[Any, Any]:
     return {}
 
 
-# Plain containers that hyperparameters often are; Lightning's own is a dict with attributes
+# Plain containers that often hold hyperparameters; Lightning's own is a dict with attributes
 # (fabric/utilities/data.py; before 2.0 in the packages pytorch_lightning and lightning_fabric).
 TABLE: dict[str, Any] = {
     **OBJECT_TABLE,
@@ -73,7 +73,10 @@ TABLE: dict[str, Any] = {
 class Contents:
     """A parsed file.
 
-    tree: the dict, without what was refused. lost: (path of a value, what was refused of it).
+    Attributes:
+        objects: Everything that was parsed.
+        tree: The dict, without refused values.
+        lost: (path of a value, what was refused of it).
     """
 
     objects: Objects
@@ -82,40 +85,54 @@ class Contents:
 
 
 def contents(source: Source, name: str) -> Contents:
-    """What a file holds; raises `MalformedCheckpoint`, `UnsafeContent`, `UnsupportedFormat`."""
+    """Parse a file.
+
+    Raises:
+        MalformedCheckpoint: The file cannot be parsed.
+        UnsafeContent: The file names globals that are not permitted.
+        UnsupportedFormat: The file does not contain a dict.
+    """
     store, size = source.store, source.listing[name]
     objects = read_objects(lambda start, n: store.read(name, start, n), size, name, TABLE)
     if not isinstance(objects.tree, dict):
-        raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a dict")
+        raise UnsupportedFormat(f"{name} must contain a dict (got {type(objects.tree).__name__})")
     lost: list[tuple[tuple[Any, ...], Refused]] = []
     tree = _kept(objects.tree, (), lost)
     return Contents(objects, tree if isinstance(tree, dict) else {}, tuple(lost))
 
 
 def read_tree(source: Source, name: str, read: Contents, format: str, origin: dict[str, Any]) -> Manifest:
-    """The manifest of one such file: each top-level value is an object, the tensors inside are tensors.
+    """Return the manifest of a file: each top-level value is an object, the tensors inside are tensors.
 
-    Raises `MalformedCheckpoint`.
+    Args:
+        source: The folder of the file.
+        name: Path of the file.
+        read: Its parsed content.
+        format: Name of the format.
+        origin: Origin of the manifest.
+
+    Raises:
+        MalformedCheckpoint: The tensors are far larger than the file.
     """
     builder = Builder()
     size = source.listing[name]
     file = builder.file(name, size)
-    whole = Item(file, 0, size, Envelope.TORCHZIP)
+    item = Item(file, 0, size, Envelope.TORCHZIP)
     paths = Paths()
     for key, value in read.tree.items():
-        form = adopt(builder, str(key), whole, replace(read.objects, tree=value), name)
+        form = adopt(builder, str(key), item, replace(read.objects, tree=value), name)
         builder.blobs.append(Blob(str(key), -1, form))
         paths.add(str(key), (str(key),))
-    _tell(builder, read, name)
+    _add_findings(builder, read, name)
     total = sum(t.nbytes for t in builder.tensors)
-    if total > 1024 * size + (64 << 20):  # expanded views of one element, say
-        raise MalformedCheckpoint(f"{name}: {size} bytes stand for tensors of {total} bytes")
+    if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
+        raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
     form = paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     return builder.build(format, source.store.url, origin | ({"paths": form} if form else {}))
 
 
-def _tell(builder: Builder, read: Contents, name: str) -> None:
-    """Findings about what was left out, and about tensors that went with it."""
+def _add_findings(builder: Builder, read: Contents, name: str) -> None:
+    """Add findings about what was left out, and about tensors inside it."""
     used = {v.key for v in _views(read.tree)} | {
         key for _, v in read.lost if isinstance(v, RefusedTensor) for key in v.storages
     }
@@ -125,29 +142,28 @@ def _tell(builder: Builder, read: Contents, name: str) -> None:
         where = ".".join(map(str, path))
         if isinstance(value, RefusedTensor):
             add_unread(builder, where, value, name)
-        elif hidden and path[0] in _MODELS:  # a weight, as far as anybody can tell
+        elif hidden and path[0] in _MODELS:  # probably a weight
             note_hidden_at(builder, where, value, hidden, name)
         else:
             others.append((path, value))
-    for path, value in others[:_MAX_TOLD]:
+    for path, value in others[:_MAX_LISTED]:
         where = ".".join(map(str, path))
         builder.findings.append(
             finding("refused-global", "files", f"{where} needs {value.name}: left out", fqn=where, file=name)
         )
-    if len(others) > _MAX_TOLD:
-        more = len(others) - _MAX_TOLD
+    if len(others) > _MAX_LISTED:
+        more = len(others) - _MAX_LISTED
         builder.findings.append(
             finding("refused-global", "files", f"{more} more values of {name} are left out", file=name)
         )
     if hidden:
         gone = sorted({str(path[0]) for path, _ in others}) or ([] if read.lost else [name])
-        # The pickle does not tell whose they are: each of them has to be left out by name.
+        # The pickle does not record the owner: each candidate must be left out by name.
         builder.findings += [
             finding(
                 "refused-tensors",
                 "cover",
-                f"{key} or another of {name}: {hidden} bytes of tensors cannot "
-                "be taken out of what was refused",
+                f"{key} or another of {name}: cannot read {hidden} bytes of tensors inside refused values",
                 fqn=key,
                 file=name,
             )
@@ -156,10 +172,17 @@ def _tell(builder: Builder, read: Contents, name: str) -> None:
 
 
 def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], Refused]]) -> Any:
-    """The value without the dict entries and attributes that need refused globals.
+    """Return a value without the dict entries and attributes that need refused globals.
 
-    A sequence with such an element goes as a whole: positions have a meaning. Gives `Refused` for
-    a value that cannot stay.
+    A sequence with such an element is left out completely, because positions have a meaning.
+
+    Args:
+        value: Any parsed value.
+        path: Its path in the tree.
+        lost: Receives (path, what was refused).
+
+    Returns:
+        The value, or `Refused` for a value that is left out.
     """
     if isinstance(value, Refused):
         return value

@@ -1,9 +1,9 @@
-"""Laying out sharded folders of Lightning and Fabric: a DCP folder, and `meta.pt` behind it.
+"""Lay out sharded folders of Lightning and Fabric: a DCP folder, then `meta.pt`.
 
-As FSDPStrategy and ModelParallelStrategy save them (lightning/pytorch/strategies/fsdp.py,
-save_checkpoint; lightning/fabric/strategies/model_parallel.py, _save_checkpoint): what modules and
-optimizers hold is in the DCP folder, nested at least once; every other top-level value is in `meta.pt`,
-which a loader asks for first, and which is written last.
+The files are those of FSDPStrategy and ModelParallelStrategy (lightning/pytorch/strategies/fsdp.py,
+save_checkpoint; lightning/fabric/strategies/model_parallel.py, _save_checkpoint). The values of modules and
+optimizers are in the DCP folder, nested at least once; every other top-level value is in `meta.pt`. Loaders
+open `meta.pt` first, and it is written last.
 """
 
 from __future__ import annotations
@@ -23,29 +23,37 @@ from ckptcore.formats.torch_save.layout import torch_file
 META = "meta.pt"
 
 
-def told_by(source: Manifest, hint: str) -> Mapping[str, Any]:
-    """What a Lightning checkpoint tells of itself; raises `UnsupportedFormat` for another source."""
-    by = source.origin.get("lightning")
-    if by is None:
+def lightning_facts(source: Manifest, hint: str) -> Mapping[str, Any]:
+    """Return what a Lightning checkpoint records about itself.
+
+    Args:
+        source: The checkpoint.
+        hint: The next step if it is none.
+
+    Raises:
+        UnsupportedFormat: The source is not a Lightning checkpoint.
+    """
+    facts: Mapping[str, Any] | None = source.origin.get("lightning")
+    if facts is None:
         raise UnsupportedFormat(
-            f"{source.root} is no Lightning checkpoint: it is {source.format}, without the {META} that a "
-            "Trainer or Fabric writes",
+            f"{source.root} must be a Lightning checkpoint (got {source.format}, without the {META} that a "
+            "Trainer or Fabric writes)",
             hint=hint,
         )
-    told: Mapping[str, Any] = by
-    return told
+    return facts
 
 
 def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
-    """Where a path of a sharded checkpoint stands in another one: where it stood.
+    """Return the mapping of paths for a sharded checkpoint: every path stays as it is.
 
-    Raises `UnsupportedFormat` for a source that is none.
+    Raises:
+        UnsupportedFormat: The source is not a sharded Lightning checkpoint, or does not record its paths.
     """
-    by = told_by(source, "--to dcp writes the ranks' files of any source")
-    if by.get("full"):
+    facts = lightning_facts(source, "--to dcp writes rank files from any source")
+    if facts.get("full"):
         raise UnsupportedFormat(
             f"{source.root} is a full checkpoint, whose optimizers number their parameters",
-            hint="Lightning loads it on any number of ranks as it is",
+            hint="Lightning loads a full checkpoint on any number of ranks",
         )
     if not Paths.of(source):
         raise UnsupportedFormat(
@@ -56,7 +64,7 @@ def keeps_its_place(source: Manifest) -> Callable[[Path], Path]:
 
 
 def arrange_sharded(request: Arrangement) -> tuple[FileLayout, ...]:
-    """The files that the ranks of a mesh leave: those of the DCP folder, then `meta.pt`."""
+    """Lay out the files that the ranks of a mesh write: those of the DCP folder, then `meta.pt`."""
     beside = {k: v for k, v in request.objects.items() if len(request.paths.get(k, (k,))) == 1}
     inside = {name for form in beside.values() for name in references(form)}
     stored = [i for i, t in enumerate(request.tensors) if t.fqn not in inside]

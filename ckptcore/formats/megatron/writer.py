@@ -56,7 +56,7 @@ def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
     files = Files(request, "")
     for key, value in parts.shards.items():
         # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
-        files.whole(key, _torch_file(key, [value], request, parts))
+        files.embed(key, _torch_file(key, [value], request, parts))
     layouts = tuple(files.ranks(parts.weights))
     metadata = metadata_pickle(files.stored(parts.weights), files.objects, None)
     return (

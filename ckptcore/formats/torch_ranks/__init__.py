@@ -1,6 +1,6 @@
-"""Read and write one torch.save file per rank: DTensor, ShardedTensor, or whole tensors (verl, FSDP scripts).
+"""Read and write one torch.save file per rank: DTensor, ShardedTensor, or full tensors (verl, FSDP scripts).
 
-`format.FORMAT`. `reader` joins the ranks, `file_reader` reads one file, `placement` finds the boxes of a
-DTensor and `dtensor_globals` is the allow-list; `optimizer` names states that are numbered. `writer` and
-`dtensor_writer` lay out what such a job would have saved. `reader.read_ranks` serves other families.
+`format.FORMAT` is the format. `reader` joins the ranks, `file_reader` reads one file, `placement` finds the
+boxes of a DTensor, `dtensor_globals` is the allow-list, and `optimizer` names numbered states. `writer` and
+`dtensor_writer` lay out what such a job would have saved. Other families use `reader.read_ranks`.
 """

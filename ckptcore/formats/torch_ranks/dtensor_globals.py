@@ -1,10 +1,10 @@
-"""Permitted globals of pickled distributed tensors: DTensor and ShardedTensor, as plain records.
+"""List the permitted globals of pickled distributed tensors: DTensor and ShardedTensor, as plain records.
 
 Both are wrapper subclasses of torch.Tensor: ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, type,
 (type, dtype, size, stride, offset, layout, device, grad), state)`` (torch/_tensor.py). A DTensor's
 state has ``_local_tensor`` and ``_spec``; a ShardedTensor's is the tuple of its `__getstate__`
 (torch/distributed/_shard/sharded_tensor/api.py). Classes moved between releases: each row names the
-module that a release pickled them under. No class is imported, no instance is made.
+module under which a release pickled them. No class is imported, and no instance is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptcore.utils.text import shown
 
 DTENSOR, SHARDED = "DTensor", "ShardedTensor"
 _SHARD = "torch.distributed._shard"
-# module -> classes, with the kind that their records are called by.
+# module -> class -> kind of its records.
 _CLASSES: dict[str, dict[str, str]] = {
     # torch >= 2.5
     "torch.distributed.tensor": {"DTensor": DTENSOR},
@@ -72,12 +72,12 @@ _CLASSES: dict[str, dict[str, str]] = {
     },
     "torch.distributed.remote_device": {"_remote_device": "_remote_device"},
 }
-# Subclasses whose bytes are those of the tensor that they are made from.
+# Subclasses with the same bytes as the tensor that they are made from.
 _PLAIN = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 def fields(value: Any, kind: str) -> dict[str, Any]:
-    """The named fields of a record of this kind; raises ValueError for anything else.
+    """Return the named fields of a record of this kind; raise ValueError for any other value.
 
     A class with ``__slots__`` pickles (dict or None, dict of slots), any other its ``__dict__``.
     """
@@ -85,7 +85,7 @@ def fields(value: Any, kind: str) -> dict[str, Any]:
         parts = value.state if type(value.state) is tuple and len(value.state) == 2 else (value.state,)
         if all(p is None or type(p) is dict for p in parts):
             return {k: v for p in parts if p for k, v in p.items()}
-    raise ValueError(f"a {kind} was expected, found {shown(value)}")
+    raise ValueError(f"expected a {kind} (got {shown(value)})")
 
 
 def _wrapper(*args: Any) -> Any:
@@ -93,7 +93,7 @@ def _wrapper(*args: Any) -> Any:
 
 
 def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """``_rebuild_from_type_v2(function, type, args, state)``."""
+    """Replace ``_rebuild_from_type_v2(function, type, args, state)``."""
     if isinstance(kind, Refused):
         return of_class(kind, function, args, state)
     if type(function) is not Call or type(kind) is not Call or type(args) is not tuple:
@@ -110,11 +110,11 @@ def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 
 def _nested_class(owner: Any, name: Any) -> Any:
-    """``getattr(ShardedTensor, "ProcessGroupState")``: how protocol 2 spells a nested class."""
+    """Resolve ``getattr(ShardedTensor, "ProcessGroupState")``, protocol 2's form of a nested class."""
     if owner is not _SHARDED_CLASS or name != "ProcessGroupState":
-        told = owner.name if type(owner) is Call else type(owner).__name__
+        owner_name = owner.name if type(owner) is Call else type(owner).__name__
         raise UnsafeContent(
-            f"a pickle wants attribute {shown(name, 60)} of {told:.60}", **{"global": "getattr"}
+            f"a pickle requests attribute {shown(name, 60)} of {owner_name:.60}", **{"global": "getattr"}
         )
     return _GROUP
 

@@ -1,9 +1,9 @@
-"""Writing DTensors: how does torch pickle a distributed tensor, and the mesh that it lies on?
+"""Pickle distributed tensors and their meshes as torch does.
 
 A DTensor is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (DTensor, dtype, size, stride,
-offset, layout, device, grad), (None, {_local_tensor, _spec}))``, as torch 2.13 has it (torch/_tensor.py;
-torch/distributed/tensor/_api.py, _dtensor_spec.py; torch/distributed/device_mesh.py). Everything in it
-is on the list of ``torch.load(weights_only=True)``.
+offset, layout, device, grad), (None, {_local_tensor, _spec}))``, as in torch 2.13 (torch/_tensor.py;
+torch/distributed/tensor/_api.py, _dtensor_spec.py; torch/distributed/device_mesh.py).
+``torch.load(weights_only=True)`` permits everything in it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckptcore.core.object_tree import Named, TensorRef
 from ckptcore.encodings.pickle.writer import Pickled
 from ckptcore.topology.layout import Mesh, TensorLayout
 
-RANKS = "\0ranks"  # name of the tensor of a mesh's ranks: int32 [world size]
+RANKS = "\0ranks"  # name of the tensor with a mesh's ranks: int32 [world size]
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _LAYOUT = "torch.distributed._mesh_layout"
-# What a placement of each class is pickled with.
+# Class of a placement -> its pickled fields.
 _FIELDS = {"Shard": ("dim",), "_StridedShard": ("dim", "split_factor"), "Replicate": ()}
 
 
@@ -37,8 +37,12 @@ class _Global:
 class _Made:
     """An object made by ``cls.__new__(cls, *args)``.
 
-    state: its ``__dict__``, None for a named tuple. key: what it is known by when a pickle has it more
-    than once, "" where it has not.
+    Attributes:
+        module: Module of its class.
+        name: Name of its class.
+        args: Arguments.
+        state: Its ``__dict__``, None for a named tuple.
+        key: Identifies an object that a pickle contains more than once; "" for any other.
     """
 
     module: str
@@ -50,7 +54,15 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """An axis as one rank sees it. stride: from one rank along it to the next. group: of its neighbours."""
+    """An axis of a mesh as one rank sees it.
+
+    Attributes:
+        name: Its name.
+        size: Number of ranks along it.
+        stride: Distance of neighbouring ranks.
+        at: Coordinate of the rank.
+        group: Name of the rank's process group.
+    """
 
     name: str
     size: int
@@ -61,21 +73,27 @@ class _Axis:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What only one rank has in its mesh of some axes: that attribute of it."""
+    """An attribute of a mesh of some axes whose value differs between ranks."""
 
     axes: tuple[str, ...]
     field: str
 
 
 class Meshes:
-    """The device meshes of one rank: all of the mesh, and slices of it.
+    """The device meshes of one rank: the full mesh, and slices of it.
 
-    Process groups are called as in a job that makes this mesh first, which is what lets torch find them
-    (torch/distributed/device_mesh.py, `_init_one_process_group`): by a count of all that were made.
+    Process groups have the names of a job that makes this mesh first, so that torch finds them: a count of
+    all groups made so far (torch/distributed/device_mesh.py, `_init_one_process_group`).
     """
 
     def __init__(self, mesh: Mesh, rank: int, joined: Sequence[str] = ()) -> None:
-        """joined: neighbouring axes that tensors lie on as one, as in ``fsdp+ep``, in the mesh's order."""
+        """Name the process groups of a rank.
+
+        Args:
+            mesh: The full mesh.
+            rank: The rank.
+            joined: Neighbouring axes that shard tensors as one, as in ``fsdp+ep``, in the mesh's order.
+        """
         self._rank, self._world, self._device = rank, mesh.size, mesh.device
         self._axes: dict[str, _Axis] = {}
         made = 1  # the group of the world
@@ -87,13 +105,13 @@ class Meshes:
         self._known: dict[tuple[str, ...], _Made] = {names: self._root}
 
     def of(self, axes: tuple[str, ...]) -> _Made:
-        """The mesh of some axes, in mesh order."""
+        """Return the mesh of some axes, in mesh order."""
         if axes not in self._known:
             self._known[axes] = self._mesh(axes, self._root)
         return self._known[axes]
 
     def own(self, value: _Own) -> Any:
-        """What this rank has in a place where others have something else."""
+        """Return this rank's value of an attribute that differs between ranks."""
         axes = [self._axes[name] for name in value.axes]
         own = {
             "_dim_group_names": [a.group for a in axes],
@@ -105,7 +123,7 @@ class Meshes:
     def _mesh(self, names: tuple[str, ...], root: _Made | None) -> _Made:
         axes = [self._axes[name] for name in names]
         state = {
-            "_device_type": self._device,  # where the tensors are is `torch.load`'s ``map_location``
+            "_device_type": self._device,  # `torch.load` chooses the device by ``map_location``
             "_layout": _Made(_LAYOUT, "_MeshLayout", (), {"axes": tuple(_flat_layout(a) for a in axes)}),
             "_rank_map": TensorRef(RANKS),
             "_mesh_dim_names": tuple(a.name for a in axes),
@@ -122,7 +140,7 @@ class Meshes:
 
 
 def _axis(mesh: Mesh, name: str, rank: int, made: int) -> _Axis:
-    """made: how many process groups there are before those of this axis."""
+    """Return an axis as a rank sees it; ``made`` process groups exist before those of the axis."""
     ((_, size),) = mesh.along([name]).axes
     number = [a for a, _ in mesh.axes].index(name.rpartition("+")[2])
     stride = row_major(tuple(n for _, n in mesh.axes))[number]
@@ -133,7 +151,7 @@ def _axis(mesh: Mesh, name: str, rank: int, made: int) -> _Axis:
 
 
 def _flat_layout(axis: _Axis) -> _Made:
-    """torch leaves the size and stride of an axis of one rank out (_mesh_layout.py, `_FlatLayout`)."""
+    """Return the layout of an axis; torch omits size and stride for one rank (_mesh_layout.py)."""
     one = axis.size == 1
     state = {"shape": () if one else (axis.size,), "stride": () if one else (axis.stride,)}
     return _Made(_LAYOUT, "_FlatLayout", (), state)
@@ -141,16 +159,18 @@ def _flat_layout(axis: _Axis) -> _Made:
 
 @dataclass(frozen=True, slots=True)
 class RankPickle:
-    """The pickle of a rank's file, for that rank and all others that have boxes of the same shapes.
+    """The pickle of a rank's file, for all ranks with boxes of the same shapes.
 
-    parts: bytes that their pickles have in common. own: what stands between the parts, one fewer.
+    Attributes:
+        parts: Bytes that their pickles have in common.
+        own: The values between the parts, one fewer, which differ between the ranks.
     """
 
     parts: tuple[bytes, ...]
     own: tuple[_Own, ...]
 
     def of(self, meshes: Meshes) -> bytes:
-        """The pickle of the rank of these meshes."""
+        """Return the pickle of the rank of these meshes."""
         made = Pickled(_no_tensor)
         made.out = bytearray(self.parts[0])
         for own, part in zip(self.own, self.parts[1:], strict=True):
@@ -164,7 +184,7 @@ def _no_tensor(fqn: str) -> tuple[str, TensorSpec]:
 
 
 class RankPickled(Pickled):
-    """Builds the pickle of one rank's file, and with it that of others."""
+    """Build the pickle of one rank's file, and with it those of similar ranks."""
 
     def __init__(
         self,
@@ -172,23 +192,27 @@ class RankPickled(Pickled):
         distributed: Mapping[str, tuple[TensorSpec, TensorLayout]],
         meshes: Meshes,
     ) -> None:
-        """tensor: FQN -> (storage key, spec of what this rank has).
+        """Start an empty pickle.
 
-        distributed: FQN -> (spec of the whole, how it lies) of those that are DTensors.
+        Args:
+            tensor: FQN -> (storage key, spec of this rank's part).
+            distributed: FQN -> (spec of the full tensor, its layout), for DTensors.
+            meshes: Meshes of the rank.
         """
         super().__init__(tensor)
         self._distributed, self._meshes = distributed, meshes
         self._alike: dict[Any, tuple[bytes, bytes]] = {}
-        self._own: list[tuple[int, int, _Own]] = []  # where it stands: begin, end
+        self._own: list[tuple[int, int, _Own]] = []  # (begin, end, value) in the pickle
 
     def shared(self) -> RankPickle:
-        """The whole pickle, as far as other ranks have it too."""
+        """Return the complete pickle, split at the values that differ between ranks."""
         ends = [0, *(end for _, end, _ in self._own)]
         begins = [*(begin for begin, _, _ in self._own), len(self.out)]
         parts = [bytes(self.out[a:b]) for a, b in zip(ends, begins, strict=True)]
         return RankPickle((*parts[:-1], parts[-1] + b"."), tuple(own for *_, own in self._own))
 
     def value(self, value: Any) -> None:
+        """Write a value of the tree, or an object of this module."""
         kind = type(value)
         if kind is _Made:
             self._once(value.key, lambda: self._make(value))
@@ -206,7 +230,7 @@ class RankPickled(Pickled):
             super().value(value)
 
     def _once(self, key: str, emit: Callable[[], None]) -> None:
-        """Emits a value; a later one with this key refers back to it."""
+        """Emit a value; a later one with this key refers back to it."""
         at = self._memo.get(key)
         if at is not None:
             self.out += b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")
@@ -224,10 +248,10 @@ class RankPickled(Pickled):
             self.value(value.state)
             self.out += b"b"
 
-    def _dtensor(self, ref: TensorRef, whole: TensorSpec, layout: TensorLayout) -> None:
-        """Tensors that lie alike differ in the keys of their storages alone."""
+    def _dtensor(self, ref: TensorRef, full: TensorSpec, layout: TensorLayout) -> None:
+        """Write a DTensor; those of one layout differ only in the keys of their storages."""
         key, local = self.tensor(ref.fqn)
-        alike = (layout.axes, layout.placements, whole.dtype, whole.shape, local.shape)
+        alike = (layout.axes, layout.placements, full.dtype, full.shape, local.shape)
         known = self._alike.get(alike)
         if known is not None:
             self.out += known[0]
@@ -235,20 +259,20 @@ class RankPickled(Pickled):
             self.out += known[1]
             return
         start, memo = len(self.out), len(self._memo)
-        self._new_dtensor(ref, whole, layout)
+        self._new_dtensor(ref, full, layout)
         around = bytes(self.out[start:]).split(_pickled_text(key))
-        # The first one may have put what the others refer back to.
+        # The first one may have memoised values that the others refer to.
         if len(self._memo) == memo and len(around) == 2:
             self._alike[alike] = around[0], around[1]
 
-    def _new_dtensor(self, ref: TensorRef, whole: TensorSpec, layout: TensorLayout) -> None:
-        strides, dtype = row_major(whole.shape), Named("dtype", whole.dtype)
+    def _new_dtensor(self, ref: TensorRef, full: TensorSpec, layout: TensorLayout) -> None:
+        strides, dtype = row_major(full.shape), Named("dtype", full.dtype)
         placements = tuple(_placement(p) for p in layout.placements)
         strided = any(p.name == "_StridedShard" for p in placements)
         spec = {
             "mesh": self._meshes.of(layout.axes),
             "placements": placements,
-            "tensor_meta": _Made(_SPEC, "TensorMeta", (Named("size", whole.shape), strides, dtype)),
+            "tensor_meta": _Made(_SPEC, "TensorMeta", (Named("size", full.shape), strides, dtype)),
             "shard_order": None if strided else tuple(_shard_order(placements)),
             "use_strided_shard_as_shard_order": strided,
             "_hash": None,
@@ -257,7 +281,7 @@ class RankPickled(Pickled):
         self.out += b"("
         self.value(_WRAPPER)
         self.value(_DTENSOR)
-        self.value((_DTENSOR, dtype, whole.shape, strides, 0, _STRIDED, _CPU, False))
+        self.value((_DTENSOR, dtype, full.shape, strides, 0, _STRIDED, _CPU, False))
         self.out += b"(N}("  # the state: no ``__dict__``, and two slots
         self.value("_local_tensor")
         super().value(ref)
@@ -278,7 +302,7 @@ def _placement(placement: Any) -> _Made:
 
 
 def _shard_order(placements: Sequence[_Made]) -> Iterator[_Made]:
-    """As _dtensor_spec.py, `compute_default_shard_order`: mesh axes from the left to the right."""
+    """Yield mesh axes from left to right, as `compute_default_shard_order` in _dtensor_spec.py does."""
     cut: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if placement.state:
@@ -291,7 +315,7 @@ def _shard_order(placements: Sequence[_Made]) -> Iterator[_Made]:
 _WRAPPER = _Global("torch._utils", "_rebuild_wrapper_subclass")
 _DTENSOR = _Global("torch.distributed.tensor", "DTensor")
 _STRIDED, _CPU = Named("layout", "torch.strided"), Named("device", ["cpu"])
-# Text that the pickle of every tensor has.
+# Texts in the pickle of every tensor.
 _REPEATED = frozenset(
     {
         "_local_tensor",

@@ -1,4 +1,4 @@
-"""One rank's file: what does its pickle hold, tensor by tensor and object by object?"""
+"""Read one rank's file: the tensors, shards and objects in its pickle."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SH
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
 from ckptcore.formats.torch_ranks.placement import Placed, Placer
 
-_SMALL = 64 << 10  # plain tensors without a checksum of their own are marked by their bytes up to here
+_SMALL = 64 << 10  # plain tensors without a checksum are marked by a hash of their bytes up to this size
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A tensor in the file. view None: the item's first bytes, row-major."""
+    """A tensor in the file.
+
+    Attributes:
+        box: Its box of the global tensor.
+        item: Number of the item with its bytes.
+        view: Its place in the item; None for the first bytes, row-major.
+    """
 
     box: Box
     item: int
@@ -42,7 +48,14 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """What the rank holds of a distributed tensor. path: where it stood in the tree."""
+    """A rank's shards of a distributed tensor.
+
+    Attributes:
+        name: FQN.
+        path: Path in the rank's tree.
+        placed: The tensor with its boxes.
+        pieces: The shards.
+    """
 
     name: str
     path: Path
@@ -52,7 +65,16 @@ class LocalShards:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A whole tensor. mark: what its bytes are, or None when nothing short says."""
+    """A tensor that is not distributed.
+
+    Attributes:
+        name: FQN.
+        path: Path in the rank's tree.
+        dtype: Its dtype.
+        shape: Its shape.
+        piece: Its place in the file.
+        mark: Text that identifies its bytes, or None when that would need a read of many bytes.
+    """
 
     name: str
     path: Path
@@ -66,12 +88,16 @@ class Plain:
 class Content:
     """What one rank saved.
 
-    objects: name -> (digest, value in JSON form, path). refused: name -> (whether all of the value was
-    refused, globals, file). unread: name -> (what it is, path, file), of
-    tensors that are not read. hidden: bytes of tensors that only refused objects can hold. params: the
-    model's parameters.
-    numbers: whether an optimizer's states kept their numbers; None without such an optimizer.
-    names: every name in the file, in order.
+    Attributes:
+        shards: Distributed tensors.
+        plain: Other tensors.
+        objects: Name -> (digest, value in JSON form, path).
+        refused: Name -> (whether all of the value was refused, globals, file).
+        unread: Name -> (what it is, path, file), of tensors that are not read.
+        hidden: Bytes of tensors that only refused objects can contain.
+        params: Parameters of the model.
+        numbers: Whether an optimizer's states kept their numbers; None without such an optimizer.
+        names: Every name in the file, in order.
     """
 
     shards: list[LocalShards] = field(default_factory=list)
@@ -86,21 +112,32 @@ class Content:
 
 
 def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: Params) -> Content:
-    """The content of a rank's file; its items are added to ``builder``, nothing else is.
+    """Read a rank's file.
 
-    prefix: what names begin with, "" for nothing. params: the model's, where another file has it.
-    Reads no tensor byte but those of meshes and of small plain tensors without a checksum.
-    Raises `MalformedCheckpoint`, `UnsafeContent`, `NameMismatch`, `UnsupportedFormat`.
+    The only tensor bytes read are those of meshes and of small plain tensors without a checksum.
+
+    Args:
+        source: The folder of the file.
+        path: Path of the file.
+        prefix: First part of all names, "" for none.
+        builder: Receives the items of the file, and nothing else.
+        params: Parameters of the model, if another file has it.
+
+    Raises:
+        MalformedCheckpoint: The file cannot be parsed.
+        UnsafeContent: The file names globals that are not permitted.
+        NameMismatch: Two values have one name.
+        UnsupportedFormat: The file contains no state dict, or a local state dict of FSDP.
     """
     size, store = source.listing[path], source.store
     if size < 4 or not is_zip(store.read(path, 0, 4)):
-        raise MalformedCheckpoint(f"{path} ({size} bytes) is no torch zip", file=path)
+        raise MalformedCheckpoint(f"{path} ({size} bytes) is not a torch zip", file=path)
     file = _File(source, path, builder)
     tree = file.objects.tree
     made = Content()
     if not isinstance(tree, dict):
         if not prefix:
-            raise UnsupportedFormat(f"{path} holds a {type(tree).__name__}, not a state dict")
+            raise UnsupportedFormat(f"{path} must contain a state dict (got {type(tree).__name__})")
         for name, path_, value in leaves_below(tree, prefix, (StoredView, Record)):
             file.add(made, name, (prefix, *path_), value)
         made.hidden = file.hidden(bool(made.refused or made.unread))
@@ -114,7 +151,7 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
     seen: set[str] = set()
     for name, where, value in _leaves(tree, prefix):
         if name in seen:
-            raise NameMismatch(f"{path}: two values are called {name}")
+            raise NameMismatch(f"{path}: two values have the name {name}")
         seen.add(name)
         file.add(made, name, where, value)
     made.hidden = file.hidden(bool(made.refused or made.unread))
@@ -135,6 +172,7 @@ class _File:
         self._placer = Placer(self._integers, path, size)
 
     def add(self, made: Content, name: str, path: Path, value: Any) -> None:
+        """Add one value of the tree to the content."""
         made.names.append(name)
         if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED):
             if value.kind == SHARDED and name.endswith("flat_param"):
@@ -152,7 +190,7 @@ class _File:
         elif isinstance(value, RefusedTensor):
             self._unread.update(value.storages)
             made.unread[name] = value, path, self._path
-        elif isinstance(value, Record):  # a mesh or a placement by itself
+        elif isinstance(value, Record):  # a mesh or a placement outside of a tensor
             made.refused[name] = False, (value.kind,), self._path
         elif refused := refused_in(value):
             made.refused[name] = isinstance(value, Refused), refused, self._path
@@ -164,17 +202,17 @@ class _File:
             made.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree, path
 
     def hidden(self, may: bool) -> int:
-        """Bytes of storages that nothing was taken from; raises unless something ``may`` hide them."""
+        """Return the bytes of unused storages; raise if there are any and no value ``may`` hide them."""
         known = self._items.keys() | self._placer.storages | self._unread
         left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in known)
         if left and not may:
             raise UnsupportedFormat(
-                f"{self._path} holds {left} bytes of tensors that nothing in its state dict refers to",
+                f"{self._path} contains {left} bytes of tensors without a reference in its state dict",
                 hint="save a plain dict of tensors",
             )
-        if self._bytes > 1024 * self._size + (64 << 20):  # expanded views of one element, say
+        if self._bytes > 1024 * self._size + (64 << 20):  # for example, expanded views of one element
             raise MalformedCheckpoint(
-                f"{self._path}: {self._size} bytes stand for tensors of {self._bytes} bytes"
+                f"{self._path}: {self._size} stored bytes expand to tensors of {self._bytes} bytes"
             )
         return left
 
@@ -203,7 +241,7 @@ class _File:
         return blake3(self._store.read(self._path, start + view.start, nbytes)).hexdigest()
 
     def _integers(self, value: StoredView) -> tuple[int, ...]:
-        """The elements of a small integer tensor."""
+        """Return the elements of a small integer tensor."""
         if value.key not in self.objects.storages or BY_NAME[value.dtype].kind != "i":
             raise ValueError(f"ranks as {value.dtype}")
         start, length, _ = self.objects.storages[value.key]
@@ -223,10 +261,14 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Path, Any]
 
 
 def _model_parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -> Params:
-    """The model's parameters in their order, a tied one once.
+    """Return the model's parameters in their order, tied ones once.
 
-    Distributed tensors are parameters, plain ones beside them are buffers. In a state dict of plain
-    tensors alone every one may be a parameter.
+    Distributed tensors are parameters, and plain tensors beside them are buffers. In a state dict of plain
+    tensors alone, every tensor may be a parameter.
+
+    Args:
+        tree: Content of the file.
+        optimizer: Path of the optimizer in the tree, None without one.
     """
     if optimizer == ():
         return ()
@@ -239,14 +281,14 @@ def _model_parameters(tree: dict[Any, Any], optimizer: tuple[Any, ...] | None) -
             shape, storage = _global_shape(value), _tie_key(value)
             if shape is not None and storage not in seen:
                 seen.add(storage)
-                # The optimizer names what lies in the model's own dict.
+                # The optimizer uses the names of the model's own dict.
                 rows.append((".".join(map(str, path)) or name, shape, isinstance(value, Record)))
     some = any(distributed for *_, distributed in rows)
     return tuple((name, shape) for name, shape, distributed in rows if distributed or not some)
 
 
 def _global_shape(value: Any) -> Shape | None:
-    """The global shape of a tensor, None for anything else."""
+    """Return the global shape of a tensor, None for any other value."""
     if isinstance(value, StoredView):
         return value.shape
     if isinstance(value, Record) and value.kind in (DTENSOR, SHARDED) and len(value.args) > 2:
@@ -256,7 +298,7 @@ def _global_shape(value: Any) -> Shape | None:
 
 
 def _tie_key(value: Any) -> Any:
-    """What two names of one tensor have in common."""
+    """Return a key that is equal for two names of one tensor."""
     if isinstance(value, Record) and value.kind == DTENSOR:
         parts = value.state if type(value.state) is tuple else (value.state,)
         value = next(
@@ -271,8 +313,8 @@ def _nbytes(value: StoredView) -> int:
 
 def _flat_refusal(path: str, name: str) -> UnsupportedFormat:
     return UnsupportedFormat(
-        f"{path} is a local state dict of FSDP: {name} is this rank's run of a module's parameters, one "
-        "behind the other, and neither their names and shapes nor the alignment between them are in the file",
+        f"cannot read {path}, a local state dict of FSDP: {name} is this rank's part of a module's flattened "
+        "parameters, and the file does not record their names, shapes and alignment",
         hint="save a sharded or a full state dict, or save through torch.distributed.checkpoint",
         format="fsdp-local",
     )

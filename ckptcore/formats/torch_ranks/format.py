@@ -1,8 +1,8 @@
-"""One torch file per rank: state dicts of DTensor, ShardedTensor, or whole tensors.
+"""Read and write one torch file per rank: state dicts of DTensor, ShardedTensor, or full tensors.
 
-What FSDP jobs leave that save without torch.distributed.checkpoint: verl, Accelerate with
-``use_dcp=False``, OLMo's torch_legacy, and scripts that call torch.save on every rank. Each pickle
-says which boxes its rank holds; the ranks' files are one checkpoint together.
+FSDP jobs write such files when they save without torch.distributed.checkpoint: verl, Accelerate with
+``use_dcp=False``, OLMo's torch_legacy, and scripts that call torch.save on every rank. Each pickle records
+the boxes of its rank; together the files are one checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
-from ckptcore.formats.huggingface.whole_files import with_whole_folder
+from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
 from ckptcore.formats.torch_ranks.reader import read_ranks
 from ckptcore.formats.torch_ranks.writer import arrange
 
@@ -23,16 +23,16 @@ _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
 _BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
 _VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
-_WHOLE = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
+_MODEL_FOLDER = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
 
 def detect(source: Source) -> Evidence | None:
-    """A folder of files that are named by rank, at least one of them a torch zip."""
+    """Recognise a folder of files named by rank, at least one of them a torch zip."""
     if source.name is not None:
         return None
     if any(p.endswith(_OTHERS) and "/" not in p for p in source.listing):
-        # Beside another format, ranks' files are a trainer's own state; verl's models are none.
+        # Beside another format, rank files are a trainer's own state, except verl's models.
         models = [p for p in source.listing if _VERL_MODEL.match(p)]
         return Evidence(_NAME, (f"{len(models)} files like {models[0]}",)) if models else None
     found = [p for kind in rank_files_of(source) for p in kind.paths.values()]
@@ -41,7 +41,7 @@ def detect(source: Source) -> Evidence | None:
         verl = any("_world_size_" in p for p in found)
         if not zips and not verl:
             return None
-        # A name that tells how many ranks there are is meant so, whatever trainer's keys the one file holds.
+        # A name with a world size is a rank's file, even if it contains a trainer's keys.
         instead = ("torch_save", "lightning") if verl else ("torch_save",)
         return Evidence(_NAME, (f"{len(found)} files named by rank, {found[0]} for one",), instead)
     folders = _folders(source)
@@ -51,9 +51,11 @@ def detect(source: Source) -> Evidence | None:
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of all ranks' files; those of a subfolder when there is exactly one.
+    """Read the manifest of all ranks' files, or of those in the only subfolder that has some.
 
-    Raises `AmbiguousModel` for several components, and as `RankReader.add` does.
+    Raises:
+        AmbiguousModel: Several subfolders have such files.
+        CkptError: What `RankReader.add` raises.
     """
     kinds = rank_files(source.listing)
     if kinds:
@@ -61,27 +63,27 @@ def read(source: Source) -> Manifest:
     folders = _folders(source)
     if len(folders) > 1:
         raise AmbiguousModel(
-            f"{source.store.url} holds {len(folders)} checkpoints: {', '.join(folders[:8])}",
-            hint=f"name one of them, {source.store.url.rstrip('/')}/{folders[0]} say",
+            f"{source.store.url} contains {len(folders)} checkpoints: {', '.join(folders[:8])}",
+            hint=f"name one of them, for example {source.store.url.rstrip('/')}/{folders[0]}",
             candidates=list(folders),
         )
     inner = source.below(folders[0])
     kinds = rank_files(inner.listing)
     manifest = read_ranks(inner, kinds, _NAME)
-    whole = join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
-    return _with_huggingface(whole, source, f"{folders[0]}/", kinds)
+    joined = join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
+    return _with_huggingface(joined, source, f"{folders[0]}/", kinds)
 
 
 def _with_huggingface(
     manifest: Manifest, source: Source, below: str, kinds: tuple[RankFiles, ...]
 ) -> Manifest:
-    """With the model that verl saves once more, whole, where it is asked to (``hf_model``): a copy."""
+    """Add the consolidated copy of the model that verl saves on request (``hf_model``)."""
     model = "model." if len(kinds) > 1 else ""
-    return with_whole_folder(manifest, source, f"{below}{_WHOLE}", lambda name: model + name)
+    return with_consolidated_folder(manifest, source, f"{below}{_MODEL_FOLDER}", lambda name: model + name)
 
 
 def rank_files_of(source: Source) -> tuple[RankFiles, ...]:
-    """`rank_files`, or those of one save where the names tell of two: `read` says so."""
+    """Return `rank_files`, or all such files if the names are those of two saves: `read` reports it."""
     try:
         return rank_files(source.listing)
     except AmbiguousModel:

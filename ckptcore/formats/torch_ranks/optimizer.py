@@ -1,7 +1,7 @@
-"""A rank's numbered optimizer: where does it stand in the rank's tree, and which names does it get?
+"""Find a rank's numbered optimizer in its tree, name its parameters, and number them again for a writer.
 
-What proves the names is the model's own state dict, or the optimizer itself. Anything less is no
-proof, and the numbers stay.
+The names are proven by the model's own state dict, or by the optimizer itself. Without a proof, the numbers
+stay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ckptcore.errors import UnprovenCheckpoint
 from ckptcore.formats.base import natural
 from ckptcore.formats.common import optimizer_numbers as _optimnames
-from ckptcore.formats.common.optimizer_numbers import Numbered, prove, told_names
+from ckptcore.formats.common.optimizer_numbers import Numbered, prove, recorded_names
 from ckptcore.formats.common.shape_matching import Shape
 
 Params = tuple[tuple[str, Shape], ...]  # (name, global shape) of a model's parameters, in order
@@ -21,13 +21,18 @@ Params = tuple[tuple[str, Shape], ...]  # (name, global shape) of a model's para
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """An optimizer inside a tree. path: () for the tree itself, else the one key that it lies under."""
+    """An optimizer inside a tree.
+
+    Attributes:
+        path: () for the tree itself, else the key of the optimizer.
+        optimizer: The optimizer.
+    """
 
     path: tuple[Any, ...]
     optimizer: Numbered
 
     def renamed(self, tree: dict[Any, Any], names: Mapping[int, str]) -> dict[Any, Any]:
-        """``tree`` with names in place of the numbers."""
+        """Return ``tree`` with names in place of the numbers."""
         inner = tree[self.path[0]] if self.path else tree
         state, groups = self.optimizer.state, self.optimizer.groups
         made = {
@@ -39,7 +44,7 @@ class Inside:
 
 
 def numbered(tree: dict[Any, Any]) -> Inside | None:
-    """The one optimizer of a tree whose states are numbered, or None."""
+    """Return the only optimizer of a tree with numbered states, or None."""
     places = [((), tree), *(((k,), v) for k, v in tree.items())]
     found = [Inside(path, o) for path, v in places if (o := _optimnames.numbered(v)) is not None]
     return found[0] if len(found) == 1 else None
@@ -48,23 +53,37 @@ def numbered(tree: dict[Any, Any]) -> Inside | None:
 def names_of(
     optimizer: Numbered, params: Params, shape: Callable[[Any], Shape | None]
 ) -> dict[int, str] | None:
-    """Number -> parameter, or None when that cannot be proven.
+    """Return number -> parameter, or None without a proof.
 
-    shape: the global shape of a tensor in the tree, None for anything else.
+    Args:
+        optimizer: The optimizer.
+        params: Parameters of the model, in order.
+        shape: Returns the global shape of a tensor in the tree, None for any other value.
     """
-    return prove(params, [optimizer], shape)[0].names or told_names(optimizer)
+    return prove(params, [optimizer], shape)[0].names or recorded_names(optimizer)
 
 
 def numbers_for(
     tree: dict[Any, Any], params: Params, shape: Callable[[Any], Shape | None], order: Sequence[str] = ()
 ) -> dict[Any, Any]:
-    """The tree of an optimizer with numbers in place of names, as ``Optimizer.state_dict`` has it.
+    """Return the tree of an optimizer with numbers in place of names, as from ``Optimizer.state_dict``.
 
-    order: names of the model in its own order, where ``params`` are not all of them. A loader goes by the
-    places in the groups' lists alone, and jobs list parameters as their model has them: so do the lists that
-    are written. Groups tell ``param_names`` where the numbers alone would not prove them. Gives the tree
-    itself where states are by number already, or where its groups do not list all that have states.
-    Raises `UnprovenCheckpoint` when a list is in another order, and nothing says why.
+    A loader uses only the positions in the groups' lists, and jobs list parameters in the order of their
+    model. The written lists therefore have that order. Groups record ``param_names`` where the numbers alone
+    would not prove them.
+
+    Args:
+        tree: State dict of the optimizer.
+        params: Parameters of the model, in order.
+        shape: Returns the global shape of a tensor in the tree, None for any other value.
+        order: Names of the model in its own order, if ``params`` are not all of them.
+
+    Returns:
+        The tree with numbers; the same tree if its states are numbered already, or if its groups do not list
+        every parameter that has states.
+
+    Raises:
+        UnprovenCheckpoint: A list has another order without a known reason.
     """
     state, groups = tree.get("state"), tree.get("param_groups")
     if not isinstance(state, dict) or type(groups) is not list or not _lists_params(groups):
@@ -90,15 +109,18 @@ def numbers_for(
 
 
 def in_model_order(groups: list[dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
-    """Groups that list names, each list in the order of the model.
+    """Return groups that list names, each list in the order of the model.
 
-    FSDP1 without ``use_orig_params`` lists what is left to the root module first, and then the modules that
-    it wraps, one after the other (torch/distributed/fsdp/_optim_utils.py, `_unflatten_param_groups`): such
-    lists are put into the model's order. Any other may be the optimizer's own, or the model's may be lost:
-    raises `UnprovenCheckpoint`.
+    FSDP1 without ``use_orig_params`` lists the parameters of the root module first, then those of the wrapped
+    modules one after the other (torch/distributed/fsdp/_optim_utils.py, `_unflatten_param_groups`). Such
+    lists are sorted into the model's order. Any other order may be the optimizer's own, or the model's order
+    may be lost.
+
+    Raises:
+        UnprovenCheckpoint: A list has another order.
     """
     place = {name: n for n, name in enumerate(order)}
-    known = list(order) != sorted(order, key=natural)  # sorted names tell no model's order
+    known = list(order) != sorted(order, key=natural)  # sorted names do not prove a model's order
     made = []
     for number, group in enumerate(groups):
         names = group["params"]
@@ -119,8 +141,8 @@ def in_model_order(groups: list[dict[str, Any]], order: Sequence[str]) -> list[d
 def _unproven_error(group: int, why: str) -> UnprovenCheckpoint:
     return UnprovenCheckpoint(
         f"cannot number the optimizer's parameters: nothing proves the order of group {group} ({why}), and "
-        "in a wrong one parameters get the states of others",
-        hint="leave the optimizer out (--exclude 'optim*'), or write --to dcp, whose loaders go by names",
+        "in a wrong order parameters would get the states of others",
+        hint="leave the optimizer out (--exclude 'optim*'), or write --to dcp, whose loaders use names",
     )
 
 
@@ -129,14 +151,12 @@ def _lists_params(groups: list[Any]) -> bool:
 
 
 def _proves_its_own(group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer that knows its parameters by name (torch >= 2.6) lists them in this order
-    itself."""
+    """Return whether an optimizer that records names (torch >= 2.6) lists its parameters in this order."""
     return bool(group.get("param_names") == group["params"])
 
 
 def _by_unit(names: Sequence[str], place: Mapping[str, int]) -> bool:
-    """Whether names are those of a root module, in order, and behind them those of whole modules, in
-    order."""
+    """Return whether names are those of a root module, then those of complete modules, each in order."""
     falls = [n for n in range(1, len(names)) if place[names[n]] < place[names[n - 1]]]
     if len(falls) != 1:
         return False

@@ -1,9 +1,9 @@
-"""Placed: which boxes of a distributed tensor does one rank's pickle hold, and who else wrote some?
+"""Find the boxes of a distributed tensor in one rank's pickle, and the ranks that took part.
 
 A DTensor's pickle has the local tensor, the placements, and the `DeviceMesh` with this rank's
 coordinate on it (torch/distributed/tensor/_api.py, torch/distributed/device_mesh.py). A
 ShardedTensor's has the local shards with their offsets, and the rank and world size of the job
-(torch/distributed/_shard/sharded_tensor/api.py). No process group is needed to know the boxes.
+(torch/distributed/_shard/sharded_tensor/api.py). The boxes follow without a process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptcore.utils.text import shown
 _MAX_RANKS = 1 << 20
 _MAX_FACTOR = 1 << 16
 _MAX_LISTED = 1 << 22  # ranks of all meshes of one file together
-_PIECE = 16  # a piece of a tensor takes far more bytes of a file than this
+_PIECE = 16  # bytes; a piece of a tensor takes far more of a file
 ReadInts = Callable[[StoredView], tuple[int, ...]]  # the elements of a small integer tensor
 
 
@@ -35,9 +35,12 @@ ReadInts = Callable[[StoredView], tuple[int, ...]]  # the elements of a small in
 class Placed:
     """A distributed tensor as one rank saved it.
 
-    dtype, shape: of the whole. pieces: (view into a storage, the box it holds); none for a rank
-    without elements. rank: the writer's global rank, or None where that is not told.
-    ranks: global ranks that took part.
+    Attributes:
+        dtype: dtype of the tensor.
+        shape: Global shape.
+        pieces: (view into a storage, its box); empty for a rank without elements.
+        rank: The writer's global rank, or None if not recorded.
+        ranks: Global ranks that took part.
     """
 
     dtype: str
@@ -56,10 +59,10 @@ class _Mesh:
 
 
 class Placer:
-    """Places the distributed tensors of one file of ``size`` bytes; a shared mesh is read once.
+    """Find the boxes of the distributed tensors of one file of ``size`` bytes; a shared mesh is read once.
 
-    What is shared through the pickle's memo, and factors that a few bytes tell, make no more work
-    than a file of that size can ask for.
+    The work is bounded by the size of the file, even if the pickle's memo repeats values or a few bytes
+    encode large factors.
     """
 
     def __init__(self, read_ints: ReadInts, what: str, size: int) -> None:
@@ -67,12 +70,14 @@ class Placer:
         self._lists = _RankLists(read_ints)
         self._pieces = self._steps = 0
         self._meshes: dict[int, _Mesh] = {}
-        self.storages: set[str] = set()  # of the meshes themselves, and of what holds no element
+        self.storages: set[str] = set()  # of the meshes, and of tensors without elements
 
     def place(self, value: Record, name: str) -> Placed | Refused:
-        """Where a DTensor or ShardedTensor lies; what it is made of when that is refused.
+        """Return the boxes of a DTensor or ShardedTensor, or the refused value inside it.
 
-        Raises `MalformedCheckpoint`, and `UnsupportedFormat` for sums that were not reduced.
+        Raises:
+            MalformedCheckpoint: The pickle contradicts itself.
+            UnsupportedFormat: A placement is Partial, or releases of torch cut it differently.
         """
         try:
             return self._dtensor(value, name) if value.kind == DTENSOR else self._sharded(value)
@@ -83,7 +88,7 @@ class Placer:
         state = fields(value, DTENSOR)
         local, shape = state.get("_local_tensor"), _dims(value.args[2])
         if isinstance(local, Refused):
-            return _refused_whole(local, shape)
+            return _refused_tensor(local, shape)
         dtype = _dtype(value.args[1])
         if type(local) is not StoredView or local.dtype != dtype:
             raise ValueError(f"a DTensor of {dtype} whose local tensor is {shown(local)}")
@@ -92,7 +97,7 @@ class Placer:
         placements: Any = spec.get("placements")
         if type(placements) not in (tuple, list) or len(placements) != len(mesh.sizes):
             raise ValueError(f"placements {shown(placements)} on a mesh of {len(mesh.sizes)} axes")
-        if mesh.coordinate is None:  # a rank outside the mesh holds nothing
+        if mesh.coordinate is None:  # a rank outside the mesh has no elements
             self.storages.add(local.key)
             return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
         by_dim: dict[int, list[cuts.Cut]] = {}
@@ -117,15 +122,15 @@ class Placer:
         state = value.state
         if type(state) is not tuple or len(state) < 3 or type(state[0]) is not list:
             raise ValueError(f"a ShardedTensor with the state {shown(state)}")
-        told = fields(state[1], "ShardedTensorMetadata")
-        shape = _dims(told.get("size"))
-        properties = told.get("tensor_properties")
+        metadata = fields(state[1], "ShardedTensorMetadata")
+        shape = _dims(metadata.get("size"))
+        properties = metadata.get("tensor_properties")
         first = properties.state if type(properties) is Record else None
-        held = [fields(shard, "LocalShard").get("tensor") for shard in state[0]]
-        refused = next((tensor for tensor in held if isinstance(tensor, Refused)), None)
+        tensors = [fields(shard, "LocalShard").get("tensor") for shard in state[0]]
+        refused = next((tensor for tensor in tensors if isinstance(tensor, Refused)), None)
         if refused is not None:
-            keys = tuple(sorted({k for t in held if isinstance(t, RefusedTensor) for k in t.storages}))
-            return _refused_whole(refused, shape, keys)
+            keys = tuple(sorted({k for t in tensors if isinstance(t, RefusedTensor) for k in t.storages}))
+            return _refused_tensor(refused, shape, keys)
         dtype = _dtype(
             first.get("dtype") if type(first) is dict else first[0] if type(first) is tuple else None
         )
@@ -141,7 +146,7 @@ class Placer:
             offset, extent = _dims(where.get("shard_offsets")), _dims(where.get("shard_sizes"))
             tensor = local.get("tensor")
             if type(tensor) is not StoredView or tensor.shape != extent or tensor.dtype != dtype:
-                raise ValueError(f"a shard of {dtype} {list(extent)} that holds {shown(tensor, 120)}")
+                raise ValueError(f"a shard of {dtype} {list(extent)} that contains {shown(tensor, 120)}")
             if len(offset) != len(shape) or len(extent) != len(shape):
                 raise ValueError(f"a shard at {list(offset)} of a tensor of {list(shape)}")
             if 0 in extent:
@@ -159,11 +164,11 @@ class Placer:
             return None
         if kind == "Partial":
             raise UnsupportedFormat(
-                f"{self._what}: {name} has a Partial placement: each rank holds a summand, not the values",
+                f"{self._what}: {name} has a Partial placement: each rank has a summand, not the values",
                 hint="reduce it before saving: DTensor.redistribute, or full_tensor",
             )
-        told = fields(placement, "_StridedShard" if kind == "_StridedShard" else "Shard")
-        dim, factor = told.get("dim"), told.get("split_factor", 1)
+        shard = fields(placement, "_StridedShard" if kind == "_StridedShard" else "Shard")
+        dim, factor = shard.get("dim"), shard.get("split_factor", 1)
         if type(dim) is not int or not -rank <= dim < rank:
             raise ValueError(f"a shard of dim {shown(dim, 20)} of {rank}")
         if type(factor) is not int or not 0 < factor <= _MAX_FACTOR:
@@ -173,7 +178,7 @@ class Placer:
     def _runs(
         self, n: int, cut: list[cuts.Cut], order: Sequence[int] | None, want: int, name: str
     ) -> tuple[cuts.Run, ...]:
-        """What the rank holds of one dim, by the one rule that gives the extent of its memory."""
+        """Return the rank's runs of one dim, by the only rule that gives the extent of its local tensor."""
         self._steps += prod(c.factor for c in cut)
         if self._steps > self._size + (1 << 20):
             raise ValueError(f"strided shards that take {self._steps} steps in {self._size} bytes")
@@ -182,7 +187,7 @@ class Placer:
         if not fits:
             expected = sum(b - a for a, b in found[0])
             raise ValueError(
-                f"the placements give this rank {expected} of {n} elements of a dim, it has {want}"
+                f"this rank must have {expected} of {n} elements of a dim by its placements (got {want})"
             )
         if len(fits) > 1:
             raise UnsupportedFormat(
@@ -205,14 +210,14 @@ class Placer:
 
 
 class _RankLists:
-    """Lists of ranks, each looked at once."""
+    """Lists of ranks, each parsed once."""
 
     def __init__(self, read_ints: ReadInts) -> None:
         self._read_ints, self._total = read_ints, 0
         self._known: dict[Any, tuple[int, ...]] = {}
 
     def of(self, value: Any) -> tuple[int, ...]:
-        """The ranks of a tensor or list."""
+        """Return the ranks in a tensor or list."""
         key = value if type(value) is StoredView else id(value)
         ranks = self._known.get(key)
         if ranks is None:
@@ -227,14 +232,14 @@ class _RankLists:
 
 
 def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
-    """torch <= 2.9 keeps the ranks as a tensor ``mesh``; later ones a layout over ``_rank_map``."""
+    """Parse a mesh: a tensor ``mesh`` of ranks (torch <= 2.9), or a layout of ``_rank_map``."""
     tensor = state.get("mesh", state.get("_mesh"))
     if type(tensor) is StoredView:
         sizes = tensor.shape
     else:
         layout = fields(state.get("_layout"), "_MeshLayout")
         axes = layout.get("axes")
-        shapes: Any = layout.get("shape")  # of torch 2.10 to 2.12; nested for axes that were joined
+        shapes: Any = layout.get("shape")  # torch 2.10 to 2.12; nested for joined axes
         if axes is not None:
             shapes = [fields(a, "_FlatLayout").get("shape") for a in axes]
         shapes = (shapes,) if type(shapes) is int else shapes
@@ -252,13 +257,13 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
         raise ValueError(f"coordinate {shown(coordinate)} on a mesh of {sizes}")
     ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list"))
     if ranks is None:
-        whole = tensor if type(tensor) is StoredView else state.get("_rank_map")
-        if type(whole) is not StoredView or prod(whole.shape) > _MAX_RANKS:
+        stored = tensor if type(tensor) is StoredView else state.get("_rank_map")
+        if type(stored) is not StoredView or prod(stored.shape) > _MAX_RANKS:
             raise ValueError("a mesh without ranks")
-        ranks = whole
+        ranks = stored
     ranks = lists.of(ranks)
     rank, root = state.get("_rank"), state.get("_root_mesh")
-    if type(rank) is not int:  # torch <= 2.10 does not note it; the root mesh lists its ranks in order
+    if type(rank) is not int:  # torch <= 2.10 does not record it; the root mesh lists its ranks in order
         rank = None
         if root is not None and depth:
             rank = _mesh(fields(root, "DeviceMesh"), lists, depth - 1).rank
@@ -268,7 +273,7 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
 
 
 def _mesh_storages(mesh: Any) -> set[str]:
-    """Keys of the storages that a mesh and the meshes that it refers to are pickled with."""
+    """Return the keys of the storages in the pickle of a mesh and the meshes that it refers to."""
     found: set[str] = set()
     seen: set[int] = set()
     queue = [mesh]
@@ -285,8 +290,8 @@ def _mesh_storages(mesh: Any) -> set[str]:
     return found
 
 
-def _refused_whole(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
-    """What was refused of one rank, as the whole tensor."""
+def _refused_tensor(local: Refused, shape: tuple[int, ...], storages: tuple[str, ...] = ()) -> Refused:
+    """Return a refused local tensor as the global tensor."""
     if not isinstance(local, RefusedTensor):
         return local
     return replace(local, shape=shape, storages=storages or local.storages)
@@ -300,7 +305,7 @@ def _narrowed(view: StoredView, at: tuple[int, ...], extent: tuple[int, ...]) ->
 
 
 def _orders(value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(tensor dim, mesh axes in the order they cut) of a spec's ``shard_order`` (torch >= 2.10)."""
+    """Yield (tensor dim, mesh axes in the order of cuts) of a spec's ``shard_order`` (torch >= 2.10)."""
     if value is None:
         return
     if type(value) not in (tuple, list) or len(value) > 64:
@@ -315,8 +320,8 @@ def _orders(value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def _order_fields(entry: Record) -> tuple[Any, Any]:
-    told = fields(entry, "ShardOrderEntry")
-    return told.get("tensor_dim"), told.get("mesh_dims")
+    named = fields(entry, "ShardOrderEntry")
+    return named.get("tensor_dim"), named.get("mesh_dims")
 
 
 def _dtype(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Reading rank files: from each rank's pickle to one manifest, one file at a time.
+"""Read rank files: join the pickles of all ranks in one manifest, one file at a time.
 
-Distributed tensors say which boxes they hold. Plain tensors and objects stand in every rank's file:
-equal ones are one, with the tensors as replicas; different ones are kept under ``<name>.rank<r>``
-where that is what they are (random states), and refused where they can only be pieces of something.
+Distributed tensors record their boxes. Plain tensors and objects are in every rank's file. Equal ones become
+one, with the tensors as replicas. Different ones are kept as ``<name>.rank<r>`` if they belong to a rank
+(random states), and refused if they can only be pieces of something else.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
-_TOLD = 100  # missing ranks that are named
-# What is each rank's own by its nature.
+_MAX_LISTED = 100  # missing ranks that are named
+# Names of values that belong to one rank.
 _OWN = re.compile(
     r"(^|[._])(rng|random|seed|generator|dataloader|loader|sampler|extra)(s|_state|_states)?([._]|$)"
 )
@@ -41,9 +41,14 @@ _STEP = re.compile(r"(^|\.)(global_)?(step|steps|iteration|last_epoch)$")
 
 
 def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manifest:
-    """The manifest of the kinds of rank files of one folder, as format ``name``.
+    """Read the manifest of the kinds of rank files of one folder.
 
-    A single kind keeps its names; several are told apart by what their files are called.
+    A single kind keeps its names; the names of several kinds begin with the role of their files.
+
+    Args:
+        source: The folder.
+        kinds: The rank files.
+        name: Name of the format.
     """
     builder = Builder()
     reader = RankReader(source, builder)
@@ -56,7 +61,7 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
     origin: dict[str, Any] = {"parts": [k.role for k in kinds]}
     if world:
         origin["world_size"] = world
-    named = any(k.world for k in kinds)  # by names that one saver gave to all of its kinds
+    named = any(k.world for k in kinds)  # one saver names all of its kinds alike
     builder.findings += [
         _unproven_order(k) for k in reader.unproven if not world or (named and k.world is None)
     ]
@@ -67,9 +72,11 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
 
 
 class RankReader:
-    """Collects the files of one save into a builder.
+    """Collect the files of one save in a builder.
 
-    paths: where the names stood in the ranks' trees. unproven: kinds of which a lost file would not show.
+    Attributes:
+        paths: Paths of the names in the ranks' trees.
+        unproven: Kinds of files of which a missing one would not be noticed.
     """
 
     def __init__(self, source: Source, builder: Builder) -> None:
@@ -80,16 +87,22 @@ class RankReader:
         self._names: dict[str, None] = {}  # in the order of the files
         self._params: dict[int, Params] = {}  # rank -> the model's parameters, equal ones shared
         self._known: dict[Params, Params] = {}
-        self._ranks: set[int] = set()  # that the files say took part, as numbered in their names
+        self._ranks: set[int] = set()  # ranks that took part, as numbered in the files' names
         self._shifts: dict[int, str] = {}  # rank in the job minus rank in the name -> a file
         self._span = 0  # all ranks below this one took part
         self._seen: set[int] = set()
 
     def add(self, files: RankFiles, prefix: str, *, optional: bool = False) -> None:
-        """Adds one kind of files; names begin with ``prefix`` and a dot, unless that is "".
+        """Add one kind of files.
 
-        optional: what is refused there is left out with a warning, tensors inside included.
-        Raises as `read_rank` does, and when ranks contradict each other.
+        Args:
+            files: The files.
+            prefix: First part of all names, "" for none.
+            optional: Whether refused values are left out with a warning, tensors inside included.
+
+        Raises:
+            MalformedCheckpoint: Ranks contradict each other.
+            CkptError: What `read_rank` raises.
         """
         part = _Part(files, self._builder, self._tensor, self.paths, optional)
         model = not optional and not _OWN.search(files.role)
@@ -108,34 +121,34 @@ class RankReader:
             self.unproven.append(files)
 
     def _model(self, rank: int) -> Params:
-        """The parameters that a rank's optimizer numbers; a lost model file's are those of the others."""
+        """Return the parameters that a rank's optimizer numbers; other ranks replace a missing model file."""
         only = next(iter(self._known), ()) if len(self._known) == 1 else ()
         return self._params.get(rank, only)
 
     def missing(self, files: RankFiles) -> list[Finding]:
-        """Findings about ranks that should have a file of this kind, and ranks that should not."""
+        """Return findings about ranks that should have a file of this kind, and ranks that should not."""
         world = files.world if files.world is not None else 0
         stop = max(min(world, _MAX_RANKS), self._span, max(files.paths) + 1)
-        lost = {*absent(files.paths, stop, _TOLD), *(self._ranks - files.paths.keys())}
-        told = []
-        for rank in sorted(lost)[:_TOLD]:
+        lost = {*absent(files.paths, stop, _MAX_LISTED), *(self._ranks - files.paths.keys())}
+        findings = []
+        for rank in sorted(lost)[:_MAX_LISTED]:
             name = files.name_of(rank)
-            message = f"there is no {name}: rank {rank} took part in the save"
-            told.append(finding("missing-rank", "files", message, file=name))
+            message = f"{name} is missing: rank {rank} took part in the save"
+            findings.append(finding("missing-rank", "files", message, file=name))
         world = max(world, self.world or 0)
         for rank, path in files.paths.items():
             if world and rank >= world:
-                message = f"{path} is of rank {rank}, the save had {world} ranks"
-                told.append(finding("mixed-saves", "files", message, file=path))
-        return told
+                message = f"{path} is a file of rank {rank}, but the save had {world} ranks"
+                findings.append(finding("mixed-saves", "files", message, file=path))
+        return findings
 
     @property
     def world(self) -> int | None:
-        """How many ranks the files say took part."""
+        """Return how many ranks took part, according to the files."""
         return max(self._span, max(self._ranks, default=-1) + 1) or None
 
     def order(self) -> tuple[str, ...]:
-        """The tensors in the order of the files; () where that is the order in which they were added."""
+        """Return the tensors in the order of the files; () if they were added in that order."""
         names = tuple(n for n in self._names if n in self._at)
         return () if names == tuple(self._at) else names
 
@@ -152,14 +165,14 @@ class RankReader:
                 other = next(iter(self._shifts.values()))
                 message = f"rank {placed.rank} wrote {path}: the names of {other} and of {path} do not agree"
                 self._builder.findings.append(finding("item-mismatch", "files", message, file=path))
-        if isinstance(placed.ranks, range):  # all of a job: from 0 on
+        if isinstance(placed.ranks, range):  # all ranks of a job, from 0
             self._span = max(self._span, placed.ranks.stop - shift)
         elif id(placed.ranks) not in self._seen:  # the tensors of a file share their meshes
             self._seen.add(id(placed.ranks))
             self._ranks.update(r - shift for r in placed.ranks if r >= shift)
 
     def _tensor(self, name: str, dtype: str, shape: Shape, where: Path, path: str) -> int:
-        """The tensor of a name, added on first sight; raises when another rank says otherwise."""
+        """Return the tensor of a name, added on first use; raise when ranks contradict each other."""
         at = self._at.get(name)
         if at is None:
             at = self._at[name] = self._builder.tensor(TensorSpec(name, dtype, shape))
@@ -169,15 +182,15 @@ class RankReader:
         spec = self._builder.tensors[at]
         if (spec.dtype, spec.shape) != (dtype, shape):
             raise MalformedCheckpoint(
-                f"{path} says {name} is {dtype} {list(shape)}, another rank says {spec.dtype} "
-                f"{list(spec.shape)}: the files are of different saves",
+                f"{name} is {dtype} {list(shape)} in {path}, but {spec.dtype} {list(spec.shape)} on another "
+                "rank: the files belong to different saves",
                 file=path,
             )
         return at
 
 
 class _Part:
-    """What the ranks' files of one kind have in common, and what they have not."""
+    """Compare the ranks' files of one kind, and add what they share and what differs."""
 
     def __init__(self, files: RankFiles, builder: Builder, tensor: Any, paths: Paths, optional: bool) -> None:
         self._files, self._builder, self._tensor, self._optional = files, builder, tensor, optional
@@ -194,6 +207,7 @@ class _Part:
         self._apart: set[Path] = set()  # containers with tensors on some rank
 
     def add(self, rank: int, content: Content) -> None:
+        """Add the content of one rank's file."""
         self._distributed.update(s.name for s in content.shards)
         for path in (*(s.path for s in content.shards), *(p.path for p in content.plain)):
             self._apart.update(path[:n] for n in range(1, len(path)))
@@ -213,12 +227,12 @@ class _Part:
 
     @property
     def repeated(self) -> bool:
-        """Whether every whole tensor is in more than one rank's file, and in all of them."""
+        """Return whether there are several ranks, and every plain tensor is in all of their files."""
         ranks = len(self._files.paths)
         return ranks > 1 and all(len(rows) == ranks for rows in self._plain.values())
 
     def finish(self, *, one_model: bool) -> None:
-        """Adds what has to be compared first. one_model: whether all ranks hold the same parameters."""
+        """Add the values that must be compared first; ``one_model`` if all ranks have the same parameters."""
         path = next(iter(self._files.paths.values()))
         confused = len(self._numbers) > 1 or (True in self._numbers and not one_model)
         if True in self._numbers and not confused:
@@ -235,7 +249,7 @@ class _Part:
         for name, digests in self._digests.items():
             self._add_object(name, self._values[name], digests)
         for name, (_, refused, _) in self._refused.items():
-            self._tell("refused-global", f"object {name} needs {', '.join(refused)}", name)
+            self._report("refused-global", f"object {name} needs {', '.join(refused)}", name)
             self._builder.blobs.append(Blob(name, -1, None, refused, known=False))
         for name, (value, where, file) in self._unread.items():
             self._paths.add(name, where)
@@ -244,19 +258,21 @@ class _Part:
             note_hidden(self._builder, self._refused, self._hidden)
 
     def _confused(self, path: str) -> frozenset[str]:
-        """Numbered states that are of other parameters on other ranks, each a finding: those of pipeline
-        stages, say."""
+        """Return numbered states whose numbers differ in meaning between ranks (pipeline stages).
+
+        Each of them is a finding.
+        """
         states = frozenset(n for n in self._plain if _STATE.search(n))
         names = [f"{n}.rank{rank}" for n in self._plain if n in states for rank, _ in self._plain[n]]
         for name in (*names, *sorted(n for n in self._distributed if _STATE.search(n))):
-            message = f"{name} is numbered in {path}, and the numbers mean other parameters on other ranks"
-            self._tell("unmerged-tensor", message, name)
+            message = f"{name} is numbered in {path}, but the numbers mean other parameters on other ranks"
+            self._report("unmerged-tensor", message, name)
         return states
 
     def _flat(self, path: str) -> frozenset[str]:
-        """Numbered states that are runs of a flattened parameter: FSDP1's, which each rank has its own of.
+        """Return numbered states that are runs of a flattened parameter (FSDP1), different on each rank.
 
-        Where one of them differs between ranks all are: equal ones, zeros say, are no copies.
+        If one of them differs between ranks, all are such runs: equal ones, such as zeros, are not copies.
         """
         if True not in self._numbers:
             return frozenset()
@@ -279,14 +295,14 @@ class _Part:
 
     def _by_rank(self, name: str, rows: list[tuple[int, Plain]]) -> None:
         for rank, plain in rows:
-            self._whole(f"{name}.rank{rank}", plain, _own_path(plain.path, rank), rank)
+            self._add_full(f"{name}.rank{rank}", plain, _own_path(plain.path, rank), rank)
 
     def _add_plain(self, name: str, rows: list[tuple[int, Plain]]) -> None:
         if name in self._distributed:
-            raise MalformedCheckpoint(f"{name} is distributed on some ranks, and whole on others")
+            raise MalformedCheckpoint(f"{name} is distributed on some ranks, but not on others")
         if _are_copies(rows):
             for rank, plain in rows:
-                self._whole(name, plain, plain.path, rank)
+                self._add_full(name, plain, plain.path, rank)
             return
         own = (
             self._optional
@@ -296,16 +312,16 @@ class _Part:
         if not own and not self._distributed and not _STEP.search(name):
             first, last = (self._files.paths[rank] for rank, _ in (rows[0], rows[-1]))
             message = (
-                f"{name} is a plain tensor in every rank's file, and not the same in {first} and {last}: "
-                "nothing in the files says how they belong together"
+                f"cannot merge {name}: it is a plain tensor in every rank's file, but differs between "
+                f"{first} and {last}, and the files do not record how the parts fit together"
             )
             for rank, _ in rows:
-                self._tell("unmerged-tensor", message, f"{name}.rank{rank}")
+                self._report("unmerged-tensor", message, f"{name}.rank{rank}")
         else:
             self._differs(name, own)
         self._by_rank(name, rows)
 
-    def _whole(self, name: str, plain: Plain, where: Path, rank: int) -> None:
+    def _add_full(self, name: str, plain: Plain, where: Path, rank: int) -> None:
         at = self._tensor(name, plain.dtype, plain.shape, where, self._files.paths[rank])
         piece: LocalShard = plain.piece
         self._builder.chunk(at, piece.box.offset, piece.box.shape, piece.item, piece.view)
@@ -321,8 +337,10 @@ class _Part:
             self._builder.blobs.append(Blob(f"{name}.rank{rank}", -1, values[digest]))
 
     def _take_apart(self, name: str) -> None:
-        """Gives the values of a container under the names that they have on ranks with tensors in it: a
-        stage without parameters has an optimizer of groups alone."""
+        """Replace a container by its values, under their names on ranks with tensors in it.
+
+        A pipeline stage without parameters, for example, has an optimizer with groups only.
+        """
         where, ranks = self._where.pop(name), self._digests.pop(name)
         for digest, tree in self._values.pop(name).items():
             for inner, path, value in _leaves_of(decode(tree), name, where, self._apart):
@@ -330,29 +348,28 @@ class _Part:
                 known = blake3(json.dumps(form).encode()).hexdigest()
                 self._where.setdefault(inner, path)
                 self._values.setdefault(inner, {}).setdefault(known, form)
-                told = {r: known for r, d in ranks.items() if d == digest}
-                self._digests[inner] = dict(sorted({**self._digests.get(inner, {}), **told}.items()))
+                more = {r: known for r, d in ranks.items() if d == digest}
+                self._digests[inner] = dict(sorted({**self._digests.get(inner, {}), **more}.items()))
 
     def _differs(self, name: str, own: bool) -> None:
         if _STEP.search(name):
-            message = f"{name} is not the same in every rank's file: the files are of different steps"
-            self._tell("mixed-saves", message, name)
+            message = f"{name} differs between the ranks' files: the files belong to different steps"
+            self._report("mixed-saves", message, name)
         elif not own:
-            self._tell("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
+            self._report("rank-object", f"{name} differs between ranks, and is kept for each of them", name)
 
-    def _tell(self, code: str, message: str, name: str) -> None:
+    def _report(self, code: str, message: str, name: str) -> None:
         self._builder.findings.append(finding(code, "files", message, fqn=name))
 
 
 def _are_copies(rows: list[tuple[int, Plain]]) -> bool:
-    """Whether plain tensors of ranks are copies of one another, as far as dtypes, shapes and checksums
-    tell."""
+    """Return whether plain tensors of ranks are copies, as far as dtypes, shapes and checksums show."""
     marks = {p.mark for _, p in rows if p.mark is not None}
     return len({(p.dtype, p.shape) for _, p in rows}) == 1 and len(marks) <= 1
 
 
 def _leaves_of(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[tuple[str, Path, Any]]:
-    """(name, path, value) of what stands in a container and in those in it that are taken apart."""
+    """Yield (name, path, value) of the leaves of a container; ``apart`` has the paths to take apart."""
     if path not in apart or not isinstance(value, (dict, list, tuple)):
         yield name, path, value
         return
@@ -362,7 +379,7 @@ def _leaves_of(value: Any, name: str, path: Path, apart: set[Path]) -> Iterator[
 
 
 def _own_path(path: Path, rank: int) -> Path:
-    """Where one rank's own value stands: beside the others' in their dict."""
+    """Return the path of one rank's own value, beside those of other ranks in the same dict."""
     return (*path[:-1], f"{path[-1]}.rank{rank}")
 
 
@@ -373,18 +390,18 @@ def _unproven_order(files: RankFiles) -> Finding:
 
 
 def _config_findings(source: Source, kinds: tuple[RankFiles, ...]) -> list[Finding]:
-    """verl's ``fsdp_config.json`` repeats the world size; older saves have none."""
+    """Compare the world size in verl's ``fsdp_config.json``, which older saves lack, with the names."""
     name = "fsdp_config.json"
     if not 0 < source.listing.get(name, 0) < 1 << 16:
         return []
     try:
         raw = source.store.read(name, 0, source.listing[name])
-        told = loads(raw)
+        config = loads(raw)
     except (CkptError, ValueError, RecursionError):
-        return [finding("malformed-metadata", "files", f"{name} is no JSON", file=name)]
-    world = told.get("world_size") if isinstance(told, dict) else None
+        return [finding("malformed-metadata", "files", f"{name} is not JSON", file=name)]
+    world = config.get("world_size") if isinstance(config, dict) else None
     named = next((k.world for k in kinds if k.world), None)
     if type(world) is not int or named is None or world == named:
         return []
-    message = f"{name} says {world} ranks, the files' names say {named}"
+    message = f"{name} records {world} ranks, but the files' names give {named}"
     return [finding("mixed-saves", "files", message, file=name)]

@@ -1,9 +1,9 @@
-"""Writing rank files: what does each rank's file hold, and what are the files called?
+"""Lay out rank files: their names, and the tree of each rank.
 
-As verl names them (verl/utils/checkpoint/fsdp_checkpoint_manager.py, `save_checkpoint`):
+Names are those of verl (verl/utils/checkpoint/fsdp_checkpoint_manager.py, `save_checkpoint`):
 ``model_world_size_N_rank_R.pt``, ``optim_world_size_N_rank_R.pt``, ``extra_state_world_size_N_rank_R.pt``
-and ``fsdp_config.json``. A checkpoint with a model and something beside it is written as one kind of file
-per top-level key, any other as one kind; either is read back under the same names.
+and ``fsdp_config.json``. A checkpoint with a model and other parts is written as one kind of file per
+top-level key, any other as one kind. A reader finds the same names in either.
 """
 
 from __future__ import annotations
@@ -31,26 +31,33 @@ from ckptcore.topology.layout import MESH_OF_ONE, TensorLayout, Topology
 
 _MODEL, _OPTIMIZERS, _EXTRA = "model", ("optim", "optimizer"), "extra_state"
 _CONFIG = "fsdp_config.json"
-_LONGEST_STEM = 160  # bytes: a file name has 255 at most, and staging adds to it
-_KEPT = 16  # files that others may be like
-Row = tuple[str, Path, Any]  # name, where it stands in its file, value
+_LONGEST_STEM = 160  # bytes: a file name has at most 255, and staging adds to it
+_KEPT = 16  # layouts that other files may share
+Row = tuple[str, Path, Any]  # name, path in its file, value
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Files of one kind. stem: what their names begin with. rows: what they hold, in order."""
+    """Files of one kind.
+
+    Attributes:
+        stem: First part of their names.
+        rows: Their content, in order.
+    """
 
     stem: str
     rows: tuple[Row, ...]
 
 
 def arrange(request: Arrangement) -> Iterator[FileLayout]:
-    """The files of all ranks, kind by kind, and verl's small file about them, which comes last.
+    """Yield the files of all ranks, kind by kind, then verl's small file about them.
 
-    One at a time: the pickles and directories of hundreds of ranks are hundreds of megabytes.
+    The files come one at a time, because the pickles and directories of hundreds of ranks take hundreds of
+    MiB. A rank's file has everything that the rank has, including replicas.
 
-    A rank's file holds all that the rank has: replicas too. Raises `NameMismatch` for names that do
-    not nest, and `UnsupportedFormat` for a list of which a rank has only a part.
+    Raises:
+        NameMismatch: The names do not nest.
+        UnsupportedFormat: A rank has only a part of a list.
     """
     topology = request.topology or Topology(MESH_OF_ONE, {})
     world = topology.mesh.size
@@ -70,7 +77,7 @@ def arrange(request: Arrangement) -> Iterator[FileLayout]:
                 tree, params, lambda v: specs[v.fqn][1].shape if type(v) is TensorRef else None, order
             )
         inline: dict[str, Inline] = {}
-        if kind.stem == _MODEL or kind.stem in _OPTIMIZERS:  # what `weights_only=True` must take
+        if kind.stem == _MODEL or kind.stem in _OPTIMIZERS:  # must load with `weights_only=True`
             tree = arrays_as_tensors(tree, inline)
         files = _Files(topology, specs, tree, inline)
         for rank in range(world):
@@ -82,10 +89,14 @@ def arrange(request: Arrangement) -> Iterator[FileLayout]:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What the files of ranks have in common that hold boxes of the same shapes.
+    """What the files of ranks with boxes of the same shapes have in common.
 
-    tensors: their positions. kinds: which of a rank's boxes each has. sizes: bytes of each. inline: bytes of
-    further storages. pickle: the tree.
+    Attributes:
+        tensors: Positions of the tensors.
+        kinds: Per tensor, which of a rank's boxes it has.
+        sizes: Bytes of each tensor.
+        inline: Bytes of further storages.
+        pickle: The tree.
     """
 
     tensors: tuple[int, ...]
@@ -96,10 +107,10 @@ class _Alike:
 
 
 class _Files:
-    """The files of one kind: all hold one tree, and of its tensors what each rank has.
+    """The files of one kind: one tree for all, and each rank's boxes of its tensors.
 
-    Tensors of one shape and layout are of one kind; a rank has one box of them all. Ranks with boxes of the
-    same shapes have files that differ in what meshes tell of their own rank.
+    Tensors of one shape and layout are of one kind: a rank has the same box of all of them. The files of
+    ranks with boxes of the same shapes differ only in the meshes' values for their own rank.
     """
 
     def __init__(
@@ -114,15 +125,15 @@ class _Files:
         self._distributed: dict[str, tuple[TensorSpec, TensorLayout]] = {}
         number: dict[tuple[tuple[int, ...], TensorLayout], int] = {}
         self._kind: dict[str, int] = {}
-        self._held: list[tuple[Box | None, ...]] = []  # of each kind, the boxes of all ranks
+        self._boxes: list[tuple[Box | None, ...]] = []  # per kind, the boxes of all ranks
         for name in self._names:
             layout, spec = topology.layout(name), specs[name][1]
             if layout.axes:
                 self._distributed[name] = spec, layout
             self._kind[name] = number.setdefault((spec.shape, layout), len(number))
-            if len(number) > len(self._held):
-                self._held.append(topology.held(name, spec.shape))
-        # Only where a tensor lies on some of the ranks does the tree differ between them.
+            if len(number) > len(self._boxes):
+                self._boxes.append(topology.held(name, spec.shape))
+        # The tree differs between ranks only if some ranks lack a tensor.
         self._staged = any(topology.layout(n).at for n in self._names)
         ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()
         self._ranks = TensorSpec(RANKS, "int32", (topology.mesh.size,)), ranks
@@ -130,8 +141,8 @@ class _Files:
         self._around = Around()
 
     def of(self, rank: int, path: str, meshes: Meshes) -> FileLayout:
-        """The file of one rank."""
-        boxes = [held[rank] for held in self._held]
+        """Return the file of one rank."""
+        boxes = [of_rank[rank] for of_rank in self._boxes]
         key = tuple(None if box is None else box.shape for box in boxes)
         if key not in self._known:
             while len(self._known) >= _KEPT:
@@ -142,34 +153,39 @@ class _Files:
         return replace(made, boxes=tuple([box for n in alike.kinds if (box := boxes[n]) is not None]))
 
     def _alike(self, shapes: tuple[tuple[int, ...] | None, ...], meshes: Meshes) -> _Alike:
-        """shapes: of a rank's box of each kind, None where it has none. meshes: of any such rank."""
-        held: dict[str, TensorSpec] = {}
+        """Lay out the common parts of files.
+
+        Args:
+            shapes: Per kind, the shape of a rank's box, None without one.
+            meshes: Meshes of any such rank.
+        """
+        specs: dict[str, TensorSpec] = {}
         for name in self._names:
             shape = shapes[self._kind[name]]
             if shape is not None:
-                held[name] = replace(self._specs[name][1], shape=shape)
-        tree = _without_missing(self._tree, self._kind.keys() - held.keys()) if self._staged else self._tree
+                specs[name] = replace(self._specs[name][1], shape=shape)
+        tree = _without_missing(self._tree, self._kind.keys() - specs.keys()) if self._staged else self._tree
         inline = dict(self._inline)
-        if held.keys() & self._distributed.keys():
+        if specs.keys() & self._distributed.keys():
             inline[RANKS] = self._ranks
-        made = RankPickled(lookup(list(held.values()), inline).__getitem__, self._distributed, meshes)
+        made = RankPickled(lookup(list(specs.values()), inline).__getitem__, self._distributed, meshes)
         made.value(tree)
         return _Alike(
-            tuple(self._specs[name][0] for name in held),
-            tuple(self._kind[name] for name in held),
-            tuple(spec.nbytes for spec in held.values()),
+            tuple(self._specs[name][0] for name in specs),
+            tuple(self._kind[name] for name in specs),
+            tuple(spec.nbytes for spec in specs.values()),
             data_of(inline),
             made.shared(),
         )
 
 
 def _in_saved_order(request: Arrangement) -> list[Row]:
-    """(name, path, value) of every tensor and object, in saved order where that is known."""
+    """Return (name, path, value) of every tensor and object, in saved order where known."""
     trees = {key: decode(form) for key, form in request.objects.items()}
-    held = {name for t in trees.values() for name in tensors_in(t)}
-    names = [t.fqn for t in request.tensors if t.fqn not in held]
+    inside = {name for t in trees.values() for name in tensors_in(t)}
+    names = [t.fqn for t in request.tensors if t.fqn not in inside]
     place = {name: n for n, name in enumerate(request.paths)}
-    if request.order:  # where it is known better than by the order of tensors
+    if request.order:  # known better than from the order of tensors
         names = [n for n in request.order if n in place]
         place |= dict(zip(names, sorted(place[n] for n in names), strict=True))
     if not place:
@@ -179,19 +195,19 @@ def _in_saved_order(request: Arrangement) -> list[Row]:
 
 
 def _kinds(rows: Sequence[Row], topology: Topology) -> list[_Kind]:
-    """One kind per top-level key where that is a model among others, and all in one otherwise."""
-    told = [(name, path if len(path) > 1 else _guessed(name), value) for name, path, value in rows]
-    tops = list(dict.fromkeys(str(path[0]) for _, path, _ in told))
-    apart = all(_is_stem(t) for t in tops) and all(_has_file(p, v, topology) for _, p, v in told)
+    """Return one kind per top-level key if one of several is a model, else one kind for all."""
+    nested = [(name, path if len(path) > 1 else _guessed(name), value) for name, path, value in rows]
+    tops = list(dict.fromkeys(str(path[0]) for _, path, _ in nested))
+    apart = all(_is_stem(t) for t in tops) and all(_has_file(p, v, topology) for _, p, v in nested)
     if _MODEL in tops and {*_OPTIMIZERS, _EXTRA} & set(tops) and apart:
-        below = {top: tuple(r for r in told if r[1][0] == top) for top in tops}
+        below = {top: tuple(r for r in nested if r[1][0] == top) for top in tops}
         tops.sort(key=lambda t: (t != _MODEL, t not in _OPTIMIZERS))
         return [_Kind(top, tuple((n, p[1:], v) for n, p, v in below[top])) for top in tops]
     return [_Kind(_MODEL, tuple(rows))]
 
 
 def _guessed(name: str) -> Path:
-    """Where a name stands when nothing tells: state by parameter in an optimizer, else below its top."""
+    """Guess the path of a name: state by parameter in an optimizer, else below its top-level key."""
     top, _, rest = name.partition(".")
     if top in _OPTIMIZERS and rest.startswith("state.") and rest.count(".") > 1:
         param, _, key = rest[6:].rpartition(".")
@@ -202,15 +218,17 @@ def _guessed(name: str) -> Path:
 
 
 def _has_file(path: Path, value: Any, topology: Topology) -> bool:
-    """Whether it can stand in files of its top-level key: not in a list, and not as a tensor by itself that
-    some ranks do not have."""
+    """Return whether a value fits the files of its top-level key.
+
+    A list does not, and neither does a single tensor that some ranks lack.
+    """
     if len(path) > 1:
         return type(path[1]) is str
     return type(value) is not TensorRef or not topology.layout(value.fqn).at
 
 
 def _is_stem(top: str) -> bool:
-    """Whether files that begin so can be on every disk, and are read back under this name."""
+    """Return whether every disk accepts files with this stem, and a reader finds the same name in them."""
     try:
         inner_path(top, what="a key of the checkpoint")
         short = len(top.encode()) <= _LONGEST_STEM
@@ -220,46 +238,47 @@ def _is_stem(top: str) -> bool:
 
 
 def _tree(rows: Sequence[Row], several: bool) -> Any:
-    if several and len(rows) == 1 and not rows[0][1]:  # a value that is all of its kind
+    if several and len(rows) == 1 and not rows[0][1]:  # the only value of its kind
         return rows[0][2]
     return built(rows)
 
 
 def _params(tree: Any, specs: Mapping[str, tuple[int, TensorSpec]], topology: Topology) -> Any:
-    """The model's parameters as a reader finds them: distributed tensors, or all where none is."""
+    """Return the model's parameters as a reader finds them: distributed tensors, or all if there are none."""
     found = [(k, v.fqn) for k, v in tree.items() if type(v) is TensorRef] if isinstance(tree, dict) else []
     some = any(topology.layout(fqn).axes for _, fqn in found)
     return tuple((k, specs[fqn][1].shape) for k, fqn in found if not some or topology.layout(fqn).axes)
 
 
 def _joint_axes(topology: Topology) -> list[str]:
-    """Neighbouring axes that tensors lie on as one, in the order of the mesh."""
+    """Return neighbouring axes that shard tensors as one, in the order of the mesh."""
     place = {name: n for n, (name, _) in enumerate(topology.mesh.axes)}
     found = {a for layout in topology.layouts.values() for a in layout.axes if "+" in a}
     return sorted(found, key=lambda a: [place[part] for part in a.split("+")])
 
 
 def _staged(topology: Topology, specs: Mapping[str, Any]) -> bool:
-    """Whether ranks have different tensors: then numbers would mean different parameters."""
+    """Return whether ranks have different tensors, so that numbers would mean different parameters."""
     return any(topology.layout(name).at for name in specs)
 
 
-def _without_missing(value: Any, gone: set[str]) -> Any:
-    """The tree without dict entries that are tensors a rank does not have, and dicts of such alone.
+def _without_missing(value: Any, missing: set[str]) -> Any:
+    """Return the tree without the tensors that a rank lacks, and without dicts of only such tensors.
 
-    Raises `UnsupportedFormat` for a list with such a tensor: positions have a meaning.
+    Raises:
+        UnsupportedFormat: Such a tensor is in a list, where positions have a meaning.
     """
     if isinstance(value, dict):
         kept = (
-            (k, _without_missing(v, gone))
+            (k, _without_missing(v, missing))
             for k, v in value.items()
-            if not (type(v) is TensorRef and v.fqn in gone)
+            if not (type(v) is TensorRef and v.fqn in missing)
         )
         return type(value)((k, v) for k, v in kept if v != {} or value[k] == {})
-    lost = [name for name in tensors_in(value) if name in gone] if isinstance(value, (list, tuple)) else []
+    lost = [name for name in tensors_in(value) if name in missing] if isinstance(value, (list, tuple)) else []
     if lost:
         raise UnsupportedFormat(
-            f"{lost[0]} stands in a list, and not every rank has it",
+            f"cannot write {lost[0]}: it is in a list, and not every rank has it",
             hint="leave it out (--exclude), or use a mesh without pp and ep",
         )
     return value

@@ -1,9 +1,9 @@
-"""One `torch.save` file that holds a full state dict: `.pt`, `.pth`, `.bin`, `.ckpt`.
+"""Read and write a `torch.save` file with a full state dict: `.pt`, `.pth`, `.bin`, `.ckpt`.
 
-Dicts (and lists that hold tensors) are walked; a tensor's FQN is its path joined with dots, and
-every other leaf is an object. Written files are a flat dict of FQN -> tensor or value that
-``torch.load(weights_only=True, mmap=True)`` opens; numpy arrays among the objects (random states, say)
-need `torch.serialization.safe_globals` for that, as they do in any torch file.
+Dicts, and lists with tensors, are walked. A tensor's FQN is its path joined with dots, and every other leaf
+is an object. Written files are a flat dict of FQN -> tensor or value that
+``torch.load(weights_only=True, mmap=True)`` opens. Numpy arrays among the objects, such as random states,
+need `torch.serialization.safe_globals`, as in any torch file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptcore.formats.torch_save.tree import TorchTree
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
-# Globals that hold tensor data in ways this reader does not take apart.
+# Globals of tensor data in forms that this reader does not support.
 _TENSOR_CLASSES = (
     "torch._tensor.",
     "torch._utils.",
@@ -46,7 +46,7 @@ _TENSOR_CLASSES = (
 
 
 def detect(source: Source) -> Evidence | None:
-    """A torch zip that was named, or the only one of a folder."""
+    """Recognise a torch zip that the user named, or the only one of a folder."""
     name = source.name or _only(source)
     size = source.listing.get(name or "", 0)
     if name is None or size < 4 or not is_zip(source.store.read(name, 0, 4)):
@@ -60,13 +60,15 @@ def detect(source: Source) -> Evidence | None:
 
 
 def read(source: Source) -> Manifest:
-    """The manifest of a full state dict.
+    """Read the manifest of a full state dict.
 
-    Raises `MalformedCheckpoint`, and `UnsupportedFormat` when the tensors inside are pieces of
-    distributed ones, or of a class whose bytes are not plain.
+    Raises:
+        MalformedCheckpoint: The file cannot be parsed.
+        UnsupportedFormat: The file has no state dict, or its tensors are shards, or of a class whose bytes
+            are not plain.
     """
     name = source.name or _only(source)
-    assert name is not None  # detect said so
+    assert name is not None  # by `detect`
     size, store = source.listing[name], source.store
     objects = read_objects(lambda start, n: store.read(name, start, n), size, name)
     builder = Builder()
@@ -75,7 +77,7 @@ def read(source: Source) -> Manifest:
         message = f"{name} is one rank's file by its name: name its folder to read those of all ranks"
         builder.findings.append(finding("missing-part", "files", message, file=name))
     if not isinstance(objects.tree, dict):
-        raise UnsupportedFormat(f"{name} holds a {type(objects.tree).__name__}, not a state dict")
+        raise UnsupportedFormat(f"{name} must contain a state dict (got {type(objects.tree).__name__})")
     tree = TorchTree(builder, file, objects, name)
     for key, value in objects.tree.items():
         tree.add(str(key), value)
@@ -83,44 +85,44 @@ def read(source: Source) -> Manifest:
         _refuse_tensor_classes(objects, name)
     tree.require_all()
     total = sum(t.nbytes for t in builder.tensors)
-    if total > 1024 * size + (64 << 20):  # expanded views of one element, say
-        raise MalformedCheckpoint(f"{name}: {size} bytes stand for tensors of {total} bytes")
+    if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
+        raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
     return builder.build("torch_save", store.url, {})
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
-    """One file: data.pkl, byteorder, the storages in natural name order, version, directory."""
+    """Lay out one file: data.pkl, byteorder, the storages in natural name order, version, directory."""
     order = sorted(range(len(request.tensors)), key=lambda i: natural(request.tensors[i].fqn))
-    whole: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in order}
+    tree: dict[str, Any] = {request.tensors[i].fqn: TensorRef(request.tensors[i].fqn) for i in order}
     for name in sorted(request.objects, key=natural):
         value = decode(request.objects[name])
         if value == TensorRef(name):
-            continue  # an object that is nothing but a tensor
-        if name in whole:
-            raise NameMismatch(f"an object and a tensor are both called {name}")
+            continue  # an object that consists of one tensor
+        if name in tree:
+            raise NameMismatch(f"an object and a tensor both have the name {name}")
         # An object with tensors inside is written leaf by leaf: its tensors have names of their own.
         leaves = leaves_below(value, name, TensorRef)
-        whole |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}
+        tree |= {path: leaf for path, _, leaf in leaves if not isinstance(leaf, TensorRef)}
     inline: dict[str, Inline] = {}
-    whole = arrays_as_tensors(whole, inline)
+    tree = arrays_as_tensors(tree, inline)
     path = request.single or DEFAULT
-    return (torch_file(path, whole, request.tensors, order, commit=True, inline=inline),)
+    return (torch_file(path, tree, request.tensors, order, commit=True, inline=inline),)
 
 
 def _only(source: Source) -> str | None:
     found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
-    # Beside another format's own files (a DCP folder's meta.pt, say) it is not the checkpoint.
+    # Beside another format's own files it is not the checkpoint: meta.pt of a DCP folder, for example.
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     return found[0] if len(found) == 1 and not others else None
 
 
 def _refuse_tensor_classes(objects: Objects, name: str) -> None:
-    held = [g for g in objects.refused if g.startswith(_TENSOR_CLASSES)]
-    if held:
+    classes = [g for g in objects.refused if g.startswith(_TENSOR_CLASSES)]
+    if classes:
         raise UnsupportedFormat(
-            f"{name} is not a plain full state dict: its tensors are {', '.join(sorted(held)[:4])}",
+            f"{name} must be a plain full state dict (got tensors of {', '.join(sorted(classes)[:4])})",
             hint="name its folder if it is one rank's part of a distributed save",
-            globals=held,
+            globals=classes,
         )
 
 

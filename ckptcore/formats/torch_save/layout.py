@@ -1,4 +1,4 @@
-"""Laying out one `torch.save` file: data.pkl, byteorder, the storages, version, directory."""
+"""Lay out one `torch.save` file: data.pkl, byteorder, the storages, version, directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.encodings.torchzip import writer as write
 from ckptcore.formats.base import FileLayout, Literal, Slot
 
 Inline = tuple[TensorSpec, bytes]
-_KEPT = 8  # files that others may be like: megabytes each in a large job
+_KEPT = 8  # layouts that other files may share: megabytes each in a large job
 
 
 def torch_file(
@@ -28,35 +28,50 @@ def torch_file(
     classes: bool = False,
     inline: Mapping[str, Inline] | None = None,
 ) -> FileLayout:
-    """The file that holds ``tree``, a value as `ckptcore.core.object_tree.decode` gives it.
+    """Lay out the file of a tree.
 
-    order: positions into ``tensors`` of those that the tree refers to, in file order. classes: see `Pickled`.
-    inline: tensors that the tree refers to and whose bytes are known.
-    Raises TypeError for a value that has no pickled form.
+    Args:
+        path: Path of the file below the root of the output.
+        tree: A value as returned by `ckptcore.core.object_tree.decode`.
+        tensors: All tensors of the output.
+        order: Positions in ``tensors`` of those in the tree, in file order.
+        commit: See `FileLayout`.
+        classes: See `Pickled`.
+        inline: Tensors in the tree with known bytes.
+
+    Raises:
+        TypeError: A value has no pickled form.
     """
     inline = inline or {}
-    held = [tensors[i] for i in order]
-    made = write.Pickled(lookup(held, inline).__getitem__, classes=classes)
+    specs = [tensors[i] for i in order]
+    made = write.Pickled(lookup(specs, inline).__getitem__, classes=classes)
     made.value(tree)
-    sizes = tuple(spec.nbytes for spec in held)
+    sizes = tuple(spec.nbytes for spec in specs)
     return Around().of(path, made.finish(), tuple(order), sizes, data_of(inline), commit=commit)
 
 
-def lookup(held: Sequence[TensorSpec], inline: Mapping[str, Inline]) -> dict[str, tuple[str, TensorSpec]]:
-    """Storage key and spec of each tensor of a file, by name. held: in file order; the inline ones follow."""
-    specs = [*((t.fqn, t) for t in held), *((name, inline[name][0]) for name in sorted(inline))]
+def lookup(tensors: Sequence[TensorSpec], inline: Mapping[str, Inline]) -> dict[str, tuple[str, TensorSpec]]:
+    """Return storage key and spec of each tensor of a file by name: in file order, then the inline ones."""
+    specs = [*((t.fqn, t) for t in tensors), *((name, inline[name][0]) for name in sorted(inline))]
     return {name: (str(n), spec) for n, (name, spec) in enumerate(specs)}
 
 
 def data_of(inline: Mapping[str, Inline]) -> tuple[bytes, ...]:
-    """The bytes of inline tensors, in file order."""
+    """Return the bytes of inline tensors, in file order."""
     return tuple(inline[name][1] for name in sorted(inline))
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
-    """What lies behind the first records of a file. rows: the directory from there on, with its end.
-    patches: places in the whole directory that need a slot's CRC. end: first byte of the directory."""
+class _Tail:
+    """What follows the first records of a file.
+
+    Attributes:
+        slots: Where the tensors' bytes go.
+        literals: Other bytes before the directory.
+        rows: The rest of the directory, with its end.
+        patches: (position in the directory, slot) of each slot's CRC-32.
+        end: First byte of the directory.
+    """
 
     slots: tuple[Slot, ...]
     literals: tuple[Literal, ...]
@@ -66,11 +81,14 @@ class _Behind:
 
 
 class Around:
-    """Lays out files around their pickles. Files whose storages have the same sizes and places, as those of
-    the ranks of a mesh mostly have, share everything behind the pickle."""
+    """Lay out files around their pickles.
+
+    Files whose storages have the same sizes and places share everything after the pickle, as do most ranks of
+    a mesh.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Behind] = {}
+        self._known: dict[tuple[Any, ...], _Tail] = {}
 
     def of(
         self,
@@ -82,7 +100,16 @@ class Around:
         *,
         commit: bool = False,
     ) -> FileLayout:
-        """A file. tensors: see `FileLayout`. sizes: of their slots, bytes. inline: storages behind them."""
+        """Lay out a file.
+
+        Args:
+            path: Path of the file below the root of the output.
+            pickled: Bytes of data.pkl.
+            tensors: See `FileLayout`.
+            sizes: Bytes of each tensor's slot.
+            inline: Storages after the slots.
+            commit: See `FileLayout`.
+        """
         literals, rows, at = [], b"", 0
         for name, data in (("data.pkl", pickled), ("byteorder", b"little")):
             body, row = write.small_record(f"archive/{name}", at, data)
@@ -93,15 +120,22 @@ class Around:
         if key not in self._known:
             while len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = _behind(at, len(rows), sizes, inline)
-        behind = self._known[key]
-        directory = Literal(behind.end, rows + behind.rows, behind.patches)
+            self._known[key] = _tail(at, len(rows), sizes, inline)
+        tail = self._known[key]
+        directory = Literal(tail.end, rows + tail.rows, tail.patches)
         end = directory.start + len(directory.data)
-        return FileLayout(path, end, tensors, behind.slots, (*literals, *behind.literals, directory), commit)
+        return FileLayout(path, end, tensors, tail.slots, (*literals, *tail.literals, directory), commit)
 
 
-def _behind(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Behind:
-    """at: first byte. before: bytes of the directory for what is there already, two records."""
+def _tail(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes]) -> _Tail:
+    """Lay out storages, version and directory.
+
+    Args:
+        at: First byte.
+        before: Bytes of the directory for the two records before.
+        sizes: Bytes of each slot.
+        inline: Storages after the slots.
+    """
     literals: list[Literal] = []
     slots: list[Slot] = []
     patches: list[tuple[int, int]] = []
@@ -124,13 +158,13 @@ def _behind(at: int, before: int, sizes: Sequence[int], inline: Sequence[bytes])
         rows += row
         at += len(body)
     rows += write.end_records(2 + len(sizes) + len(known), at, before + len(rows))
-    return _Behind(tuple(slots), tuple(literals), bytes(rows), tuple(patches), at)
+    return _Tail(tuple(slots), tuple(literals), bytes(rows), tuple(patches), at)
 
 
 def arrays_as_tensors(value: Any, inline: dict[str, Inline]) -> Any:
-    """The tree with a tensor in place of every numpy array; their bytes go into ``inline``.
+    """Return the tree with a tensor in place of every numpy array, and put their bytes into ``inline``.
 
-    ``torch.load(weights_only=True)`` knows no numpy. An array of text becomes nested lists.
+    ``torch.load(weights_only=True)`` does not support numpy. An array of text becomes nested lists.
     """
     if isinstance(value, Named):
         if value.kind != "ndarray":
@@ -142,7 +176,7 @@ def arrays_as_tensors(value: Any, inline: dict[str, Inline]) -> Any:
         dtype = BY_ZARR.get(array.dtype.str)
         if dtype is None:
             return array.tolist()
-        name = f"\0{len(inline)}"  # no tensor is called so
+        name = f"\0{len(inline)}"  # no tensor has such a name
         inline[name] = TensorSpec(name, dtype.name, array.shape), array.tobytes()
         return TensorRef(name)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""A torch file's tree: its tensors and plain values, put into a manifest under dotted names.
+"""Add the tensors and plain values of a torch file's tree to a manifest, under dotted names.
 
-Dicts (and lists that hold tensors) are walked; a tensor's name is its path joined with dots, and
-every other leaf is an object.
+Dicts, and lists with tensors, are walked. A tensor's name is its path joined with dots, and every other leaf
+is an object.
 """
 
 from __future__ import annotations
@@ -24,25 +24,39 @@ _MAX_TENSORS = 2_000_000
 
 
 class TorchTree:
-    """Adds values of one torch file to a builder; storages become raw items, shared ones once."""
+    """Add values of one torch file to a builder; storages become raw items, shared ones once.
+
+    Attributes:
+        refused: Name -> value that needs refused globals.
+    """
 
     def __init__(self, builder: Builder, file: int, objects: Objects, what: str) -> None:
+        """Start without values.
+
+        Args:
+            builder: Receives the values.
+            file: Number of the file in the builder.
+            objects: What was parsed.
+            what: Path of the file.
+        """
         self._builder, self._file, self._objects, self._what = builder, file, objects, what
         self._items: dict[str, int] = {}
         self._names: set[str] = set()
         self._unread: set[str] = set()  # storages of tensors that are not read
-        self.refused: dict[str, Any] = {}  # name -> value that needs refused globals
+        self.refused: dict[str, Any] = {}
         self._views: set[StoredView] = set()
         self._bytes, self._stored = 0, sum(n for _, n, _ in objects.storages.values())
 
     def add(self, name: str, value: Any) -> None:
-        """Adds a value under ``name``: a tensor, an object, or every leaf of what holds tensors.
+        """Add a value under ``name``: a tensor, an object, or every leaf of a container with tensors.
 
-        Raises `MalformedCheckpoint`, and `NameMismatch` when a name is taken.
+        Raises:
+            MalformedCheckpoint: A tensor has no storage, or does not fit it.
+            NameMismatch: Two values have one name.
         """
         for path, _, leaf in leaves_below(value, name, StoredView):
             if path in self._names:
-                raise NameMismatch(f"{self._what}: two values are called {path}")
+                raise NameMismatch(f"{self._what}: two values have the name {path}")
             self._names.add(path)
             if isinstance(leaf, StoredView):
                 self.tensor(path, leaf)
@@ -53,7 +67,7 @@ class TorchTree:
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
-        """Adds one tensor, whole."""
+        """Add one full tensor."""
         item, view = self.place(value, fqn)
         at = self._builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
         self._builder.chunk(at, (0,) * len(value.shape), value.shape, item, view)
@@ -61,7 +75,7 @@ class TorchTree:
             raise MalformedCheckpoint(f"{self._what} refers to more than 2 * 10^6 tensors")
 
     def place(self, value: StoredView, fqn: str) -> tuple[int, View]:
-        """The item of a tensor's storage, and the tensor's view into it."""
+        """Return the item of a tensor's storage, and the tensor's view into it."""
         objects, what = self._objects, self._what
         if value.key not in objects.storages:
             raise MalformedCheckpoint(f"{what} has no storage {value.key!r} for {fqn}")
@@ -75,10 +89,12 @@ class TorchTree:
         return self._items[value.key], check_view(value, length, 0, what, objects.swapped)
 
     def require_all(self) -> None:
-        """Notes the parts that can hold storages which were not reached: refused classes hold them.
+        """Note the refused values that may contain the unused storages.
 
-        Nothing in a pickle tells which of them: each may be meant. Raises `UnsupportedFormat` when no part
-        can.
+        A pickle does not record which of them does, so each is noted.
+
+        Raises:
+            UnsupportedFormat: There are unused storages, but no refused values.
         """
         known = self._items.keys() | self._unread
         unused = sum(n for k, (_, n, _) in self._objects.storages.items() if k not in known)
@@ -86,7 +102,7 @@ class TorchTree:
             return
         if not self.refused:
             raise UnsupportedFormat(
-                f"{self._what} holds {unused} bytes of tensors that nothing in it refers to",
+                f"{self._what} contains {unused} bytes of tensors without a reference in it",
                 hint="save a plain dict of tensors",
             )
         note_hidden(
@@ -99,37 +115,40 @@ class TorchTree:
 def note_hidden(
     builder: Builder, refused: Mapping[str, tuple[bool, tuple[str, ...], str]], nbytes: int
 ) -> None:
-    """Notes that ``nbytes`` of tensors can only be inside values that were refused, and may be in any of
-    them.
+    """Note that ``nbytes`` of tensors are inside refused values, any of which may contain them.
 
-    refused: name -> (whether all of the value was refused, what it needs, its file). Such a value is taken
-    for a tensor that cannot be read; one that is refused in part is an object with tensors inside.
+    A value that was refused entirely counts as a tensor that cannot be read. One that was refused in part
+    stays an object with tensors inside.
+
+    Args:
+        builder: Receives the notes.
+        refused: Name -> (whether all of the value was refused, what it needs, its file).
+        nbytes: Bytes of the tensors.
     """
-    held = f"{nbytes} bytes of tensors inside what is refused cannot be taken out"
+    hidden = f"{nbytes} bytes of tensors inside refused values cannot be read"
     builder.unread_instead(
         {
-            name: Unread(f"it needs {', '.join(needs)}, and {held}", file=file)
-            for name, (whole, needs, file) in refused.items()
-            if whole
+            name: Unread(f"it needs {', '.join(needs)}, and {hidden}", file=file)
+            for name, (entire, needs, file) in refused.items()
+            if entire
         }
     )
     for name, (_, needs, _) in refused.items():
-        message = f"{name} may hold tensors: it needs {', '.join(needs)}, and {held}"
+        message = f"{name} may contain tensors: it needs {', '.join(needs)}, and {hidden}"
         builder.findings.append(finding("refused-tensors", "cover", message, fqn=name))
 
 
 def note_hidden_at(builder: Builder, name: str, value: Refused, nbytes: int, file: str) -> None:
-    """Notes a value that was refused where a tensor belongs, as one that cannot be read."""
-    held = f"{nbytes} bytes of tensors inside what is refused cannot be taken out"
-    builder.unread(name, Unread(f"it needs {value.name}, and {held}", file=file))
+    """Note a refused value in the place of a tensor as a tensor that cannot be read."""
+    hidden = f"{nbytes} bytes of tensors inside refused values cannot be read"
+    builder.unread(name, Unread(f"it needs {value.name}, and {hidden}", file=file))
 
 
 def add_odd_piece(builder: Builder, fqn: str, value: Refused, file: str) -> None:
-    """Notes that one rank's piece of a tensor cannot be read, and so the tensor cannot, whatever others
-    hold of it."""
+    """Note that one rank's piece of a tensor cannot be read, so that the tensor cannot be read either."""
     piece = f"its piece in {file}"
     if isinstance(value, RefusedTensor) and not value.foreign:
-        reason = f"is {value.what}" if value.what else f"is of dtype {value.dtype}, which is not held"
+        reason = f"is {value.what}" if value.what else f"has dtype {value.dtype}, which is not supported"
         builder.withdraw(fqn, Unread(f"{piece} {reason}", value.dtype, file=file))
         return
     builder.withdraw(fqn, Unread(f"{piece} needs {value.name}", file=file))
@@ -139,8 +158,8 @@ def add_odd_piece(builder: Builder, fqn: str, value: Refused, file: str) -> None
 
 
 def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> None:
-    """Adds a refused tensor of a file as one that cannot be read."""
-    reason = f"{value.what} is not read" if value.what else f"dtype {value.dtype} is not held"
+    """Add a refused tensor of a file as one that cannot be read."""
+    reason = f"{value.what} is not supported" if value.what else f"dtype {value.dtype} is not supported"
     why = Unread(reason, value.dtype, value.shape, file)
     if not value.foreign:
         builder.unread(name, why)
@@ -149,14 +168,22 @@ def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> 
     builder.findings += [
         finding("refused-global", "files", f"object {name} needs {value.name}", fqn=name),
         finding(
-            "refused-tensors", "cover", f"{name} is {value.what}: its values cannot be taken out", fqn=name
+            "refused-tensors", "cover", f"cannot read the values of {name}: it is {value.what}", fqn=name
         ),
     ]
 
 
 def add_object(builder: Builder, fqn: str, value: Any, what: str) -> bool:
-    """Adds a plain value; gives whether it needs refused globals: it becomes a finding and a blob without
-    tree."""
+    """Add a plain value, and return whether it needs refused globals.
+
+    Such a value becomes a finding, and a blob without a tree.
+
+    Args:
+        builder: Receives the value.
+        fqn: Its name.
+        value: The value.
+        what: Path of its file.
+    """
     names = refused_in(value)
     if names:
         builder.findings.append(

@@ -1,4 +1,4 @@
-"""Accelerate's folders: are all parts read as one, and is what is missing said?"""
+"""Read Accelerate's folders: all parts become one manifest, and missing parts are findings."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_objects(saved: Sample) -> None:
 
 
 @pytest.mark.parametrize("lost", ["optimizer_0", "scheduler.bin", "random_states_0.pkl"])
-def test_a_part_that_is_missing(lost: str, saved: Sample, cli: Cli, tmp_path: Path) -> None:
-    """The model is there: what is not is said, and is no error."""
+def test_a_missing_part(lost: str, saved: Sample, cli: Cli, tmp_path: Path) -> None:
+    """The model is complete; other missing parts are findings, not errors."""
     path = copied(saved, tmp_path) / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     done = cli("validate", tmp_path / "ckpt", "--output", "json")
@@ -66,14 +66,14 @@ def test_a_part_that_is_missing(lost: str, saved: Sample, cli: Cli, tmp_path: Pa
     assert codes == ([] if lost == "scheduler.bin" else ["missing-part"])
 
 
-def test_a_part_that_is_not_finished(saved: Sample, tmp_path: Path) -> None:
+def test_an_unfinished_part(saved: Sample, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     (folder / "optimizer_0" / ".metadata").unlink()
     with pytest.raises(NotComplete):
         read(folder)
 
 
-def test_a_model_that_is_missing_is_refused(saved: Sample, tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(saved: Sample, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     shutil.rmtree(folder / "pytorch_model_fsdp_0")
     with pytest.raises(UnsupportedFormat, match="optimizer_0"):
@@ -81,7 +81,7 @@ def test_a_model_that_is_missing_is_refused(saved: Sample, tmp_path: Path) -> No
 
 
 def test_a_second_model(saved: Sample, tmp_path: Path) -> None:
-    """Accelerate gives both the same keys; here the second's are told apart by their number."""
+    """Accelerate gives both the same keys; the manifest adds a number to those of the second."""
     folder = copied(saved, tmp_path)
     for part in ("pytorch_model_fsdp", "optimizer"):
         shutil.copytree(folder / f"{part}_0", folder / f"{part}_1")
@@ -142,7 +142,7 @@ def read(folder: Path) -> Manifest:
 
 
 def full(folder: Path, **more: Any) -> Path:
-    """A small save in whole files."""
+    """A small save in full files."""
     folder.mkdir(exist_ok=True)
     weights = {"up.weight": torch.arange(6.0).reshape(2, 3)}
     state = {"up.weight": {"exp_avg": torch.ones(2, 3)}}
@@ -153,8 +153,8 @@ def full(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def test_a_safetensors_file_beside_the_model_is_what_loaders_take(tmp_path: Path) -> None:
-    """The Trainer writes it at the end of a run: the whole model, next to FSDP's own file."""
+def test_loaders_prefer_safetensors_beside_the_model(tmp_path: Path) -> None:
+    """The Trainer writes it at the end of a run: the full model, next to FSDP's own file."""
     folder = full(tmp_path / "ckpt")
     assert read(folder).format == "accelerate"
     save_file({"up.weight": torch.ones(2, 3)}, folder / "model.safetensors")
@@ -178,7 +178,7 @@ def test_states_that_are_cut_or_of_many_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"global_step": 1', "\xff"])
-def test_a_trainer_state_that_is_no_json(text: str, tmp_path: Path) -> None:
+def test_a_trainer_state_that_is_not_json(text: str, tmp_path: Path) -> None:
     folder = full(tmp_path / "ckpt")
     (folder / "trainer_state.json").write_bytes(text.encode("latin-1"))
     manifest = read(folder)
@@ -195,8 +195,8 @@ def test_a_trainer_state_without_a_step(tmp_path: Path) -> None:
     assert {b.key: decode(b.tree) for b in manifest.blobs}["trainer_state"] == [1, 2]
 
 
-def test_ranks_files_without_dcp(tmp_path: Path) -> None:
-    """``use_dcp=False``: a rank's file that is lost is named, for the model and for the optimizer."""
+def test_rank_files_without_dcp(tmp_path: Path) -> None:
+    """``use_dcp=False``: a missing file of a rank is named, for the model and for the optimizer."""
     folder = tmp_path / "ckpt"
     folder.mkdir()
     for rank in range(3):
@@ -206,8 +206,8 @@ def test_ranks_files_without_dcp(tmp_path: Path) -> None:
     assert manifest.format == "accelerate"
     assert torch.equal(read_tensor(manifest, "model.w"), torch.ones(4))
     torch.save({"step": 3}, folder / "random_states_5.pkl")
-    told = [(f.code, f.file) for f in read(folder).findings if "left nothing else" in f.message]
-    assert told == [("missing-part", "random_states_5.pkl")]
+    found_alone = [(f.code, f.file) for f in read(folder).findings if "only file of its rank" in f.message]
+    assert found_alone == [("missing-part", "random_states_5.pkl")]
     (folder / "optimizer_0_rank1.bin").unlink()
     found = [(f.code, f.file) for f in read(folder).findings if f.severity == "error"]
     assert found == [("missing-rank", "optimizer_0_rank1.bin")]

@@ -1,4 +1,4 @@
-"""Damage that formats can show: is what one part tells held against the others?"""
+"""Damage one part of a checkpoint so that it contradicts the others: each format reports it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ DCP = "dcp_nested_2r"
 
 @pytest.fixture
 def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
-    """A sample, to be changed: its folder with the truth beside the checkpoint."""
+    """Return a sample to change: its folder, with the truth beside the checkpoint."""
     found = {s.name: s for s in request.config.stash[SAMPLES]}
     return lambda name: Path(shutil.copytree(found[name].root, tmp_path / name))
 
 
 def findings(path: Path) -> list[Finding]:
-    """Findings of level cover that are more than information."""
+    """Return the findings of level cover above severity info."""
     return [f for f in ckptcore.check(ckptcore.open(str(path))).findings if f.severity != "info"]
 
 
-def told(path: Path) -> set[tuple[str, str | None]]:
-    """(code, file) of the findings."""
+def reported(path: Path) -> set[tuple[str, str | None]]:
+    """Return (code, file) of the findings."""
     return {(f.code, f.file) for f in findings(path)}
 
 
@@ -68,26 +68,26 @@ LOST = {"optim.safetensors": "missing-part", "train.pt": "missing-part", "model.
 @pytest.mark.parametrize(("part", "code"), LOST.items())
 def test_unsharded_part_lost(part: str, code: str, copy: Copy) -> None:
     step = copy("olmo1_unsharded_safetensors") / "step2-unsharded"
-    assert not told(step)
+    assert not reported(step)
     (step / part).unlink()
-    assert told(step) == {(code, part.split(".")[0])}
+    assert reported(step) == {(code, part.split(".")[0])}
 
 
-def test_trainer_states_of_ranks_that_are_not_there(copy: Copy) -> None:
-    """Without a world size in it, the highest rank tells how many there are."""
+def test_trainer_states_of_missing_ranks(copy: Copy) -> None:
+    """Without a recorded world size, the highest rank gives the number of ranks."""
     folder = copy(DCP) / "ckpt"
     torch_file(folder / "train" / "rank2.pt", {"seed": 1})
-    assert ("missing-part", "train/rank0.pt") in told(folder)
+    assert ("missing-part", "train/rank0.pt") in reported(folder)
     torch_file(folder / "train" / "rank0.pt", {"seed": 1, "world_size": 2})
     torch_file(folder / "train" / "rank2.pt", {"seed": 1, "world_size": 2})
-    assert ("mixed-saves", "train/rank2.pt") in told(folder)
+    assert ("mixed-saves", "train/rank2.pt") in reported(folder)
 
 
 # --------------------------------------------------------------------------- two checkpoints
 
 
 def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
-    """A root of steps that is a checkpoint itself; single files beside the steps are nobody's."""
+    """A root of steps that is a checkpoint itself; single files beside the steps belong to neither."""
     root = copy("root_torch_dist_llama_0.19.2")
     assert (root / "expected.safetensors").exists()
     assert ckptcore.open(str(root)).format == "torch_dist"
@@ -97,24 +97,24 @@ def test_a_tracker_beside_another_checkpoint(copy: Copy) -> None:
     assert ckptcore.open(str(root / "iter_0000100")).format == "torch_dist"
 
 
-def test_rank_files_beside_what_is_read(tmp_path: Path) -> None:
+def test_rank_files_beside_the_files_that_are_read(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert not told(tmp_path)
+    assert not reported(tmp_path)
     for rank in range(2):
         torch_file(tmp_path / f"model_rank_{rank}.pt", {"w": torch.zeros(2)})
-    assert told(tmp_path) == {("stray-file", "model_rank_0.pt")}
+    assert reported(tmp_path) == {("stray-file", "model_rank_0.pt")}
 
 
 @pytest.mark.parametrize(("says", "code"), [(False, "stray-file"), (True, "mixed-saves")])
 def test_common_state_in_a_file_and_inside(says: bool, code: str, copy: Copy) -> None:
-    """0.19 keeps the common state inside, and does not open what an earlier release left."""
+    """0.19 keeps the common state inside, and does not open the file of an earlier release."""
     folder = copy("root_torch_dist_llama_0.19.2") / "iter_0000100"
     objects = {b.key: b.tree for b in ckptcore.open(str(folder)).blobs}
     torch_file(folder / "common.pt", {"args": Namespace(num_layers=99), "iteration": 5})
     if says:
         config = json.loads((folder / "metadata.json").read_text())
         (folder / "metadata.json").write_text(json.dumps(config | {"common_backend": "torch"}))
-    assert (code, "common.pt") in told(folder)
+    assert (code, "common.pt") in reported(folder)
     assert {b.key: b.tree for b in ckptcore.open(str(folder)).blobs} == objects
 
 
@@ -123,37 +123,37 @@ def test_common_state_in_a_file_and_inside(says: bool, code: str, copy: Copy) ->
 
 def test_random_states_of_fewer_or_more_ranks(copy: Copy) -> None:
     folder = copy("accelerate_fsdp2_2r") / "ckpt"
-    assert not told(folder)
+    assert not reported(folder)
     shutil.copyfile(folder / "random_states_1.pkl", folder / "random_states_2.pkl")
-    assert told(folder) == {("missing-part", "random_states_2.pkl")}
+    assert reported(folder) == {("missing-part", "random_states_2.pkl")}
     (folder / "random_states_2.pkl").unlink()
     (folder / "random_states_1.pkl").unlink()
-    assert told(folder) == {("missing-part", "random_states_1.pkl")}
+    assert reported(folder) == {("missing-part", "random_states_1.pkl")}
 
 
 def test_a_lightning_trainers_folder_without_its_last_file(copy: Copy) -> None:
     root = copy("lightning_trainer_fsdp_sharded_2r")
     folder = next(p for p in root.iterdir() if p.is_dir())
-    assert not told(folder)
+    assert not reported(folder)
     (folder / "meta.pt").unlink()
-    assert told(folder) == {("missing-part", "meta.pt")}
+    assert reported(folder) == {("missing-part", "meta.pt")}
 
 
-def test_an_index_tells_the_bytes_of_all(tmp_path: Path) -> None:
+def test_an_index_with_another_total(tmp_path: Path) -> None:
     name = "model-00001-of-00001.safetensors"
     index = {"metadata": {"total_size": 24}, "weight_map": {"w": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"w": torch.ones(2, 3)}, tmp_path / name)
-    assert not told(tmp_path)
+    assert not reported(tmp_path)
     save_file({"w": torch.ones(1, 3)}, tmp_path / name)
-    assert told(tmp_path) == {("total-mismatch", "model.safetensors.index.json")}
+    assert reported(tmp_path) == {("total-mismatch", "model.safetensors.index.json")}
 
 
 # -------------------------------------------------------------------------------- Megatron ranks
 
 
 def ranked(case: Case, base: Path, rank_of: Callable[[tuple[int, int, int]], int]) -> Path:
-    """Rank folders whose arguments tell each rank."""
+    """Rank folders whose arguments record each rank."""
 
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         tree["args"] = Namespace(**vars(tree["args"]), rank=rank_of(rank))
@@ -163,28 +163,28 @@ def ranked(case: Case, base: Path, rank_of: Callable[[tuple[int, int, int]], int
 
 def test_a_rank_that_is_a_copy_of_another(tmp_path: Path) -> None:
     base = ranked(Case(tp=2, pp=2), tmp_path, lambda rank: 0)
-    assert not told(tmp_path)
+    assert not reported(tmp_path)
     shutil.copytree(base / "mp_rank_00_001", base / "mp_rank_01_001", dirs_exist_ok=True)
     assert [f.code for f in findings(tmp_path)] == ["item-mismatch"]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_expert_ranks_in_each_others_place(stage: int, tmp_path: Path) -> None:
-    """Expert ranks count slower than tensor ranks, and faster than stages."""
+    """Expert ranks change more slowly than tensor ranks, and faster than stages."""
     case = Case(pp=2, ep=2, experts="sequential")
     base = ranked(case, tmp_path, lambda r: r[0] + r[2] + 2 * r[1])
-    assert not told(tmp_path)
+    assert not reported(tmp_path)
     swap(*(base / f"mp_rank_00_00{stage}_00{ep}" / "model_optim_rng.pt" for ep in range(2)))
     assert "item-mismatch" in {f.code for f in findings(tmp_path)}
 
 
-def test_a_name_that_only_one_rank_has(tmp_path: Path) -> None:
+def test_a_name_of_only_one_rank(tmp_path: Path) -> None:
     def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
         if rank[0] == 1:
             tree["model"]["decoder.extra.weight"] = torch.ones(4)
 
     save_ranks(Case(tp=2), tmp_path, edit)
-    assert ("hole", "mp_rank_00/model_optim_rng.pt") in told(tmp_path)
+    assert ("hole", "mp_rank_00/model_optim_rng.pt") in reported(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ zarr
@@ -193,19 +193,19 @@ def test_a_name_that_only_one_rank_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"order": "F"}, {"shape": [3, 4]}], ids=str)
 def test_an_array_that_megatron_would_not_write(change: dict[str, Any], copy: Copy) -> None:
     folder = copy("api_zarr_0.12.3") / "ckpt"
-    assert not told(folder)
+    assert not reported(folder)
     array = folder / "misc.grid_int64" / ".zarray"
     form = json.loads(array.read_text())
     if "shape" in change:
         change = {"shape": [form["shape"][0] - 1, *form["shape"][1:]]}
         assert form["chunks"][0] > 1
     array.write_text(json.dumps(form | change))
-    assert told(folder) == {("unusual-layout", "misc.grid_int64/.zarray")}
+    assert reported(folder) == {("unusual-layout", "misc.grid_int64/.zarray")}
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "integrity.json"])
-def test_a_name_that_stands_twice(name: str, copy: Copy) -> None:
-    """Readers of JSON take the one or the other: neither is the truth."""
+def test_duplicate_names_are_refused(name: str, copy: Copy) -> None:
+    """JSON readers use the first or the last value: neither is the truth."""
     folder = copy("api_torch_dist_0.19.2") / "ckpt"
     text = (folder / name).read_text()
     first = next(iter(json.loads(text).items()))

@@ -1,5 +1,4 @@
-"""Metadata has a budget of its own: small files that stand for much are refused or read, cheaply, and honest
-large values are read and carried."""
+"""Hold metadata to its memory budget: files that expand far are refused or cheap, honest ones are read."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ PICKLES: dict[str, Callable[[int], bytes]] = {
 
 
 def zipped(path: Path, pickled: bytes, more: int = 0) -> Path:
-    """A torch zip of ``{"w": tensor, "x": value}``. more: storages of no bytes."""
+    """A torch zip of ``{"w": tensor, "x": value}``. more: storages without bytes."""
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x04}(" + _W + b"X\x01\x00\x00\x00x" + pickled + b"u.")
@@ -129,7 +128,7 @@ def _dcp(root: Path, pickled: bytes) -> Path:
 
 
 def _state_shared(root: Path, size: int) -> Path:
-    """One state for many records, and sets behind them: what a state gives back is given back once."""
+    """One state for many records, and sets after them: memory of a state is returned once."""
     chunk = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n\x940}\x940"
     records = b"h\x00)\x81h\x01b0" * (size // 2)
     return _dcp(root, chunk + records + _listed(b"\x8f", size // 5))
@@ -148,7 +147,7 @@ def _tensors_without_chunks(root: Path, size: int) -> Path:
 
 
 def _hole(root: Path, name: str, content: bytes = b"") -> Path:
-    """A file of 5 GB that takes no room."""
+    """A sparse file of 5 GB."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / name).open("wb") as file:
         file.write(content)
@@ -191,7 +190,7 @@ FILES: dict[str, Callable[[Path, int], Path]] = {
 
 
 def cost_of(path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[str, float, int]:
-    """(outcome, CPU seconds, bytes beyond those of this process) of reading and checking, in a fork."""
+    """Return (outcome, CPU seconds, additional bytes) of reading and checking, in a fork of this process."""
     if limit is not None:
         monkeypatch.setenv(VARIABLE, str(limit))
     read, write = os.pipe()
@@ -267,8 +266,8 @@ def test_the_default_budget_at_length(name: str, tmp_path: Path, monkeypatch: py
     assert seconds < 60  # of CPU; a few where nothing else runs
 
 
-def test_what_the_error_says(tmp_path: Path, cli: Cli) -> None:
-    """The budget, what was got, and how to raise it; raised, the checkpoint is read."""
+def test_the_error_names_budget_and_next_step(tmp_path: Path, cli: Cli) -> None:
+    """The budget, the amount, and how to raise the budget; with a larger one, the checkpoint is read."""
     path = zipped(tmp_path / "a.pt", PICKLES["lists"](20_000))
     for verb in (["inspect", path], ["validate", path], ["consolidate", path, tmp_path / "out"]):
         done = cli(*verb, "--output", "json", env={VARIABLE: "16MiB"})
@@ -282,9 +281,9 @@ def test_what_the_error_says(tmp_path: Path, cli: Cli) -> None:
     assert cli("inspect", path, env={VARIABLE: "256MiB"}).code == 0
 
 
-def test_budgets_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told in ("much", "-1", "12", "1KiB"):
-        monkeypatch.setenv(VARIABLE, told)
+def test_invalid_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("much", "-1", "12", "1KiB"):
+        monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(UsageError, match=VARIABLE):
             budget()
     monkeypatch.setenv(VARIABLE, "")
@@ -335,8 +334,8 @@ def test_millions_of_plain_values(tmp_path: Path) -> None:
     assert found["y"] == [0.5] * 1_000_000
 
 
-def test_the_budget_is_for_all_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are each within it are not together."""
+def test_the_budget_covers_the_complete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files within the budget one by one, but not together."""
     for rank in range(16):
         values = {"w": torch.zeros(1), "x": [[rank, n] for n in range(3000)]}
         torch.save(values, tmp_path / f"rank{rank}.pt")

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class _Stubs(pickle.Unpickler):
-    """Builds classes of packages that are not installed, and keeps them under their own names."""
+    """Builds classes of packages that are not installed, and keeps their names."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -44,29 +44,29 @@ class _Stubs(pickle.Unpickler):
 
 
 def dcp(folder: Path, name: str) -> None:
-    """As if the job had held it in four bits."""
+    """Edit the metadata as if the job had a 4-bit dtype."""
     path = folder / ".metadata"
     before = set(sys.modules)
     with path.open("rb") as file:
-        told = _Stubs(file).load()
-    told.state_dict_metadata[name].properties.dtype = torch.float4_e2m1fn_x2
-    path.write_bytes(pickle.dumps(told))
+        metadata = _Stubs(file).load()
+    metadata.state_dict_metadata[name].properties.dtype = torch.float4_e2m1fn_x2
+    path.write_bytes(pickle.dumps(metadata))
     for module in set(sys.modules) - before:
         if not hasattr(sys.modules[module], "__file__"):
             del sys.modules[module]
 
 
 def header(folder: Path, name: str) -> None:
-    """The dtype of a tensor, in each safetensors file that has it; OLMo's names are pickles in base64."""
+    """Edit the dtype of a tensor in each safetensors file that has it; OLMo's names are pickles in base64."""
     done = 0
     for path in sorted(folder.rglob("*.safetensors")):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
-        told = json.loads(raw[8 : 8 + size])
-        for key in [k for k in told if k == name or name.encode() in _decoded(k)]:
-            told[key]["dtype"] = "F6_E2M3"
+        header = json.loads(raw[8 : 8 + size])
+        for key in [k for k in header if k == name or name.encode() in _decoded(k)]:
+            header[key]["dtype"] = "F6_E2M3"
             done += 1
-        new = json.dumps(told).encode()
+        new = json.dumps(header).encode()
         path.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + size :])
     assert done
 
@@ -80,8 +80,8 @@ def _decoded(key: str) -> bytes:
 
 def zarr(folder: Path, name: str) -> None:
     path = folder / name / ".zarray"
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps({**told, "dtype": "<U1"}))
+    array = json.loads(path.read_text())
+    path.write_text(json.dumps({**array, "dtype": "<U1"}))
 
 
 def quantized() -> torch.Tensor:
@@ -89,11 +89,11 @@ def quantized() -> torch.Tensor:
 
 
 def listed_header(folder: Path, name: str) -> None:
-    """A header, and what lists the tensors of all ranks."""
+    """Edit a header, and the list of the tensors of all ranks."""
     header(folder, name)
-    told = json.loads((folder / "metadata.json").read_text())
-    told["tensors"][name]["dtype"] = "F6_E2M3"
-    (folder / "metadata.json").write_text(json.dumps(told))
+    metadata = json.loads((folder / "metadata.json").read_text())
+    metadata["tensors"][name]["dtype"] = "F6_E2M3"
+    (folder / "metadata.json").write_text(json.dumps(metadata))
 
 
 def rank_files(folder: Path, name: str) -> None:
@@ -125,8 +125,10 @@ def legacy(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class Odd:
-    """A sample, where its checkpoint lies, and what is odd. edit: gets the folder below it, and the name as
-    it is stored. fqn: of the tensor, or of those that are made of it."""
+    """A sample, the folder of its checkpoint, and what is odd.
+
+    edit: gets the folder below it, and the stored name. fqn: of the tensor, or of those made from it.
+    """
 
     sample: str
     at: str
@@ -205,7 +207,7 @@ FORMATS_WITH: dict[str, Odd] = {
 }
 # safetensors, torch_save and the other trees of `lightning` and `torch_ranks`: test_unreadable_parts.py.
 ELSEWHERE = {"safetensors", "torch_save"}
-# The same reader and files as `fsdp_dtensor`, told apart by one name in `.metadata`.
+# The same reader and files as `fsdp_dtensor`; only one name in `.metadata` differs.
 ALIKE = {"torch_dcp"}
 
 
@@ -279,13 +281,13 @@ def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) ->
     manifest = ckptcore.open(str(source))
     errors = [f for f in ckptcore.check(manifest).findings if f.severity == "error"]
     names = {f.fqn for f in errors}
-    whole = "decoder.layers.self_attention.linear_proj.weight"
+    weight = "decoder.layers.self_attention.linear_proj.weight"
     ranks = {f"mp_rank_0{t}_00{p}" for t in range(2) for p in range(2)}
     assert (
         names
         == {
-            "weight": {whole},
-            "all ranks": {whole},
+            "weight": {weight},
+            "all ranks": {weight},
             "no rule": {f"odd/{r}" for r in ranks},
             "buffer": {
                 f"optimizer/{r}.state.0.exp_avg" if kind == "float4" else f"optimizer/{r}" for r in ranks

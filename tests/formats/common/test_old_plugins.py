@@ -1,4 +1,4 @@
-"""Old plug-ins: packages that were made for release 0.1 are read, written and told what to change."""
+"""Use plug-ins made for release 0.1: they read and write, and a warning names what to change."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ FORMAT = Format(NAME, "flat", "a line", detect, Reader(read, checksums="a sum"),
 
 
 def install(folder: Path, **modules: str) -> None:
-    """What pip would leave of a package with these modules, each with a FORMAT."""
+    """The files that pip would install for a package with these modules, each with a FORMAT."""
     info = folder / "plugin-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
@@ -108,7 +108,7 @@ def install(folder: Path, **modules: str) -> None:
 
 
 def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs code where the package is installed."""
+    """Run code with the package installed."""
     paths = os.pathsep.join([str(folder), str(ROOT)])
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
@@ -122,7 +122,7 @@ def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_an_old_package_is_read_and_told_what_to_change(tmp_path: Path) -> None:
+def test_an_old_package_is_read_with_a_warning(tmp_path: Path) -> None:
     install(tmp_path / "site", npy_plugin=OLD_PLUGIN)
     (tmp_path / "src").mkdir()
     # .npy, format 1.0: as numpy.save writes it.
@@ -145,13 +145,13 @@ print(json.dumps([manifest.format, [[t.fqn, t.shape] for t in manifest.tensors],
     assert "ckptcore.manifest has moved to ckptcore.core.manifest" in done.stderr
     assert "the fields of Format have changed: give Format a reader=Reader(...)" in done.stderr
     # With the fields of release 0.1 its warnings are errors: the package is named, and does no harm.
-    told = "import json; from ckptcore.formats import registry; print(json.dumps(registry().broken))"
-    done = run(tmp_path / "site", told, "-W", "error::DeprecationWarning:npy_plugin")
+    script = "import json; from ckptcore.formats import registry; print(json.dumps(registry().broken))"
+    done = run(tmp_path / "site", script, "-W", "error::DeprecationWarning:npy_plugin")
     assert done.returncode == 0, done.stderr
     assert "npy_plugin:FORMAT fails: DeprecationWarning" in done.stdout
 
 
-def test_a_format_that_is_one_file_is_one_file(tmp_path: Path) -> None:
+def test_single_file_formats(tmp_path: Path) -> None:
     """With the fields of release 0.1 and with those of today: the same bytes, in a file and on a mesh."""
     install(tmp_path / "site", flat_old=FLAT_OLD, flat_new=FLAT_NEW)
     code = f"""
@@ -194,7 +194,7 @@ def _detect(source: Source) -> None:
 
 
 def _read(source: Source) -> Manifest:
-    """The manifest of a place without tensors."""
+    """The manifest of a folder without tensors."""
     return Builder().build("x", source.store.url, {})
 
 
@@ -226,8 +226,8 @@ def test_old_fields_become_a_reader_and_a_writer() -> None:
     assert reads.writer is None
     assert reads.abilities == Abilities(reads=True, writes=False, checksums="CRC", objects=True)
     writes = old(*FACTS, ABLE, _detect, _read, _arrange, ("3",), True, True, False, _place)
-    whole = Layout(_arrange, nests=True, place=_place)
-    assert (writes.writer, writes.versions) == (Writer(whole, single_file=True), ("3",))
+    layout = Layout(_arrange, nests=True, place=_place)
+    assert (writes.writer, writes.versions) == (Writer(layout, single_file=True), ("3",))
     named = dict(zip(("name", "title", "recognised_by"), FACTS, strict=True))
     meshed = old(**named, abilities=ABLE, detect=_detect, read=_read, arrange=_arrange, shards=True)
     assert meshed.writer == Writer(Layout(_arrange), for_mesh=Layout(_arrange))
@@ -239,7 +239,7 @@ def test_old_fields_become_a_reader_and_a_writer() -> None:
 
 
 def test_a_copy_may_change_old_fields() -> None:
-    """As a package did that made a format of its own out of one that is here."""
+    """As in a package that derived a format from one of this project."""
     dcp = by_name("dcp")
     with pytest.warns(DeprecationWarning, match="fields of Format"):
         mine = dataclasses.replace(dcp, name="mine", read=_read, single_file=True)
@@ -260,14 +260,14 @@ def test_old_attributes_are_there() -> None:
     found = {name: old_attribute(lightning, name) for name in names}
     none = {name: old_attribute(refused, name) for name in names}
     meshed = old_attribute(found.pop("for_mesh"), "place")
-    whole = lightning.writer.whole
+    layout = lightning.writer.whole
     assert found == {
         "read": lightning.reader.read,
-        "arrange": whole.arrange,
+        "arrange": layout.arrange,
         "single_file": True,
         "nests": True,
         "shards": True,
-        "place": whole.place,
+        "place": layout.place,
         "serializations": ("torch_save",),
     }
     assert lightning.writer.for_mesh is not None
@@ -287,10 +287,10 @@ def test_old_attributes_are_there() -> None:
         ((*FACTS, ABLE, *[None] * 20), {}, "at most 14 fields"),
         ((*FACTS, _detect, _read), {}, r"reader of format 'x' must be a Reader \(got function\)"),
         ((*FACTS, _detect), {"reader": Reader(_read), "writer": _arrange}, "writer of format 'x' must be"),
-        ((*FACTS, _detect), {"writer": Writer(Layout(_arrange))}, "has a writer and no reader"),
+        ((*FACTS, _detect), {"writer": Writer(Layout(_arrange))}, "must have a reader"),
     ],
 )
-def test_what_is_no_format_is_refused(args: Any, fields: Any, message: str) -> None:
+def test_invalid_formats_are_refused(args: Any, fields: Any, message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(TypeError, match=message):
@@ -300,16 +300,16 @@ def test_what_is_no_format_is_refused(args: Any, fields: Any, message: str) -> N
 @pytest.mark.parametrize("name", moved_modules.ALIASES)
 def test_an_old_module_is_the_new_one(name: str) -> None:
     sys.modules.pop(f"ckptcore.{name}", None)
-    with pytest.warns(DeprecationWarning, match="has moved to") as told:
+    with pytest.warns(DeprecationWarning, match="has moved to") as caught:
         found = importlib.import_module(f"ckptcore.{name}")
     assert found is importlib.import_module(f"ckptcore.{moved_modules.ALIASES[name]}")
     assert found.__spec__ is not None
     assert found.__spec__.name == found.__name__  # the module of today stays as it was
-    assert len(told) == 1
+    assert len(caught) == 1
     assert name not in ckptcore.__all__, "an alias would take the place of a public function"
 
 
-def test_other_old_modules_say_where_their_content_is() -> None:
+def test_other_old_modules_name_the_new_ones() -> None:
     for room, modules in moved_modules.ROOMS.items():
         assert importlib.util.find_spec(f"ckptcore.{room}") is not None
         for old_name in modules.split():
@@ -329,12 +329,12 @@ def test_other_old_modules_say_where_their_content_is() -> None:
         ("from ckptcore.formats import nosuch", "cannot import name 'nosuch' from 'ckptcore.formats'"),
     ],
 )
-def test_what_is_not_there_says_so(code: str, message: str) -> None:
+def test_unknown_modules_and_names(code: str, message: str) -> None:
     with pytest.raises(ImportError) as caught:
         exec(code, {})
     assert message in str(caught.value)
 
 
-def test_registry_knows_no_format_twice() -> None:
+def test_the_registry_lists_each_format_once() -> None:
     found = registry().formats
     assert len({f.name for f in found}) == len(found)

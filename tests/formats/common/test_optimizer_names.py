@@ -1,6 +1,6 @@
-"""Numbered optimizer states: are they named where the names are proven, and nowhere else?
+"""Name numbered optimizer states where the names are proven, and nowhere else.
 
-The states are torch's own; what Lightning makes of them is in test_lightning_training.py.
+The states are torch's own; test_lightning_training.py has those that Lightning saves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers alike, a batch norm, and a tied head."""
+    """Equal layers, a batch norm, and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
 
 
 def trained(net: nn.Module, *optimizers: torch.optim.Optimizer) -> list[dict[int, str]]:
-    """One step; number -> name, as torch numbers them."""
+    """Train one step; return number -> name, as torch numbers them."""
     net(torch.arange(8) % 9).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step(None)
@@ -68,7 +68,7 @@ def read(folder: Path, net: nn.Module, *states: Any) -> Manifest:
     return ckptcore.open(str(folder / "full.ckpt"))
 
 
-def told(manifest: Manifest) -> dict[int, dict[int, str]]:
+def names_by_number(manifest: Manifest) -> dict[int, dict[int, str]]:
     names = manifest.origin["lightning"].get("parameters", {})
     return {int(n): {int(i): name for i, name in row.items()} for n, row in names.items()}
 
@@ -97,12 +97,12 @@ def test_every_optimizer_of_torch(kind: str, tmp_path: Path) -> None:
     optimizer = ONE[kind](net.parameters())
     truth = trained(net, optimizer)
     manifest = read(tmp_path, net, optimizer.state_dict())
-    assert told(manifest) == dict(enumerate(truth))
+    assert names_by_number(manifest) == dict(enumerate(truth))
     assert unnamed(manifest) == []
 
 
 def test_groups_by_decay(tmp_path: Path) -> None:
-    """As trainers group: matrices decay, vectors do not, the embedding has a rate of its own."""
+    """As in trainers: matrices decay, vectors do not, and the embedding has its own rate."""
     net = Decoder()
     rest = [p for n, p in net.named_parameters() if not n.startswith("embed")]
     optimizer = torch.optim.AdamW(
@@ -115,17 +115,17 @@ def test_groups_by_decay(tmp_path: Path) -> None:
     )
     truth = trained(net, optimizer)
     manifest = read(tmp_path, net, optimizer.state_dict())
-    assert told(manifest) == dict(enumerate(truth))
+    assert names_by_number(manifest) == dict(enumerate(truth))
     assert list(truth[0].values()) != [n for n, _ in net.named_parameters()]
 
 
 def test_frozen_parameters(tmp_path: Path) -> None:
-    """Among the numbers without a state, or not among them: then their shapes must be their own."""
+    """Numbered without a state, or not numbered: then their shapes must be unique."""
     net = Decoder()
     net.layers[0].requires_grad_(False)
     inside = torch.optim.AdamW(net.parameters())
     truth = trained(net, inside)
-    assert told(read(tmp_path, net, inside.state_dict())) == dict(enumerate(truth))
+    assert names_by_number(read(tmp_path, net, inside.state_dict())) == dict(enumerate(truth))
     outside = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     trained(net, outside)
     assert unnamed(read(tmp_path, net, outside.state_dict())) == ["optimizer_states.0"]
@@ -136,11 +136,11 @@ def test_frozen_parameters(tmp_path: Path) -> None:
     net.bn, net.head = nn.BatchNorm1d(7), nn.Linear(7, 9)
     tuned = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     truth = trained(net, tuned)
-    assert told(read(tmp_path, net, tuned.state_dict())) == dict(enumerate(truth))
+    assert names_by_number(read(tmp_path, net, tuned.state_dict())) == dict(enumerate(truth))
 
 
 class ActorCritic(nn.Module):
-    """Two networks that differ in their last layer alone, each with its optimizer."""
+    """Two networks that differ only in their last layer, each with its optimizer."""
 
     def __init__(self, critic: int = 1) -> None:
         super().__init__()
@@ -153,40 +153,40 @@ class ActorCritic(nn.Module):
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
-    """What one trains the others do not, where as many numbers are there as parameters."""
+    """Each parameter belongs to one optimizer if there are as many numbers as parameters."""
     net = ActorCritic()
     pair = torch.optim.AdamW(net.actor.parameters()), torch.optim.SGD(net.critic.parameters(), 0.1, 0.9)
     truth = trained(net, *pair)
     manifest = read(tmp_path, net, *(o.state_dict() for o in pair))
-    assert told(manifest) == dict(enumerate(truth))
+    assert names_by_number(manifest) == dict(enumerate(truth))
     assert unnamed(manifest) == []
     manifest = read(tmp_path, net, pair[1].state_dict())  # some of the parameters may be nobody's
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0"]
 
 
 def test_one_optimizer_for_each_parameter(tmp_path: Path) -> None:
-    """As a loop over the parameters makes them; one that was never used has no state."""
+    """As made by a loop over the parameters; an unused one has no state."""
     net = Decoder()
     each = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in net.parameters()]
     truth = trained(net, *each)
     manifest = read(tmp_path, net, *(o.state_dict() for o in each))
-    assert told(manifest) == dict(enumerate(truth))
+    assert names_by_number(manifest) == dict(enumerate(truth))
     net.bn.requires_grad_(False)
     net.zero_grad()
     each = [torch.optim.AdamW([p]) for p in net.parameters()]
     truth = trained(net, *each)
     manifest = read(tmp_path, net, *(o.state_dict() for o in each))
-    assert told(manifest) == {n: t for n, t in enumerate(truth) if "bn" not in t[0]}
+    assert names_by_number(manifest) == {n: t for n, t in enumerate(truth) if "bn" not in t[0]}
     assert unnamed(manifest) == []
     some = [o.state_dict() for n, o in enumerate(each) if n % 2]  # nobody says which
     assert len(unnamed(read(tmp_path, net, *some))) > 0
     other = [o.state_dict() for o in reversed(each)]  # nothing fits this order
-    assert told(read(tmp_path, net, *other)) == {}
+    assert names_by_number(read(tmp_path, net, *other)) == {}
 
 
 def test_very_many_optimizers(tmp_path: Path) -> None:
-    """What each costs does not grow with the model."""
+    """The cost of each does not grow with the model."""
     count = 3000
     each = []
     for n in range(count):  # a shape of its own, and one that all have
@@ -201,12 +201,12 @@ def test_very_many_optimizers(tmp_path: Path) -> None:
 
 
 def test_twins_stay_numbers(tmp_path: Path) -> None:
-    """Two networks alike: the optimizers could be the other way round."""
+    """Two equal networks: the optimizers could be swapped."""
     net = ActorCritic(critic=2)
     pair = torch.optim.AdamW(net.actor.parameters()), torch.optim.AdamW(net.critic.parameters())
     trained(net, *pair)
     manifest = read(tmp_path, net, *(o.state_dict() for o in pair))
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0", "optimizer_states.1"]
     assert all("more than one way" in f.message for f in manifest.findings)
     assert all(f.severity == "info" for f in manifest.findings)
@@ -214,8 +214,8 @@ def test_twins_stay_numbers(tmp_path: Path) -> None:
     assert len(states) == 3, "they are carried as they are"
 
 
-def test_names_that_the_optimizer_tells(tmp_path: Path) -> None:
-    """In any order; below the attribute of the module that holds the parameters."""
+def test_names_recorded_by_the_optimizer(tmp_path: Path) -> None:
+    """In any order; below the attribute of the module with the parameters."""
     net = nn.ModuleDict({"body": ActorCritic(critic=2), "other": nn.Linear(1, 1)})
     named = dict(net["body"].named_parameters())
     optimizer = torch.optim.AdamW(
@@ -226,25 +226,25 @@ def test_names_that_the_optimizer_tells(tmp_path: Path) -> None:
     )
     (truth,) = trained(net["body"], optimizer)
     state = optimizer.state_dict()
-    assert told(read(tmp_path, net, state)) == {0: {i: f"body.{n}" for i, n in truth.items()}}
+    assert names_by_number(read(tmp_path, net, state)) == {0: {i: f"body.{n}" for i, n in truth.items()}}
     state["param_groups"][0]["param_names"][0] = "body.nowhere"
     manifest = read(tmp_path, net, state)
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0"]
 
 
-def test_names_that_do_not_fit_are_not_believed(tmp_path: Path) -> None:
+def test_recorded_names_that_do_not_fit(tmp_path: Path) -> None:
     net = ActorCritic()
     optimizer = torch.optim.AdamW(list(net.named_parameters()))
     (truth,) = trained(net, optimizer)
     state = optimizer.state_dict()
     names = state["param_groups"][0]["param_names"]
     names[0], names[1] = names[1], names[0]  # a matrix and a vector
-    assert told(read(tmp_path, net, state)) == {0: truth}, "by order and shapes"
+    assert names_by_number(read(tmp_path, net, state)) == {0: truth}, "by order and shapes"
 
 
 def by_model(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state as FSDP numbers it: as the model's parameters come."""
+    """A state numbered as by FSDP: in the order of the model's parameters."""
     order = {id(p): n for n, p in enumerate(net.parameters())}
     number = [order[id(p)] for g in optimizer.param_groups for p in g["params"]]
     state = optimizer.state_dict()
@@ -253,7 +253,7 @@ def by_model(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def test_numbers_that_count_the_models_parameters(tmp_path: Path) -> None:
-    """Twins, frozen layers and groups of any kind: the numbers themselves tell the places."""
+    """Twins, frozen layers and groups of any kind: the numbers themselves are the places."""
     net = Decoder()
     net.layers[1].requires_grad_(False)
     free = [p for p in net.parameters() if p.requires_grad]
@@ -263,12 +263,12 @@ def test_numbers_that_count_the_models_parameters(tmp_path: Path) -> None:
     state = by_model(net, optimizer)
     manifest = read(tmp_path, net, state)
     numbers = {i for g in state["param_groups"] for i in g["params"]}
-    assert told(manifest) == {0: {i: order[i] for i in numbers}}
+    assert names_by_number(manifest) == {0: {i: order[i] for i in numbers}}
     net = ActorCritic(critic=2)
     pair = torch.optim.AdamW(net.actor.parameters()), torch.optim.AdamW(net.critic.parameters())
     truth = trained(net, *pair)
     manifest = read(tmp_path, net, *(by_model(net, o) for o in pair))
-    assert told(manifest) == {0: truth[0], 1: {i + 6: n for i, n in truth[1].items()}}
+    assert names_by_number(manifest) == {0: truth[0], 1: {i + 6: n for i, n in truth[1].items()}}
 
 
 def adam(*shapes: tuple[int, ...], ids: list[int] | None = None) -> dict[str, Any]:
@@ -298,13 +298,13 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_said(case: str, tmp_path: Path) -> None:
+def test_no_fit_is_a_finding(case: str, tmp_path: Path) -> None:
     net = nn.ModuleDict({n: nn.Linear(3, 2, bias=False) for n in "ac"})
     for n in "bd":
         net[n] = nn.LayerNorm(3, bias=False)
     ordered = nn.ModuleDict({n: net[n] for n in "abcd"})
     manifest = read(tmp_path, ordered, WRONG[case])
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0"]
     assert any(w in manifest.findings[0].message for w in ("do not fit the model", "do not tell the shape"))
 
@@ -326,7 +326,7 @@ def test_counts_alone_prove_nothing(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     state = {i: {"step": torch.tensor(1.0)} for i in range(2)}
     manifest = read(tmp_path, net, {"state": state, "param_groups": [{"params": [0, 1]}]})
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0"]
 
 
@@ -340,22 +340,22 @@ def test_the_adafactor_of_transformers(tmp_path: Path) -> None:
         matrix = {"exp_avg_sq_row": value[..., 0], "exp_avg_sq_col": value.mean(0)}
         state[n] = {"step": 3, "RMS": 0.5, **(matrix if p.ndim > 1 else {"exp_avg_sq": value})}
     manifest = read(tmp_path, net, {"state": state, "param_groups": [{"params": list(state)}]})
-    assert told(manifest) == {0: dict(enumerate(order))}
+    assert names_by_number(manifest) == {0: dict(enumerate(order))}
 
 
 @pytest.mark.parametrize("case", NOT_NUMBERED)
-def test_nothing_is_said_where_nothing_is_numbered(case: str, tmp_path: Path) -> None:
+def test_no_finding_without_numbers(case: str, tmp_path: Path) -> None:
     manifest = read(tmp_path, nn.Linear(2, 2), NOT_NUMBERED[case])
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert manifest.findings == ()
 
 
-def test_two_optimizers_that_count_the_model_and_do_not_agree(tmp_path: Path) -> None:
-    """A number means one parameter, and that has one shape."""
+def test_contradicting_optimizers_that_count_the_model(tmp_path: Path) -> None:
+    """A number means one parameter, which has one shape."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     square, row = adam((3, 3), ids=[1]), adam((3,), ids=[1])
     manifest = read(tmp_path, net, square, row)
-    assert told(manifest) == {}
+    assert names_by_number(manifest) == {}
     assert unnamed(manifest) == ["optimizer_states.0", "optimizer_states.1"]
 
 

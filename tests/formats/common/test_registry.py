@@ -1,4 +1,4 @@
-"""The registry: what is the default, and what may a package of the user's own add?"""
+"""Test the registry: defaults, and what other packages may add."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptcore.testing import CASES, DAMAGES, Case, Sample
 
 
 def install(folder: Path, entries: str) -> None:
-    """What pip would leave of a package with these entry points."""
+    """The files that pip would install for a package with these entry points."""
     (folder / "npy_plugin.py").write_text(PLUGIN)
     info = folder / "npy_plugin-1.0.dist-info"
     info.mkdir()
@@ -71,17 +71,17 @@ def test_npy(case, tmp_path):
     assert f"{len(CASES) - 1} passed, 1 skipped" in done.stdout, done.stdout[-500:]
 
 
-def test_a_package_that_cannot_be_used_is_named_and_does_no_harm(tmp_path: Path) -> None:
+def test_an_unusable_package_is_named_and_skipped(tmp_path: Path) -> None:
     install(tmp_path, "a = npy_plugin:NOT_A_FORMAT\nb = npy_plugin:MISSING\nc = npy_plugin:FORMAT")
     command = [sys.executable, "-m", "ckptcore", "formats", "--output", "json"]
     done = subprocess.run(
         command, env=_env(tmp_path), capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [b["package"] for b in told["broken"]] == ["npy-plugin", "npy-plugin"]
-    assert told["formats"][-1]["name"] == "npy_folder"
-    assert told["formats"][-1]["package"] == "npy-plugin"
+    listed = json.loads(done.stdout)
+    assert [b["package"] for b in listed["broken"]] == ["npy-plugin", "npy-plugin"]
+    assert listed["formats"][-1]["name"] == "npy_folder"
+    assert listed["formats"][-1]["package"] == "npy-plugin"
 
 
 def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ ROOTS = {"legacy_llama_tp2pp2_0.15.3": "iter_0000100", "legacy_mixtral_ep2pp2_0.
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_samples_keep_the_shipped_conformance(case: Case, simple: samples.Sample, tmp_path: Path) -> None:
-    """The sample of a new format is among them as soon as it lies in `tests/fixtures`."""
+    """The sample of a new format is among them as soon as it is in `tests/fixtures`."""
     source = simple.root / "ckpt" / ROOTS.get(simple.name, "")
     lost = UNDETECTABLE.get(simple.name, frozenset())
     try:

@@ -47,35 +47,35 @@ def test_folders_and_files(root: str) -> None:
 
 
 def test_a_folder_below_another(root: str) -> None:
-    """The same files under shorter names: sizes, stamps and bytes are those of the store around it."""
-    whole = open_source(root)
-    below = whole.below("deep")
+    """The same files under shorter names: sizes, stamps and bytes are those of the outer store."""
+    full = open_source(root)
+    below = full.below("deep")
     name, inside = "model.safetensors", "deep/model.safetensors"
-    assert below.listing == below.store.list() == {name: whole.listing[inside]}
-    assert below.store.size(name) == whole.store.size(inside) == whole.listing[inside]
+    assert below.listing == below.store.list() == {name: full.listing[inside]}
+    assert below.store.size(name) == full.store.size(inside) == full.listing[inside]
     assert below.store.size("alone.safetensors") is None
-    assert below.store.stamp(name) == whole.store.stamp(inside) is not None
+    assert below.store.stamp(name) == full.store.stamp(inside) is not None
     into = bytearray(16)
     below.store.read_into(name, 8, memoryview(into))
-    assert bytes(into) == below.store.read(name, 8, 16) == whole.store.read(inside, 8, 16)
-    assert below.store.url == f"{whole.store.url.rstrip('/')}/deep"
+    assert bytes(into) == below.store.read(name, 8, 16) == full.store.read(inside, 8, 16)
+    assert below.store.url == f"{full.store.url.rstrip('/')}/deep"
     below.store.close()  # type: ignore[attr-defined]
-    assert whole.store.size(inside)  # what it reads from stays open
+    assert full.store.size(inside)  # what it reads from stays open
 
 
-def test_what_is_not_there(root: str) -> None:
+def test_missing_sources(root: str) -> None:
     with pytest.raises((SourceUnreadable, UnknownFormat)) as caught:
         ckptcore.open(f"{root}/nothing.safetensors")
     assert "nothing" in caught.value.message
     assert caught.value.hint
 
 
-def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+def test_names_that_are_too_long(tmp_path: Path) -> None:
     with pytest.raises(SourceUnreadable, match="cannot open"):
         open_source(str(tmp_path / ("n" * 300)))
 
 
-def test_what_is_no_regular_file(tmp_path: Path) -> None:
+def test_special_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(SourceUnreadable, match="no regular file"):
+    with pytest.raises(SourceUnreadable, match="not a regular file"):
         open_source(str(tmp_path / "pipe.pt"))

@@ -1,4 +1,4 @@
-"""Parts that cannot be read: is each a finding on itself, and can everything beside it be converted?"""
+"""Read checkpoints with unreadable parts: each part is a finding, and all others can be converted."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def rank_files(folder: Path, kind: str) -> Path:
 
 
 def lightning_file(folder: Path, kind: str) -> Path:
-    whole = {"pytorch-lightning_version": "2.6.6", "state_dict": state(kind)["model"], "epoch": 1}
-    torch.save(whole | {"global_step": 3, "optimizer_states": [], "lr_schedulers": []}, folder / "a.ckpt")
+    checkpoint = {"pytorch-lightning_version": "2.6.6", "state_dict": state(kind)["model"], "epoch": 1}
+    torch.save(
+        checkpoint | {"global_step": 3, "optimizer_states": [], "lr_schedulers": []}, folder / "a.ckpt"
+    )
     return folder / "a.ckpt"
 
 
@@ -46,7 +48,7 @@ def names(manifest: Manifest) -> set[str]:
 
 
 def stops_nothing_else(source: Path, odd: str, out: Path | None = None) -> None:
-    """Whatever asks for the part is refused by its name; the rest can be converted, and is to ``out``."""
+    """A request for the part is refused by its name; the rest can be converted, to ``out``."""
     manifest = ckptcore.open(str(source))
     root = odd.removesuffix("odd")
     assert odd not in names(manifest)
@@ -96,13 +98,13 @@ def test_a_dcp_folder(kind: str, tmp_path: Path) -> None:
     assert (why.dtype, why.shape) == (str(KINDS[kind]().dtype).removeprefix("torch."), KINDS[kind]().shape)
 
 
-def test_a_subclass_in_a_dcp_folder_shows_when_it_is_read(tmp_path: Path) -> None:
-    """`.metadata` has its dtype and shape, and nothing of its class."""
+def test_a_subclass_in_a_dcp_folder(tmp_path: Path) -> None:
+    """`.metadata` has its dtype and shape, but not its class."""
     source = tmp_path / "ckpt"
     dcp.save(state("subclass"), checkpoint_id=source, no_dist=True)
     manifest = ckptcore.open(str(source))
-    (told,) = [f for f in ckptcore.check(manifest, "bytes").findings if f.severity == "error"]
-    assert (told.code, told.fqn) == ("unreadable-part", "model.odd")
+    (error,) = [f for f in ckptcore.check(manifest, "bytes").findings if f.severity == "error"]
+    assert (error.code, error.fqn) == ("unreadable-part", "model.odd")
     with pytest.raises(UnreadablePart, match="Scaled") as caught:
         ckptcore.convert(str(source), str(tmp_path / "out"))
     assert "--exclude 'model.odd'" in caught.value.hint
@@ -124,7 +126,7 @@ def test_a_safetensors_file(dtype: str, tmp_path: Path) -> None:
     stops_nothing_else(path, "odd", tmp_path / "x" if dtype == "F4" else None)
 
 
-def test_whoever_asks_for_it_is_told(tmp_path: Path) -> None:
+def test_a_request_for_it_is_refused(tmp_path: Path) -> None:
     source = str(torch_file(tmp_path, "coo"))
     manifest = ckptcore.open(source)
     with pytest.raises(
@@ -146,7 +148,7 @@ def test_whoever_asks_for_it_is_told(tmp_path: Path) -> None:
         assert ckptcore.fingerprint(source, model=model, exclude=["model.odd"]).fingerprint
 
 
-def test_globs_that_leave_out_many(tmp_path: Path) -> None:
+def test_globs_that_exclude_many(tmp_path: Path) -> None:
     layers = {f"l.{n}.{k}": v for n in range(20) for k, v in {"q": quantized(), "s": B}.items()}
     torch.save(layers, tmp_path / "a.pt")
     with pytest.raises(UnreadablePart) as caught:
@@ -156,7 +158,7 @@ def test_globs_that_leave_out_many(tmp_path: Path) -> None:
     assert len(ckptcore.open(str(tmp_path / "out")).tensors) == 20
 
 
-def test_what_can_run_is_still_called_unsafe(tmp_path: Path) -> None:
+def test_executable_content_is_still_unsafe(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             import os
@@ -170,8 +172,8 @@ def test_what_can_run_is_still_called_unsafe(tmp_path: Path) -> None:
         ckptcore.open(str(tmp_path / "ckpt"))
     assert caught.value.code == "unsafe"
     torch.save({"w": W, "x": Evil()}, tmp_path / "a.pt")
-    told = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt"))).findings
-    assert [(f.code, f.fqn) for f in told] == [("refused-global", "x")]
+    findings = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt"))).findings
+    assert [(f.code, f.fqn) for f in findings] == [("refused-global", "x")]
 
 
 # --- shards of torch's Hugging Face writer, all evenly cut ------------------------------------
@@ -181,13 +183,13 @@ def shards(folder: Path, ranks: int, of: int, *, rows: int = 32, width: int = 8)
     """The first ``ranks`` of ``of`` evenly cut shards."""
     folder.mkdir(parents=True)
     for rank in range(ranks):
-        held, info = {}, {}
+        tensors, info = {}, {}
         for name, height in (("model.embed_tokens.weight", rows), ("model.layers.0.mlp.weight", 16)):
             each = height // of
-            held[name] = torch.full((each, width), float(rank))
+            tensors[name] = torch.full((each, width), float(rank))
             info[name] = {"saved_offsets": [rank * each, 0]}
         save_file(
-            held,
+            tensors,
             folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
             {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"},
         )
@@ -202,7 +204,7 @@ def index(folder: Path, total: int) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-def test_evenly_cut_shards_are_unproven_and_not_damaged(tmp_path: Path) -> None:
+def test_evenly_cut_shards_are_unproven_not_damaged(tmp_path: Path) -> None:
     source = shards(tmp_path / "a", 4, 4)
     with pytest.raises(UnprovenCheckpoint) as caught:
         ckptcore.convert(str(source), str(tmp_path / "out"))
@@ -212,7 +214,7 @@ def test_evenly_cut_shards_are_unproven_and_not_damaged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 3])
 @pytest.mark.parametrize("proof", ["index", "config", "text config"])
-def test_what_proves_evenly_cut_shards(proof: str, ranks: int, tmp_path: Path) -> None:
+def test_proofs_of_evenly_cut_shards(proof: str, ranks: int, tmp_path: Path) -> None:
     """An index's total, or the shape of one tensor: with all four ranks, and not without the last."""
     source = shards(tmp_path / "a", ranks, 4)
     config = {"vocab_size": 32, "hidden_size": 8}
@@ -231,8 +233,8 @@ def test_what_proves_evenly_cut_shards(proof: str, ranks: int, tmp_path: Path) -
             ckptcore.convert(str(source), str(tmp_path / "out"))
 
 
-def test_a_shape_that_more_than_one_number_of_ranks_gives(tmp_path: Path) -> None:
-    """Four rows in parts of one: five ranks leave the same, with an empty fifth part."""
+def test_a_shape_that_fits_two_numbers_of_ranks(tmp_path: Path) -> None:
+    """Four rows in parts of one: five ranks write the same, with an empty fifth part."""
     source = shards(tmp_path / "a", 4, 4, rows=4)
     (source / "config.json").write_text(json.dumps({"vocab_size": 4, "hidden_size": 8}))
     with pytest.raises(UnprovenCheckpoint):

@@ -1,4 +1,4 @@
-"""Used files: does a file count as used only where the reader of the chosen format used it, and as what?"""
+"""Track used files: only files that the reader of the chosen format used count, each in its role."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def safetensors_folder(folder: Path) -> Path:
     """Detection looks into metadata.json, which another format could have written."""
     folder.mkdir()
     save_file({"w": torch.arange(6.0)}, folder / "model.safetensors")
-    (folder / "metadata.json").write_text('{"run": "of somebody"}')
+    (folder / "metadata.json").write_text('{"run": "of another user"}')
     return folder
 
 
@@ -44,21 +44,23 @@ SHARDS = ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-000
 
 
 def hf_shards_folder(folder: Path) -> Path:
-    """Shards, the whole file made of them, what says how large the tensors are, and others' files."""
+    """Shards, their consolidated file, files that prove the tensors' sizes, and files of others."""
     (folder / "sharded").mkdir(parents=True)
     for rank, name in enumerate(SHARDS):
         info = {"model.embed_tokens.weight": {"saved_offsets": [rank * 2, 0]}}
-        told = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
-        save_file({"model.embed_tokens.weight": torch.full((2, 3), rank)}, folder / "sharded" / name, told)
-    whole = torch.tensor([0, 0, 1, 1]).repeat_interleave(3).reshape(4, 3)
-    save_file({"model.embed_tokens.weight": whole}, folder / "model.safetensors")
+        metadata = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(
+            {"model.embed_tokens.weight": torch.full((2, 3), rank)}, folder / "sharded" / name, metadata
+        )
+    full = torch.tensor([0, 0, 1, 1]).repeat_interleave(3).reshape(4, 3)
+    save_file({"model.embed_tokens.weight": full}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"vocab_size": 4, "hidden_size": 3}')
-    (folder / "README.md").write_text("of somebody")
+    (folder / "README.md").write_text("of another user")
     return folder
 
 
 def shards_alone_folder(folder: Path) -> Path:
-    """Without the whole file, the configuration is what proves that no shard is missing."""
+    """Without the consolidated file, the configuration proves that no shard is missing."""
     (hf_shards_folder(folder) / "model.safetensors").unlink()
     return folder
 
@@ -83,7 +85,7 @@ SAMPLES: dict[Callable[[Path], Path], tuple[set[str], set[str], set[str], set[st
 
 
 @pytest.mark.parametrize("make", SAMPLES, ids=lambda m: m.__name__)
-def test_what_each_file_is_used_for(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_the_role_of_each_file(make: Callable[[Path], Path], tmp_path: Path) -> None:
     manifest = read(make(tmp_path / "ckpt"))
     data, compared, described, beside = SAMPLES[make]
     assert used(manifest) == Used(frozenset(data), frozenset(compared), frozenset(described))
@@ -93,16 +95,16 @@ def test_what_each_file_is_used_for(make: Callable[[Path], Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("make", SAMPLES, ids=lambda m: m.__name__)
-def test_what_only_detection_opened_is_unproven(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """No format, no store and no catalog proves its bytes: validate must name it."""
+def test_files_opened_for_detection_are_unproven(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """No format, store or catalog proves their bytes: validate must name them."""
     folder = make(tmp_path / "ckpt")
     report = validate(ckptcore.open(str(folder)), "bytes")
     assert SAMPLES[make][3] <= set(report.unproven)
 
 
 @pytest.mark.parametrize("make", SAMPLES, ids=lambda m: m.__name__)
-def test_what_goes_with_a_source(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Retiring: only what holds the checkpoint itself, or says where it lies, counts as held by a child."""
+def test_files_retired_with_a_source(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Only files of the checkpoint itself, or of its location, count as part of a child."""
     folder = make(tmp_path / "ckpt")
     manifest = read(folder)
     lost = {
@@ -115,8 +117,8 @@ def test_what_goes_with_a_source(make: Callable[[Path], Path], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("make", SAMPLES, ids=lambda m: m.__name__)
-def test_what_is_replaced(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Replacing: all that the reader used goes with the folder, and what lies beside is a stranger."""
+def test_files_replaced_with_an_output(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Everything that the reader used belongs to the folder, and other files are strangers."""
     folder = make(tmp_path / "ckpt")
     request = Request(str(tmp_path / "other"), str(folder), overwrite=True)
     with pytest.raises(DestinationExists) as caught:
@@ -125,7 +127,7 @@ def test_what_is_replaced(make: Callable[[Path], Path], tmp_path: Path) -> None:
 
 
 def test_below_a_root_of_steps(tmp_path: Path) -> None:
-    """Paths are those below the manifest's root, wherever the source was opened."""
+    """Paths are relative to the manifest's root, wherever the source was opened."""
     folder = tmp_path / "run" / "iter_0000003"
     folder.parent.mkdir()
     dcp_folder(folder)

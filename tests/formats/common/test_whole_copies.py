@@ -1,4 +1,4 @@
-"""Whole files beside ranks' parts: is every element compared, and are both places named?"""
+"""Compare consolidated files with ranks' parts: every element, and findings name both places."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ VERL = FIXTURES / "torch" / "verl_fsdp2_4r"
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Path:
-    """A step's folder of a real verl job, with the model once more as `hf_model` leaves it."""
+    """A step's folder of a real verl job, with a copy of the model as saved by `hf_model`."""
     folder = tmp_path / "actor"
     shutil.copytree(VERL / "ckpt" / "global_step_10" / "actor", folder)
     bare = ckptcore.open(str(folder))
     tensors = {t.fqn: ckptcore.read(bare, t.fqn) for t in bare.tensors}
     names = sorted(tensors)
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for path, held in files.items():
-        save_file({n: tensors[n] for n in held}, folder / "huggingface" / path, {"format": "pt"})
-    listed = {n: path for path, held in files.items() for n in held}
+    for path, part in files.items():
+        save_file({n: tensors[n] for n in part}, folder / "huggingface" / path, {"format": "pt"})
+    listed = {n: path for path, part in files.items() for n in part}
     (folder / "huggingface" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
     return folder
 
@@ -40,7 +40,7 @@ def findings(folder: Path, level: str = "bytes") -> list[tuple[str, str | None]]
 
 
 def span(path: Path, name: str) -> tuple[int, int]:
-    """Where a tensor's bytes lie in a safetensors file."""
+    """The range of a tensor's bytes in a safetensors file."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     start, stop = json.loads(raw[8 : 8 + size])[name]["data_offsets"]
@@ -53,7 +53,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def whole(folder: Path) -> list[Path]:
+def consolidated(folder: Path) -> list[Path]:
     return sorted((folder / "huggingface").glob("*.safetensors"))
 
 
@@ -72,10 +72,10 @@ def test_equal_copies_are_proven_and_change_nothing(actor: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("end", [0, -1])
-def test_a_flipped_bit_in_the_whole_file(end: int, actor: Path, tmp_path: Path) -> None:
-    """In every tensor of the whole files: first byte or last."""
+def test_a_flipped_bit_in_a_consolidated_file(end: int, actor: Path, tmp_path: Path) -> None:
+    """In every tensor of the consolidated files: first byte or last."""
     names = sorted(t.fqn for t in ckptcore.open(str(actor)).tensors)
-    for path in whole(actor):
+    for path in consolidated(actor):
         for name in load_file(path):
             start, stop = span(path, name)
             flip(path, start if end == 0 else stop - 1)
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_the_whole_file(end: int, actor: Path, tmp_path: Path) 
 
 
 def test_a_changed_element_in_a_ranks_file(actor: Path) -> None:
-    """With a right checksum around it, so that the copy alone can tell."""
+    """With a valid checksum around it, so that only the copy shows it."""
     path = actor / "model_world_size_4_rank_2.pt"
     tree = torch.load(path, weights_only=False)
     name = "model.embed_tokens.weight"
@@ -118,36 +118,36 @@ def test_under_the_names_of_the_manifest(kinds: tuple[str, ...], opened: str, ac
     for kind in kinds[1:]:
         for rank in range(4):
             torch.save({"lr": 1.0}, actor / f"{kind}_world_size_4_rank_{rank}.pt")
-    path = whole(actor)[0]
+    path = consolidated(actor)[0]
     name = next(iter(load_file(path)))
     flip(path, span(path, name)[0])
     found = findings((actor / opened).resolve())
     assert ("replica-mismatch", f"model.{name}" if kinds[1:] else name) in found
 
 
-def test_what_cannot_be_compared_is_said(actor: Path) -> None:
-    """Another dtype or shape, a tensor of nobody, a torn file, a stale one."""
-    one, two = whole(actor)
-    held = load_file(one)
-    first, second, *_ = held
-    held[first] = held[first].to(torch.float64)
-    held[second] = held[second][..., :1].clone()
-    save_file(held | {"strange": torch.ones(2)}, one, {"format": "pt"})
+def test_tensors_that_cannot_be_compared_are_findings(actor: Path) -> None:
+    """Another dtype or shape, a tensor that no rank has, a cut file, a stale one."""
+    one, two = consolidated(actor)
+    tensors = load_file(one)
+    first, second, *_ = tensors
+    tensors[first] = tensors[first].to(torch.float64)
+    tensors[second] = tensors[second][..., :1].clone()
+    save_file(tensors | {"strange": torch.ones(2)}, one, {"format": "pt"})
     index = actor / "huggingface" / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
-    told["weight_map"]["strange"] = one.name
-    index.write_text(json.dumps(told))
-    shutil.copy(two, two.with_name("stale.safetensors"))  # the index names it not: it is not compared
+    contents = json.loads(index.read_text())
+    contents["weight_map"]["strange"] = one.name
+    index.write_text(json.dumps(contents))
+    shutil.copy(two, two.with_name("stale.safetensors"))  # not in the index, so not compared
     flip(two.with_name("stale.safetensors"), -1)
     two.write_bytes(two.read_bytes()[:4])
     found = ckptcore.check(ckptcore.open(str(actor)), "bytes")
     assert found.ok
     messages = [f.message for f in found.findings if f.code == "consolidated-differs"]
     for part in (
-        "strange is in huggingface/, and in no rank's file",
+        "strange is in huggingface/, but in no rank's file",
         f"{first} is of another dtype",
         f"{second} is ",
-        f"{two.name} cannot be read",
+        f"cannot read huggingface/{two.name}",
     ):
         assert any(part in m for m in messages), part
     assert {f"huggingface/{two.name}", "huggingface/stale.safetensors"} <= set(found.unproven)
@@ -155,8 +155,8 @@ def test_what_cannot_be_compared_is_said(actor: Path) -> None:
     assert any("is no" in m.message for m in ckptcore.open(str(actor)).findings)
 
 
-def test_a_tensor_that_lies_there_once_is_no_difference(actor: Path) -> None:
+def test_a_tensor_that_was_saved_once_is_no_difference(actor: Path) -> None:
     """transformers saves tied weights once."""
     (actor / "huggingface" / "model.safetensors.index.json").unlink()
-    whole(actor)[1].unlink()
+    consolidated(actor)[1].unlink()
     assert findings(actor) == []

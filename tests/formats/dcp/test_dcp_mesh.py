@@ -1,4 +1,4 @@
-"""DCP folders for a mesh: does a job of that mesh resume from them as from the original?
+"""Resume jobs from DCP folders written for their mesh, as from the original.
 
 The oracle is a real job (reshard_job.py): what `torch.distributed.checkpoint` loads into FSDP2, HSDP, TP and
 pipeline models of that mesh, the losses of its next steps, and the folder that it saves itself.
@@ -40,7 +40,7 @@ ROWS, COLUMNS = ("up.weight", "embed.weight", "head.weight"), ("down.weight",)
 
 
 def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> TensorLayout:
-    """What `fully_shard` and `parallelize_module` make of a tensor of the samples."""
+    """The layout that `fully_shard` and `parallelize_module` give a tensor of the samples."""
     sizes = dict(axes)
     name = fqn.removeprefix("model.").removeprefix("optim.state.").removeprefix("optimizer.state.")
     name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq").removesuffix(".step")
@@ -56,7 +56,7 @@ def layout(fqn: str, shape: tuple[int, ...], axes: Axes) -> TensorLayout:
 
 
 def reshard(source: Path, target: Path, axes: Axes, **options: Any) -> Topology:
-    """Writes what a job of this mesh would have saved, with the placements above."""
+    """Write what a job of this mesh would have saved, with the placements above."""
     manifest = ckptcore.open(str(source))
     topology = Topology(Mesh(axes), {t.fqn: layout(t.fqn, t.shape, axes) for t in manifest.tensors})
     mesh = ",".join(f"{a}={n}" for a, n in axes)
@@ -66,14 +66,14 @@ def reshard(source: Path, target: Path, axes: Axes, **options: Any) -> Topology:
 
 
 def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
-    """What each rank of the job tells."""
+    """Return the report of each rank of the job."""
     spec = {
         "axes": axes,
         "truth": str(sample.root / "expected.safetensors"),
         "original": str(sample.root / "ckpt"),
         "written": str(tmp_path / "out"),
         "saved": str(tmp_path / "saved"),
-        "out": str(tmp_path / "told.json"),
+        "out": str(tmp_path / "report.json"),
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     ran = subprocess.run(
@@ -84,17 +84,17 @@ def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    told: list[dict[str, Any]] = json.loads((tmp_path / "told.json").read_text())
-    return told
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "report.json").read_text())
+    return rows
 
 
 def chunks(folder: Path) -> Chunks:
     """Name -> box -> the rank in whose file torch finds it; empty boxes are left out."""
-    told = FileSystemReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     found: Chunks = {}
-    assert told.storage_data is not None
-    places = {(i.fqn, i.offset): int(s.relative_path.split("_")[2]) for i, s in told.storage_data.items()}
-    for name, entry in told.state_dict_metadata.items():
+    assert metadata.storage_data is not None
+    places = {(i.fqn, i.offset): int(s.relative_path.split("_")[2]) for i, s in metadata.storage_data.items()}
+    for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             continue
         found[name] = {
@@ -106,13 +106,13 @@ def chunks(folder: Path) -> Chunks:
 
 
 def loaded(sample: Sample, axes: Axes, tmp_path: Path) -> tuple[Chunks, Chunks]:
-    """Has a job of this mesh load what was written; gives the chunks of that, and of what the job saves."""
+    """Load the output in a job of this mesh; return its chunks, and those that the job saves."""
     assert validate(ckptcore.open(str(tmp_path / "out")), "bytes").ok
-    told = resume(sample, axes, tmp_path)
-    assert [row["wrong"] for row in told] == [[]] * len(told)
-    for row in told:
+    rows = resume(sample, axes, tmp_path)
+    assert [row["wrong"] for row in rows] == [[]] * len(rows)
+    for row in rows:
         assert row["losses"].get("written") == row["losses"].get("original") == row["losses"].get("load_into")
-    assert "pp" in dict(axes) or sample.name == TITAN or all(len(row["losses"]) == 3 for row in told)
+    assert "pp" in dict(axes) or sample.name == TITAN or all(len(row["losses"]) == 3 for row in rows)
     theirs = chunks(tmp_path / "saved")
     assert theirs
     return chunks(tmp_path / "out"), theirs
@@ -125,10 +125,10 @@ def resumes(sample: Sample, axes: Axes, tmp_path: Path) -> None:
     for name, parts in theirs.items():
         assert ours[name].keys() == parts.keys(), name
         shape = next(t.shape for t in ckptcore.open(str(tmp_path / "out")).tensors if t.fqn == name)
-        held = topology.held(name, shape)
+        boxes = topology.held(name, shape)
         for box, rank in ours[name].items():
-            assert held[rank] == box, (name, box, rank)
-            assert rank == parts[box] or held.count(box) > 1
+            assert boxes[rank] == box, (name, box, rank)
+            assert rank == parts[box] or boxes.count(box) > 1
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_jobs_of_every_mesh_resume(name: str, axes: Axes, found: dict[str, Sampl
     [pytest.param(a, marks=() if a == FSDP[2] else pytest.mark.soak) for a in (*FSDP.values(), HSDP)],
     ids=lambda a: "-".join(f"{k}{n}" for k, n in a),
 )
-def test_torchtitan_s_keys_by_the_built_in_rules(
+def test_torchtitan_keys_by_built_in_rules(
     axes: Axes, found: dict[str, Sample], cli: Cli, tmp_path: Path
 ) -> None:
     mesh = ",".join(f"{a}={n}" for a, n in axes)

@@ -1,4 +1,4 @@
-"""DCP folders for a mesh, file by file: who writes what, and what do torch and safetensors make of it?"""
+"""Check each file of DCP folders for a mesh: which rank wrote what, and what torch and safetensors read."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def saved(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def places(folder: Path) -> dict[str, list[str]]:
     """Name -> the files of its chunks, as torch lists them."""
-    told = FileSystemReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     found: dict[str, list[str]] = {}
-    for index, place in (told.storage_data or {}).items():
+    for index, place in (metadata.storage_data or {}).items():
         assert index.index == len(found.get(index.fqn, [])) or index.index is None
         found.setdefault(index.fqn, []).append(place.relative_path)
     return found
@@ -60,7 +60,7 @@ def places(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=3"])
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_equal_input_gives_equal_bytes(source: Path, mesh: str, tmp_path: Path) -> None:
-    """Whoever holds the tensors, and however often it is written."""
+    """Neither the mesh of the source nor a repetition changes a byte."""
     first = reshard(source, tmp_path / "first", mesh)
     assert files(first) == files(reshard(first, tmp_path / "second", mesh))
     bound = ("rng*",) if source == NESTED else ()  # random states do not go to other ranks
@@ -71,7 +71,7 @@ def test_equal_input_gives_equal_bytes(source: Path, mesh: str, tmp_path: Path) 
     assert not differences(contents(tmp_path / "one"), contents(first))
 
 
-def test_ranks_without_anything_leave_empty_files(tmp_path: Path) -> None:
+def test_ranks_without_tensors_write_empty_files(tmp_path: Path) -> None:
     """As torch's ranks do. Chunks come in the order of the ranks, and empty ones are not written."""
     tensors = {"a": torch.arange(6.0).reshape(3, 2), "none": torch.zeros(0, 4)}
     out = reshard(saved(tmp_path, tensors), tmp_path / "out", "fsdp=6")
@@ -85,19 +85,19 @@ def test_ranks_without_anything_leave_empty_files(tmp_path: Path) -> None:
         check=True,
         timeout=180,
     )
-    whole = tensors_of(read_torch(tmp_path / "whole.pt"))
-    assert not differences({k: value(v) for k, v in tensors.items()}, whole)
+    full = tensors_of(read_torch(tmp_path / "whole.pt"))
+    assert not differences({k: value(v) for k, v in tensors.items()}, full)
 
 
-def test_what_all_ranks_have_is_spread_over_them(tmp_path: Path) -> None:
-    """Each is written once, by the rank with the fewest bytes so far; objects are rank 0's."""
+def test_replicas_are_spread_over_the_ranks(tmp_path: Path) -> None:
+    """Each is written once, by the rank with the fewest bytes so far; rank 0 has the objects."""
     tensors = {"a": torch.zeros(8), "b": torch.zeros(4), "c": torch.zeros(2), "d": torch.zeros(2)}
     source = saved(tmp_path, {**tensors, "lr": 0.5})  # type: ignore[dict-item]
     out = reshard(source, tmp_path / "out", "dp_replicate=3")
     assert {k: v[0][2] for k, v in places(out).items()} == {"a": "0", "b": "1", "c": "2", "d": "2", "lr": "0"}
 
 
-def test_files_of_a_rank_hold_so_many_bytes(tmp_path: Path) -> None:
+def test_the_size_limit_of_a_ranks_files(tmp_path: Path) -> None:
     tensors = {f"t{n}": torch.full((4, 4), float(n)) for n in range(5)}
     out = reshard(saved(tmp_path, tensors), tmp_path / "out", "fsdp=2", max_file_size=64)
     assert {n for n in files(out) if n != ".metadata"} == {
@@ -110,15 +110,15 @@ def test_files_of_a_rank_hold_so_many_bytes(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("source", [NESTED, DIMS, ODD], ids=lambda p: p.parent.name)
 def test_items_of_safetensors(source: Path, tmp_path: Path) -> None:
-    """A file is its objects and one blob, which the library reads; `.metadata` tells what torch's tells."""
+    """A file is its objects and one blob, which the library reads; `.metadata` equals torch's."""
     odd = tuple(t.fqn for t in ckptcore.open(str(source)).tensors if t.dtype in ("complex32", "complex128"))
     out = reshard(source, tmp_path / "out", "fsdp=3", serialization="safetensors", exclude=odd)
     there, here = contents(source), contents(out)
     assert not differences({k: v for k, v in there.items() if k not in (*odd, "rng")}, here)
-    told = FileSystemReader(out).read_metadata()
-    assert told.storage_data is not None
+    metadata = FileSystemReader(out).read_metadata()
+    assert metadata.storage_data is not None
     for path in out.glob("*.distcp"):
-        items = {i: s for i, s in told.storage_data.items() if s.relative_path == path.name}
+        items = {i: s for i, s in metadata.storage_data.items() if s.relative_path == path.name}
         inside = {i: s for i, s in items.items() if i.offset is not None}
         if not inside:
             assert sum(s.length for s in items.values()) == path.stat().st_size
@@ -147,17 +147,17 @@ def test_a_cut_blob_is_found(tmp_path: Path) -> None:
     assert not validate(ckptcore.open(str(out)), "bytes").ok
 
 
-def test_one_file_is_no_mesh(tmp_path: Path) -> None:
+def test_a_single_file_has_no_mesh(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         reshard(DIMS, tmp_path / "out.pt", "fsdp=2")
 
 
 def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path) -> None:
-    """A stage that is not there would lose it."""
+    """A missing stage would lose it."""
     nowhere = Topology(Mesh((("pp", 2),)), {"b": TensorLayout(at=(("pp", (2,)),))})
     source = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(3)})
     asked = Request(str(source), str(tmp_path / "out"), verb="reshard", to="dcp", mesh="pp=2")
     with pytest.raises(UsageError) as caught:
         convert(asked, catalog_url=False, topology=nowhere)
-    assert "0 elements of b" in caught.value.message
+    assert "all 3 elements of b (got 0)" in caught.value.message
     assert not (tmp_path / "out").exists()

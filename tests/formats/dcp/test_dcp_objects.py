@@ -42,23 +42,23 @@ def blob(manifest: ckptcore.Manifest, key: str) -> Any:
 def test_tensors_inside_objects(zstd: bool, tmp_path: Path) -> None:
     """A tensor in an object is a tensor of the checkpoint, also where the object is compressed."""
     shared = torch.arange(40.0).view(5, 8)
-    held = {
+    optim = {
         "state": {0: {"exp_avg": torch.randn(300, 7), "view": shared[1:4, ::2]}},
         "lr": 0.1,
         "list": [shared, (torch.tensor(3), None)],
         "int8": torch.arange(5, dtype=torch.int8),
     }
-    manifest = ckptcore.open(str(saved(tmp_path / "x", {"w": torch.ones(2, 2), "optim": held}, zstd=zstd)))
+    manifest = ckptcore.open(str(saved(tmp_path / "x", {"w": torch.ones(2, 2), "optim": optim}, zstd=zstd)))
     assert ckptcore.check(manifest, "bytes").ok
     tree = blob(manifest, "optim")
     assert tree["lr"] == 0.1
     assert tree["list"][0] == TensorRef("optim.list.0")
     want = {
-        "optim.state.0.exp_avg": held["state"][0]["exp_avg"],
+        "optim.state.0.exp_avg": optim["state"][0]["exp_avg"],
         "optim.state.0.view": shared[1:4, ::2],
         "optim.list.0": shared,
         "optim.list.1.0": torch.tensor(3),
-        "optim.int8": held["int8"],
+        "optim.int8": optim["int8"],
         "w": torch.ones(2, 2),
     }
     assert {t.fqn for t in manifest.tensors} == want.keys()
@@ -70,7 +70,7 @@ def test_tensors_inside_objects(zstd: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zstd", [False, True], ids=["plain", "zstd"])
 def test_objects_larger_than_a_range(zstd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small objects are read together, one that is larger than a range in its own place."""
+    """Small objects are read together; one larger than a range is read in place."""
     monkeypatch.setattr(_dcpobjects, "_RANGE", 4096)
     state: dict[str, Any] = {f"o{n}": {"n": n, "raw": os.urandom(20 if n % 3 else 9000)} for n in range(9)}
     state["o9"] = {"tensor": torch.randn(4000), "n": 9}
@@ -83,15 +83,15 @@ def test_objects_larger_than_a_range(zstd: bool, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("inside", ["small", "large"])
 def test_tensors_inside_objects_that_ranks_share(inside: str, tmp_path: Path) -> None:
-    """Each rank left its own metadata: equal trees whose tensors hold other elements are other values."""
+    """Each rank wrote its own metadata: equal trees whose tensors have other elements are other values."""
     size = 4 if inside == "small" else 1 << 20
 
-    def told(value: float) -> set[str]:
+    def codes(value: float) -> set[str]:
         folder = tmp_path / str(value)
         folder.mkdir()
         for rank in range(2):
-            held = {"step": torch.full((size,), value if rank else 1.0), "lr": 0.5}
-            alone = saved(tmp_path / f"{value}-{rank}", {f"w{rank}": torch.ones(2), "optim": held})
+            optim = {"step": torch.full((size,), value if rank else 1.0), "lr": 0.5}
+            alone = saved(tmp_path / f"{value}-{rank}", {f"w{rank}": torch.ones(2), "optim": optim})
             metadata = pickle.loads((alone / ".metadata").read_bytes())
             for place in metadata.storage_data.values():
                 place.relative_path = f"__{rank}_0.distcp"
@@ -99,19 +99,19 @@ def test_tensors_inside_objects_that_ranks_share(inside: str, tmp_path: Path) ->
             (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
         return {f.code for f in ckptcore.open(str(folder)).findings}
 
-    assert "rank-object" not in told(1.0)
-    assert "rank-object" in told(2.0)
+    assert "rank-object" not in codes(1.0)
+    assert "rank-object" in codes(2.0)
 
 
-def test_tensors_inside_a_class_are_told(tmp_path: Path) -> None:
-    """What a class holds cannot be taken out: its bytes are counted, and the rest is read."""
+def test_tensors_inside_a_class_are_a_finding(tmp_path: Path) -> None:
+    """Tensors inside a class cannot be read: their bytes are counted, and the rest is read."""
     layer = types.SimpleNamespace(weight=torch.randn(10, 10))
     folder = saved(tmp_path / "x", {"w": torch.ones(3), "layer": layer, "plain": {"a": 1}})
     manifest = ckptcore.open(str(folder))
-    told = {f.code: f for f in manifest.findings}
-    assert "types.SimpleNamespace" in told["refused-global"].message
-    assert "400 bytes" in told["refused-tensors"].message
-    assert (told["refused-tensors"].severity, told["refused-tensors"].fqn) == ("error", "layer")
+    findings = {f.code: f for f in manifest.findings}
+    assert "types.SimpleNamespace" in findings["refused-global"].message
+    assert "400 bytes" in findings["refused-tensors"].message
+    assert (findings["refused-tensors"].severity, findings["refused-tensors"].fqn) == ("error", "layer")
     assert torch.equal(ckptcore.read(manifest, "w"), torch.ones(3))
 
 
@@ -129,12 +129,12 @@ DAMAGE: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_objects_that_have_no_form(name: str, tmp_path: Path) -> None:
-    make, code, told = DAMAGE[name]
+def test_objects_without_a_json_form(name: str, tmp_path: Path) -> None:
+    make, code, message = DAMAGE[name]
     manifest = ckptcore.open(str(saved(tmp_path / "x", {"w": torch.ones(3), "odd": make()})))
     (found,) = (f for f in manifest.findings if f.fqn == "odd")
     assert found.code == code
-    assert told in found.message
+    assert message in found.message
     assert [(b.key, b.known) for b in manifest.blobs] == [("odd", False)]
     assert torch.equal(ckptcore.read(manifest, "w"), torch.ones(3))
 
@@ -151,7 +151,7 @@ def test_a_file_outside_the_folder_is_not_read(tmp_path: Path) -> None:
     assert not ckptcore.check(manifest, "cover").ok
 
 
-def test_a_torn_compressed_object(tmp_path: Path) -> None:
+def test_a_cut_compressed_object(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", {"a": {"raw": os.urandom(4000)}}, zstd=True)
     (data,) = folder.glob("*.distcp")
     torn = bytearray(data.read_bytes())
@@ -171,15 +171,15 @@ def packed(data: bytes = PLAIN, **options: Any) -> bytes:
 
 
 def both(data: bytes, limit: int, folder: Path, codec: str = "zstd") -> set[bytes]:
-    """What both ways of decoding give."""
+    """The results of both ways of decoding."""
     (folder / "x").write_bytes(b"before" + data + b"behind")
     store = open_store(str(folder))
     out, length = _codecs.decode_to_file(codec, store, "x", 6, len(data), limit, str(folder))
     with out:
         out.seek(0)
-        whole = out.read()
-    assert length == len(whole)
-    return {whole, _codecs.decode_small(codec, data, limit, "x")}
+        plain = out.read()
+    assert length == len(plain)
+    return {plain, _codecs.decode_small(codec, data, limit, "x")}
 
 
 OPTIONS = [{}, {"level": 19}, {"write_checksum": True}, {"write_content_size": False}]
@@ -205,15 +205,15 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_zstd_that_is_damaged(name: str, tmp_path: Path) -> None:
-    data, limit, told = BROKEN[name]
-    with pytest.raises(MalformedCheckpoint, match=told):
+    data, limit, message = BROKEN[name]
+    with pytest.raises(MalformedCheckpoint, match=message):
         _codecs.decode_small("zstd", data, limit, "x")
-    with pytest.raises(MalformedCheckpoint, match=told):
+    with pytest.raises(MalformedCheckpoint, match=message):
         both(data, limit, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_codec_that_is_not_known(tmp_path: Path) -> None:
+def test_an_unknown_codec(tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="unknown codec 'lz4'"):
         _codecs.decode_small("lz4", b"x", 10, "x")
     with pytest.raises(MalformedCheckpoint, match="unknown codec 'lz4'"):

@@ -1,4 +1,4 @@
-"""Writing DCP folders: does torch load them, on one rank and on others, whatever its age?"""
+"""Write DCP folders, and load them with torch: several releases, one rank and more."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def dcp_sample(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_torch_converts_our_folders(cli: Cli, tmp_path: Path) -> None:
+def test_torch_converts_written_folders(cli: Cli, tmp_path: Path) -> None:
     asked: list[Path] = []
     for sample in (NESTED, ODD, DIMS):
         out = tmp_path / sample.name
@@ -97,7 +97,7 @@ def test_torch_converts_our_folders(cli: Cli, tmp_path: Path) -> None:
 
 # By default test_recipes has ranks load what we wrote; here it is torchrun, which takes longer to begin.
 @pytest.mark.soak
-def test_another_world_size_loads_our_folder(cli: Cli, tmp_path: Path) -> None:
+def test_another_world_size_loads_a_written_folder(cli: Cli, tmp_path: Path) -> None:
     import hashlib
 
     done = cli("consolidate", DIMS / "ckpt", tmp_path / "out", "--to", "dcp", "--max-file-size", "2KB")
@@ -130,7 +130,7 @@ def test_another_world_size_loads_our_folder(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("consolidate",), ("reshard", "--mesh", "fsdp=3")], ids=lambda v: v[0])
-def test_metadata_holds_what_torch_2_4_knows(
+def test_metadata_has_only_globals_of_torch_2_4(
     verb: tuple[str, ...], cli: Cli, dcp_sample: Path, tmp_path: Path
 ) -> None:
     done = cli(verb[0], dcp_sample / "ckpt", tmp_path / "out", "--to", "dcp", *verb[1:])
@@ -142,8 +142,8 @@ def test_metadata_holds_what_torch_2_4_knows(
     assert fields >= FIELDS_OF_2_4 - {"index"}
 
 
-def test_written_again_it_is_the_same(cli: Cli, dcp_sample: Path, tmp_path: Path) -> None:
-    """From our own folder too: names, paths and objects survive, and equal input gives equal bytes."""
+def test_a_rewrite_gives_the_same_files(cli: Cli, dcp_sample: Path, tmp_path: Path) -> None:
+    """Also from a written folder: names, paths and objects survive, and equal input gives equal bytes."""
     first, second = tmp_path / "a", tmp_path / "b"
     assert cli("consolidate", dcp_sample / "ckpt", first, "--to", "dcp").code == 0
     assert cli("consolidate", first, second, "--to", "dcp").code == 0

@@ -55,7 +55,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """A source, by its name; all of one mesh are saved by one job, when the first is asked for."""
+    """A source by name; one job saves all sources of a mesh, on the first request."""
     root = tmp_path_factory.mktemp("decoders")
     cases: dict[str, Case] = {}
 
@@ -67,8 +67,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
                 for n, (family, keys, dtype, on) in SOURCES.items()
                 if on == mesh
             }
-            for told in run(root, mesh, list(mine.values())):
-                assert [row["wrong"] for row in told] == [[]] * len(told)
+            for rows in run(root, mesh, list(mine.values())):
+                assert [row["wrong"] for row in rows] == [[]] * len(rows)
             cases.update(mine)
         return cases[name]
 
@@ -88,21 +88,21 @@ def test_jobs_resume(
         assert done.code == 0, done
         assert validate(ckptcore.open(str(out)), "bytes").ok
         cases.append({**case, "written": str(out), "saved": str(tmp_path / f"saved-{name}")})
-    for name, case, told in zip(names, cases, run(tmp_path, mesh, cases), strict=True):
-        assert [row["wrong"] for row in told] == [[]] * len(told), name
-        for row in told:
+    for name, case, rows in zip(names, cases, run(tmp_path, mesh, cases), strict=True):
+        assert [row["wrong"] for row in rows] == [[]] * len(rows), name
+        for row in rows:
             losses = row["losses"]
             assert losses["written"] == losses["original"] == losses["load_into"], name
-        assert any(len(row["losses"]["original"]) == 3 for row in told)
-        as_torch_saves(case, [row["parts"] for row in told])
+        assert any(len(row["losses"]["original"]) == 3 for row in rows)
+        as_torch_saves(case, [row["parts"] for row in rows])
 
 
 def as_torch_saves(case: Case, parts: list[dict[str, Box]]) -> None:
-    """The written folder has what the job itself saves: names, chunks, and files of ranks that have them.
+    """Require that the folder equals the job's own save: names, chunks, and files of ranks that have them.
 
-    parts: of each rank, what it has of each tensor.
+    parts: per rank, its part of each tensor.
     """
-    ours, theirs = (told(Path(case[k])) for k in ("written", "saved"))
+    ours, theirs = (stored_parts(Path(case[k])) for k in ("written", "saved"))
     more = ours.keys() - theirs.keys()  # stages save no groups where these have no names of parameters
     assert not theirs.keys() - ours.keys()
     assert all(n.startswith("optim.param_groups.") for n in more), more
@@ -110,15 +110,15 @@ def as_torch_saves(case: Case, parts: list[dict[str, Box]]) -> None:
         assert ours[name][0] == kind, name
         assert ours[name][1].keys() == boxes.keys(), name
         for box, rank in ours[name][1].items():
-            having = [r for r, held in enumerate(parts) if as_box(held.get(name)) == box]
+            having = [r for r, of_rank in enumerate(parts) if as_box(of_rank.get(name)) == box]
             assert rank in having, (name, box)
             assert boxes[box] in having, (name, box)
 
 
-def told(folder: Path) -> dict[str, tuple[Any, dict[Box, int]]]:
-    """Name -> (what `.metadata` says of it, the rank in whose file each of its boxes is).
+def stored_parts(folder: Path) -> dict[str, tuple[Any, dict[Box, int]]]:
+    """Name -> (its entry in `.metadata`, the rank in whose file each of its boxes is).
 
-    Bytes have no boxes. Empty parts are left out: torch writes one, which nobody reads.
+    Bytes have no boxes. Empty parts are left out: torch writes one, which no loader reads.
     """
     metadata = FileSystemReader(folder).read_metadata()
     found: dict[str, tuple[Any, dict[Box, int]]] = {}
@@ -137,15 +137,15 @@ def told(folder: Path) -> dict[str, tuple[Any, dict[Box, int]]]:
     return found
 
 
-def as_box(told: Any) -> Box | None:
-    return None if told is None else (tuple(told[0]), tuple(told[1]))
+def as_box(pair: Any) -> Box | None:
+    return None if pair is None else (tuple(pair[0]), tuple(pair[1]))
 
 
 def run(folder: Path, mesh: str, cases: list[Case]) -> list[list[dict[str, Any]]]:
-    """What the ranks of a job tell of each case."""
+    """The reports of a job's ranks about each case."""
     order = ("pp", "dp_replicate", "fsdp", "tp")
     sizes = {a: int(n) for a, n in (part.split("=") for part in mesh.split(","))}
-    out, spec = folder / "told.json", folder / "spec.json"
+    out, spec = folder / "report.json", folder / "spec.json"
     axes = [[a, sizes[a]] for a in order if a in sizes]
     spec.write_text(json.dumps({"axes": axes, "cases": cases, "out": str(out)}))
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""Folders of safetensors without an index: which files are the checkpoint, and is one missing?"""
+"""Read folders of safetensors without an index: choose the files, and report missing ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def codes(url: Path) -> set[str]:
     return {f"{f.code} {f.file or ''}".strip() for f in found if f.severity != "info"}
 
 
-def test_files_that_count_themselves(folder: Path) -> None:
-    """As torch's ranks left them that consolidated together, before they wrote an index."""
+def test_numbered_files(folder: Path) -> None:
+    """As written by torch's ranks that consolidate together, before they wrote an index."""
     manifest = ckptcore.open(str(folder))
     assert manifest.format == "safetensors"
     assert {t.fqn: ckptcore.read(manifest, t.fqn).tolist() for t in manifest.tensors} == {
@@ -39,7 +39,7 @@ def test_files_that_count_themselves(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [2], [0, 1], [1, 2]])
-def test_a_file_that_is_not_there(lost: list[int], folder: Path) -> None:
+def test_a_missing_file(lost: list[int], folder: Path) -> None:
     for n in lost:
         (folder / NAMES[n]).unlink()
     assert codes(folder) == {f"missing-file {NAMES[n]}" for n in lost}
@@ -49,8 +49,8 @@ def test_one_of_them_by_name(folder: Path) -> None:
     assert codes(folder / NAMES[1]) == {f"missing-part {NAMES[1]}"}
 
 
-def test_what_lies_beside(folder: Path) -> None:
-    """A series and another file is not guessed at; model.safetensors is what loaders take."""
+def test_files_beside_a_series(folder: Path) -> None:
+    """A series and another file are ambiguous; loaders take model.safetensors."""
     save_file({"other": np.zeros(2)}, folder / "adapter_model.safetensors")
     with pytest.raises(UnknownFormat):
         ckptcore.open(str(folder))
@@ -59,7 +59,7 @@ def test_what_lies_beside(folder: Path) -> None:
     assert codes(folder) == {f"stray-file {n}" for n in (*NAMES, "adapter_model.safetensors")}
 
 
-def test_a_name_that_headers_keep_for_themselves(tmp_path: Path) -> None:
+def test_a_reserved_name(tmp_path: Path) -> None:
     torch.save({"__metadata__": torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(NameMismatch, match="__metadata__"):
         ckptcore.convert(str(tmp_path / "a.pt"), str(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders: are the values those of torch's own reader, bit for bit?"""
+"""Read quantised Hugging Face folders: the values are those of torch's own reader, bit for bit."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def values_of_fp8(tensors: dict[str, Any], block: tuple[int, int] = (128, 128)) 
 
 
 def values_of_mxfp4(tensors: dict[str, Any]) -> Any:
-    """The formula, a value at a time, in Python's doubles and rounded once; exact within float32."""
+    """The formula, one value at a time, in Python's doubles and rounded once; exact within float32."""
     import torch
 
     blocks, scales = tensors["m_blocks"], tensors["m_scales"]
     table = torch.tensor(FP4)
     pairs = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1)
-    held = pairs.reshape(*blocks.shape[:-1], 32)
+    values = pairs.reshape(*blocks.shape[:-1], 32)
     exponent = scales.to(torch.int32).unsqueeze(-1) - 127
-    return torch.ldexp(held, exponent).reshape(*scales.shape[:-1], -1)
+    return torch.ldexp(values, exponent).reshape(*scales.shape[:-1], -1)
 
 
 def consolidated(cli: Cli, source: Path, dst: Path, *flags: str) -> Any:
@@ -132,8 +132,8 @@ def test_dtypes_of_weights_and_scales(weight: str, scale: str, tmp_path: Path) -
 @pytest.mark.parametrize("block", [(1, 128), (64, 32), (7, 5), (1000, 1000), (1, 1)])
 def test_the_block_is_that_of_the_config(block: tuple[int, int], cli: Cli, tmp_path: Path) -> None:
     made = fp8(130, 257, block)
-    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
-    source = folder(tmp_path / "s", made, config=told)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    source = folder(tmp_path / "s", made, config=config)
     found = consolidated(cli, source, tmp_path / "out", "--memory", "1MiB", "--workers", "1")
     assert found["l.weight"] == value(values_of_fp8(made, block))
 
@@ -146,8 +146,10 @@ def test_mxfp4(shape: tuple[int, ...], cli: Cli, tmp_path: Path) -> None:
 
 
 def test_mxfp4_as_torch_computes_it(tmp_path: Path) -> None:
-    """torch's reader fills only the first values of each row (its chunks keep the stored shape), but
-    computes what it is asked for."""
+    """Compare with torch's reader.
+
+    It fills only the first values of each row, because its chunks keep the stored shape.
+    """
     import torch
     from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
@@ -169,8 +171,8 @@ def test_boxes_tiles_and_budgets_change_no_bit(cli: Cli, tmp_path: Path) -> None
     weight = {"l.weight": made["l.weight"], "m_scales": four["m_scales"]}
     scale = {"l.weight_scale_inv": made["l.weight_scale_inv"], "m_blocks": four["m_blocks"]}
     source = folder(tmp_path / "s", weight, scale)
-    whole = {"l.weight": values_of_fp8(made), "m_blocks": values_of_mxfp4(four)}
-    truth = {k: value(v) for k, v in whole.items()}
+    expected = {"l.weight": values_of_fp8(made), "m_blocks": values_of_mxfp4(four)}
+    truth = {k: value(v) for k, v in expected.items()}
     for number, flags in enumerate(
         (
             ["--memory", "1MiB", "--workers", "1"],
@@ -191,7 +193,7 @@ def test_boxes_tiles_and_budgets_change_no_bit(cli: Cli, tmp_path: Path) -> None
         ("m_blocks", Box((2, 0), (0, 5))),
     ):
         index = tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))
-        assert same(ckptcore.read(manifest, fqn, box), whole[fqn][index])
+        assert same(ckptcore.read(manifest, fqn, box), expected[fqn][index])
 
 
 def test_into_a_live_model(tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_into_a_live_model(tmp_path: Path) -> None:
     assert same(live["l.weight"], values_of_fp8(made).to(torch.bfloat16))
 
 
-def test_casts_come_behind(cli: Cli, tmp_path: Path) -> None:
+def test_casts_follow_dequantization(cli: Cli, tmp_path: Path) -> None:
     import torch
 
     made = fp8(300, 200)
@@ -235,24 +237,24 @@ def test_kept_on_request(cli: Cli, tmp_path: Path) -> None:
     stored = read_safetensors(source)
     found = consolidated(cli, source, tmp_path / "out", "--keep-quantized")
     assert found == stored
-    shown = cli("inspect", source, "--keep-quantized", "--output", "json").json
-    assert (shown["format"], shown["num_tensors"]) == ("safetensors", 4)
+    inspected = cli("inspect", source, "--keep-quantized", "--output", "json").json
+    assert (inspected["format"], inspected["num_tensors"]) == ("safetensors", 4)
     assert cli("validate", source, "--keep-quantized", "--level", "values", "--output", "json").code == 0
 
 
-def test_said_before_anything_is_written(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_and_plan_report_computed_tensors(cli: Cli, tmp_path: Path) -> None:
     """inspect and plan name what a tensor is computed from, and the plan can be saved and applied."""
     source = folder(tmp_path / "s", fp8(130, 140))
-    shown = cli("inspect", source, "--output", "json").json
-    assert shown["format"] == "hf_quantized"
-    (row,) = shown["tensors"]
-    told = "fp8_block of l.weight, l.weight_scale_inv"
-    assert (row["dtype"], row["shape"], row["computed"]) == ("float32", [130, 140], told)
-    assert told in cli("inspect", source).stdout
+    inspected = cli("inspect", source, "--output", "json").json
+    assert inspected["format"] == "hf_quantized"
+    (row,) = inspected["tensors"]
+    computed = "fp8_block of l.weight, l.weight_scale_inv"
+    assert (row["dtype"], row["shape"], row["computed"]) == ("float32", [130, 140], computed)
+    assert computed in cli("inspect", source).stdout
     saved = cli("plan", source, tmp_path / "out", "--save", tmp_path / "plan", "--output", "json")
-    assert saved.json["computed"] == [["l.weight", told]]
-    again = cli("plan", source, tmp_path / "out", "--output", "json")
-    assert again.json["plan_digest"] == saved.json["plan_digest"]
+    assert saved.json["computed"] == [["l.weight", computed]]
+    repeated = cli("plan", source, tmp_path / "out", "--output", "json")
+    assert repeated.json["plan_digest"] == saved.json["plan_digest"]
     kept = cli("plan", source, tmp_path / "out", "--keep-quantized", "--output", "json")
     assert kept.json["plan_digest"] != saved.json["plan_digest"]
     assert cli("apply", tmp_path / "plan", "--output", "json").code == 0
@@ -268,8 +270,8 @@ def test_the_manifest_travels(tmp_path: Path) -> None:
     assert same(ckptcore.read(back, "m_blocks"), ckptcore.read(manifest, "m_blocks"))
 
 
-def test_names_go_on_as_usual(cli: Cli, tmp_path: Path) -> None:
-    """Globs and renames mean the computed tensor; what it is computed from comes along."""
+def test_globs_and_renames(cli: Cli, tmp_path: Path) -> None:
+    """They mean the computed tensor; its inputs come along."""
     source = folder(tmp_path / "s", fp8(130, 140) | mxfp4(2, 3))
     flags = ["--exclude", "m_*", "--rename", "l.=model.l."]
     found = consolidated(cli, source, tmp_path / "out", *flags)
@@ -322,8 +324,8 @@ def test_pairs_that_do_not_fit_are_refused(cli: Cli, tmp_path: Path) -> None:
         assert found == read_safetensors(source)
 
 
-def test_what_only_sounds_like_it_is_plain(cli: Cli, tmp_path: Path) -> None:
-    """Names alone are no evidence: float blocks and scales, a scale without its weight."""
+def test_names_alone_are_no_evidence(cli: Cli, tmp_path: Path) -> None:
+    """Float blocks and scales, a scale without its weight."""
     import torch
 
     plain = {
@@ -356,7 +358,7 @@ def test_a_config_that_cannot_be_read(config: str, cli: Cli, tmp_path: Path) -> 
 
 
 def test_inputs_that_are_missing(cli: Cli, tmp_path: Path) -> None:
-    """The scales lie in another file, and that is lost or short."""
+    """The scales are in another file, which is missing or cut."""
     made = fp8(300, 200)
     source = folder(tmp_path / "s", {"l.weight": made.pop("l.weight")}, made)
     second = source / "model-00002-of-00002.safetensors"
@@ -368,7 +370,7 @@ def test_inputs_that_are_missing(cli: Cli, tmp_path: Path) -> None:
         assert (done.code, (tmp_path / "out").exists()) == (1, False), done
 
 
-def test_values_of_what_is_stored_are_looked_at(cli: Cli, tmp_path: Path) -> None:
+def test_stored_values_are_checked(cli: Cli, tmp_path: Path) -> None:
     import torch
 
     made = fp8(300, 200)

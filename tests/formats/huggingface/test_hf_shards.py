@@ -33,10 +33,10 @@ def header(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 
 
 def put(path: Path, tensors: dict[str, Any], info: Any, data: bytes, **metadata: str) -> None:
-    """Writes a shard; info: offsets, or a text as it is."""
+    """Write a shard; info: offsets, or a text as it is."""
     text = info if isinstance(info, str) else json.dumps(info)
-    told = {"DCP_SHARDING_INFO": text, "DCP_VERSION": "1.0", "format": "pt"} | metadata
-    body = json.dumps({"__metadata__": told, **tensors}).encode()
+    own = {"DCP_SHARDING_INFO": text, "DCP_VERSION": "1.0", "format": "pt"} | metadata
+    body = json.dumps({"__metadata__": own, **tensors}).encode()
     path.write_bytes(len(body).to_bytes(8, "little") + body + data)
 
 
@@ -45,7 +45,7 @@ def shard(rank: int, model: int = 1, of: int = 1) -> str:
 
 
 def write(folder: Path, rows: dict[str, dict[str, tuple[list[int], list[int]]]]) -> Path:
-    """A folder of shards: file -> tensor -> (offset, shape); float32 that tells its place."""
+    """A folder of shards: file -> tensor -> (offset, shape); float32 values that encode their place."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in rows.items():
         entries, info, data = {}, {}, b""
@@ -87,8 +87,8 @@ def shapes(cli: Cli, folder: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("folder", ["ckpt", "ckpt/sharded"])
-def test_the_shards_are_what_is_read(folder: str, cli: Cli, tmp_path: Path) -> None:
-    """Also under whole files in which torch's consolidation has lost the values of 0-d tensors."""
+def test_the_shards_are_read(folder: str, cli: Cli, tmp_path: Path) -> None:
+    """Also below consolidated files in which torch has lost the values of 0-d tensors."""
     done = cli("consolidate", BOTH / folder, tmp_path / "out", "--output", "json")
     assert done.code == 0, done
     truth = expected_tensors(BOTH / "expected.safetensors")
@@ -97,18 +97,20 @@ def test_the_shards_are_what_is_read(folder: str, cli: Cli, tmp_path: Path) -> N
     assert not differences(truth, found)
 
 
-def test_whole_files_that_differ_are_told(cli: Cli) -> None:
+def test_consolidated_files_that_differ_are_findings(cli: Cli) -> None:
     done = validated(cli, BOTH / "ckpt")
-    told = {f["fqn"] for f in done.json["findings"] if f["code"] == "consolidated-differs"}
-    assert (done.code, told) == (0, {"zero_d", "plain0d"})
+    differing = {f["fqn"] for f in done.json["findings"] if f["code"] == "consolidated-differs"}
+    assert (done.code, differing) == (0, {"zero_d", "plain0d"})
     assert not codes(validated(cli, BOTH / "ckpt" / "sharded"), "warning")
 
 
 @pytest.mark.parametrize(
     "ranks", [4, pytest.param(3, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)]
 )
-def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """What torch writes today, in any shape, comes out bit for bit."""
+def test_files_written_by_torch_today(
+    ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """In any shape, bit for bit."""
     given = request.config.getoption("--seed")
     seed = int(given) if given is not None else random.SystemRandom().randrange(1 << 30)
     print(f"fresh shards of --seed {seed}, {ranks} ranks")
@@ -127,8 +129,8 @@ def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequ
         # Where every tensor happens to be cut evenly, nothing proves that the last rank is there; of two
         # ranks, one that holds nothing of a model file looks like one whose file was lost.
         doubtful = {"unproven-shape", "missing-file"} if ranks == 2 else {"unproven-shape"}
-        told = codes(checked, "error")
-        flags = ["--recover"] if told and told <= doubtful else []
+        errors = codes(checked, "error")
+        flags = ["--recover"] if errors and errors <= doubtful else []
         assert flags or checked.code == 0, f"{about}\n{checked}"
         done = cli("consolidate", source, job_json.parent / "out", "--output", "json", *flags)
         assert done.code == 0, f"{about}\n{done}"
@@ -150,13 +152,13 @@ def load(path: Path) -> Any:
 def test_an_uneven_tensor_proves_the_even_ones(cli: Cli, tmp_path: Path) -> None:
     """26, 26, 26, 25 rows are torch.chunk's for four ranks and for no other number."""
     uneven, even = rows([26, 26, 26, 25]), rows([4, 4, 4, 4])
-    whole = write(tmp_path / "a", {shard(r + 1): {"u": uneven[r], "e": even[r]} for r in range(4)})
-    assert not codes(validated(cli, whole), "warning")
+    uneven_and_even = write(tmp_path / "a", {shard(r + 1): {"u": uneven[r], "e": even[r]} for r in range(4)})
+    assert not codes(validated(cli, uneven_and_even), "warning")
     bare = write(tmp_path / "b", {shard(r + 1): {"e": even[r]} for r in range(4)})
     assert codes(validated(cli, bare), "error") == {"unproven-shape"}
 
 
-def test_what_nothing_proves_is_taken_on_request_only(cli: Cli, tmp_path: Path) -> None:
+def test_unproven_shards_are_read_on_request_only(cli: Cli, tmp_path: Path) -> None:
     """Without its last rank an even save looks like an even save of fewer ranks."""
     even = rows([4, 4, 4, 4])
     folder = write(tmp_path / "a", {shard(r + 1): {"e": even[r]} for r in range(3)})
@@ -177,8 +179,8 @@ def test_an_empty_part_ends_a_tensor(cli: Cli, tmp_path: Path) -> None:
     assert "hole" in codes(validated(cli, folder))
 
 
-def test_whole_files_prove_shapes(cli: Cli, tmp_path: Path) -> None:
-    """Consolidated files say how large a tensor was; a last shard that is lost is then a hole."""
+def test_consolidated_files_prove_shapes(cli: Cli, tmp_path: Path) -> None:
+    """Consolidated files give the size of a tensor; a missing last shard is then a hole."""
     even = rows([4, 4])
     root = tmp_path / "a"
     write(root / "sharded", {shard(r + 1): {"e": even[r]} for r in range(2)})
@@ -216,7 +218,7 @@ def gone(rank: int) -> Damage:
 
 
 def edited(change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Damage:
-    """Changes (tensors, offsets) of the second shard; what is returned replaces the offsets."""
+    """Change (tensors, offsets) of the second shard; a returned value replaces the offsets."""
 
     def damage(folder: Path) -> None:
         tensors, info, data = header(folder / shard(2))
@@ -310,8 +312,8 @@ def test_damage_is_found(name: str, cli: Cli, tmp_path: Path) -> None:
     assert refused.json["error"]["hint"]
 
 
-def test_a_file_of_a_rank_that_is_missing(cli: Cli, tmp_path: Path) -> None:
-    """In two model files: the last rank's part of the second looks like nothing, but for the first."""
+def test_a_missing_file_of_a_rank(cli: Cli, tmp_path: Path) -> None:
+    """In two model files: only the first shows that the last rank's part of the second is missing."""
     even = rows([4, 4, 4, 4])
     files = {shard(r + 1, m, 2): {f"m{m}": even[r]} for r in range(4) for m in (1, 2)}
     folder = write(tmp_path / "a", files)
@@ -326,14 +328,14 @@ def test_a_file_of_a_rank_that_is_missing(cli: Cli, tmp_path: Path) -> None:
     assert codes(validated(cli, folder)) == {"missing-file", "unproven-shape"}
 
 
-def test_one_shard_is_no_checkpoint(cli: Cli) -> None:
+def test_one_shard_alone_is_refused(cli: Cli) -> None:
     done = cli("inspect", SHARDED / "ckpt" / shard(2), "--output", "json")
     assert done.code == 5
     assert "folder" in done.json["error"]["hint"]
 
 
 def test_replicas_that_differ(cli: Cli, tmp_path: Path) -> None:
-    """torch writes a replicated tensor once: two of them are of two saves, and must be equal."""
+    """torch writes a replicated tensor once: two of them come from two saves, and must be equal."""
     folder = write(tmp_path / "a", {shard(r): {"w": ([0, 0], [2, 3])} for r in (1, 2)})
     assert validated(cli, folder).code == 0
     path = folder / shard(2)
@@ -345,8 +347,8 @@ def test_replicas_that_differ(cli: Cli, tmp_path: Path) -> None:
     assert (done.code, (tmp_path / "out").exists()) == (1, False)
 
 
-def test_numbers_that_are_not_there_are_told(cli: Cli, tmp_path: Path) -> None:
-    """A rank that holds nothing writes no file: a gap is a warning, and proves nothing any more."""
+def test_missing_numbers_are_findings(cli: Cli, tmp_path: Path) -> None:
+    """A rank without elements writes no file: a gap is a warning, and removes the proof."""
     folder = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", folder)
     (folder / shard(4)).rename(folder / shard(999_999_999))
@@ -359,7 +361,7 @@ def test_numbers_that_are_not_there_are_told(cli: Cli, tmp_path: Path) -> None:
     assert "missing-file" in codes(validated(cli, folder))
 
 
-def test_strangers_are_told(cli: Cli, tmp_path: Path) -> None:
+def test_stray_files_are_findings(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", folder)
     shutil.copy(SHARDED / "expected.safetensors", folder / "other.safetensors")
@@ -367,8 +369,8 @@ def test_strangers_are_told(cli: Cli, tmp_path: Path) -> None:
     assert (done.code, codes(done, "warning")) == (0, {"stray-file"})
 
 
-def test_whole_files_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
-    """torch's consolidation of integers stops halfway: the shards are there."""
+def test_consolidated_files_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
+    """torch's consolidation of integers stops halfway: the shards are complete."""
     root = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", root / "sharded")
     (root / "model-00001-of-00001.safetensors").write_bytes(bytes(100))
@@ -383,15 +385,15 @@ def test_whole_files_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
 
 
 def both(root: Path, parts: list[int], *, offset: int = 0) -> tuple[Path, Path]:
-    """(a shard, the whole file) of one save of a tensor, in equal parts or not, and a 0-d one."""
+    """(a shard, the consolidated file) of one save of a tensor, in equal parts or not, and a 0-d one."""
     from safetensors.numpy import save_file
 
     numpy = pytest.importorskip("numpy")
     pieces = rows(parts)
     write(root / "sharded", {shard(r + 1): {"a.w": pieces[r]} for r in range(len(parts))})
-    held = [header(root / "sharded" / shard(r + 1))[2] for r in range(len(parts))]
-    whole = numpy.frombuffer(b"".join(held), numpy.float32).reshape(sum(parts), 3)
-    save_file({"a.w": whole}, root / "model-00001-of-00001.safetensors")
+    payloads = [header(root / "sharded" / shard(r + 1))[2] for r in range(len(parts))]
+    full = numpy.frombuffer(b"".join(payloads), numpy.float32).reshape(sum(parts), 3)
+    save_file({"a.w": full}, root / "model-00001-of-00001.safetensors")
     return root / "sharded" / shard(2), root / "model-00001-of-00001.safetensors"
 
 
@@ -402,16 +404,18 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_flipped_bit_beside_the_right_one(side: int, cli: Cli, tmp_path: Path) -> None:
-    """In a shard or in the whole file: nothing says which is right, and neither passes."""
+def test_a_flipped_bit_in_one_of_two_copies(side: int, cli: Cli, tmp_path: Path) -> None:
+    """In a shard or in the consolidated file: no evidence favours either, and neither passes."""
     files = both(tmp_path / "a", [5, 4])
     assert validated(cli, tmp_path / "a").code == 0
     assert cli("consolidate", tmp_path / "a", tmp_path / "whole").code == 0
     flip(files[side], -8)  # the second element from the end
     done = validated(cli, tmp_path / "a")
     assert (done.code, codes(done)) == (1, {"replica-mismatch"}), done
-    [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
-    assert all(part in told for part in ("sharded/" + shard(2), files[1].name, " 1 of ", "[8, 1]")), told
+    [message] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
+    assert all(part in message for part in ("sharded/" + shard(2), files[1].name, " 1 of ", "[8, 1]")), (
+        message
+    )
     assert validated(cli, tmp_path / "a").json["findings"] == done.json["findings"]
     assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level cover
     for verb in (["consolidate"], ["export"], ["reshard", "--to", "dcp", "--mesh", "fsdp=2"]):
@@ -432,11 +436,11 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
     from safetensors.numpy import save_file
 
     rng = numpy.random.default_rng(7)
-    whole = rng.integers(0, 1 << 16, (700, 900), numpy.uint16)
+    full = rng.integers(0, 1 << 16, (700, 900), numpy.uint16)
     root = tmp_path / "a"
     root.mkdir()
     for rank, (a, b) in enumerate([(0, 400), (400, 801), (801, 900)]):
-        piece = numpy.ascontiguousarray(whole[:, a:b])
+        piece = numpy.ascontiguousarray(full[:, a:b])
         entry = {"dtype": "U16", "shape": list(piece.shape), "data_offsets": [0, piece.nbytes]}
         (root / "sharded").mkdir(exist_ok=True)
         put(
@@ -447,7 +451,7 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
         )
     path = root / "model-00001-of-00001.safetensors"
     for place in (None, (0, 0), (350, 799), (699, 899)):
-        changed = whole.copy()
+        changed = full.copy()
         if place:
             changed[place] ^= 256
         save_file({"w": changed}, path)
@@ -467,14 +471,14 @@ def test_copies_are_compared_in_every_cut(memory: str, cli: Cli, tmp_path: Path)
         if place is None:
             assert (done.code, refused.code) == (0, 0), (done, refused)
             continue
-        [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
-        assert str(list(place)) in told
+        [message] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
+        assert str(list(place)) in message
         assert refused.code == 1
         assert str(list(place)) in refused.json["error"]["message"]
 
 
-def test_copies_do_not_change_what_a_checkpoint_is(tmp_path: Path) -> None:
-    """Digests, stamps and files are those of the shards: rows that older versions wrote stay true."""
+def test_copies_do_not_change_the_identity_of_a_checkpoint(tmp_path: Path) -> None:
+    """Digests, stamps and files are those of the shards: rows of older versions stay valid."""
     import ckptcore
     from ckptcore.operations.claims import source_digest
 

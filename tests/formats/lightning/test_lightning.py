@@ -28,7 +28,7 @@ from ckptcore.planning.request import Request
 
 @pytest.fixture
 def point(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A class of somebody else's code."""
+    """A class of a user's code."""
     code = types.ModuleType("users_code")
     made = namedtuple("Point", "x y")
     made.__module__ = "users_code"
@@ -44,16 +44,14 @@ def consolidated(source: Path, target: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model_key", ["model", "state_dict"], ids=["FSDP", "ModelParallel"])
-def test_a_trainers_folder_becomes_what_lightning_makes_of_it(tmp_path: Path, model_key: str) -> None:
+def test_a_trainers_folder_equals_lightnings_consolidation(tmp_path: Path, model_key: str) -> None:
     source = trainer(tmp_path / "step=1.ckpt", model_key)
     found = consolidated(source, tmp_path / "step=1.ckpt.consolidated")
     assert differences(official(source), found) == []
     assert found["hyper_parameters"]["root"] == Path("/data/run.1")
 
 
-def test_real_folders_become_what_lightning_makes_of_them(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_real_folders_equal_lightnings_consolidation(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folders = {
         s.name: f
         for s in request.config.stash[samples.SAMPLES]
@@ -73,7 +71,7 @@ def test_fabrics_folder_keeps_the_users_structure(tmp_path: Path) -> None:
     assert list(found) == ["net", "optim.sgd", "list", "iter", "hparams"]
 
 
-def test_the_file_is_read_again_and_gives_itself(tmp_path: Path) -> None:
+def test_the_written_file_reads_back_as_itself(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     first = consolidated(source, tmp_path / "a.ckpt")
     manifest = ckptcore.open(str(tmp_path / "a.ckpt"))
@@ -104,7 +102,7 @@ def test_ids_of_an_optimizer_stay_ids(tmp_path: Path) -> None:
 
 
 def numbered(shapes: list[tuple[int, ...]]) -> dict[str, Any]:
-    """An optimizer as torch numbers its parameters."""
+    """An optimizer with torch's numbers of its parameters."""
     return {
         "state": {n: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(s)} for n, s in enumerate(shapes)},
         "param_groups": [{"lr": 0.1, "params": list(range(len(shapes)))}],
@@ -120,8 +118,8 @@ def test_numbers_of_an_optimizer_are_named_where_only_one_order_fits(tmp_path: P
     }
     states = [numbered([(2, 3), (2, 3), (2,)]), numbered([(2, 3)]), numbered([(2,), (2, 3)])]
     torch.save({**VERSION, "state_dict": model, "optimizer_states": states}, tmp_path / "full.ckpt")
-    told = ckptcore.open(str(tmp_path / "full.ckpt")).origin["lightning"]
-    assert told["parameters"] == {"0": {"0": "a.w", "1": "b.w", "2": "b.bias"}}, (
+    facts = ckptcore.open(str(tmp_path / "full.ckpt")).origin["lightning"]
+    assert facts["parameters"] == {"0": {"0": "a.w", "1": "b.w", "2": "b.bias"}}, (
         "not the second (two fit) nor the third (none)"
     )
 
@@ -132,11 +130,11 @@ def test_buffers_of_a_norm_are_no_parameters(tmp_path: Path) -> None:
     names = [name for name, _ in net.named_parameters()]
     states = [numbered([tuple(p.shape) for p in net.parameters()])]
     torch.save({**VERSION, "state_dict": net.state_dict(), "optimizer_states": states}, tmp_path / "a.ckpt")
-    told = ckptcore.open(str(tmp_path / "a.ckpt")).origin["lightning"]
-    assert told["parameters"] == {"0": {str(n): name for n, name in enumerate(names)}}
+    facts = ckptcore.open(str(tmp_path / "a.ckpt")).origin["lightning"]
+    assert facts["parameters"] == {"0": {str(n): name for n, name in enumerate(names)}}
 
 
-def test_what_is_left_out_leaves_the_rest(tmp_path: Path) -> None:
+def test_excludes_keep_the_rest(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     found = consolidated(source, tmp_path / "a.ckpt", exclude=["optimizer_*", "callbacks*"])
     assert set(found) == set(official(source)) - {"optimizer_states", "callbacks"}
@@ -161,8 +159,8 @@ def test_renames_and_casts_reach_the_nested_file(tmp_path: Path) -> None:
     assert found["state_dict"]["body.steps"].dtype == torch.int64
 
 
-def test_other_formats_still_take_it(tmp_path: Path) -> None:
-    """A flat torch file and a DCP folder hold the values of `meta.pt`, too."""
+def test_conversions_to_other_formats(tmp_path: Path) -> None:
+    """A flat torch file and a DCP folder contain the values of `meta.pt`, too."""
     source = trainer(tmp_path / "ckpt", "model")
     ckptcore.convert(str(source), str(tmp_path / "a.pt"))
     flat = torch.load(tmp_path / "a.pt", weights_only=False)
@@ -173,7 +171,7 @@ def test_other_formats_still_take_it(tmp_path: Path) -> None:
     assert ckptcore.open(str(tmp_path / "dcp")).format == "dcp"
 
 
-def test_without_meta_pt_it_is_dcp_and_no_lightning_file(tmp_path: Path) -> None:
+def test_without_meta_pt_the_format_is_dcp(tmp_path: Path) -> None:
     source = save(tmp_path / "ckpt", {"model": module()}, None)
     assert ckptcore.open(str(source)).format == "dcp"
     with pytest.raises(UnsupportedFormat, match=r"meta\.pt"):
@@ -182,8 +180,8 @@ def test_without_meta_pt_it_is_dcp_and_no_lightning_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict"])
-def test_a_lost_meta_pt_is_said(key: str, tmp_path: Path) -> None:
-    """By names that only the Trainer gives. What was converted has all; Fabric's names are anybody's."""
+def test_a_missing_meta_pt_is_a_finding(key: str, tmp_path: Path) -> None:
+    """By names that only the Trainer gives. A converted folder has all of them; Fabric's can be any."""
     source = trainer(tmp_path / "ckpt", key)
     ckptcore.convert(str(source), str(tmp_path / "dcp"), to="dcp")
     assert ckptcore.open(str(tmp_path / "dcp")).findings == ()
@@ -221,7 +219,7 @@ def test_a_cut_meta_pt_is_malformed(tmp_path: Path) -> None:
     assert caught.value.exit_code == 1
 
 
-def test_foreign_classes_go_by_name_and_everything_else_stays(tmp_path: Path, point: Any) -> None:
+def test_foreign_classes_are_left_out_by_name(tmp_path: Path, point: Any) -> None:
     meta = {
         **VERSION,
         "hyper_parameters": {"p": point(1, 2), "list": [1, point(3, 4)], "kept": 5},
@@ -229,15 +227,15 @@ def test_foreign_classes_go_by_name_and_everything_else_stays(tmp_path: Path, po
     }
     source = trainer(tmp_path / "ckpt", "model", meta)
     manifest = ckptcore.open(str(source))
-    told = {f.fqn: f.message for f in manifest.findings if f.code == "refused-global"}
-    assert set(told) == {"hyper_parameters.p", "hyper_parameters.list"}
-    assert all("users_code.Point" in m for m in told.values())
+    messages = {f.fqn: f.message for f in manifest.findings if f.code == "refused-global"}
+    assert set(messages) == {"hyper_parameters.p", "hyper_parameters.list"}
+    assert all("users_code.Point" in m for m in messages.values())
     found = consolidated(source, tmp_path / "a.ckpt")
     assert found["hyper_parameters"] == {"kept": 5}
     assert found["x"] == {"y": 6}
 
 
-def test_tensors_in_a_foreign_class_are_not_dropped_in_silence(tmp_path: Path, point: Any) -> None:
+def test_tensors_in_a_foreign_class_are_reported(tmp_path: Path, point: Any) -> None:
     meta = {**VERSION, "callbacks": {"metric": point(torch.ones(5), 2)}, "kept": 5, "x": {"y": point(1, 2)}}
     source = trainer(tmp_path / "ckpt", "model", meta)
     with pytest.raises(DamagedCheckpoint) as caught:
@@ -272,14 +270,14 @@ def test_which_destination_is_one_file() -> None:
         Request("a", "b.ckpt", to="safetensors")
 
 
-def test_an_export_is_no_lightning_checkpoint(tmp_path: Path) -> None:
+def test_an_export_is_not_a_lightning_checkpoint(tmp_path: Path) -> None:
     source = trainer(tmp_path / "ckpt", "model")
     with pytest.raises(UsageError, match="export"):
         ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), verb="export")
 
 
-def test_damage_in_meta_pt_is_seen(tmp_path: Path) -> None:
-    """Its tensors and its pickle carry checksums like any other record."""
+def test_damage_in_meta_pt_is_detected(tmp_path: Path) -> None:
+    """Its tensors and its pickle have checksums like any other record."""
     source = trainer(tmp_path / "ckpt", "model")
     raw = bytearray((source / "meta.pt").read_bytes())
     at = raw.index(b"ModelCheckpoint")

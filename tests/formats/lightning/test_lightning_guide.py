@@ -34,16 +34,21 @@ def python() -> str:
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """A folder with the text that the guide trains on."""
-    words, chosen = ["alpha", "beta", "gamma", "delta", "zeta"], random.Random(1)
-    lines = (" ".join(chosen.choice(words) for _ in range(30)) for _ in range(60))
+    vocabulary, chosen = ["alpha", "beta", "gamma", "delta", "zeta"], random.Random(1)
+    lines = (" ".join(chosen.choice(vocabulary) for _ in range(30)) for _ in range(60))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "wikitext-2.txt").write_text("\n".join(lines))
     return tmp_path
 
 
-def run(python: str, here: Path, *words: str) -> None:
+def run(python: str, here: Path, *arguments: str) -> None:
     done = subprocess.run(
-        [python, "-W", "ignore", *words], cwd=here, capture_output=True, text=True, timeout=600, check=False
+        [python, "-W", "ignore", *arguments],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -53,7 +58,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def consolidated(python: str, here: Path, folder: Path, cli: Cli, kind: str) -> dict[str, Any]:
-    """By the default name, and equal to what Lightning makes of the folder."""
+    """The file has the default name, and equals what Lightning makes of the folder."""
     assert {p.name for p in folder.iterdir()} == FOUR_RANKS
     assert validate(ckptcore.open(str(folder)), "bytes").ok
     tool = f"lightning.{kind}.utilities.consolidate_checkpoint"

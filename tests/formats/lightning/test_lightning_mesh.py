@@ -1,4 +1,4 @@
-"""Lightning and Fabric folders for the ranks of a mesh: is everything where their loaders look for it?"""
+"""Write Lightning and Fabric folders for the ranks of a mesh: everything is where their loaders expect it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(kind: str, to: Path) -> Path:
 @pytest.mark.parametrize("mesh", ["fsdp=1", "fsdp=3", "dp_replicate=2,fsdp=2"])
 @pytest.mark.parametrize("kind", ["model", "state_dict", "fabric"])
 def test_it_is_the_same_checkpoint(kind: str, mesh: str, tmp_path: Path) -> None:
-    """What Lightning's own consolidation makes of it, tensors, values and their places."""
+    """Compare Lightning's own consolidation of both: tensors, values and their places."""
     source, out = folder(kind, tmp_path / "in"), tmp_path / "out"
     ckptcore.convert(str(source), str(out), verb="reshard", to="lightning", mesh=mesh)
     world = {"fsdp=1": 1, "fsdp=3": 3}.get(mesh, 4)
@@ -53,7 +53,7 @@ def test_meta_comes_last(tmp_path: Path) -> None:
     assert [f.path for f in plan.files if f.commit] == ["meta.pt"]
 
 
-def test_the_folder_may_be_called_as_a_trainer_calls_it(tmp_path: Path) -> None:
+def test_the_folder_may_have_a_trainers_name(tmp_path: Path) -> None:
     """``ckpt_path="last"`` looks for the suffix (Lightning: callbacks/model_checkpoint.py)."""
     source, out = trainer(tmp_path / "in", "model"), tmp_path / "step=4.ckpt"
     ckptcore.convert(str(source), str(out), verb="reshard", mesh="fsdp=2")
@@ -72,11 +72,11 @@ def test_a_model_of_fsdp_becomes_one_of_model_parallel(tmp_path: Path) -> None:
         mesh="fsdp=2",
         rename=(("model.", "state_dict."),),
     )
-    told = official(tmp_path / "out")
-    assert differences(official(source)["state_dict"].keys(), told["state_dict"].keys()) == []
+    written = official(tmp_path / "out")
+    assert differences(official(source)["state_dict"].keys(), written["state_dict"].keys()) == []
 
 
-def test_what_is_no_sharded_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_other_sources_are_refused(tmp_path: Path) -> None:
     source = trainer(tmp_path / "in", "model")
     for name, options in (("one.ckpt", {"to": "lightning"}), ("plain", {"to": "dcp"})):
         ckptcore.convert(str(source), str(tmp_path / name), **options)

@@ -1,4 +1,4 @@
-"""Lightning itself: does its consolidation give the same file, and does it load ours?
+"""Compare with Lightning itself: its consolidation gives the same file, and it loads the written ones.
 
 Needs an interpreter with lightning; ``CKPTCORE_LIGHTNING_PYTHON`` names it.
 """
@@ -32,9 +32,9 @@ def python() -> str:
     return lightning_python()
 
 
-def run(python: str, *words: str) -> None:
+def run(python: str, *arguments: str) -> None:
     done = subprocess.run(
-        [python, "-W", "ignore", *words], capture_output=True, text=True, timeout=300, check=False
+        [python, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -58,14 +58,14 @@ def test_its_consolidation_gives_the_same(python: str, tmp_path: Path, kind: str
 
 @pytest.fixture(scope="module")
 def real(request: pytest.FixtureRequest) -> Path:
-    """What a Trainer with FSDPStrategy saved on two ranks."""
+    """A checkpoint that a Trainer with FSDPStrategy saved on two ranks."""
     name = "lightning_trainer_fsdp_sharded_2r"
     found = next(s for s in request.config.stash[samples.SAMPLES] if s.name == name)
     return found.dcp_folders[0]
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict"], ids=["FSDP", "ModelParallel"])
-def test_a_trainer_goes_on_from_our_file(python: str, real: Path, tmp_path: Path, key: str) -> None:
+def test_a_trainer_resumes_from_the_written_file(python: str, real: Path, tmp_path: Path, key: str) -> None:
     truth = official(real)
     source = real
     if key == "state_dict":  # the same run under the other strategy's key
@@ -85,7 +85,7 @@ def test_a_trainer_goes_on_from_our_file(python: str, real: Path, tmp_path: Path
             assert differences(states["state"][name], seen["optimizer"][n], name) == []
 
 
-def test_fabric_loads_our_file(python: str, tmp_path: Path) -> None:
+def test_fabric_loads_the_written_file(python: str, tmp_path: Path) -> None:
     source = fabric(tmp_path / "ckpt")
     file = tmp_path / "ours.ckpt"
     ckptcore.convert(str(source), str(file), to="lightning")

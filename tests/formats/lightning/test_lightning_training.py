@@ -51,7 +51,7 @@ SHARDED = [
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A run of three steps, once for all tests; gives the checkpoint, with its truth beside it."""
+    """Run three steps, once for all tests; return the checkpoint, with its truth beside it."""
     python = lightning_python()
 
     def run(verb: str, kind: str, optimizers: str, start: Path | None = None, steps: int = 3) -> Path:
@@ -93,16 +93,16 @@ def named(manifest: Manifest) -> dict[int, dict[int, str]]:
 
 @pytest.mark.parametrize(("kind", "optimizers"), FULL)
 def test_numbers_of_a_full_checkpoint(kind: str, optimizers: str, train: Callable[..., Path]) -> None:
-    """Named as the run knows them, or not at all; each named state is that parameter's."""
+    """Named as in the run, or not at all; each named state belongs to that parameter."""
     path = train("trainer", kind, optimizers)
     manifest, truth, saved = ckptcore.open(str(path)), load(f"{path}.truth"), load(path)
     assert validate(manifest, "bytes").ok
-    told = named(manifest)
+    found = named(manifest)
     wanted = FULL[kind, optimizers]
-    assert [n in told for n in range(len(wanted))] == wanted
+    assert [n in found for n in range(len(wanted))] == wanted
     unproven = [f.fqn for f in manifest.findings if f.code == "unnamed-states"]
     assert unproven == [f"optimizer_states.{n}" for n, proven in enumerate(wanted) if not proven]
-    for n, names in told.items():
+    for n, names in found.items():
         right = truth["optimizers"][n]
         assert names == right["numbers"]
         states = saved["optimizer_states"][n]["state"]
@@ -116,7 +116,7 @@ def test_numbers_of_a_full_checkpoint(kind: str, optimizers: str, train: Callabl
 def test_a_sharded_folder(
     verb: str, kind: str, optimizers: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Read and consolidated: what the run held, and what Lightning's own consolidation gives."""
+    """Read and consolidated: equal to the run's state, and to Lightning's own consolidation."""
     folder = train(verb, kind, optimizers)
     truth = load(f"{folder}.truth")
     manifest = ckptcore.open(str(folder))
@@ -134,7 +134,7 @@ def test_a_sharded_folder(
             assert differences(own, {k: state["state"][name][k] for k in own}, name) == []
 
 
-def test_copies_of_a_hybrid_run_lie_in_its_files(train: Callable[..., Path]) -> None:
+def test_copies_of_a_hybrid_run_are_in_its_files(train: Callable[..., Path]) -> None:
     """2 x 2 ranks: each chunk is stored once, and all four ranks store some."""
     folder = train("trainer", "hybrid", "adamw")
     manifest = ckptcore.open(str(folder))
@@ -159,7 +159,7 @@ def test_copies_of_a_hybrid_run_lie_in_its_files(train: Callable[..., Path]) -> 
         ("fabric", "mp", "fsdp=1", "mp"),
     ],
 )
-def test_a_run_of_another_size_goes_on_from_our_folder(
+def test_a_run_of_another_size_resumes_from_the_written_folder(
     verb: str, kind: str, mesh: str, later_kind: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Saved on two ranks, written for a mesh, resumed on one, two and four as from the original."""
@@ -167,17 +167,17 @@ def test_a_run_of_another_size_goes_on_from_our_folder(
     ckptcore.convert(str(folder), str(tmp_path / "out"), verb="reshard", to="lightning", mesh=mesh)
     ours, theirs = (train(verb, later_kind, "adamw", start, 5) for start in (tmp_path / "out", folder))
     for moment in ("start.truth", "truth"):
-        told = differences(load(f"{theirs}.{moment}"), load(f"{ours}.{moment}"))
-        assert [d for d in told if ": keys" not in d] == []  # the order of names is the metadata's
+        different = differences(load(f"{theirs}.{moment}"), load(f"{ours}.{moment}"))
+        assert [d for d in different if ": keys" not in d] == []  # the order of names is the metadata's
     begin = load(f"{ours}.start.truth")
     assert begin.get("step", 3) == 3
     if later_kind != "hybrid":  # whose moments torch's own loader gives other values
-        told = differences(load(f"{folder}.truth")["optimizers"], begin["optimizers"])
-        assert [d for d in told if ": keys" not in d] == []
+        different = differences(load(f"{folder}.truth")["optimizers"], begin["optimizers"])
+        assert [d for d in different if ": keys" not in d] == []
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("trainer", "fsdp"), ("trainer", "mp"), ("fabric", "fsdp")])
-def test_a_run_goes_on_from_our_file(
+def test_a_run_resumes_from_the_written_file(
     verb: str, kind: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """From four steps' state in one file: the same model and optimizer on every parameter."""

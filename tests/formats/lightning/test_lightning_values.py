@@ -31,7 +31,7 @@ from ckptcore.formats import detect, open_source
 
 
 class Made:
-    """Pickles as a call of somebody's choice."""
+    """Pickles as a call of the attacker's choice."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
         self.made = (function, args, state) if state is not None else (function, args)
@@ -52,7 +52,7 @@ def values(manifest: ckptcore.Manifest) -> dict[str, Any]:
 
 @pytest.fixture
 def attribute_dict(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Lightning's own class, at home in a package of that name."""
+    """Lightning's own class, under the name of one of its packages."""
 
     def made(package: str) -> Any:
         parts = package.split(".")
@@ -93,7 +93,7 @@ def test_attribute_dicts_of_every_release(
         Made(set, 5),
     ],
 )
-def test_calls_that_lightning_does_not_make(value: Any, tmp_path: Path) -> None:
+def test_calls_with_unexpected_arguments(value: Any, tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint):
         read(tmp_path, {**VERSION, "hyper_parameters": {"x": value}})
 
@@ -104,8 +104,8 @@ def test_an_attribute_dict_takes_no_arguments(tmp_path: Path, attribute_dict: Ca
         read(tmp_path, {**VERSION, "x": Made(cls, {"a": 1})})
 
 
-def test_classes_and_arrays_of_anything_go_by_name(tmp_path: Path) -> None:
-    """A class is no value, whether it is on the allow-list or not; its neighbours stay."""
+def test_classes_and_object_arrays_are_left_out_by_name(tmp_path: Path) -> None:
+    """A class is not a value, on the allow-list or not; its neighbours stay."""
     found = {
         "known": OrderedDict,
         "unknown": torch.nn.GELU,
@@ -122,24 +122,24 @@ def test_classes_and_arrays_of_anything_go_by_name(tmp_path: Path) -> None:
 
 def test_many_refused_values_are_counted(tmp_path: Path) -> None:
     manifest = read(tmp_path, {**VERSION, "hyper_parameters": dict.fromkeys(range(130), torch.nn.GELU)})
-    told = [f.message for f in manifest.findings]
-    assert len(told) == 101
-    assert told[-1] == "30 more values of meta.pt are left out"
+    messages = [f.message for f in manifest.findings]
+    assert len(messages) == 101
+    assert messages[-1] == "30 more values of meta.pt are left out"
 
 
-def test_a_meta_pt_that_is_no_dict(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match="holds a list"):
+def test_a_meta_pt_that_is_not_a_dict(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=r"must contain a dict \(got list\)"):
         read(tmp_path, [1, 2])
 
 
-def test_values_that_stand_for_more_than_is_there(tmp_path: Path) -> None:
-    """Each of them is within its bounds, all together are not."""
+def test_values_that_expand_together(tmp_path: Path) -> None:
+    """Each is within its bounds, but all together are not."""
     wide = torch.zeros(1).expand(15_000_000)
-    with pytest.raises(MalformedCheckpoint, match="stand for tensors"):
+    with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         read(tmp_path, {**VERSION, "a": wide, "b": wide})
 
 
-def test_a_metadata_without_anything(tmp_path: Path) -> None:
+def test_empty_metadata(tmp_path: Path) -> None:
     source = save(tmp_path / "ckpt", {}, {**VERSION, "x": 1})
     manifest = ckptcore.open(str(source))
     assert [f.code for f in manifest.findings if f.severity == "error"] == ["no-tensors"]
@@ -147,7 +147,7 @@ def test_a_metadata_without_anything(tmp_path: Path) -> None:
         ckptcore.convert(str(source), str(tmp_path / "a.ckpt"), to="lightning")
 
 
-def test_meta_pt_beside_another_torch_file_is_none_of_ours(tmp_path: Path) -> None:
+def test_meta_pt_beside_another_torch_file_is_ignored(tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "meta.pt")
     assert detect(open_source(str(tmp_path)))[0].name == "lightning"
     torch.save({"w": torch.ones(2)}, tmp_path / "other.pt")
@@ -161,7 +161,7 @@ def test_a_model_without_a_state_dict_is_a_torch_file(tmp_path: Path) -> None:
 
 
 def test_part_of_a_tuple_cannot_be_left_out(tmp_path: Path) -> None:
-    """Of a full file: the tuple would have another length."""
+    """In a full file, the tuple would have another length."""
     pair = (torch.ones(2), torch.zeros(3))
     torch.save({**VERSION, "state_dict": {"w": torch.ones(2)}, "pair": pair}, tmp_path / "a.ckpt")
     source, target = str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")
@@ -172,7 +172,7 @@ def test_part_of_a_tuple_cannot_be_left_out(tmp_path: Path) -> None:
 
 
 def test_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
-    """FSDP marks the clones of full state dicts, users mark parameters: torch then pickles a typed tensor."""
+    """FSDP marks the clones in full state dicts, users mark parameters: torch then pickles a typed tensor."""
     marked = torch.arange(6.0).reshape(2, 3)
     marked._has_been_cloned = True  # type: ignore[attr-defined]
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -187,8 +187,8 @@ def test_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
         assert torch.equal(ckptcore.read(manifest, f"{prefix}net.b"), parameter.detach()), name
 
 
-def test_a_tensor_of_another_class_is_none(tmp_path: Path) -> None:
-    """Its bytes may mean something else: it is refused, whatever it is made with."""
+def test_a_tensor_of_another_class_is_refused(tmp_path: Path) -> None:
+    """Its bytes may mean something else, whatever function makes it."""
 
     class Quantized(torch.Tensor):
         pass
@@ -227,8 +227,8 @@ def test_names_that_do_not_nest(old: str, new: str, tmp_path: Path) -> None:
     assert not (tmp_path / "a.ckpt").exists()
 
 
-def test_metadata_that_does_not_tell_the_nesting(tmp_path: Path) -> None:
-    """Dots in names are not proof of dicts."""
+def test_metadata_without_paths(tmp_path: Path) -> None:
+    """Dots in names do not prove dicts."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"model.net.w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
     torch.save(dict(VERSION), tmp_path / "ckpt" / "meta.pt")

@@ -14,7 +14,7 @@ from old_pickles import Called, Global
 import ckptcore
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent, UnsupportedFormat
 
-WHOLE = torch.arange(24.0).view(6, 4)
+FULL = torch.arange(24.0).view(6, 4)
 FRACTION = Called(Global("fractions.Fraction"), (1, 3))
 SHARD_ORDER = "torch.distributed.tensor._dtensor_spec.ShardOrderEntry"
 
@@ -27,14 +27,14 @@ def opened(value: Any, folder: Path, *, ranks: int = 1) -> ckptcore.Manifest:
 
 
 class Parts:
-    """A DTensor on a mesh of one axis, and the dicts it is pickled from."""
+    """A DTensor on a mesh of one axis, and the dicts of its pickle."""
 
     def __init__(
         self,
         release: str = "2.6",
         ranks: int = 1,
         how: tuple[str, dict[str, int]] | None = None,
-        local: torch.Tensor = WHOLE,
+        local: torch.Tensor = FULL,
     ) -> None:
         self.value = old.dtensor(
             release, local, (6, 4), torch.arange(ranks), [0], [how or ("Shard", {"dim": 0})]
@@ -55,12 +55,15 @@ def sharded(**changes: Any) -> Called:
     """A ShardedTensor of one rank with one shard, as torch.save pickles it."""
     lead = "torch.distributed._shard."
     properties = Global(f"{lead}sharded_tensor.metadata.TensorProperties")
-    told = {"size": (6, 4), "tensor_properties": Called(properties, (), {"dtype": torch.float32}, new=True)}
-    told |= changes.pop("told", {})
+    metadata = {
+        "size": (6, 4),
+        "tensor_properties": Called(properties, (), {"dtype": torch.float32}, new=True),
+    }
+    metadata |= changes.pop("metadata", {})
     where = {"shard_offsets": [0, 0], "shard_sizes": [6, 4]} | changes.pop("where", {})
     placed = Called(Global(f"{lead}metadata.ShardMetadata"), (), where, new=True)
-    held = {"tensor": changes.pop("tensor", WHOLE), "metadata": placed}
-    shard = Called(Global(f"{lead}sharded_tensor.shard.Shard"), (), held, new=True)
+    local = {"tensor": changes.pop("tensor", FULL), "metadata": placed}
+    shard = Called(Global(f"{lead}sharded_tensor.shard.Shard"), (), local, new=True)
     group = {"global_rank": 0, "global_world_size": 1} | changes.pop("group", {})
     nested = Called(
         Global("__builtin__.getattr"),
@@ -68,7 +71,7 @@ def sharded(**changes: Any) -> Called:
     )
     state = changes.pop("state", None) or (
         [shard],
-        Called(Global(f"{lead}sharded_tensor.metadata.ShardedTensorMetadata"), (), told, new=True),
+        Called(Global(f"{lead}sharded_tensor.metadata.ShardedTensorMetadata"), (), metadata, new=True),
         Called(nested, (), group, new=True),
         {},
         False,  # type: ignore[arg-type]
@@ -91,28 +94,28 @@ def read(manifest: ckptcore.Manifest) -> torch.Tensor:
 
 @pytest.mark.parametrize("release", old.MODULES)
 def test_a_dtensor_of_one_rank(release: str, tmp_path: Path) -> None:
-    assert torch.equal(read(opened(Parts(release).value, tmp_path / "x")), WHOLE)
+    assert torch.equal(read(opened(Parts(release).value, tmp_path / "x")), FULL)
 
 
 def test_a_sharded_tensor_of_one_rank(tmp_path: Path) -> None:
-    assert torch.equal(read(opened(sharded(), tmp_path / "x")), WHOLE)
+    assert torch.equal(read(opened(sharded(), tmp_path / "x")), FULL)
 
 
 def test_tensors_with_attributes(tmp_path: Path) -> None:
-    """`_rebuild_from_type_v2` is also how torch spells a plain tensor that somebody marked."""
-    tensor, parameter = WHOLE.clone(), torch.nn.Parameter(WHOLE + 1)
+    """torch also writes `_rebuild_from_type_v2` for a plain tensor with attributes."""
+    tensor, parameter = FULL.clone(), torch.nn.Parameter(FULL + 1)
     for value in (tensor, parameter):
         value.marked = True  # type: ignore[attr-defined]
-    state = {"tensor": tensor, "parameter": parameter, "buffer": torch.nn.Buffer(WHOLE + 2)}
+    state = {"tensor": tensor, "parameter": parameter, "buffer": torch.nn.Buffer(FULL + 2)}
     torch.save(state, tmp_path / "model_rank_0.pt")
     assert b"_rebuild_from_type_v2" in (tmp_path / "model_rank_0.pt").read_bytes()
     manifest = ckptcore.open(str(tmp_path))
     for n, name in enumerate(state):
-        assert torch.equal(ckptcore.read(manifest, name), WHOLE + n), name
+        assert torch.equal(ckptcore.read(manifest, name), FULL + n), name
 
 
-def test_elements_that_were_narrowed_of_a_storage(tmp_path: Path) -> None:
-    """A strided shard of 4 blocks over two ranks: a rank's memory holds two runs of rows."""
+def test_elements_narrowed_from_a_storage(tmp_path: Path) -> None:
+    """A strided shard of 4 blocks over two ranks: a rank's memory has two runs of rows."""
     ranks, rows = torch.arange(4).view(2, 2), torch.arange(8.0).view(8, 1)
     both = [("_StridedShard", {"dim": 0, "split_factor": 2}), ("Shard", {"dim": 0})]
     folder = tmp_path / "x"
@@ -120,8 +123,8 @@ def test_elements_that_were_narrowed_of_a_storage(tmp_path: Path) -> None:
     for rank in range(4):
         at = [rank // 2, rank % 2]
         # Cut first over the inner axis, then over the outer one (FSDP over tensor ranks).
-        held = rows.chunk(2)[at[1]].chunk(2)[at[0]]
-        old.save({"w": old.dtensor("2.6", held, (8, 1), ranks, at, both)}, folder / f"model_rank_{rank}.pt")
+        local = rows.chunk(2)[at[1]].chunk(2)[at[0]]
+        old.save({"w": old.dtensor("2.6", local, (8, 1), ranks, at, both)}, folder / f"model_rank_{rank}.pt")
     assert torch.equal(read(ckptcore.open(str(folder))), rows)
 
 
@@ -139,24 +142,24 @@ def _order(dim: Any, axes: Any) -> Called:
 DTENSORS: dict[str, tuple[str, Callable[[Parts], object], str]] = {
     "local tensor of another dtype": (
         "2.6",
-        lambda p: p.state.update(_local_tensor=WHOLE.long()),
+        lambda p: p.state.update(_local_tensor=FULL.long()),
         "a DTensor of float32 whose local",
     ),
     "no local tensor": ("2.6", lambda p: p.state.update(_local_tensor=5), "whose local tensor is 5"),
     "local tensor of another rank": (
         "2.6",
-        lambda p: p.state.update(_local_tensor=WHOLE.view(-1)),
+        lambda p: p.state.update(_local_tensor=FULL.view(-1)),
         "whose local tensor is",
     ),
-    "no spec": ("2.6", lambda p: p.state.pop("_spec"), "a DTensorSpec was expected"),
-    "no mesh": ("2.6", lambda p: p.spec.update(mesh=None), "a DeviceMesh was expected"),
+    "no spec": ("2.6", lambda p: p.state.pop("_spec"), "expected a DTensorSpec"),
+    "no mesh": ("2.6", lambda p: p.spec.update(mesh=None), "expected a DeviceMesh"),
     "placements of two axes": (
         "2.6",
         lambda p: p.spec.update(placements=p.spec["placements"] * 2),
         "on a mesh of 1 axes",
     ),
     "placements that are none": ("2.6", lambda p: p.spec.update(placements=7), "placements 7"),
-    "a placement that is none": ("2.6", lambda p: p.spec.update(placements=(7,)), "a Shard was expected"),
+    "a placement that is none": ("2.6", lambda p: p.spec.update(placements=(7,)), "expected a Shard"),
     "a dim that is not there": (
         "2.6",
         lambda p: p.spec["placements"][0].state.update(dim=2),
@@ -179,7 +182,7 @@ DTENSORS: dict[str, tuple[str, Callable[[Parts], object], str]] = {
         lambda p: [p.mesh.pop(k) for k in ("_flatten_rank_map", "_rank_map", "_flatten_mesh_list")],
         "a mesh without ranks",
     ),
-    "a layout that is none": ("2.10", lambda p: p.mesh.pop("_layout"), "a _MeshLayout was expected"),
+    "a layout that is none": ("2.10", lambda p: p.mesh.pop("_layout"), "expected a _MeshLayout"),
     "a layout without a shape": ("2.10", lambda p: _layout(p, "x"), "a mesh layout of 'x'"),
     "a layout of text": ("2.10", lambda p: _layout(p, ("x",)), "a mesh axis of 'x'"),
     "a layout of nothing": ("2.10", lambda p: _layout(p, (0,)), "a mesh of"),
@@ -195,10 +198,10 @@ DTENSORS: dict[str, tuple[str, Callable[[Parts], object], str]] = {
 
 @pytest.mark.parametrize("name", DTENSORS)
 def test_dtensors_that_contradict_themselves(name: str, tmp_path: Path) -> None:
-    release, change, told = DTENSORS[name]
+    release, change, message = DTENSORS[name]
     parts = Parts(release)
     change(parts)
-    with pytest.raises(MalformedCheckpoint, match=told) as caught:
+    with pytest.raises(MalformedCheckpoint, match=message) as caught:
         opened(parts.value, tmp_path / "x")
     assert "model_rank_0.pt" in caught.value.message
 
@@ -208,14 +211,14 @@ BY_FIELDS = Called(Global(SHARD_ORDER), (), {"tensor_dim": 0, "mesh_dims": (0,)}
 
 @pytest.mark.parametrize("entry", [_order(0, (0,)), BY_FIELDS], ids=["a tuple", "fields"])
 def test_a_shard_order(entry: Called, tmp_path: Path) -> None:
-    """torch 2.10 and later tell in which order axes cut a dim."""
+    """torch >= 2.10 records in which order axes cut a dim."""
     parts = Parts("2.10")
     parts.spec["shard_order"] = (entry,)
-    assert torch.equal(read(opened(parts.value, tmp_path / "x")), WHOLE)
+    assert torch.equal(read(opened(parts.value, tmp_path / "x")), FULL)
 
 
 @pytest.mark.parametrize("factor", [0, "2", 1 << 20])
-def test_split_factors_that_are_none(factor: Any, tmp_path: Path) -> None:
+def test_invalid_split_factors(factor: Any, tmp_path: Path) -> None:
     parts = Parts(how=("_StridedShard", {"dim": 0, "split_factor": factor}))
     with pytest.raises(MalformedCheckpoint, match="split factor"):
         opened(parts.value, tmp_path / "x")
@@ -244,8 +247,8 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", OUTER)
 def test_wrappers_that_contradict_themselves(name: str, tmp_path: Path) -> None:
-    changes, told = OUTER[name]
-    with pytest.raises(MalformedCheckpoint, match=told):
+    changes, message = OUTER[name]
+    with pytest.raises(MalformedCheckpoint, match=message):
         opened(Parts().called(**changes), tmp_path / "x")
 
 
@@ -262,24 +265,24 @@ SHARDED: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"group": {"global_rank": None}}, "rank None of 1"),
     "a world that is none": ({"group": {"global_world_size": 1 << 40}}, "of 1099511627776"),
     "a shard of another size": ({"where": {"shard_sizes": [6, 3]}}, r"a shard of float32 \[6, 3\]"),
-    "a shard of another dtype": ({"tensor": WHOLE.long()}, "a shard of float32"),
+    "a shard of another dtype": ({"tensor": FULL.long()}, "a shard of float32"),
     "a shard of another rank": ({"where": {"shard_offsets": [0]}}, r"a shard at \[0\]"),
-    "a shard that is none": ({"tensor": None}, "that holds None"),
-    "a size that is none": ({"told": {"size": "x"}}, "size 'x'"),
-    "properties that are none": ({"told": {"tensor_properties": 7}}, "dtype None"),
+    "a shard that is none": ({"tensor": None}, "that contains None"),
+    "a size that is none": ({"metadata": {"size": "x"}}, "size 'x'"),
+    "properties that are none": ({"metadata": {"tensor_properties": 7}}, "dtype None"),
 }
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_tensors_that_contradict_themselves(name: str, tmp_path: Path) -> None:
-    changes, told = SHARDED[name]
-    with pytest.raises(MalformedCheckpoint, match=told):
+    changes, message = SHARDED[name]
+    with pytest.raises(MalformedCheckpoint, match=message):
         opened(sharded(**changes), tmp_path / "x")
 
 
 @pytest.mark.parametrize("where", ["a local tensor", "a shard", "a class"])
-def test_what_is_made_of_a_refused_class(where: str, tmp_path: Path) -> None:
-    """Its place is known and its values are not: the tensor is named, and cannot be read."""
+def test_tensors_of_a_refused_class(where: str, tmp_path: Path) -> None:
+    """The place is known, but the values are not: the tensor is named, and cannot be read."""
     parts = Parts()
     parts.state["_local_tensor"] = FRACTION
     value = {
@@ -289,12 +292,12 @@ def test_what_is_made_of_a_refused_class(where: str, tmp_path: Path) -> None:
     }[where]
     folder = tmp_path / "x"
     folder.mkdir()
-    old.save({"w": value, "plain": WHOLE}, folder / "model_rank_0.pt")
+    old.save({"w": value, "plain": FULL}, folder / "model_rank_0.pt")
     manifest = ckptcore.open(str(folder))
-    assert torch.equal(ckptcore.read(manifest, "plain"), WHOLE)
+    assert torch.equal(ckptcore.read(manifest, "plain"), FULL)
     assert "w" not in manifest.index
-    told = [f for f in manifest.findings if "fractions.Fraction" in f.message]
-    assert {f.code for f in told} & {"refused-global", "refused-tensors"}
+    findings = [f for f in manifest.findings if "fractions.Fraction" in f.message]
+    assert {f.code for f in findings} & {"refused-global", "refused-tensors"}
 
 
 def test_attributes_of_other_classes_are_unsafe(tmp_path: Path) -> None:
@@ -304,7 +307,7 @@ def test_attributes_of_other_classes_are_unsafe(tmp_path: Path) -> None:
 
 
 def test_uneven_strided_shards_are_refused(tmp_path: Path) -> None:
-    """Releases of torch cut them differently, and the pickle does not tell the release."""
+    """Releases of torch cut them differently, and the pickle does not record the release."""
     ranks, uneven = torch.arange(4).view(2, 2), ("_StridedShard", {"dim": 0, "split_factor": 3})
     value = old.dtensor("2.6", torch.zeros(3, 1), (9, 1), ranks, [0, 0], [uneven, ("Shard", {"dim": 0})])
     with pytest.raises(UnsupportedFormat, match="uneven strided shard"):

@@ -1,4 +1,4 @@
-"""FSDP1's optimizers: has each parameter its own state where jobs load it, and is unnamed state kept?"""
+"""Read and write FSDP1's optimizers: each parameter keeps its state, and unnamed state is kept, too."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.xdist_group("fsdp1")
-def test_what_is_resharded_loads_in_fsdp2_and_in_fsdp1(saved: Path) -> None:
-    """The optimizer's loader goes by places alone: each place must be that of the model's parameter."""
+def test_resharded_files_load_in_fsdp2_and_fsdp1(saved: Path) -> None:
+    """The optimizer's loader uses positions alone: each must be that of the model's parameter."""
     for case in CASES:
         reshard(str(saved / case / "ckpt"), saved / case / "new")
     job("load", saved)
@@ -46,7 +46,7 @@ def test_what_is_resharded_loads_in_fsdp2_and_in_fsdp1(saved: Path) -> None:
 
 @pytest.mark.xdist_group("fsdp1")
 def test_the_job_listed_its_parameters_in_another_order(saved: Path) -> None:
-    """Else the test above shows nothing."""
+    """Otherwise the test above proves nothing."""
     (names,) = torch.load(saved / "flat" / "groups.pt")
     assert names[:3] == ["embed.weight", "norm.weight", "lm_head.weight"]
     (names,) = torch.load(saved / "orig" / "groups.pt")
@@ -56,32 +56,32 @@ def test_the_job_listed_its_parameters_in_another_order(saved: Path) -> None:
 @pytest.mark.xdist_group("fsdp1")
 @pytest.mark.parametrize("case", CASES)
 def test_names_without_the_models_order_are_not_numbered(saved: Path, tmp_path: Path, case: str) -> None:
-    """Written from sorted names, a file tells no order any more."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    ckptcore.convert(str(saved / case / "ckpt"), str(whole))
+    """A file written from sorted names no longer records an order."""
+    full, out = tmp_path / "whole", tmp_path / "out"
+    ckptcore.convert(str(saved / case / "ckpt"), str(full))
     with pytest.raises(UnprovenCheckpoint, match="nothing proves the order"):
-        ckptcore.convert(str(whole), str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2")
+        ckptcore.convert(str(full), str(out), verb="reshard", to="torch_ranks", mesh="fsdp=2")
     assert not out.exists()
 
 
 @pytest.mark.xdist_group("fsdp1")
 @pytest.mark.parametrize("case", CASES)
 def test_a_flat_optimizer_is_kept_rank_by_rank(saved: Path, tmp_path: Path, case: str) -> None:
-    """As verl saves it: ``optimizer.state_dict()`` of each rank, flat, beside a sharded model."""
+    """As saved by verl: ``optimizer.state_dict()`` of each rank, flat, beside a sharded model."""
     source, out = str(saved / case / "verl"), tmp_path / "out"
     manifest = ckptcore.open(source)
-    told = {f.code: f.severity for f in ckptcore.check(manifest).findings}
-    assert told == {"unnamed-states": "info", "flat-buffers": "warning"}
+    severities = {f.code: f.severity for f in ckptcore.check(manifest).findings}
+    assert severities == {"unnamed-states": "info", "flat-buffers": "warning"}
     ckptcore.convert(source, str(out))
     found = ckptcore.open(str(out))
     files = [saved / case / f"verl/optim_world_size_2_rank_{rank}.pt" for rank in range(2)]
-    held = {
+    expected = {
         f"optim.state.{k}.rank{rank}": value
         for rank, file in enumerate(files)
         for k, value in states(file).items()
     }
-    assert {t.fqn for t in found.tensors if ".rank" in t.fqn} == held.keys()
-    for name, value in held.items():
+    assert {t.fqn for t in found.tensors if ".rank" in t.fqn} == expected.keys()
+    for name, value in expected.items():
         assert torch.equal(ckptcore.read(found, name), value), name
     for number, row in torch.load(files[0])["state"].items():  # counts of steps, which all ranks share
         for key, value in row.items():

@@ -1,4 +1,4 @@
-"""One rank's file by itself: is a piece ever taken for the whole?"""
+"""Read one rank's file alone: a shard never counts as the full tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def adam(rows: int) -> dict[str, Any]:
 
 
 def test_a_model_parallel_rank(tmp_path: Path) -> None:
-    """Slices look like whole tensors, to whoever names a file or a folder of one rank."""
+    """Its slices look like full tensors to a user who names a file or a folder of one rank."""
     folder = save(tmp_path / "iter_0000100" / "mp_rank_00_001", {"model_optim_rng.pt": {"model": {}}})
     for url in (folder, folder / "model_optim_rng.pt"):
         with pytest.raises(UnsupportedFormat, match="mp_rank_00_001/model_optim_rng") as caught:
@@ -52,8 +52,8 @@ def test_a_file_named_by_rank(tmp_path: Path) -> None:
     assert codes(folder / "model_rank_1.pt") == {"missing-part"}
 
 
-def test_ranks_that_nothing_counts(tmp_path: Path) -> None:
-    """A stage of a pipeline that is lost at the end does not show: that is said."""
+def test_ranks_without_a_recorded_world_size(tmp_path: Path) -> None:
+    """A missing last stage of a pipeline would not be noticed: a finding reports that."""
     stages = {f"model_rank_{r}.pt": {f"layers.{r}.w": torch.ones(3)} for r in range(2)}
     assert codes(save(tmp_path / "a", stages)) == {"missing-part"}
     assert codes(save(tmp_path / "b", {"model_rank_0.pt": {"w": torch.ones(3)}})) == {"missing-part"}
@@ -61,8 +61,8 @@ def test_ranks_that_nothing_counts(tmp_path: Path) -> None:
     assert codes(save(tmp_path / "c", one)) == set()
 
 
-def test_a_lost_model_file_is_what_is_told(tmp_path: Path) -> None:
-    """Its optimizer's numbers mean what they mean on the other ranks; random states are no parameters."""
+def test_a_missing_model_file_is_the_finding(tmp_path: Path) -> None:
+    """The optimizer's numbers mean the same as on the other ranks; random states are no parameters."""
     states: dict[str, Any] = {}
     for rank in range(2):
         states[f"model_world_size_2_rank_{rank}.pt"] = {"w": torch.ones(3, 2)}
@@ -77,7 +77,7 @@ def test_a_lost_model_file_is_what_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mp_rank_00/model_optim_rng.pt", "model_rank_0.pt"])
 def test_ranks_that_saved_before_zip(name: str, tmp_path: Path) -> None:
-    """They are told by what they are, not as cut files."""
+    """The error names their format, and does not call them cut."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedFormat, match="before zip"):

@@ -1,4 +1,4 @@
-"""Rank files as written here: does torch load them on every rank, and do they read back as they were?"""
+"""Write rank files: torch loads them on every rank, and they read back unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RESUMED = ["fsdp=1", "fsdp=3"]
 
 
 def model() -> dict[str, torch.Tensor]:
-    """Uneven, empty and 0-d tensors, and dtypes that few have."""
+    """Uneven, empty and 0-d tensors, and rare dtypes."""
     torch.manual_seed(3)
     return {
         "embed.weight": torch.randn(11, 6),
@@ -74,7 +74,7 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def layouts(axes: dict[str, int]) -> dict[str, TensorLayout]:
-    """How the tensors of `model` lie on a mesh: parameters cut, two of them replicated, pipeline stages."""
+    """Layouts of the tensors of `model` on a mesh: sharded parameters, two replicated, pipeline stages."""
     data = tuple(a for a in axes if a in ("dp_replicate", "fsdp"))
     cut = (*(Replicate() for _ in data[1:]), Shard(0))
     stage = {"layers.0": (0,), "layers.1": (1,)} if "pp" in axes else {}
@@ -112,7 +112,7 @@ def axes_of(mesh: str) -> dict[str, int]:
 
 
 def trained() -> dict[str, Any]:
-    """A model and its optimizer by name, as get_state_dict gives them."""
+    """A model and its optimizer by name, as returned by get_state_dict."""
     torch.manual_seed(7)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
@@ -132,14 +132,14 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def placements(layouts: dict[str, TensorLayout]) -> dict[str, Any]:
-    """What the job is to find: name -> (axes, torch's placements, stages)."""
+    """What the job must find: name -> (axes, torch's placements, stages)."""
     return {
         n: (a.axes, tuple(map(torchs, a.placements)), a.at[0][1] if a.at else ()) for n, a in layouts.items()
     }
 
 
 def torchs(placement: Any) -> Any:
-    """A placement as torch has it."""
+    """A placement as an object of torch."""
     made = {"Shard": Shard, "_StridedShard": _StridedShard, "Replicate": Replicate}[type(placement).__name__]
     fields = ("dim", "split_factor")
     return made(**{f: getattr(placement, f) for f in fields if hasattr(placement, f)})
@@ -147,9 +147,9 @@ def torchs(placement: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a mesh with rank files that a job has loaded; those it found equal have a mark.
+    """Load the folder of a mesh with rank files in a job; those that it finds equal get a mark.
 
-    There is one job for the meshes that are always asked for, and one for `MORE`.
+    One job serves the meshes of every run, and another one `MORE`.
     """
     made: dict[bool, Path] = {}
 
@@ -185,7 +185,7 @@ def load(root: Path, meshes: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, str(JOB), str(root)], capture_output=True, text=True, timeout=300, check=False
     )
-    (root / "told").write_text(done.stdout[-6000:] + done.stderr[-3000:])
+    (root / "output").write_text(done.stdout[-6000:] + done.stderr[-3000:])
 
 
 @pytest.mark.xdist_group("rank_files")
@@ -195,7 +195,7 @@ def load(root: Path, meshes: list[str]) -> None:
 def test_torch_loads_every_ranks_file(mesh: str, loaded: Callable[[str], Path]) -> None:
     """weights_only=True, placements, meshes and process groups as torch's own, whole tensors bit for bit."""
     here = loaded(mesh)
-    assert (here / "equal").exists(), (here.parent / "told").read_text()
+    assert (here / "equal").exists(), (here.parent / "output").read_text()
     truth = model()
     manifest = ckptcore.open(str(here / "ckpt"))
     assert not ckptcore.check(manifest, level="bytes").findings
@@ -220,7 +220,7 @@ def test_verls_parts_read_back_by_name(mesh: str, loaded: Callable[[str], Path])
 
 
 def llama() -> dict[str, torch.Tensor]:
-    """A Hugging Face model of two layers, in small."""
+    """A small Hugging Face model with two layers."""
     torch.manual_seed(5)
     shapes = {
         "self_attn.q_proj": (8, 8),
@@ -243,7 +243,7 @@ def llama() -> dict[str, torch.Tensor]:
 
 
 def states() -> dict[str, Any]:
-    """A model and an optimizer with two groups, of which one parameter has no state yet."""
+    """A model and an optimizer with two groups, in which one parameter has no state yet."""
     weights = {"a": torch.randn(4), "b": torch.randn(4), "c": torch.randn(4)}
     state = {n: {"step": torch.tensor(2.0), "exp_avg": torch.randn(weights[n].shape)} for n in ("c", "a")}
     groups = [{"lr": 0.5, "params": ["b", "c"]}, {"lr": 0.25, "betas": (0.5, 0.75), "params": ["a"]}]
@@ -257,7 +257,7 @@ def states() -> dict[str, Any]:
 
 
 def test_an_optimizer_is_numbered_as_torch_does(tmp_path: Path) -> None:
-    """State by number in the groups' order, names beside where the numbers alone would prove nothing."""
+    """State by number in the order of the groups, with names where the numbers alone would prove nothing."""
     torch.save(truth := states(), tmp_path / "in.pt")
     ckptcore.convert(str(tmp_path / "in.pt"), str(tmp_path / "out"), to="torch_ranks")
     found = torch.load(tmp_path / "out" / "optim_world_size_1_rank_0.pt")
@@ -291,8 +291,8 @@ def test_a_mesh_of_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "top", ["a\\b", "n" * 300, "\ud800", "a\0b"], ids=["backslash", "long", "surrogate", "nul"]
 )
-def test_a_key_that_no_file_can_be_called(top: str, tmp_path: Path) -> None:
-    """All lies in one file for each rank then, under its names."""
+def test_a_key_that_cannot_name_a_file(top: str, tmp_path: Path) -> None:
+    """Then each rank has one file with everything, under the same names."""
     state = {"model": {"w": torch.arange(8.0)}, "optimizer": {"x": torch.ones(4)}, top: {"y": torch.zeros(4)}}
     torch.save(state, tmp_path / "in.pt")
     reshard(tmp_path / "in.pt", tmp_path / "out", "fsdp=2")
@@ -300,16 +300,16 @@ def test_a_key_that_no_file_can_be_called(top: str, tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_list_is_refused(tmp_path: Path) -> None:
-    """Positions have a meaning: a rank without one of a list's tensors has no list."""
+    """Positions have a meaning: a rank without one of a list's tensors cannot have the list."""
     spec = [TensorSpec(f"w.{n}", "float32", (2,)) for n in (0, 1)]
     layouts = {f"w.{n}": TensorLayout(at=(("pp", (n,)),)) for n in (0, 1)}
     paths = {f"w.{n}": ("w", n) for n in (0, 1)}
-    with pytest.raises(UnsupportedFormat, match=r"w\.1 stands in a list"):
+    with pytest.raises(UnsupportedFormat, match=r"cannot write w\.1: it is in a list"):
         list(arrange(Arrangement(spec, paths=paths, topology=Topology(Mesh((("pp", 2),)), layouts))))
 
 
 @pytest.mark.xdist_group("rank_files")
-def test_damage_to_what_was_written_is_seen(loaded: Callable[[str], Path], cli: Cli, tmp_path: Path) -> None:
+def test_damage_to_written_files_is_detected(loaded: Callable[[str], Path], cli: Cli, tmp_path: Path) -> None:
     source = loaded("fsdp=3") / "ckpt"
 
     def verdict(damage: Callable[[Path], object]) -> tuple[int, set[str]]:
@@ -330,7 +330,7 @@ def test_damage_to_what_was_written_is_seen(loaded: Callable[[str], Path], cli: 
 
 
 def flip(path: Path) -> None:
-    """Changes one byte of the largest storage."""
+    """Change one byte of the largest storage."""
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as opened:
         info = max(opened.infolist(), key=lambda i: i.file_size * ("/data/" in i.filename))

@@ -1,4 +1,4 @@
-"""Optimizer state by name, as per-rank files want it by number: what can be told, and what stays."""
+"""Number optimizer states for rank files: what can be numbered, and what stays named."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def test_names_become_numbers_in_the_order_of_the_groups() -> None:
     assert found["kept"] == 5
 
 
-def test_an_order_that_nothing_proves_is_refused() -> None:
-    """Two of one shape in the other order than the model's: a job that lists them as its model has them
-    would give each the other's moments."""
+def test_an_unproven_order_is_refused() -> None:
+    """Two parameters of one shape, not in the model's order.
+
+    A job that lists them in its model's order would give each the other's moments.
+    """
     with pytest.raises(UnprovenCheckpoint, match="lists c where the model has b") as caught:
         numbered({"c": C, "b": B}, [{"params": ["c", "b"]}])
     assert "--exclude" in caught.value.hint
@@ -39,7 +41,7 @@ def test_an_order_that_nothing_proves_is_refused() -> None:
         numbered({"a": A, "x": B}, [{"params": ["a", "x"]}])
 
 
-def test_an_order_that_the_optimizer_tells_itself_is_kept() -> None:
+def test_an_order_recorded_by_the_optimizer_is_kept() -> None:
     found = numbered({"c": C, "b": B}, [{"params": ["c", "b"], "param_names": ["c", "b"]}])
     assert found["state"] == {0: C, 1: B}
     assert found["param_groups"] == [{"params": [0, 1], "param_names": ["c", "b"]}]
@@ -56,14 +58,14 @@ def listed(names: list[str], order: list[str]) -> Any:
 
 
 def test_fsdp1_lists_wrapped_modules_last() -> None:
-    """What the root module keeps comes first, though it stands behind the layers in the model."""
+    """The root module's parameters come first, although they follow the layers in the model."""
     found = listed(FSDP1, ORDER)
     assert found["state"] == {n: {"exp_avg": name} for n, name in enumerate(ORDER)}
     assert found["param_groups"] == [{"params": [*range(7)], "param_names": ORDER}]
 
 
-def test_sorted_names_tell_no_order() -> None:
-    """A file that was written from sorted names is no proof of where the layers stand in the model."""
+def test_sorted_names_prove_no_order() -> None:
+    """A file written from sorted names does not prove the position of the layers in the model."""
     with pytest.raises(UnprovenCheckpoint):
         listed(FSDP1, sorted(ORDER))
 
@@ -90,7 +92,7 @@ def test_a_parameter_without_a_state_keeps_its_number() -> None:
 
 
 def test_numbers_stay_numbers() -> None:
-    """A format that knows only names has made text of them."""
+    """A format with names only has turned them into text."""
     found = numbered({"0": A, "1": B}, [{"params": [0, 1]}])
     assert found["state"] == {0: A, 1: B}
     assert found["param_groups"] == [{"params": [0, 1]}]
@@ -111,6 +113,6 @@ def test_numbers_stay_numbers() -> None:
     ],
     ids=["no state", "no groups", "a dict", "numbers", "no names", "tuples", "twice", "one more", "mixed"],
 )
-def test_what_does_not_tell_stays_as_it_is(state: Any, groups: Any) -> None:
+def test_other_states_stay_as_they_are(state: Any, groups: Any) -> None:
     tree = {"state": state, "param_groups": groups}
     assert numbers_for(tree, PARAMS, shape) is tree

@@ -34,7 +34,7 @@ def ranks(folder: Path, states: list[Any], name: str = "model_rank{}.pt") -> Pat
 
 
 def shards(folder: Path, extra: list[dict[str, Any]], world: int | None = None, named: str = "w") -> Path:
-    """Ranks' files with one tensor cut over them, and something else in each."""
+    """Rank files with one sharded tensor, and something else in each."""
     folder.mkdir(parents=True, exist_ok=True)
     world = world or len(extra)
     for rank, more in enumerate(extra):
@@ -51,15 +51,15 @@ def codes(folder: Path) -> list[str]:
     return [f.code for f in read(folder).findings]
 
 
-def test_a_file_that_is_no_torch_zip(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_torch_zip(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2)
     (folder / "model_rank1.pt").write_bytes(b"none")
-    with pytest.raises(MalformedCheckpoint, match=r"model_rank1\.pt \(4 bytes\) is no torch zip"):
+    with pytest.raises(MalformedCheckpoint, match=r"model_rank1\.pt \(4 bytes\) is not a torch zip"):
         read(folder)
 
 
-def test_ranks_that_are_no_dict(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match="holds a list"):
+def test_ranks_without_a_dict(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=r"must contain a state dict \(got list\)"):
         read(ranks(tmp_path / "a", [[torch.ones(2)]] * 2))
     # One of several kinds has a name of its own to give.
     folder = ranks(tmp_path / "b", [{"w": torch.ones(2)}] * 2)
@@ -71,29 +71,32 @@ def test_ranks_that_are_no_dict(tmp_path: Path) -> None:
 
 def test_two_values_of_one_name(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
-    with pytest.raises(NameMismatch, match=r"two values are called a\.b"):
+    with pytest.raises(NameMismatch, match=r"two values have the name a\.b"):
         read(ranks(tmp_path / "a", [state] * 2))
 
 
-def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_storage(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"a": torch.ones(2), "b": torch.ones(3)}])
-    with zipfile.ZipFile(folder / "model_rank0.pt") as whole, zipfile.ZipFile(tmp_path / "less", "w") as new:
-        for entry in whole.infolist():
+    with (
+        zipfile.ZipFile(folder / "model_rank0.pt") as complete,
+        zipfile.ZipFile(tmp_path / "less", "w") as new,
+    ):
+        for entry in complete.infolist():
             if not entry.filename.endswith("data/1"):
-                new.writestr(entry, whole.read(entry))
+                new.writestr(entry, complete.read(entry))
     shutil.move(tmp_path / "less", folder / "model_rank0.pt")
     with pytest.raises(MalformedCheckpoint, match="no storage '1'"):
         read(folder)
 
 
-def test_tensors_that_stand_for_more_than_is_there(tmp_path: Path) -> None:
+def test_tensors_that_expand_far(tmp_path: Path) -> None:
     wide = torch.zeros(1).expand(30_000_000)
-    with pytest.raises(MalformedCheckpoint, match="stand for tensors"):
+    with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         read(ranks(tmp_path / "a", [{"w": wide}] * 2))
 
 
-def test_tensors_that_nothing_refers_to(tmp_path: Path) -> None:
-    """A value of a class that is on nobody's list may hold them; without one there is no excuse."""
+def test_unreferenced_tensors(tmp_path: Path) -> None:
+    """A value of a class outside the allow-list may contain them; without such a value they are an error."""
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2), "x": torch.nn.Linear(2, 3)}] * 2)
     found = read(folder).findings
     assert {f.code for f in found} == {"refused-global", "refused-tensors"}
@@ -102,13 +105,13 @@ def test_tensors_that_nothing_refers_to(tmp_path: Path) -> None:
     path.parent.mkdir()
     writer = torch._C.PyTorchFileWriter(str(path))
     torch.save({"w": torch.ones(2)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as whole:
-        pickled = next(whole.read(n) for n in whole.namelist() if n.endswith("data.pkl"))
+    with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
+        pickled = next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
     writer.write_record("data.pkl", pickled, len(pickled))
     for key in ("0", "7"):
         writer.write_record(f"data/{key}", b"\0" * 8, 8)
     writer.write_end_of_file()
-    with pytest.raises(UnsupportedFormat, match="8 bytes of tensors that nothing"):
+    with pytest.raises(UnsupportedFormat, match="8 bytes of tensors without a reference"):
         read(path.parent)
 
 
@@ -130,7 +133,7 @@ def test_replicas_of_every_layout(value: torch.Tensor, tmp_path: Path) -> None:
     assert manifest.findings == ()
 
 
-def test_a_mesh_by_itself_is_no_value(tmp_path: Path) -> None:
+def test_a_mesh_alone_is_refused(tmp_path: Path) -> None:
     mesh = old.Called(old.Global("torch.distributed.device_mesh.DeviceMesh"), (), {"mesh": None}, new=True)
     folder = shards(tmp_path / "a", [{"mesh": mesh}] * 2)
     assert [(f.code, f.fqn) for f in read(folder).findings] == [("refused-global", "mesh")]
@@ -142,7 +145,7 @@ def test_a_mesh_as_a_key(tmp_path: Path) -> None:
         read(shards(tmp_path / "a", [{"odd": {"a": 1, mesh: 2}}] * 2))
 
 
-def test_a_mesh_that_is_no_list_of_ranks(tmp_path: Path) -> None:
+def test_a_mesh_without_a_list_of_ranks(tmp_path: Path) -> None:
     value = old.dtensor("2.6", torch.ones(2), (4,), torch.ones(2), [0], SHARD)
     (tmp_path / "a").mkdir()
     old.save({"w": value}, tmp_path / "a" / "model_rank_0.pt")
@@ -150,20 +153,20 @@ def test_a_mesh_that_is_no_list_of_ranks(tmp_path: Path) -> None:
         read(tmp_path / "a")
 
 
-def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
-    """On a tensor's shape, and on whether it is cut."""
+def test_contradicting_ranks(tmp_path: Path) -> None:
+    """On a tensor's shape, and on whether it is sharded."""
     folder = shards(tmp_path / "a", [{}, {}])
     value = old.dtensor("2.6", torch.ones(3), (6,), torch.arange(2), [1], SHARD)
     old.save({"w": value}, folder / "model_rank_1.pt")
-    with pytest.raises(MalformedCheckpoint, match=r"says w is float32 \[6\].*\[4\]"):
+    with pytest.raises(MalformedCheckpoint, match=r"w is float32 \[6\].*\[4\]"):
         read(folder)
     old.save({"w": torch.ones(4)}, folder / "model_rank_1.pt")
-    with pytest.raises(MalformedCheckpoint, match="distributed on some ranks, and whole on others"):
+    with pytest.raises(MalformedCheckpoint, match="distributed on some ranks, but not on others"):
         read(folder)
 
 
 def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
-    """Stages of a pipeline that number their own, where nothing proves the names."""
+    """Stages of a pipeline that number their own parameters, where nothing proves the names."""
     states = []
     for rank in range(2):
         model = {f"layers.{rank}.{n}": torch.ones(3) for n in "ab"}
@@ -171,9 +174,9 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
         groups = [{"params": [0]}, {"params": [1]}]
         states.append({"model": model, "optim": {"state": state, "param_groups": groups}})
     folder = ranks(tmp_path / "a", states, "rank{}.pt")
-    told = [f for f in read(folder).findings if "mean other parameters on other ranks" in f.message]
+    confused = [f for f in read(folder).findings if "mean other parameters on other ranks" in f.message]
     names = {f"optim.state.{n}.exp_avg.rank{r}" for n in (0, 1) for r in (0, 1)}
-    assert ({f.fqn for f in told}, {f.code for f in told}) == (names, {"unmerged-tensor"})
+    assert ({f.fqn for f in confused}, {f.code for f in confused}) == (names, {"unmerged-tensor"})
     with pytest.raises(UnreadablePart):
         ckptcore.convert(str(folder), str(tmp_path / "out"))
     ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["optim.*"])
@@ -181,7 +184,7 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
     assert found == {f"model.layers.{r}.{n}" for r in (0, 1) for n in "ab"}
 
 
-def test_a_file_of_a_rank_that_was_not_there(tmp_path: Path) -> None:
+def test_a_file_of_a_rank_outside_the_job(tmp_path: Path) -> None:
     """By the names of the files, or by the mesh inside."""
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2, "model_world_size_2_rank_{}.pt")
     shutil.copy(folder / "model_world_size_2_rank_1.pt", folder / "model_world_size_2_rank_5.pt")
@@ -194,7 +197,7 @@ def test_a_file_of_a_rank_that_was_not_there(tmp_path: Path) -> None:
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2)
     shutil.copy(folder / "model_rank1.pt", folder / "model_rank01.pt")
-    with pytest.raises(AmbiguousModel, match="are both of rank 1"):
+    with pytest.raises(AmbiguousModel, match="are both files of rank 1"):
         read(folder)
 
 
@@ -208,13 +211,13 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
         ('{"world_size": 3}', ["mixed-saves"]),
     ],
 )
-def test_verls_small_file(text: str, code: list[str], tmp_path: Path) -> None:
+def test_verls_config_file(text: str, code: list[str], tmp_path: Path) -> None:
     folder = ranks(tmp_path / "a", [{"w": torch.ones(2)}] * 2, "model_world_size_2_rank_{}.pt")
     (folder / "fsdp_config.json").write_text(text)
     assert codes(folder) == code
 
 
-def test_names_by_rank_that_hold_no_zip(tmp_path: Path) -> None:
+def test_files_named_by_rank_that_are_not_zips(tmp_path: Path) -> None:
     """Other tools number files, too."""
     for rank in range(2):
         (tmp_path / f"log_rank{rank}.bin").write_bytes(b"text of no interest")
@@ -237,12 +240,12 @@ MODEL = (("a", (2,)), ("b", (2,)))
         {"state": {}, "param_groups": [{"params": ["a", 1]}]},
     ],
 )
-def test_what_is_no_optimizer_by_name_is_written_as_it_is(tree: Any) -> None:
+def test_trees_without_a_named_optimizer_are_written_unchanged(tree: Any) -> None:
     assert numbers_for(tree, MODEL, lambda v: v) is tree
 
 
 def test_numbers_for_names() -> None:
-    """Told beside the numbers where these alone prove nothing; numbers that were text are numbers."""
+    """Names are recorded where the numbers alone prove nothing; numbers saved as text become numbers."""
     named = {"state": {"b": {"m": (2,)}, "a": {"m": (2,)}}, "param_groups": [{"params": ["a", "b"]}]}
     made = numbers_for(named, MODEL, lambda v: v)
     assert made == {"state": {0: {"m": (2,)}, 1: {"m": (2,)}}, "param_groups": [{"params": [0, 1]}]}

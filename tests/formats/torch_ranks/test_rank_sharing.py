@@ -1,4 +1,4 @@
-"""Rank files that share what they have in common: are they, to the byte, what each would be by itself?"""
+"""Share layouts between rank files: each file has the same bytes as one laid out alone."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ ROWS = (
 
 
 def request(mesh: str) -> Arrangement:
-    """A model and its states: even and uneven tensors, plain ones, objects, stages where there are some."""
-    whole = parse_mesh(mesh)
-    axes = tuple(a for a, n in whole.axes if a != "pp")
+    """A model and its states: even and uneven tensors, plain ones, objects, and stages on some meshes."""
+    full_mesh = parse_mesh(mesh)
+    axes = tuple(a for a, n in full_mesh.axes if a != "pp")
     cut = {"dp_replicate": Replicate(), "fsdp": Shard(0), "tp": Shard(0)}
-    tp = dict(whole.axes).get("tp", 1)
+    tp = dict(full_mesh.axes).get("tp", 1)
     strided = cut | {"fsdp": _StridedShard(0, split_factor=tp)} if tp > 1 else cut
     tensors: list[TensorSpec] = []
     layouts: dict[str, TensorLayout] = {}
     for n in range(4):
-        at = (("pp", (n // 2,)),) if "pp" in dict(whole.axes) else ()
+        at = (("pp", (n // 2,)),) if "pp" in dict(full_mesh.axes) else ()
         for name, dtype, shape in ROWS:
             for fqn in (f"model.layers.{n}.{name}", f"optim.state.layers.{n}.{name}.exp_avg"):
                 tensors.append(TensorSpec(fqn, dtype, shape))
@@ -58,11 +58,11 @@ def request(mesh: str) -> Arrangement:
         "optim.param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}],
         "extra_state": {"step": 7},
     }
-    return Arrangement(tensors, objects, topology=Topology(whole, layouts))
+    return Arrangement(tensors, objects, topology=Topology(full_mesh, layouts))
 
 
 def digest(layouts: Iterator[FileLayout]) -> str:
-    told = [
+    rows = [
         (
             x.path,
             x.nbytes,
@@ -74,25 +74,25 @@ def digest(layouts: Iterator[FileLayout]) -> str:
         )
         for x in layouts
     ]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("mesh", KNOWN)
-def test_bytes_around_tensors_stay(mesh: str) -> None:
+def test_bytes_around_tensors_do_not_change(mesh: str) -> None:
     assert digest(arrange(request(mesh))) == KNOWN[mesh]
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_what_was_forgotten_is_built_again(kept: int) -> None:
+def test_forgotten_layouts_are_rebuilt(kept: int) -> None:
     with mock.patch.object(_rankwrite, "_KEPT", kept), mock.patch.object(_torchfile, "_KEPT", kept):
         assert digest(arrange(request("pp=2,fsdp=3"))) == KNOWN["pp=2,fsdp=3"]
 
 
-def test_ranks_that_are_alike_are_built_once() -> None:
+def test_similar_ranks_are_built_once() -> None:
     made = mock.Mock(wraps=_rankwrite.RankPickled)
-    behind = mock.Mock(wraps=_torchfile._behind)
-    with mock.patch.object(_rankwrite, "RankPickled", made), mock.patch.object(_torchfile, "_behind", behind):
+    tail = mock.Mock(wraps=_torchfile._tail)
+    with mock.patch.object(_rankwrite, "RankPickled", made), mock.patch.object(_torchfile, "_tail", tail):
         files = list(arrange(request("fsdp=8,tp=2")))
     assert len(files) == 49
-    assert made.call_count <= 6  # two shapes of what is uneven, in three kinds of files
-    assert behind.call_count <= 12
+    assert made.call_count <= 6  # two shapes of uneven tensors, in three kinds of files
+    assert tail.call_count <= 12

@@ -1,4 +1,4 @@
-"""One torch file per rank: is what real jobs save read bit for bit, and what is wrong refused?"""
+"""Read one torch file per rank: files of real jobs bit for bit, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = [(n, case) for n in (2, 3, 4) for case in ranks_job.cases(n) if case != 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder of a job's cases, by its number of ranks; each job is run once."""
+    """The folder of a job's cases, by its number of ranks; each job runs once."""
     made: dict[int, Path] = {}
 
     def job(ranks: int) -> Path:
@@ -60,7 +60,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 @pytest.mark.parametrize(
     ("ranks", "case"), [pytest.param(*c, marks=pytest.mark.soak if c[0] == 3 else ()) for c in CASES]
 )
-def test_equals_what_the_job_held(
+def test_equals_the_tensors_of_the_job(
     ranks: int, case: str, jobs: Callable[[int], Path], cli: Cli, tmp_path: Path
 ) -> None:
     here = jobs(ranks) / case
@@ -110,7 +110,7 @@ def test_objects_of_all_ranks(jobs: Callable[[int], Path]) -> None:
 @pytest.mark.xdist_group("torch_ranks")
 def test_local_state_dicts_are_refused(jobs: Callable[[int], Path], cli: Cli, tmp_path: Path) -> None:
     """Also under Accelerate's names, and by its exit code."""
-    with pytest.raises(UnsupportedFormat, match="neither their names and shapes"):
+    with pytest.raises(UnsupportedFormat, match="does not record their names, shapes"):
         read(jobs(2) / "fsdp1_local" / "ckpt")
     (tmp_path / "ckpt").mkdir()
     for rank in range(2):
@@ -118,7 +118,7 @@ def test_local_state_dicts_are_refused(jobs: Callable[[int], Path], cli: Cli, tm
         shutil.copy(path, tmp_path / "ckpt" / f"pytorch_model_fsdp_rank{rank}.bin")
     done = cli("inspect", tmp_path / "ckpt", "--output", "json")
     assert done.code == 5, done
-    assert "neither their names and shapes" in done.json["error"]["message"]
+    assert "does not record their names, shapes" in done.json["error"]["message"]
 
 
 def _remove(folder: Path) -> None:
@@ -150,7 +150,7 @@ DAMAGES = [_remove, _remove_last, _copy_rank, _cut, _empty]
 @pytest.mark.xdist_group("torch_ranks")
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("case", ["fsdp2", "fsdp1_sharded", "fsdp1_mesh", "fsdp2_tp", "nodcp", "hsdp"])
-def test_damage_is_seen(
+def test_damage_is_detected(
     case: str, damage: Callable[[Path], None], jobs: Callable[[int], Path], cli: Cli, tmp_path: Path
 ) -> None:
     shutil.copytree(jobs(4) / case / "ckpt", tmp_path / "ckpt")
@@ -162,7 +162,7 @@ def test_damage_is_seen(
 
 
 @pytest.mark.xdist_group("torch_ranks")
-def test_a_flipped_byte_is_seen(jobs: Callable[[int], Path], cli: Cli, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_detected(jobs: Callable[[int], Path], cli: Cli, tmp_path: Path) -> None:
     shutil.copytree(jobs(4) / "fsdp2" / "ckpt", tmp_path / "ckpt")
     path = next((tmp_path / "ckpt").rglob("model_*_rank_2.pt"))
     with zipfile.ZipFile(path) as opened:
@@ -187,7 +187,7 @@ def test_missing_ranks_are_named(jobs: Callable[[int], Path], tmp_path: Path) ->
 
 @pytest.mark.xdist_group("torch_ranks")
 def test_components(jobs: Callable[[int], Path], tmp_path: Path) -> None:
-    """One component is found from above; of several none is taken."""
+    """One component is found from the folder above; several are ambiguous."""
     root = tmp_path / "global_step_3"
     shutil.copytree(jobs(2) / "fsdp2" / "ckpt" / "global_step_3" / "actor", root / "actor")
     assert read(tmp_path).num_tensors == read(root).num_tensors == read(root / "actor").num_tensors
@@ -216,15 +216,15 @@ def save_each(folder: Path, states: list[Any], name: str = "model_rank{}.pt") ->
 
 
 def test_plain_tensors_that_differ(tmp_path: Path) -> None:
-    """Pieces without any word on how they belong together are not guessed at."""
+    """Parts without a record of how they fit together are not merged."""
     folder = save_each(tmp_path / "a", [{"w": torch.full((4,), float(r))} for r in range(2)])
     found = read(folder)
     assert [(f.code, f.fqn) for f in found.findings] == [
         ("unmerged-tensor", "w.rank0"),
         ("unmerged-tensor", "w.rank1"),
     ]
-    assert "w is a plain tensor in every rank's file" in found.findings[0].message
-    with pytest.raises(UnreadablePart, match="how they belong together"):
+    assert "cannot merge w: it is a plain tensor in every rank's file" in found.findings[0].message
+    with pytest.raises(UnreadablePart, match="how the parts fit together"):
         ckptcore.convert(str(folder), str(tmp_path / "out"))
     folder = save_each(tmp_path / "b", [{"w": torch.zeros(4 + r), "v": torch.ones(2)} for r in range(2)])
     ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["w.rank*"])
@@ -232,7 +232,7 @@ def test_plain_tensors_that_differ(tmp_path: Path) -> None:
 
 
 def test_steps_that_differ(tmp_path: Path) -> None:
-    """Files of two steps, as far as anything in them says so."""
+    """Files of two steps, as far as their values show it."""
     same = {"w": torch.ones(3)}
     folder = save_each(tmp_path / "a", [{**same, "step": r} for r in range(2)])
     assert [f.code for f in read(folder).findings] == ["mixed-saves"]
@@ -245,7 +245,7 @@ def test_steps_that_differ(tmp_path: Path) -> None:
 
 
 def test_replicas_are_compared(cli: Cli, tmp_path: Path) -> None:
-    """Without a checksum it takes the bytes to see that two ranks differ."""
+    """Without a checksum, only the bytes show that two ranks differ."""
     try:
         torch.serialization.set_crc32_options(False)
         states = [{"w": torch.zeros(100_000)}, {"w": torch.ones(100_000)}]
@@ -260,7 +260,7 @@ def test_replicas_are_compared(cli: Cli, tmp_path: Path) -> None:
 def optimizer_names(
     folder: Path, parts: dict[str, Any], states: Any, groups: Any
 ) -> tuple[set[str], list[str]]:
-    """What the moments of the ranks' optimizer are called, and what was found."""
+    """The names of the moments in the ranks' optimizer, and the findings."""
     optim = {"state": states, "param_groups": groups}
     manifest = read(save_each(folder, [{"model": parts, "optim": optim}] * 2, "rank{}.pt"))
     names = {t.fqn for t in manifest.tensors if t.fqn.startswith("optim.state.")}
@@ -284,27 +284,27 @@ def test_numbers_get_names_where_they_are_proven(tmp_path: Path) -> None:
 
 
 def test_numbers_stay_where_names_are_not_proven(tmp_path: Path) -> None:
-    """Two of one shape in two groups: either could be either."""
+    """Two of one shape in two groups: they could be swapped."""
     parts = {"a": torch.ones(3), "b": torch.ones(3)}
     states = {n: {"exp_avg": torch.full((3,), float(n))} for n in range(2)}
     apart = [{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.2}]
     assert optimizer_names(tmp_path / "a", parts, states, apart) == ({"0", "1"}, ["unnamed-states"])
-    told = [{**g, "param_names": [n]} for g, n in zip(apart, "ba", strict=True)]
-    assert optimizer_names(tmp_path / "b", parts, states, told) == ({"a", "b"}, [])
+    named = [{**g, "param_names": [n]} for g, n in zip(apart, "ba", strict=True)]
+    assert optimizer_names(tmp_path / "b", parts, states, named) == ({"a", "b"}, [])
     fewer = [{"params": [0], "lr": 0.1}]
     assert optimizer_names(tmp_path / "c", parts, {0: states[0]}, fewer) == ({"0"}, ["unnamed-states"])
 
 
 @pytest.mark.parametrize("release", old.MODULES)
 def test_older_releases(release: str, tmp_path: Path) -> None:
-    """DTensors under the names that torch gave them before."""
-    whole = torch.arange(35.0).reshape(7, 5)
+    """DTensors under the module names of earlier releases."""
+    full = torch.arange(35.0).reshape(7, 5)
     ranks = torch.arange(4, dtype=torch.int32 if release == "2.6" else torch.int64).reshape(2, 2)
     tmp_path = tmp_path / "ckpt"
     tmp_path.mkdir()
     for rank in range(4):
         at = [rank // 2, rank % 2]
-        rows = [whole[:4], whole[4:]][at[1]]
+        rows = [full[:4], full[4:]][at[1]]
         two = [("Replicate", {}), ("Shard", {"dim": 0})]
         both = [("Shard", {"dim": 1}), ("Shard", {"dim": 0})]
         state = {
@@ -319,16 +319,16 @@ def test_older_releases(release: str, tmp_path: Path) -> None:
     assert manifest.origin["world_size"] == 4
     assert check(manifest, level="cover").findings == ()
     for name in "abc":
-        assert torch.equal(api.read(manifest, name), whole), name
+        assert torch.equal(api.read(manifest, name), full), name
 
 
-def test_a_coordinate_that_is_not_the_files(tmp_path: Path) -> None:
-    """The mesh says who wrote a file; its name may not say somebody else."""
-    whole, ranks = torch.arange(8.0), torch.arange(2)
+def test_a_coordinate_of_another_rank(tmp_path: Path) -> None:
+    """The mesh records which rank wrote a file; its name must not name another."""
+    full, ranks = torch.arange(8.0), torch.arange(2)
     (tmp_path / "ckpt").mkdir()
     for rank, at in ((0, 1), (1, 0)):
         state = {
-            "a": old.dtensor("2.6", whole[4 * at : 4 * at + 4], (8,), ranks, [at], [("Shard", {"dim": 0})])
+            "a": old.dtensor("2.6", full[4 * at : 4 * at + 4], (8,), ranks, [at], [("Shard", {"dim": 0})])
         }
         old.save(state, tmp_path / "ckpt" / f"model_rank_{rank}.pt")
     assert "item-mismatch" in {f.code for f in read(tmp_path / "ckpt").findings}
@@ -340,11 +340,11 @@ def test_local_tensors_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "ckpt").mkdir()
     for rank in range(2):
         old.save(state, tmp_path / "ckpt" / f"model_rank_{rank}.pt")
-    with pytest.raises(MalformedCheckpoint, match="4 of 8 elements of a dim, it has 3"):
+    with pytest.raises(MalformedCheckpoint, match=r"4 of 8 elements of a dim by its placements \(got 3\)"):
         read(tmp_path / "ckpt")
 
 
-def test_sums_are_refused(tmp_path: Path) -> None:
+def test_partial_placements_are_refused(tmp_path: Path) -> None:
     partial = [("_Partial", {"reduce_op": "sum"})]
     state = {"a": old.dtensor("2.1", torch.zeros(8), (8,), torch.arange(1), [0], partial)}
     (tmp_path / "ckpt").mkdir()
@@ -361,7 +361,7 @@ def test_sums_are_refused(tmp_path: Path) -> None:
         ("__builtin__.getattr", ("text", "ProcessGroupState")),
     ],
 )
-def test_nothing_is_reached_by_getattr(function: str, args: tuple[Any, ...], tmp_path: Path) -> None:
+def test_getattr_reaches_no_other_class(function: str, args: tuple[Any, ...], tmp_path: Path) -> None:
     (tmp_path / "ckpt").mkdir()
     old.save({"a": old.Called(old.Global(function), args)}, tmp_path / "ckpt" / "model_rank_0.pt")
     with pytest.raises((UnsafeContent, MalformedCheckpoint)):
@@ -369,11 +369,11 @@ def test_nothing_is_reached_by_getattr(function: str, args: tuple[Any, ...], tmp
 
 
 def test_a_thousand_ranks(tmp_path: Path) -> None:
-    whole = torch.arange(4000.0)
+    full = torch.arange(4000.0)
     ranks = torch.arange(1000)
     (tmp_path / "ckpt").mkdir()
     for rank in range(1000):
-        piece = whole[4 * rank : 4 * rank + 4]
+        piece = full[4 * rank : 4 * rank + 4]
         state = {"a": old.dtensor("2.6", piece, (4000,), ranks, [rank], [("Shard", {"dim": 0})]), "step": 7}
         old.save(state, tmp_path / "ckpt" / f"model_world_size_1000_rank_{rank}.pt")
     manifest = read(tmp_path / "ckpt")

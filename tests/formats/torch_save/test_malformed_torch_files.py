@@ -90,7 +90,7 @@ ODD: dict[str, tuple[Any, str]] = {
 
 
 def array(*state: Any, dtype: Any = None) -> Called:
-    """An array as numpy pickles it, with another state."""
+    """An array as pickled by numpy, with another state."""
     kind = call("numpy.dtype", "i4", False, True, state=(3, "<", None, None, None, -1, -1, 0))
     shape, order, data = state
     return call(MAKE, NDARRAY, (0,), "b", state=(1, shape, kind if dtype is None else dtype, order, data))
@@ -115,9 +115,9 @@ ODD |= {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_values_that_are_none(name: str, tmp_path: Path) -> None:
-    value, told = ODD[name]
-    with pytest.raises(MalformedCheckpoint, match=told) as caught:
+def test_malformed_values(name: str, tmp_path: Path) -> None:
+    value, message = ODD[name]
+    with pytest.raises(MalformedCheckpoint, match=message) as caught:
         opened(value, tmp_path)
     assert "x.pt" in caught.value.message
 
@@ -125,14 +125,14 @@ def test_values_that_are_none(name: str, tmp_path: Path) -> None:
 def test_arrays_of_classes_are_refused_by_name(tmp_path: Path) -> None:
     """A subclass of ndarray may give its bytes another meaning; dates have no plain form."""
     dates = call("numpy.dtype", "M8", False, True)
-    for value, told in (
+    for value, message in (
         (call(MAKE, Global("numpy.matrix"), (0,), "b"), "numpy.matrix"),
         (call("numpy.core.numeric._frombuffer", latin(b""), dates, (0,), "C"), "numpy.dtype('M8')"),
         (array((0,), False, latin(b""), dtype=dates), "numpy.dtype('M8')"),
     ):
         manifest = opened(value, tmp_path)
         assert [(b.key, b.known) for b in manifest.blobs] == [("odd", False)]
-        assert any(told in f.message for f in manifest.findings if f.code == "refused-global")
+        assert any(message in f.message for f in manifest.findings if f.code == "refused-global")
         assert torch.equal(ckptcore.read(manifest, "kept"), TENSOR)
 
 
@@ -140,7 +140,7 @@ def test_arrays_of_classes_are_refused_by_name(tmp_path: Path) -> None:
 
 
 class _Pickler(old.Pickler):
-    """Writes one persistent id as told."""
+    """Writes the given persistent id."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, Persistent):
@@ -172,13 +172,13 @@ STORAGES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", STORAGES)
-def test_storages_that_are_none(name: str, tmp_path: Path) -> None:
-    pid, told = STORAGES[name]
-    with pytest.raises(MalformedCheckpoint, match=told):
+def test_malformed_storages(name: str, tmp_path: Path) -> None:
+    pid, message = STORAGES[name]
+    with pytest.raises(MalformedCheckpoint, match=message):
         ckptcore.open(str(torch_file(tmp_path / "x.pt", view(Persistent(*pid), 0, (5,), (1,)))))
 
 
-def test_a_view_that_reaches_outside(tmp_path: Path) -> None:
+def test_a_view_beyond_its_storage(tmp_path: Path) -> None:
     pid = Persistent("storage", FLOATS, "0", "cpu", 6)
     for offset, shape, strides in ((1, (6,), (1,)), (0, (2, 2), (5, 1)), (0, (2,), (6,))):
         value = view(pid, offset, shape, strides)
@@ -187,7 +187,7 @@ def test_a_view_that_reaches_outside(tmp_path: Path) -> None:
 
 
 def torch_file(path: Path, value: Any, **records: bytes) -> Path:
-    """A torch zip with one storage of six floats and these records more."""
+    """A torch zip with one storage of six floats and additional records."""
     raw = io.BytesIO()
     _Pickler(raw).dump({"w": value})
     writer = torch._C.PyTorchFileWriter(str(path))
@@ -209,7 +209,7 @@ def by_hand(
     extra: bytes | None = None,
     pickled: bytes | None = None,
 ) -> Path:
-    """A zip of one record and a directory, whose sizes stand in zip64 fields where that is told."""
+    """A zip of one record and a directory, with the sizes in zip64 fields on request."""
     body = pickle.dumps({"a": 5}, 2) if pickled is None else pickled
     crc, spelled = zlib.crc32(body), name.encode()
     local = struct.pack(
@@ -219,7 +219,7 @@ def by_hand(
     if extra is None:
         extra = struct.pack("<HHQQQ", 1, 24, len(body), len(body), 0) if zip64 else b""
     none = 0xFFFFFFFF
-    told = (none, none, none) if zip64 else (len(body), len(body), 0)
+    sizes = (none, none, none) if zip64 else (len(body), len(body), 0)
     entry = (
         struct.pack(
             "<4s6H3I5H2I",
@@ -231,15 +231,15 @@ def by_hand(
             0,
             0,
             crc,
-            told[0],
-            told[1],
+            sizes[0],
+            sizes[1],
             len(spelled),
             len(extra),
             0,
             0,
             0,
             0,
-            told[2],
+            sizes[2],
         )
         + spelled
         + extra
@@ -250,7 +250,7 @@ def by_hand(
 
 
 def test_sizes_in_zip64_fields(tmp_path: Path) -> None:
-    """Records beyond 4 GiB have their sizes in an extra field, behind any others."""
+    """Records beyond 4 GiB have their sizes in an extra field, after any others."""
     plain = ckptcore.open(str(by_hand(tmp_path / "a.pt")))
     other = struct.pack("<HHI", 0x5455, 4, 7)
     length = len(pickle.dumps({"a": 5}, 2))
@@ -269,12 +269,12 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("extra", FIELDS.values(), ids=FIELDS)
-def test_zip64_fields_that_are_not_there(extra: bytes, tmp_path: Path) -> None:
+def test_missing_zip64_fields(extra: bytes, tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="zip64 sizes are missing"):
         ckptcore.open(str(by_hand(tmp_path / "x.pt", zip64=True, extra=extra)))
 
 
-def test_torch_reads_the_zip_made_here(tmp_path: Path) -> None:
+def test_torch_reads_the_zip_of_this_test(tmp_path: Path) -> None:
     with zipfile.ZipFile(by_hand(tmp_path / "x.pt", zip64=True)) as made:
         assert pickle.loads(made.read("x/data.pkl")) == {"a": 5}
 
@@ -298,7 +298,7 @@ def test_byte_orders(order: str, tmp_path: Path) -> None:
     assert torch.equal(ckptcore.read(ckptcore.open(str(path)), "w"), TENSOR)
 
 
-def test_a_byte_order_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_byte_order(tmp_path: Path) -> None:
     with pytest.raises(MalformedCheckpoint, match="byte order b'middle'"):
         ckptcore.open(str(torch_file(tmp_path / "x.pt", 5, byteorder=b"middle")))
 
@@ -316,7 +316,7 @@ CUTS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_zips_that_are_damaged(name: str, tmp_path: Path) -> None:
+def test_damaged_zips(name: str, tmp_path: Path) -> None:
     path = by_hand(tmp_path / "x.pt")
     path.write_bytes(CUTS[name](path.read_bytes()))
     with pytest.raises(CkptError) as caught:
@@ -325,7 +325,7 @@ def test_zips_that_are_damaged(name: str, tmp_path: Path) -> None:
 
 
 def test_a_record_that_reaches_into_the_directory(tmp_path: Path) -> None:
-    """The directory claims more bytes than lie in front of it."""
+    """The directory claims more bytes than the file has before it."""
     path = by_hand(tmp_path / "x.pt")
     data = path.read_bytes()
     length = len(pickle.dumps({"a": 5}, 2))

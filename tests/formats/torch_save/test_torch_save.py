@@ -31,7 +31,7 @@ def saved(folder: Path, tree: Any, name: str = "model.pt") -> Path:
 
 
 def without(path: Path, record: str) -> Path:
-    """A copy of a torch zip that lacks one of its records."""
+    """A copy of a torch zip without one of its records."""
     made = path.with_name("less.pt")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
         for entry in old.infolist():
@@ -42,7 +42,7 @@ def without(path: Path, record: str) -> Path:
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".weights"])
 def test_any_name_of_a_torch_zip(suffix: str, tmp_path: Path) -> None:
-    """A folder with one such file is that file; an odd suffix has to be named."""
+    """A folder with one such file is that file; an odd suffix must be named."""
     path = saved(tmp_path, {"w": torch.arange(4)}, f"model{suffix}")
     assert torch.equal(ckptcore.read(ckptcore.open(str(path)), "w"), torch.arange(4))
     if suffix == ".weights":
@@ -52,7 +52,7 @@ def test_any_name_of_a_torch_zip(suffix: str, tmp_path: Path) -> None:
         assert ckptcore.open(str(tmp_path)).format == "torch_save"
 
 
-def test_other_zips_are_none(tmp_path: Path) -> None:
+def test_other_zips_are_not_recognised(tmp_path: Path) -> None:
     np.savez(tmp_path / "arrays.npz", w=np.ones(3))
     (tmp_path / "short.pt").write_bytes(b"PK")
     for name in ("arrays.npz", "short.pt"):
@@ -60,27 +60,27 @@ def test_other_zips_are_none(tmp_path: Path) -> None:
             ckptcore.open(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("tree", "told"), [([torch.ones(2)], "list"), (torch.ones(2), "StoredView")])
-def test_what_is_no_dict(tree: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFormat, match=f"holds a {told}"):
+@pytest.mark.parametrize(("tree", "kind"), [([torch.ones(2)], "list"), (torch.ones(2), "StoredView")])
+def test_trees_that_are_not_dicts(tree: Any, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormat, match=f"must contain a state dict .got {kind}"):
         ckptcore.open(str(saved(tmp_path, tree)))
 
 
 def test_two_values_of_one_name(tmp_path: Path) -> None:
-    """Names are paths joined with dots, and a key may hold one."""
-    with pytest.raises(NameMismatch, match=r"two values are called a\.b"):
+    """Names are paths joined with dots, and a key may contain one."""
+    with pytest.raises(NameMismatch, match=r"two values have the name a\.b"):
         ckptcore.open(str(saved(tmp_path, {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})))
 
 
 def test_one_dict_under_two_names(tmp_path: Path) -> None:
-    """Shared through the pickle's memo: a tied module saved as it is."""
+    """Shared through the pickle's memo, as when a tied module is saved."""
     shared = {"w": torch.ones(2), "step": 3}
     manifest = ckptcore.open(str(saved(tmp_path, {"a": shared, "b": shared, "n": [1, 2], "m": [1, 2]})))
     assert {t.fqn for t in manifest.tensors} == {"a.w", "b.w"}
     assert {b.key for b in manifest.blobs} == {"a.step", "b.step", "n", "m"}
 
 
-def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_storage(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
     with pytest.raises(MalformedCheckpoint, match="no storage '1' for b"):
         ckptcore.open(str(without(path, "data/1")))
@@ -94,8 +94,8 @@ def test_values_of_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "out.pt")) == {"w", "step"}
 
 
-def test_tensors_in_an_unknown_class_are_not_left_out(tmp_path: Path) -> None:
-    """A pickled module, say: its tensors cannot be taken out without running its code."""
+def test_tensors_in_an_unknown_class_are_reported(tmp_path: Path) -> None:
+    """A pickled module, for example: its tensors cannot be read without running its code."""
     path = saved(tmp_path, {"w": torch.ones(2), "net": torch.nn.Linear(2, 3)})
     assert {t.fqn for t in ckptcore.open(str(path)).tensors} == {"w"}
     for verb in ("consolidate", "export"):
@@ -106,10 +106,10 @@ def test_tensors_in_an_unknown_class_are_not_left_out(tmp_path: Path) -> None:
 
 
 class Foreign:
-    """A class of nobody's."""
+    """A class that is on no allow-list."""
 
     def __init__(self) -> None:
-        self.held = torch.ones(5)
+        self.tensors = torch.ones(5)
 
 
 def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
 
 
 def test_one_view_under_many_names(tmp_path: Path) -> None:
-    """Each within its bounds, all together far more than the file."""
+    """Each is within its bounds, but all together are far larger than the file."""
     wide = torch.zeros(1).expand(15_000_000)
-    with pytest.raises(MalformedCheckpoint, match="stand for tensors"):
+    with pytest.raises(MalformedCheckpoint, match="expand to tensors"):
         ckptcore.open(str(saved(tmp_path, {"a": wide, "b": wide})))
 
 
-def test_a_distributed_tensor_is_no_plain_one(tmp_path: Path) -> None:
-    """One rank's file by another name."""
+def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
+    """One rank's file under another name."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = DeviceMesh("cpu", [0])
@@ -134,7 +134,7 @@ def test_a_distributed_tensor_is_no_plain_one(tmp_path: Path) -> None:
         path = saved(tmp_path, {"w": value})
     finally:
         torch.distributed.destroy_process_group()
-    with pytest.raises(UnsupportedFormat, match="not a plain full state dict"):
+    with pytest.raises(UnsupportedFormat, match="must be a plain full state dict"):
         ckptcore.open(str(path))
 
 
@@ -154,7 +154,7 @@ def test_a_tensor_and_a_value_of_one_name(tmp_path: Path) -> None:
         ckptcore.convert(str(source), str(tmp_path / "out.pt"), to="torch_save", rename=[("w", "step")])
 
 
-def test_one_ranks_file_by_itself_is_said(tmp_path: Path) -> None:
+def test_one_ranks_file_alone_is_a_finding(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)}, "model_rank_3.pt")
     assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-part"]
 

@@ -170,7 +170,7 @@ def test_files_are_packed_as_the_hub_packs_them(llama: Path, tmp_path: Path) -> 
         ({"dtype_for": [("nothing", "bf16")]}, "matches nothing"),
         ({"tie": [("a", "b")]}, "not in the output"),
         ({"config": "nowhere"}, "--config"),
-        ({"to": "gguf"}, "no format is called"),
+        ({"to": "gguf"}, "unknown format 'gguf'"),
     ],
 )
 def test_arguments_that_say_nothing(llama: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:

@@ -1,8 +1,8 @@
-"""Whole files beside shards: which whole tensors do they hold, and which of them are copies?
+"""Compare the parts of ranks with safetensors files of complete tensors beside them.
 
-A folder of ranks' parts may hold the same model once more, in safetensors files of whole tensors. The ranks'
-parts are what is read; the whole files are held against them: elements by `ckptcore.core.redundant_copies`,
-everything else by the headers.
+A folder of ranks' parts may contain the same model a second time, in safetensors files of complete tensors.
+The parts are read, and the consolidated files are compared with them: elements by
+`ckptcore.core.redundant_copies`, everything else by the headers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.huggingface.shard_headers import INFO
 
 INDEX = "model.safetensors.index.json"
-_BYTES = 500  # of a tensor of the whole files while they are compared
-_MAX_TOLD = 100  # tensors of another shape
+_BYTES = 500  # bytes of memory per consolidated tensor while tensors are compared
+_MAX_LISTED = 100  # tensors of another shape
 
 
 @dataclass(frozen=True, slots=True)
-class WholeTensor:
-    """A tensor of a whole file. start: its first byte there."""
+class ConsolidatedTensor:
+    """A tensor of a consolidated file.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape.
+        start: Its first byte in the file.
+        path: Path of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,81 +41,89 @@ class WholeTensor:
     path: str
 
 
-def whole_tensors(source: Source, paths: list[str]) -> tuple[dict[str, WholeTensor], list[Finding]]:
-    """The tensors of whole files by name, and a finding for each file that cannot be read.
+def consolidated_tensors(
+    source: Source, paths: list[str]
+) -> tuple[dict[str, ConsolidatedTensor], list[Finding]]:
+    """Return the tensors of consolidated files by name, and a finding for each file that cannot be read.
 
-    Files with offsets of ranks in their headers are shards, and are passed over. Reads headers only.
+    Files with offsets of ranks in their headers are shards, and are skipped. Only headers are read.
     """
-    found: dict[str, WholeTensor] = {}
-    told: list[Finding] = []
+    found: dict[str, ConsolidatedTensor] = {}
+    findings: list[Finding] = []
     for path in sorted(paths, key=natural):
         try:
             tensors, metadata, data = read_header(source.store, path, source.listing[path])
         except MetadataTooLarge:
             raise
         except CkptError as error:
-            told.append(differs(f"{path} cannot be read: {error.message}", file=path))
+            findings.append(differs(f"cannot read {path}: {error.message}", file=path))
             continue
         if INFO not in metadata:
             meter().keep(_BYTES * len(tensors), path)
             found |= {
-                n: WholeTensor(dtype, shape, data + at, path) for n, (dtype, shape, at, _) in tensors.items()
+                n: ConsolidatedTensor(dtype, shape, data + at, path)
+                for n, (dtype, shape, at, _) in tensors.items()
             }
-    return found, told
+    return found, findings
 
 
-def with_whole_folder(
+def with_consolidated_folder(
     manifest: Manifest, source: Source, folder: str, name_of: Callable[[str], str]
 ) -> Manifest:
-    """A manifest of ranks' parts with the model that a folder of whole files holds once more.
+    """Add the copies in a folder of consolidated files to a manifest of ranks' parts.
 
-    folder: below the manifest's root, which is ``source``. name_of: what a whole file's tensor is called in
-    the manifest. Tensors of equal dtype and shape become copies; what differs in these is a finding, as is a
-    tensor that no rank has. One that the folder lacks is not: tied ones are saved once. Without such files
+    Tensors of equal dtype and shape become copies. A tensor of another dtype or shape is a finding, as is one
+    that no rank has. A tensor that the folder lacks is not: tied tensors are saved once. Without such files
     nothing changes.
+
+    Args:
+        manifest: The manifest of the parts.
+        source: Root of the manifest.
+        folder: Folder of the consolidated files, below the root.
+        name_of: Name in a consolidated file -> name in the manifest.
     """
     prefix = f"{folder}/"
     inside = {p for p in source.listing if p.startswith(prefix) and "/" not in p[len(prefix) :]}
     paths = sorted((p for p in inside if p.endswith(".safetensors")), key=natural)
     if not paths:
         return manifest
-    told: list[Finding] = []
+    findings: list[Finding] = []
     index = prefix + INDEX
     listed: Mapping[str, str] | None = None
     if index in inside:
-        listed, told = _weight_map(source, index)
-        if listed is not None:  # others are of another save: no loader looks there
+        listed, findings = _weight_map(source, index)
+        if listed is not None:  # other files belong to another save: no loader reads them
             paths = [p for p in paths if p[len(prefix) :] in set(listed.values())]
-    whole, more = whole_tensors(source, paths)
+    consolidated, more = consolidated_tensors(source, paths)
     specs = {t.fqn: t for t in manifest.tensors}
-    wholes: dict[str, Whole] = {}
+    copies: dict[str, Whole] = {}
     alone, cast = list[str](), list[str]()
-    for name, one in whole.items():
+    for name, one in consolidated.items():
         if listed is not None and prefix + listed.get(name, "") != one.path:
-            continue  # another file has it, by the index
+            continue  # the index names another file
         fqn = name_of(name)
         spec = specs.get(fqn)
         if spec is None:
             alone += [fqn] if fqn not in manifest.unread else []
         elif spec.shape != one.shape:
             ranks = f"{list(spec.shape)} in the ranks' files"
-            told.append(differs(f"{fqn} is {list(one.shape)} in {one.path}, and {ranks}", fqn))
+            findings.append(differs(f"{fqn} is {list(one.shape)} in {one.path}, but {ranks}", fqn))
         elif spec.dtype != one.dtype:
             cast.append(fqn)
         else:
-            wholes[fqn] = Whole(one.path, one.start)
-    del told[_MAX_TOLD:]
-    told += more
+            copies[fqn] = Whole(one.path, one.start)
+    del findings[_MAX_LISTED:]
+    findings += more
     if alone:
-        told.append(differs(f"{_subject_of(alone)} in {folder}/, and in no rank's file", file=paths[0]))
+        findings.append(differs(f"{_subject_of(alone)} in {folder}/, but in no rank's file", file=paths[0]))
     if cast:
-        told.append(
+        findings.append(
             differs(
                 f"{_subject_of(cast)} of another dtype in {folder}/: values are not compared", file=paths[0]
             )
         )
-    made = with_copies(manifest, wholes, source.listing)
-    return replace(made, findings=(*made.findings, *told))
+    made = with_copies(manifest, copies, source.listing)
+    return replace(made, findings=(*made.findings, *findings))
 
 
 def _subject_of(names: list[str]) -> str:
@@ -116,12 +131,12 @@ def _subject_of(names: list[str]) -> str:
 
 
 def differs(message: str, fqn: str | None = None, file: str | None = None) -> Finding:
-    """The warning that a second copy is not what the ranks hold, where no elements are compared."""
+    """Return the warning that a copy differs from the ranks' parts, where no elements are compared."""
     return finding("consolidated-differs", "cover", message, fqn=fqn, file=file)
 
 
 def _weight_map(source: Source, index: str) -> tuple[Mapping[str, str] | None, list[Finding]]:
-    """Tensor -> file name as an index says; None, and a finding, where it cannot be read."""
+    """Return tensor -> file name from an index; None, and a finding, if it cannot be read."""
     try:
         meter().require(source.listing[index], index)
         rows = parse(source.store.read(index, 0, source.listing[index]), index)["weight_map"]
