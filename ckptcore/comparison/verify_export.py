@@ -58,6 +58,7 @@ from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG, NONE
 from ckptcore.planning.model_card import tied_by_card
 from ckptcore.planning.request import Request, Settings
+from ckptcore.planning.zero_tensors import not_zero
 from ckptcore.store import join_url, local_path, open_store
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import identify
@@ -341,8 +342,11 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
         for name in there
         if name not in wanted
     ]
-    parts = {d.fqn for d in known.dropped if d.part}
-    gone = {d.fqn for d in known.dropped if not d.part}
+    parts = Counter[str]()
+    for dropped in known.dropped:
+        if dropped.part is not None:
+            parts[dropped.fqn] += dropped.part
+    gone, unread = {d.fqn for d in known.dropped if d.part is None}, ""
     use = element_use(
         mapped.manifest, known.manifest, {t.fqn for t in mapped.manifest.tensors if t.fqn not in gone}
     )
@@ -352,6 +356,21 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
         if name not in parts
     ]
     problems += [
+        Problem(
+            name,
+            f"{use.once.get(name, 0):,} of its elements are in no tensor of the export, and the rule drops {count:,}",
+        )
+        for name, count in parts.items()
+        if name not in gone and use.once.get(name, 0) != count
+    ]
+    try:
+        problems += [
+            Problem(d.fqn, f"{count:,} of its {numel:,} elements are not zero, and {d.only_zero}")
+            for d, count, numel in not_zero(mapped.manifest, known.dropped)
+        ]
+    except DamagedCheckpoint as error:
+        unread = error.message
+    problems += [
         Problem(name, f"{count:,} of its elements are in another tensor of the export, too")
         for name, count in use.repeated.items()
     ]
@@ -360,6 +379,8 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
     values = {"tensors": len(there), "elements": count, "left_out": dict(rules)}
     if problems:
         return failed(ELEMENTS, problems, **values)
+    if unread:
+        return not_done(ELEMENTS, f"the source cannot be read: {unread}")
     left = "".join(f"; left out: {n}, {rule}" for rule, n in rules.items())
     return passed(ELEMENTS, f"{len(there)} tensors, {count:,} elements{left}", **values)
 

@@ -23,11 +23,19 @@ LEADING_WRAPPERS = ("module.",)
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A tensor or object that does not go on, and the rule that says so. part: only some of its elements."""
+    """A tensor or object that does not go on, as a whole or in part.
+
+    Attributes:
+        fqn: Stored name.
+        rule: Why.
+        part: How many of its elements, where it is not all of them; else None.
+        only_zero: Why every element must be zero; "" where its values do not matter.
+    """
 
     fqn: str
     rule: str
-    part: bool = False
+    part: int | None = None
+    only_zero: str = ""
 
 
 class MadeTensor(NamedTuple):

@@ -48,6 +48,7 @@ from ckptcore.planning.nesting import LEFT_OUT, nest, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rank_layout import Balance, balance, lay_out
@@ -119,6 +120,7 @@ def compose(
     warnings += [*doubts, *beside.findings]
     if export:
         warnings += [*_other_parts(model), *_unopened(request, beside)]
+    require_zero(free, mapped.dropped)
     casts = _dtypes(request, mapped.manifest)
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,9 @@ from ckptcore.utils.text import listed, shown
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that say how many modules there are, each of which has a tensor of its own, or a row of one.
 _COUNTS = re.compile(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
+_EXPERTS = re.compile(r"experts?$")
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
+_ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported
 _SECONDS = 600  # building a model on the meta device takes a few
 
 
@@ -73,8 +75,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     """
     if importlib.util.find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
-    most = max([len(found), *(dim for shape in found.values() for dim in shape)], default=0)
-    require_possible(config.form, f"--config {config.url}", most)
+    require_possible(config.form, f"--config {config.url}", found.values())
     asked = {"config": config.form, "tensors": found}
     answer = transformers_process.ask("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
     if "rejected" in answer:
@@ -109,21 +110,44 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
 
 
-def require_possible(form: Mapping[str, Any], said: str, most: int) -> None:
-    """Raises `UsageError` for a config of more modules than the checkpoint can have tensors for.
+def require_possible(form: Mapping[str, Any], said: str, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Require that a checkpoint can have a tensor, or a row of one, for every module of a config.
 
-    transformers would build them all, whatever time and memory that takes. most: tensors, or rows of one.
+    transformers would build all of them, whatever time and memory that takes. Each layer has a tensor, and
+    each of its experts has one, or a row of the layer's router.
+
+    Args:
+        form: Content of config.json.
+        said: Name of the config, for the error.
+        shapes: Of the checkpoint's tensors, elements.
+
+    Raises:
+        UsageError: The config counts more modules, or its counts multiplied do.
     """
+    rows = [max(shape, default=1) if all(shape) else 0 for shape in shapes]
+    most, together = max([len(rows), *rows]), max(sum(rows), _ALWAYS_TOGETHER)
     for part in _with_nested(dict(form)):
-        for name, count in part.items():
-            counts = (
-                isinstance(count, (int, float)) and not isinstance(count, bool) and _COUNTS.fullmatch(name)
+        counts = {name: count for name, count in part.items() if _is_count(name, count)}
+        name = max(counts, key=counts.__getitem__, default="")
+        if name and counts[name] > max(most, _ALWAYS_POSSIBLE):
+            raise UsageError(
+                f"{said}: config.json says {name} = {shown(counts[name])}, the checkpoint has {most} at most",
+                hint="name the folder of the model that was trained, or leave --config out",
             )
-            if counts and count > max(most, _ALWAYS_POSSIBLE):
-                raise UsageError(
-                    f"{said}: config.json says {name} = {shown(count)}, the checkpoint has {most} at most",
-                    hint="name the folder of the model that was trained, or leave --config out",
-                )
+        layers = max((n for name, n in counts.items() if not _EXPERTS.search(name)), default=1)
+        experts = max((n for name, n in counts.items() if _EXPERTS.search(name)), default=1)
+        if max(layers, 1) * max(experts, 1) > together:
+            raise UsageError(
+                f"{said}: config.json says {shown(layers)} layers of {shown(experts)} experts, "
+                f"the checkpoint's tensors have {together} rows",
+                hint="name the folder of the model that was trained, or leave --config out",
+            )
+
+
+def _is_count(name: str, value: object) -> bool:
+    """Whether a field of a config counts modules."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return number and _COUNTS.fullmatch(name) is not None
 
 
 def _dumped(config: dict[str, Any]) -> bytes:

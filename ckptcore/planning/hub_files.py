@@ -20,6 +20,7 @@ from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
+from ckptcore.utils.units import show_size
 
 NONE = "none"  # as --config or --tokenizer: take none, not even one that lies in the source
 CONFIG, ADAPTER, CARD = "config.json", "adapter_config.json", "README.md"
@@ -55,7 +56,8 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-_MAX_FILE = 64 << 20
+_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # of a tokenizer that has no file of its own
+MAX_FILE = 64 << 20  # bytes of a file that is carried
 _MAX_TOTAL = 128 << 20  # they are in memory until they are written
 _MAX_FILES = 500
 _FOLDERS = tuple({p.split("/")[0] for ps in FILES.values() for p in ps if "/" in p})
@@ -63,10 +65,17 @@ _FOLDERS = tuple({p.split("/")[0] for ps in FILES.values() for p in ps if "/" in
 
 @dataclass(frozen=True)
 class HubFolder:
-    """The small files of a folder. url: where it lies. names: path in it -> (bytes, role)."""
+    """The small files of a folder.
+
+    Attributes:
+        url: Where it lies.
+        names: Path in it -> (bytes, role).
+        too_large: The same of files that belong to a model folder and are larger than what is carried.
+    """
 
     url: str
     names: Mapping[str, tuple[int, str]]
+    too_large: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     _content: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def has_config(self) -> bool:
@@ -79,8 +88,9 @@ class HubFolder:
         return "peft_type" in (self.json(ADAPTER) or {})
 
     def has_tokenizer(self) -> bool:
-        """Whether it holds a tokenizer."""
-        return any(fnmatchcase(name, glob) for name in self.names for glob in _TOKENIZERS)
+        """Whether it holds a tokenizer, also one that is too large to be carried."""
+        names = (*self.names, *self.too_large)
+        return any(_is_any(name, _TOKENIZERS) for name in names)
 
     def read(self, name: str) -> bytes:
         """The bytes of one of its files; raises `SourceUnreadable`, `StorageTrouble`."""
@@ -89,7 +99,19 @@ class HubFolder:
         return self._content[name]
 
     def of(self, *roles: str) -> dict[str, bytes]:
-        """Its files of these roles, name -> bytes; raises `UsageError` where they are too large together."""
+        """Read its files of these roles, name -> bytes.
+
+        Raises:
+            UsageError: They are too large together, or a tokenizer's file is too large by itself. A tokenizer
+                without it could load and be another one.
+        """
+        for name, (nbytes, role) in sorted(self.too_large.items()):
+            if role in roles and _is_any(name, (*_TOKENIZERS, *_VOCABULARIES)):
+                raise UsageError(
+                    f"cannot take the tokenizer from {self.url}: {name} has {show_size(nbytes)} "
+                    f"(limit {show_size(MAX_FILE)})",
+                    hint=f"Try --tokenizer FOLDER with another one, or --tokenizer {NONE}",
+                )
         total = sum(nbytes for nbytes, role in self.names.values() if role in roles)
         if total > _MAX_TOTAL:
             raise UsageError(
@@ -108,7 +130,7 @@ class HubFolder:
         """Without Python files, unless one of its configs asks for them."""
         asks = any("auto_map" in (self.json(n) or {}) for n in self.names if n.endswith("config.json"))
         names = self.names if asks else {n: v for n, v in self.names.items() if not n.endswith(".py")}
-        return HubFolder(self.url, names, self._content)
+        return HubFolder(self.url, names, self.too_large, self._content)
 
 
 def json_object(data: bytes) -> dict[str, Any] | None:
@@ -136,18 +158,17 @@ def look(url: str, *, inside: str | None = None, known: Folder | None = None) ->
         if name in here.folders:
             below = folder_at(join_url(url, name))
             found |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
-    names = {}
+    names, too_large = {}, {}
     for name, nbytes in found.items():
         role = _role(name)
-        kept = nbytes <= _MAX_FILE and (inside is None or _stays(join_url(url, name), inside))
-        if role is not None and kept:
-            names[name] = nbytes, role
+        if role is not None and (inside is None or _stays(join_url(url, name), inside)):
+            (names if nbytes <= MAX_FILE else too_large)[name] = nbytes, role
     if len(names) > _MAX_FILES:
         names = {n: v for n, v in names.items() if not n.endswith(".py")}
     # The card is read for its licence and base model alone, and never copied.
-    if CARD in found and found[CARD] <= _MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
+    if CARD in found and found[CARD] <= MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
         names[CARD] = found[CARD], ""
-    return HubFolder(url, names)
+    return HubFolder(url, names, too_large)
 
 
 def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
@@ -158,9 +179,9 @@ def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
     if url.endswith(f"/{name}") or url == name:
         url = split_url(url)[0]
     elif (nbytes := _file_size(url)) is not None:
-        if nbytes > _MAX_FILE:
+        if nbytes > MAX_FILE:
             raise UsageError(f"cannot read {option} {url}: it has {nbytes} bytes", hint="name a JSON file")
-        return HubFolder(url, {name: (nbytes, MODEL)}, {name: _file_bytes(url, nbytes)})
+        return HubFolder(url, {name: (nbytes, MODEL)}, _content={name: _file_bytes(url, nbytes)})
     here = folder_at(url)
     if not here.files and not here.folders:
         raise UsageError(
@@ -187,11 +208,15 @@ def agree(folders: Sequence[HubFolder], role: str) -> bool:
     """Whether these folders hold the same config, or tokenizer: equal files where both have one."""
     names = [{n for n, (_, r) in f.names.items() if r == role} for f in folders]
     common = set.intersection(*names)
-    if not any(fnmatchcase(name, glob) for name in common for glob in (CONFIG, ADAPTER, *_TOKENIZERS)):
+    if not any(_is_any(name, (CONFIG, ADAPTER, *_TOKENIZERS)) for name in common):
         return len(folders) == 1
     first = folders[0]
     pairs = [(f, n) for f in folders[1:] for n in common]
     return all(f.names[n] == first.names[n] and f.read(n) == first.read(n) for f, n in pairs)
+
+
+def _is_any(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _role(name: str) -> str | None:

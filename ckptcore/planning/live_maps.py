@@ -8,7 +8,7 @@ the installed transformers, which builds the model of the config on the meta dev
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -70,8 +70,9 @@ def map_live_names(
         MissingDependency: For an architecture that only transformers could tell.
     """
     content, said = _named_config(source, config, url)
-    names = [t.fqn for t in mapped.manifest.tensors]
-    family = _family(arch, content, names)
+    tensors = mapped.manifest.tensors
+    names = [t.fqn for t in tensors]
+    family = _family(arch, content, {t.fqn: t.shape for t in tensors})
     if family is None:
         if to == HUB:
             return None
@@ -107,7 +108,9 @@ def _named_config(
     return (None, "") if beside is None else (beside.content, beside.name)
 
 
-def _family(arch: str, config: Mapping[str, Any] | None, names: list[str]) -> LiveFamily | None:
+def _family(
+    arch: str, config: Mapping[str, Any] | None, tensors: Mapping[str, tuple[int, ...]]
+) -> LiveFamily | None:
     """The frozen family, else the one that transformers tells."""
     if arch != "auto":
         found = called(arch) or (
@@ -119,15 +122,19 @@ def _family(arch: str, config: Mapping[str, Any] | None, names: list[str]) -> Li
                 hint="Try --arch with the class of the model, or --config with its config.json",
             )
         return found
-    return family_of_config(config, names) if config is not None else None
+    return family_of_config(config, tensors) if config is not None else None
 
 
 def _calls(config: Mapping[str, Any]) -> tuple[str, ...]:
     return Config("", HUB, config).architectures
 
 
-def family_of_config(config: Mapping[str, Any], names: Sequence[str]) -> LiveFamily | None:
+def family_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> LiveFamily | None:
     """The frozen family of a config, else the one that the installed transformers tells.
+
+    Args:
+        config: Content of config.json.
+        tensors: Name -> shape of the model's tensors.
 
     Returns:
         None where none does, and no name is one that only modules have.
@@ -141,16 +148,16 @@ def family_of_config(config: Mapping[str, Any], names: Sequence[str]) -> LiveFam
         return found
     kind = calls[-1]
     if importlib.util.find_spec("transformers") is None:
-        if any(map(_is_fused, names)):
+        if any(map(_is_fused, tensors)):
             raise MissingDependency(
                 f"cannot map the names of {kind}: no frozen map knows it, and transformers is not installed",
                 hint="pip install 'ckptcore[hf]', or --names stored to keep the names as they are",
             )
         return None
-    require_possible(config, kind, len(names))
+    require_possible(config, kind, tensors.values())
     said = transformers_process.ask("ckptcore.planning.live_maps", config, seconds=_SECONDS)
     if "error" in said:
-        if any(map(_is_fused, names)):
+        if any(map(_is_fused, tensors)):
             raise UsageError(
                 f"cannot map the names of {kind}: no frozen map knows it; transformers: {said['error']}",
                 hint="Try --names stored to keep the names as they are",

@@ -9,7 +9,7 @@ counts. Where one place holds two that differ, nothing is guessed: the candidate
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckptcore.planning.hub_files import (
     CARD,
     CONFIG,
     LEGAL,
+    MAX_FILE,
     MODEL,
     NONE,
     PEFT,
@@ -37,6 +38,7 @@ from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.units import show_size
 
 _OWN_LORA = frozenset({"phi4mm"})  # models that hold LoRA weights for good
 _MAX_FOLDERS = 64  # of a checkpoint's folder that are looked into; of more, those of `TRAINER_FOLDERS`
@@ -141,6 +143,8 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
         tokenizer = near[0] if near else _nearest("tokenizer", places.every())
         if tokenizer is not None and not near:
             findings.append(_found_finding("the tokenizer", tokenizer))
+    if tokenizer is not None:
+        findings += _too_large(tokenizer, [TOKENIZER, LEGAL])
     form = (config.json(ADAPTER) if config is not None else None) or {}
     base = str(form.get("base_model_name_or_path") or "")
     return ModelFiles(
@@ -157,6 +161,11 @@ def _collected(
 ) -> ModelFiles:
     other = tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
     kept = [MODEL, LEGAL] if other is not None or request.tokenizer == NONE else [MODEL, TOKENIZER, LEGAL]
+    findings = [
+        *findings,
+        *(_too_large(config, kept) if config is not None else ()),
+        *(_too_large(other, [TOKENIZER, LEGAL]) if other is not None else ()),
+    ]
     folder = None if config is None else ConfigFolder(config.url, config.of(*kept))
     content = folder.content if folder is not None else {}
     beside = {n: d for n, d in other.of(TOKENIZER, LEGAL).items() if n not in content} if other else None
@@ -190,6 +199,12 @@ def _option_folder(url: str | None, option: str) -> HubFolder | None:
 
 
 def _require_object(config: HubFolder, url: str) -> None:
+    if CONFIG in config.too_large:
+        nbytes, _ = config.too_large[CONFIG]
+        raise UsageError(
+            f"cannot read --config {url}: config.json has {show_size(nbytes)} (limit {show_size(MAX_FILE)})",
+            hint="Try the folder of the model that was trained",
+        )
     if CONFIG not in config.names:
         raise UsageError(
             f"--config {url}: there is no config.json", hint="name the folder that holds it, or the file"
@@ -200,6 +215,15 @@ def _require_object(config: HubFolder, url: str) -> None:
 
 def _found_finding(what: str, folder: HubFolder) -> Finding:
     return finding("found-files", "files", f"{what} is taken from {folder.url}, which nobody named")
+
+
+def _too_large(folder: HubFolder, roles: Collection[str]) -> Iterator[Finding]:
+    """Name the files that are left out because of their size; a tokenizer's own files are an error."""
+    for name, (nbytes, role) in sorted(folder.too_large.items()):
+        if role in roles:
+            size = f"{show_size(nbytes)} (limit {show_size(MAX_FILE)})"
+            message = f"{name} of {folder.url} is left out: it has {size}"
+            yield finding("left-beside", "files", message, hint="copy it beside the export if it matters")
 
 
 class _Places:
@@ -280,6 +304,6 @@ def _folders_beside(root: str, request: Request) -> list[HubFolder]:
 def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
     """Without what an earlier run made, and without code that nobody asks for."""
     target = identify(request.destination)
-    kept = [f for f in folders if f.names]
+    kept = [f for f in folders if f.names or f.too_large]
     kept = [f for f in kept if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
     return [f.without_code() for f in kept]

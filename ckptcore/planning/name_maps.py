@@ -281,8 +281,11 @@ def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
     """Both steps as one: first renamed by the user's rules, then mapped."""
     before = {new: old for old, new in mapped.renamed}
     renamed = [(before.get(old, old), new) for new, old in found.moved.items()]
-    gone = [Dropped(before.get(name, name), rule) for name, rule in found.dropped]
-    gone += [Dropped(before.get(name, name), rule, part=True) for name, rule in found.parts]
+    gone = [
+        Dropped(before.get(name, name), rule, only_zero=found.only_zero.get(name, ""))
+        for name, rule in found.dropped
+    ]
+    gone += [Dropped(before.get(name, name), rule, part=count) for name, rule, count in found.parts]
     made = tuple(
         MadeTensor(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
         for new, rule in found.rules.items()

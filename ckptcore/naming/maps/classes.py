@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -129,7 +130,8 @@ class Takers:
         self.count = np.zeros(len(tensors), np.int64)
         self.classes: list[Class] = []
         self.dropped: dict[int, str] = {}
-        self.parts: list[tuple[int, str]] = []
+        self.only_zero: dict[int, str] = {}
+        self.parts: list[tuple[int, str, int]] = []
         self.guessed: dict[str, int] = {}
         self.problems: list[str] = []
         self.needed: dict[str, str] = {}  # rule that must take something -> a name that it takes
@@ -176,6 +178,8 @@ class Takers:
                     self._by.append((rule.name, each.rows))
                     if rule.drop:
                         self.dropped |= dict.fromkeys(each.rows.tolist(), rule.drop)
+                        if rule.only_zero:
+                            self.only_zero |= dict.fromkeys(each.rows.tolist(), rule.only_zero)
             if wrong and any(found):
                 self.problems.append(f"{rule.name} does not fit the numbers: {wrong}")
             elif not rule.drop and any(found):
@@ -304,7 +308,16 @@ class Takers:
             self.classes.append(
                 Class(rule, side, term, match_.rows[rows], index, match_.wild, inside, sizes, rank, shifts)
             )
-            self.parts += [(row, rule.drops[a]) for a in lost for row in match_.rows[rows].tolist()]
+            self.parts += [
+                (row, rule.drops[a], _held_along(a, term.layout.filled(rank), sizes))
+                for a in lost
+                for row in match_.rows[rows].tolist()
+            ]
+
+
+def _held_along(axis: str, layout: AxisLayout, sizes: Mapping[str, int]) -> int:
+    """Elements of the blocks of a layout that have an axis."""
+    return sum(prod(sizes[a] for a in block) for block in layout.blocks if axis in block)
 
 
 def _known(rule: Rule, numbers: Mapping[str, int]) -> dict[str, int]:

@@ -8,7 +8,7 @@ zip's strides) is put together with the view when the item is resolved. No tenso
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class MappedManifest:
         rules: New name -> the rule that made it.
         moved: New name -> old name, where a tensor's elements, order and shape are what they were.
         dropped: (old name, reason) of what does not go on.
-        parts: (old name, reason) of tensors of which a part does not go on.
+        only_zero: Old name of a tensor that does not go on -> why it must be all zero.
+        parts: (old name, reason, elements) of tensors of which a part does not go on.
         guessed: (axis, size) that nothing tells, and a rule assumes.
     """
 
@@ -44,8 +45,9 @@ class MappedManifest:
     rules: Mapping[str, str]
     moved: Mapping[str, str]
     dropped: tuple[tuple[str, str], ...]
-    parts: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, str, int], ...]
     guessed: tuple[tuple[str, int], ...]
+    only_zero: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> MappedManifest:
@@ -80,8 +82,9 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
         {m.name: m.rule for m in matched.made},
         {m.name: names[m.sources[0]] for m in matched.made if m.same and not m.add and len(m.sources) == 1},
         tuple((names[t], reason) for t, reason in matched.dropped.items()),
-        tuple((names[t], reason) for t, reason in matched.parts),
+        tuple((names[t], reason, count) for t, reason, count in matched.parts),
         matched.guessed,
+        {names[t]: reason for t, reason in matched.only_zero.items()},
     )
 
 

@@ -27,7 +27,7 @@ stay what they are. More of a rule:
   one takes its size from the number of its name, or from the shapes; ``default`` = {pad = 0} where neither
   tells. An axis that is an index in names is that long where its size is known: other indices do not match.
 - ``drops = {pad = "reason"}``: parts that no tensor of ``to`` has. ``drop = "reason"`` instead of ``to``: the
-  tensor does not go on.
+  tensor does not go on. ``only_zero = "reason"`` beside it: an export of one with another value is refused.
 - ``repeats = ["heads"]``: axes of ``to`` along which elements of ``from`` are repeated.
 - ``add = 1``: added to every element, in float32, rounded to the stored dtype.
 - ``where = "layer < dense"``: of indices and numbers.
@@ -99,6 +99,7 @@ class Rule:
         presence: every, some or optional.
         axes: Axis -> expression. default: axis -> size. where: expression, or "".
         drops: Axis -> why its part does not go on. drop: why nothing of it does, or "".
+        only_zero: Why a tensor that is dropped must be all zero; "" where its values do not matter.
         repeats: Axes along which elements are repeated.
         add: Added to every element.
         one_way: Why it has no inverse; "" where it has.
@@ -118,6 +119,7 @@ class Rule:
     add: int = 0
     one_way: str = ""
     part: str = ""
+    only_zero: str = ""
 
     @property
     def invertible(self) -> bool:
@@ -221,11 +223,15 @@ class RuleForm(_Form):
     presence: Literal["every", "some", "optional"] = "every"
     one_way: str = ""
     part: str = ""
+    # It decides what is refused, and nothing of what is made: no part of a map's digest.
+    only_zero: str = Field("", exclude=True)
 
     @model_validator(mode="after")
     def _one_end(self) -> RuleForm:
         if (self.to is None) != bool(self.drop):
             raise ValueError("a rule has either `to` or `drop`")
+        if self.only_zero and not self.drop:
+            raise ValueError("`only_zero` is for a rule with `drop`")
         for expression in (*self.axes.values(), *([self.where] if self.where else [])):
             names_in(expression)
         if self.repeats and not self.one_way:
@@ -447,6 +453,7 @@ def _rules_of_form(
                 form.add,
                 form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
                 form.part,
+                form.only_zero,
             )
             _require_whole(rule)
             yield rule

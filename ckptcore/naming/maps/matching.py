@@ -64,7 +64,8 @@ class Matched:
         dropped: Position -> why the tensor does not go on.
         left: Positions of tensors that no rule takes.
         twice: (position, rules) of those that several take.
-        parts: (position, reason) of tensors of which a part is dropped.
+        only_zero: Position of a tensor that is dropped -> why it must be all zero.
+        parts: (position, reason, elements) of tensors of which a part is dropped.
         unused: Rules that must take something and do not.
         guessed: (axis, size) that neither numbers nor shapes say.
         absent: Tensors that rules make for some indices, and not for these.
@@ -77,11 +78,12 @@ class Matched:
     dropped: Mapping[int, str]
     left: tuple[int, ...]
     twice: tuple[tuple[int, tuple[str, ...]], ...]
-    parts: tuple[tuple[int, str], ...]
+    parts: tuple[tuple[int, str, int], ...]
     unused: tuple[str, ...]
     guessed: tuple[tuple[str, int], ...]
     absent: tuple[str, ...]
     problems: tuple[str, ...]
+    only_zero: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -123,6 +125,7 @@ def match(
         tuple(sorted(taken.guessed.items())),
         tuple(_absent(taken, seen)),
         (*taken.problems, *problems, *_disagreeing(taken.classes, tensors)),
+        taken.only_zero,
     )
 
 

@@ -109,6 +109,51 @@ def test_what_a_named_folder_holds_is_copied_untouched(source: Path, tmp_path: P
     assert "- code: `modeling_x.py`" in card
 
 
+def _grow(file: Path) -> None:
+    """To more bytes than are carried; they cost no disk."""
+    with file.open("ab") as out:
+        out.truncate((64 << 20) + 1)
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "modeling_x.py", "other.model"])
+def test_a_large_file_beside_a_named_config_is_left_out_by_name(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    hub = put(tmp_path / "hub", TOKENIZER | MODEL | LEGAL | {name: "x"}, UNKNOWN)
+    _grow(hub / name)
+    result = export(source, tmp_path / "out", config=str(hub))
+    assert beside(tmp_path / "out") == {*TOKENIZER, *MODEL, *LEGAL, "config.json"} - {name}
+    (warning,) = [w for w in result.warnings if w.code == "left-beside"]
+    assert (warning.severity, name in warning.message, "64.0 MiB" in warning.message) == (
+        "warning",
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize("option", ["config", "tokenizer", ""])
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_a_tokenizer_is_not_exported_without_a_large_file(
+    source: Path, tmp_path: Path, option: str, name: str
+) -> None:
+    """What is left could open, and be another tokenizer."""
+    hub = put(tmp_path / "hub" if option else source, {**TOKENIZER, name: "{}"}, UNKNOWN)
+    _grow(hub / name)
+    with pytest.raises(UsageError, match=name) as error:
+        export(source, tmp_path / "out", **({option: str(hub)} if option else {}))
+    assert "--tokenizer" in error.value.hint
+    assert not (tmp_path / "out").exists()
+    export(source, tmp_path / "out", **({"config": str(hub)} if option == "config" else {}), tokenizer="none")
+    assert name not in beside(tmp_path / "out")
+
+
+def test_a_large_config_is_named(source: Path, tmp_path: Path) -> None:
+    hub = put(tmp_path / "hub", TOKENIZER, UNKNOWN)
+    _grow(hub / "config.json")
+    with pytest.raises(UsageError, match=r"config\.json has 64\.0 MiB"):
+        export(source, tmp_path / "out", config=str(hub))
+
+
 def test_what_lies_beside_a_components_own_files_is_its_own(tmp_path: Path) -> None:
     """As verl lays it out: the files of the actor and of the critic, each with a config of its own."""
     step = tmp_path / "run/global_step_10"

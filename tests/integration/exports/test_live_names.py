@@ -208,7 +208,7 @@ def test_a_family_that_is_not_frozen_is_asked_of_transformers(
     frozen = live_families.frozen_family(config)
     assert frozen is not None
     monkeypatch.setattr(live_maps, "frozen_family", lambda config: None)
-    found = live_maps.family_of_config(config, list(small_models.live(model)))
+    found = live_maps.family_of_config(config, dict.fromkeys(small_models.live(model), (1,)))
     assert found is not None
     assert found.steps == frozen.steps
     names = small_models.live(model)
@@ -232,8 +232,8 @@ def test_without_transformers_it_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = {"model_type": "of_tomorrow", "architectures": ["TomorrowForCausalLM"]}
     with pytest.raises(MissingDependency, match=r"TomorrowForCausalLM.*not installed"):
-        live_maps.family_of_config(config, ["model.layers.0.mlp.experts.gate_up_proj"])
-    assert live_maps.family_of_config(config, ["model.layers.0.mlp.up_proj.weight"]) is None
+        live_maps.family_of_config(config, {"model.layers.0.mlp.experts.gate_up_proj": (4, 2)})
+    assert live_maps.family_of_config(config, {"model.layers.0.mlp.up_proj.weight": (4, 2)}) is None
 
 
 def test_arbitrary_python_is_refused_by_class() -> None:
