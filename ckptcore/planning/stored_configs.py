@@ -53,9 +53,9 @@ _MOST = 4 << 20  # bytes of a config
 
 def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
     """The configs that a checkpoint has: its training's arguments, and files that trainers leave."""
-    args = next((b for b in source.blobs if b.key == "args" and b.known), None)
-    if args is not None and isinstance(args.tree, dict) and isinstance(args.tree.get("value"), dict):
-        yield Config("the checkpoint's args", "megatron", args.tree["value"])
+    args = _megatron_arguments(source, world)
+    if args is not None:
+        yield Config("the checkpoint's args", "megatron", args)
     with closing(open_store(source.root)) as store:
         for path, spelled, key in _CONFIGS:
             try:
@@ -71,6 +71,25 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
             content = below if isinstance(below, dict) else content
             kind = spelled or (HUB if isinstance(content.get("model_type"), str) else world)
             yield Config(path, kind, content)
+
+
+def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | None:
+    """Return the arguments of Megatron's training: a namespace, or a dict, which DCP stores value by value.
+
+    A dict may be of any trainer: it counts where names are Megatron's.
+    """
+    found: dict[str, Any] = {}
+    for blob in source.blobs:
+        if not blob.known:
+            continue
+        if blob.key == "args" and isinstance(blob.tree, dict):
+            inside = blob.tree.get("value")
+            if isinstance(inside, dict):
+                return inside
+            found |= blob.tree if "$" not in blob.tree else {}
+        elif blob.key.startswith("args."):
+            found[blob.key.removeprefix("args.")] = blob.tree
+    return found if found and world == "megatron" else None
 
 
 def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:

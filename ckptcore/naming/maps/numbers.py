@@ -10,6 +10,12 @@ from math import isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
+from ckptcore.naming.maps.rope_scaling import (
+    RopeScaling,
+    require_same_scaling,
+    rope_scaling_of_hub,
+    rope_scaling_of_megatron,
+)
 from ckptcore.utils.text import shown
 
 Number = int | float
@@ -88,6 +94,12 @@ class Config:
         return said  # type: ignore[no-any-return]  # no text: that is not able
 
     @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """How it stretches rotary embeddings; None where it does not say."""
+        read = {"megatron": rope_scaling_of_megatron, "hf-hub": rope_scaling_of_hub}.get(self.world)
+        return None if read is None else read(self.name, self.content)
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """What the config calls its architecture: model type and class names; none but of transformers."""
         if self.world != "hf-hub":
@@ -108,6 +120,7 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
         NameMismatch: With both values, where two configs differ in what shapes do not tell, and where a
             vocabulary is smaller than what the trainer had tokens for.
     """
+    require_same_scaling(config.rope_scaling for config in configs)
     found: dict[str, tuple[Number, str]] = {}
     for config in configs:
         for number, (value, key) in config.numbers.items():

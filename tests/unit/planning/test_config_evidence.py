@@ -108,3 +108,14 @@ def test_a_hostile_yaml_says_nothing_and_costs_nothing(tmp_path: Path, text: str
     began = time.process_time()
     assert all(c.numbers == {} for c in stored_configs(ckptcore.open(str(tmp_path)), "megatron"))
     assert time.process_time() - began < 10
+
+
+def test_arguments_in_a_plain_dcp_folder_are_read(tmp_path: Path) -> None:
+    """DCP stores a dict value by value; one of another trainer says nothing of Megatron's names."""
+    args = {"num_layers": 2, "num_attention_heads": 4, "swiglu": True, "normalization": "RMSNorm"}
+    dcp.save({"model": {"w": torch.ones(2)}, "args": args}, checkpoint_id=tmp_path, no_dist=True)
+    manifest = ckptcore.open(str(tmp_path))
+    (config,) = stored_configs(manifest, "megatron")
+    assert (config.world, config.content) == ("megatron", args)
+    assert {k: v for k, (v, _) in config.numbers.items()} == {"layer": 2, "heads": 4, "kv_heads": 4}
+    assert list(stored_configs(manifest, "hf-hub")) == []
