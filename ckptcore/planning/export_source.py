@@ -5,7 +5,9 @@ A file of its own: `comparison` uses it, `conversion` finds it in the catalog, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from ckptcore.planning.request import Request
 
@@ -28,13 +30,37 @@ class ExportSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """What a catalog recorded when an export was written, and when it was verified.
+
+    Attributes:
+        written: When its conversion ended, or None.
+        files: Path -> (bytes, BLAKE3 in hex) of the files that have a digest.
+        fingerprint: Of its tensors, or None.
+        verdict: ``ok``, ``failed`` or ``unproven``; None where nobody verified it.
+        verified: When that was, or None.
+    """
+
+    written: datetime | None
+    files: Mapping[str, tuple[int, str]]
+    fingerprint: str | None = None
+    verdict: str | None = None
+    verified: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KnownExport:
     """What is known of an export.
 
-    source: or None; reason: why there is none. conversion: id of the conversion that wrote it, in a catalog
-    that was asked; None where none did, or another checkpoint lies there now.
+    Attributes:
+        source: What it is compared with, or None.
+        reason: Why there is no source.
+        conversion: Id of the conversion that wrote it, in a catalog that was asked; None where none did, or
+            another checkpoint lies there now.
+        record: What that catalog recorded of it, or None.
     """
 
     source: ExportSource | None
     reason: str = "no source is known"
     conversion: str | None = None
+    record: ExportRecord | None = None
