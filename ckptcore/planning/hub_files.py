@@ -158,7 +158,8 @@ def look(url: str, *, inside: str | None = None, known: Folder | None = None) ->
         if name in here.folders:
             below = folder_at(join_url(url, name))
             found |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
-    names, too_large = {}, {}
+    names: dict[str, tuple[int, str]] = {}
+    too_large: dict[str, tuple[int, str]] = {}
     for name, nbytes in found.items():
         role = _role(name)
         if role is not None and (inside is None or _stays(join_url(url, name), inside)):

@@ -198,8 +198,8 @@ def _fitting(
         for refused in (m for m in maps if m.refused):
             if any(sign.search(t.fqn) for sign in refused.signs for t in manifest.tensors):
                 return _nothing(refused), "its names"
-        others = (m for m in known if m not in able and _covers(m, templates))
-        contradicted = (match(m, manifest.tensors, sizes, templates) for m in others)
+        excluded = (m for m in known if m not in able and _covers(m, templates))
+        contradicted = (match(m, manifest.tensors, sizes, templates) for m in excluded)
         refused_by_config = next((m for m in contradicted if m.fits), None)
         if refused_by_config is not None:  # the caller says what the config says
             return refused_by_config, "names and shapes"

@@ -82,14 +82,14 @@ def _count(source: Manifest, row: int, records: Records) -> int:
         for box in Box.whole(spec.shape).tiles(_TILE // itemsize) if spec.numel else ():
             data = np.empty(box.numel * itemsize, np.uint8)
             reader.read(box, tile_view(data, box.shape, spec.dtype), scratch)
-            found += int(np.count_nonzero(_is_not_zero(data, spec.dtype)))
+            found += _nonzero_count(data, spec.dtype)
     return found
 
 
-def _is_not_zero(data: Bytes, dtype: str) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which elements are not zero; -0.0 is zero, except of 8 bits, and NaN is not."""
+def _nonzero_count(data: Bytes, dtype: str) -> int:
+    """Count the elements that are not zero; -0.0 is zero, except of 8 bits, and NaN is not."""
     itemsize = BY_NAME[dtype].itemsize
     if BY_NAME[dtype].kind == "f" and itemsize in _SIGNED_ZERO:
         bits = data.view(_SIGNED_ZERO[itemsize])
-        return (bits << bits.dtype.type(1)) != 0
-    return (data.reshape(-1, itemsize) != 0).any(axis=1)
+        return int(np.count_nonzero(bits << bits.dtype.type(1)))
+    return int(np.count_nonzero((data.reshape(-1, itemsize) != 0).any(axis=1)))

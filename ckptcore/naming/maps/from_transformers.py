@@ -188,7 +188,7 @@ def _step_form(transform: Any) -> StepForm:
 
 
 def _refusal_of(kind: str) -> str:
-    return f"transformers' {kind} is arbitrary Python, which no rule stands for"
+    return f"transformers' {kind} is arbitrary Python, which no rule can express"
 
 
 def _substitution(transform: Any) -> Substitution:
@@ -274,16 +274,16 @@ def _chunk(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> Non
     if len(t.live) != 1 or op.num_shards_attribute is not None:
         raise _Unknown("Chunk")
     parts = [t.part(n) for n in range(len(live))]
-    whole, halves = t.live[0], f"({' + '.join(parts)})"
+    dims, halves = t.live[0], f"({' + '.join(parts)})"
     if "two" in t.axes:  # they are what was beside each other
-        if len(parts) != 2 or not whole[op.dim].startswith("(two "):
+        if len(parts) != 2 or not dims[op.dim].startswith("(two "):
             raise _Unknown("Chunk")
         del t.axes["two"]
-        t.live = [[_with(d, "two", part) for d in whole] for part in parts]
+        t.live = [[_with(d, "two", part) for d in dims] for part in parts]
         t.hub = [[_with(d, "two", halves) for d in t.hub[0]]]
         return
-    axis = whole[op.dim]
-    t.live = [[_with(d, axis, f"({part} {axis})") for d in whole] for part in parts]
+    axis = dims[op.dim]
+    t.live = [[_with(d, axis, f"({part} {axis})") for d in dims] for part in parts]
     t.hub = [[_with(d, axis, f"({halves} {axis})") for d in t.hub[0]]]
 
 
@@ -349,10 +349,10 @@ _OPERATIONS: Mapping[str, Callable[[_Tensors, Any, Sequence[str], Sequence[str]]
 
 def _with(dim: str, axis: str, new: str) -> str:
     """A dim with one axis replaced."""
-    words = dim.replace("(", "( ").replace(")", " )").split()
+    tokens = dim.replace("(", "( ").replace(")", " )").split()
     if dim == axis:
         return new
-    return " ".join(new if w == axis else w for w in words).replace("( ", "(").replace(" )", ")")
+    return " ".join(new if w == axis else w for w in tokens).replace("( ", "(").replace(" )", ")")
 
 
 def _term(name: str, dims: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ class Pieces:
         width: int64 [n], bytes of an element.
         lo, ext: int64 [n, k], first index and extent.
         step: int64 [n, k], strides, elements.
-        dim: int64 [n, k], the stored dim that a column lies in; -1 for none.
+        dim: int64 [n, k], the stored dim of a column; -1 for none.
         loose: bool [n], whether only the item says its strides: then no stride leads from one stored dim to
             another.
         twin: int64 [n], a number that copies of one stored box share: they are cut alike; -1 without copies.
@@ -75,7 +75,8 @@ def pieces_of(
     Args:
         row: int64 [n], kept with each.
         width: int64 [n], bytes of an element.
-        lo, shape: int64 [n, r].
+        lo: int64 [n, r], offsets of the boxes.
+        shape: int64 [n, r], extents of the boxes.
         view: int64 [n, 2 + r], see `Chunks`; a chunk that is not resolved is row-major.
         loose: bool [n], whether an item may have strides of its own where a chunk is not resolved.
         twin: int64 [n], see `Pieces`.
@@ -89,11 +90,11 @@ def pieces_of(
         step = np.where(known[:, None], view[:, 2 : 2 + shape.shape[1]], step)
     names = tuple(f"{n}" for n in range(shape.shape[1]))
     found = Pieces(names, row, start, width, lo, shape, step, _own_dims(shape), loose, twin)
-    held = (shape > 0).all(axis=1)
-    return found if held.all() else found[np.flatnonzero(held)]
+    filled = (shape > 0).all(axis=1)
+    return found if filled.all() else found[np.flatnonzero(filled)]
 
 
-def whole_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
+def full_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
     """Whole tensors of one shape."""
     n, k = len(row), len(shape)
     extent = np.broadcast_to(np.array(shape, np.int64), (n, k)).copy()
@@ -211,7 +212,7 @@ def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int
 
 
 def _part_of(node: Sum, block: frozenset[str], sizes: Mapping[str, int]) -> tuple[Node, int]:
-    """The part of a sum that a block lies in, and where it begins: lacking least, then sharing most."""
+    """Return the part of a sum that has a block, and its start: lacking fewest axes, then sharing most."""
     begin, best, found = 0, (1 << 30, 0), (node.parts[0], 0)
     for part in node.parts:
         fits = min((len(c - {"1"} - block), -len(c & block)) for c in axes_of(part))
@@ -249,7 +250,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
         q = p[rows]
         begin, stop, outer = begin[rows], stop[rows], outer[rows]
         step = q.step[:, column]
-        rows_held = (stop - begin) // inner if count is None else count[rows]
+        row_count = (stop - begin) // inner if count is None else count[rows]
         width = np.full_like(begin, inner) if count is None else stop - begin
         inside = np.zeros_like(begin) if count is None else begin - outer * inner
         parts.append(
@@ -258,7 +259,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
                 names=(*q.names[:column], "outer", "inner", *q.names[column + 1 :]),
                 start=q.start + (begin - q.lo[:, column]) * step * q.width,
                 lo=_two(q.lo, column, outer, inside),
-                ext=_two(q.ext, column, rows_held, width),
+                ext=_two(q.ext, column, row_count, width),
                 step=_two(q.step, column, step * inner, step),
                 dim=_two(q.dim, column, q.dim[:, column], q.dim[:, column]),
             )
@@ -267,7 +268,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
 
 
 def _restricted(p: Pieces, column: int, begin: int, size: int) -> Pieces:
-    """What lies in [begin, begin + size) of a column, counted from there."""
+    """Return the parts of boxes in [begin, begin + size) of a column, counted from ``begin``."""
     lo = np.maximum(p.lo[:, column], begin)
     end = np.minimum(p.lo[:, column] + p.ext[:, column], begin + size)
     rows = np.flatnonzero(end > lo)

@@ -111,7 +111,7 @@ def parse_layout(text: str) -> AxisLayout:
     if sum(d == Axis(ELLIPSIS) for d in dims) > 1 or any(
         ELLIPSIS in _axes(d) for d in dims if d != Axis(ELLIPSIS)
     ):
-        raise ValueError(f"{text!r}: an ellipsis stands for dims, once")
+        raise ValueError(f"{text!r}: an ellipsis must be a dim, once")
     for choice in product(*(list(_occurring(d)) for d in dims)):
         names = [a for each in choice for a in each if a != "1"]
         if len(names) != len(set(names)):
@@ -168,9 +168,9 @@ def _solve(node: Node, size: int, known: dict[str, int]) -> None:
     sizes = [size_of(n, known) for n in each]
     unknown = [n for n, s in zip(each, sizes, strict=True) if s is None]
     rest = 0 if isinstance(node, Sum) else 1
-    for held in sizes:
-        if held is not None:
-            rest = rest + held if isinstance(node, Sum) else rest * held
+    for found in sizes:
+        if found is not None:
+            rest = rest + found if isinstance(node, Sum) else rest * found
     if not unknown:
         if rest != size:
             raise ValueError(f"{_node_text(node)} is {rest}, and the tensor has {size}")

@@ -1,9 +1,9 @@
 """Map live transformers modules to files on the hub: frozen families, and the map for a checkpoint's names.
 
-``transformers/steps.toml`` holds the steps of every model type and class that transformers lists
-(`from_transformers` made it, and it says of which version); ``transformers/families.toml`` says which of
-them are a model's and its submodules'. A family's steps run over the names of one checkpoint, whichever
-options of the config it was trained with, and what they do to them becomes the rules of an `ArchMap`.
+``transformers/steps.toml`` has the steps of every model type and class that transformers lists
+(`from_transformers` wrote it, with the version). ``transformers/families.toml`` has the steps of each model
+and of its submodules. The steps of a family run over the names of one checkpoint, whatever the options of its
+config. The result becomes the rules of an `ArchMap`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckptcore.naming.worlds import HUB, LIVE
 
 Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _FOLDER = "transformers"
-_MEANS = re.compile(r"[{}<>\0]| : |^\s|\s$|^$")  # what names and terms of rules are written with
+_MEANS = re.compile(r"[{}<>\0]| : |^\s|\s$|^$")  # the syntax of names and terms of rules
 
 
 class PartForm(Form):
@@ -101,15 +101,15 @@ def frozen_version() -> str:
 
 def frozen_entries() -> tuple[str, ...]:
     """The model types and classes of that version's list."""
-    held = _frozen_file("steps.toml")
-    return tuple(sorted([*held["entries"], *held["same"]]))
+    frozen = _frozen_file("steps.toml")
+    return tuple(sorted([*frozen["entries"], *frozen["same"]]))
 
 
 @cache
 def frozen_steps(entry: str) -> tuple[StepForm, ...]:
     """The steps of a model type or class."""
-    held = _frozen_file("steps.toml")
-    steps = held["entries"][held["same"].get(entry, entry)]
+    frozen = _frozen_file("steps.toml")
+    steps = frozen["entries"][frozen["same"].get(entry, entry)]
     return tuple(StepForm.model_validate(s) for s in steps)
 
 
@@ -197,12 +197,12 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
     loaded = _loaded(family, known, refuse=False)
     if _kinds(_saved(family, loaded)) == kinds:
         return HUB
-    again = _loaded(family, _saved(family, known), refuse=False)
-    return LIVE if _kinds(again) == kinds else None
+    saved_and_loaded = _loaded(family, _saved(family, known), refuse=False)
+    return LIVE if _kinds(saved_and_loaded) == kinds else None
 
 
 def _sampled(names: Iterable[str]) -> set[str]:
-    """Names of every kind, few of each: of numbers beyond those that steps tell apart, one stands for all."""
+    """Return a few names of every kind: one number for all that steps do not distinguish."""
     out: dict[str, str] = {}
     for name in names:
         out.setdefault(NUMBER.sub(lambda found: found[0] if len(found[0]) < 2 else SLOT, name), name)
@@ -302,8 +302,8 @@ def _step_rule(
     axes = {**joined.axes, **{k: numbers[k] for k in step.numbers}}
     item = re.compile(rf"\b{ITEM[1:-1]}\b")
 
-    def whole(names: Sequence[str], terms: Sequence[str]) -> tuple[str, ...]:
-        """Names with the layouts of terms; lists of one rule are not as long as those of another."""
+    def full_terms(names: Sequence[str], terms: Sequence[str]) -> tuple[str, ...]:
+        """Return names with the layouts of terms; each rule has list axes of its own."""
         layouts = [item.sub(f"item{number}", t[t.index(" : ") :]) for t in terms]
         return tuple(
             n.replace(ITEM, f"{{item{number}}}") + layout for n, layout in zip(names, layouts, strict=True)
@@ -312,8 +312,8 @@ def _step_rule(
     return joined.model_copy(
         update={
             "name": name,
-            "source": whole(live, joined.source),
-            "to": whole(hub, joined.to or ()),
+            "source": full_terms(live, joined.source),
+            "to": full_terms(hub, joined.to or ()),
             "axes": {k: str(v) for k, v in axes.items()},
         }
     )
@@ -368,7 +368,7 @@ def _is_product(axes: Sequence[Columns]) -> bool:
 
 
 def _field(column: Columns, axes: Sequence[Columns], number: int) -> str | None:
-    """What stands for a column in a name: its number, or an index; None where it is no axis's."""
+    """Return the text for a column in a name: its number or an index; None for a column of no axis."""
     if (column == column[0]).all():
         return str(column[0])
     for n, axis in enumerate(axes):

@@ -1,4 +1,4 @@
-"""Read how configs stretch rotary embeddings, and compare configs.
+"""Read how configs scale rotary embeddings, and compare configs.
 
 No tensor shows it: a model whose config lacks its scaling opens, and is wrong beyond short texts.
 
@@ -30,21 +30,21 @@ _PARAMETERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """What one config says of scaling.
+    """The scaling of one config.
 
     Attributes:
-        said: The config, the field, and its value, for messages.
+        text: The config, the field, and its value, for messages.
         kind: By transformers' name: ``default``, ``linear``, ``llama3``, ``yarn``, ....
-        parameters: Of `_PARAMETERS` those that the config says.
+        parameters: Those of `_PARAMETERS` that the config has.
     """
 
-    said: str
+    text: str
     kind: str
     parameters: Mapping[str, float]
 
 
 def require_same_scaling(found: Iterable[RopeScaling | None]) -> None:
-    """Require that configs say the same; None stands for one that says nothing.
+    """Require that configs agree; None is a config without an answer.
 
     Raises:
         NameMismatch: With what both say.
@@ -55,7 +55,7 @@ def require_same_scaling(found: Iterable[RopeScaling | None]) -> None:
         shared = first.parameters.keys() & other.parameters.keys()
         if first.kind != other.kind or any(first.parameters[k] != other.parameters[k] for k in shared):
             raise NameMismatch(
-                f"two configs contradict each other: {first.said}, {other.said}",
+                f"two configs contradict each other: {first.text}, {other.text}",
                 hint="Try the config of the model that was trained",
             )
 
@@ -95,15 +95,15 @@ def rope_scaling_of_hub(name: str, content: Mapping[str, Any]) -> RopeScaling | 
         if "rope_local_base_freq" in root:
             return None
         for place in ("rope_scaling", "rope_parameters"):
-            held = root.get(place)
-            if not isinstance(held, Mapping):
+            form = root.get(place)
+            if not isinstance(form, Mapping):
                 continue
-            if any(isinstance(v, Mapping) for v in held.values()):
+            if any(isinstance(v, Mapping) for v in form.values()):
                 return None
-            kind = held.get("rope_type", held.get("type", NONE))
+            kind = form.get("rope_type", form.get("type", NONE))
             if not isinstance(kind, str):
                 return None
-            parameters = {k: _number(held.get(k)) for k in _PARAMETERS}
+            parameters = {k: _number(form.get(k)) for k in _PARAMETERS}
             return _scaling(name, f"{place}.rope_type", kind, kind, parameters)
         if _number(root.get("rope_theta")) is not None:
             return _scaling(name, "rope_scaling", root.get("rope_scaling"), NONE, {})

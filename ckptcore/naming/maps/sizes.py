@@ -102,16 +102,16 @@ def _evaluated(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
             return left // right
         return _BINARY[type(node.op)](left, right)
     if isinstance(node, ast.Compare):
-        held: Any = True
+        result: Any = True
         left = _evaluated(node.left, numbers)
         for op, operand in zip(node.ops, node.comparators, strict=True):
             right = _evaluated(operand, numbers)
-            held = np.logical_and(held, _COMPARE[type(op)](left, right))
+            result = np.logical_and(result, _COMPARE[type(op)](left, right))
             left = right
-        return held
+        return result
     assert isinstance(node, ast.BoolOp)  # `_parsed_expression` lets nothing else through
     every = isinstance(node.op, ast.And)
-    held = every
+    result = every
     for operand in node.values:
-        held = (np.logical_and if every else np.logical_or)(held, _evaluated(operand, numbers))
-    return held
+        result = (np.logical_and if every else np.logical_or)(result, _evaluated(operand, numbers))
+    return result

@@ -2,7 +2,7 @@
 
 ```
 {layer}            a number: an index on the axis ``layer``
-{layer + first}    the same, counted from somewhere else; after the axis stands arithmetic (`sizes`)
+{layer + first}    the same, counted from another number: arithmetic (`sizes`) follows the axis
 {kind:weight|bias} one of some texts, the same in every name of a rule
 {path:*}           any text of at least one character, the same in every name of a rule
 ```
@@ -201,10 +201,10 @@ class TensorName:
                 at += 1
             else:
                 count = texts[part.label].count(SLOT)
-                held = numbers[:, at : at + count]
+                digits_of_text = numbers[:, at : at + count]
                 if part.label in inside:
-                    keep &= (held == inside[part.label]).all(axis=1)
-                inside[part.label] = held
+                    keep &= (digits_of_text == inside[part.label]).all(axis=1)
+                inside[part.label] = digits_of_text
                 at += count
         if not keep.any():
             return None
