@@ -1,6 +1,6 @@
-"""Say what an export is to be held against, and how it was made.
+"""Describe the source of an export, and what a catalog recorded of it.
 
-A file of its own: `comparison` uses it, `conversion` finds it in the catalog, and neither knows the other.
+A module of its own: `comparison` uses it, `conversion` finds it in the catalog, and neither knows the other.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from ckptcore.planning.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """What an export is held against.
+    """The source that an export is compared with.
 
-    request: how it was exported; its ``source`` is what is read. exact: whether the request says every dtype,
-    too; otherwise a cast shows by the export itself. by: what names the source: ``--against``, ``the
-    catalog``, ``the model card``. digest: of the source's manifest when it was exported, or None. asked:
-    whether the caller named it: one that cannot be read is then an error, and no check that was not done.
+    Attributes:
+        request: Request of the export; its ``source`` is read.
+        by: Origin of the source's name: ``--against``, ``the catalog``, ``the model card``.
+        exact: Whether the request has every dtype; otherwise the export shows its cast.
+        digest: Digest of the source's manifest at the time of the export, or None.
+        asked: Whether the caller named it. If it cannot be read, that is then an error. Otherwise checks are
+            not done.
     """
 
     request: Request
@@ -31,7 +34,7 @@ class ExportSource:
 
 @dataclass(frozen=True, slots=True)
 class ExportRecord:
-    """What a catalog recorded when an export was written, and when it was verified.
+    """The record of an export in a catalog.
 
     Attributes:
         written: When its conversion ended, or None.
@@ -56,7 +59,7 @@ class KnownExport:
         source: What it is compared with, or None.
         reason: Why there is no source.
         conversion: Id of the conversion that wrote it, in a catalog that was asked; None where none did, or
-            another checkpoint lies there now.
+            another checkpoint is there now.
         record: What that catalog recorded of it, or None.
     """
 

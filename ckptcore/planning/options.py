@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What an option is, beside its name, type and default.
+    """Properties of an option, beside its name, type and default.
 
-    help: one line. metavar: what stands for its value. least: the smallest number. pattern: what a text must
-    match. env: the variable that a command line reads where the option is not given. off: the name of its
-    opposite, where that is not ``no-`` and the name. hidden: left out of the help.
+    Attributes:
+        help: One line.
+        metavar: Placeholder of its value in the help.
+        least: Smallest number.
+        pattern: Regex that a text must match.
+        env: Environment variable for the command line.
+        off: Name of its opposite, where that is not ``no-`` and the name.
+        hidden: Whether the help omits it.
     """
 
     help: str

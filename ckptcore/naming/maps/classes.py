@@ -243,7 +243,7 @@ class Takers:
     def _instances(
         self, rule: Rule, side: tuple[Term, ...], found: Sequence[tuple[int, NameMatch]]
     ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, NameMatch, Ints]]]]:
-        """Yield tensors that go together, by the shape of each term: (shapes, (term, match, rows) of each)."""
+        """Yield tensors that go together by shapes: (shape of each term, its (term, match, rows))."""
         shared = set.intersection(*({i.axis for i in t.name.indices} for t in side))
         keys = [
             np.hstack(

@@ -24,8 +24,8 @@ is a name (`tensor_name`) and, after ``" : "``, a layout (`layout`). Without lay
 More fields of a rule:
 
 - ``axes = {q = "heads / kv_heads", k = 1}``: sizes, by arithmetic on numbers and other axes. Without one,
-  the number of its name or the shapes give the size of an axis, or else ``default = {pad = 0}`` does. The size
-  of an axis that is an index in names bounds that index.
+  the number of its name or the shapes give the size of an axis, or else ``default = {pad = 0}`` does. The
+  size of an axis that is an index in names bounds that index.
 - ``drops = {pad = "reason"}``: parts that no tensor of ``to`` has. ``drop = "reason"`` instead of ``to``: the
   tensor is dropped. ``only_zero = "reason"`` beside it: one with another value than zero is an error.
 - ``repeats = ["heads"]``: axes of ``to`` along which elements of ``from`` are repeated.
