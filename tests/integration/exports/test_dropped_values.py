@@ -132,10 +132,12 @@ def test_padding_of_which_two_copies_are_stored_is_counted_once(tmp_path: Path, 
     manifest = ckptcore.open(source)
     row, chunks = manifest.index["model.embedding.word_embeddings.weight"], manifest.chunks
     at = int(chunks.first[row])
-    again = [*range(at + 1), *range(at, len(chunks))]
+    rows_twice = [*range(at + 1), *range(at, len(chunks))]
     first = chunks.first.copy()
     first[row + 1 :] += 1
-    twice = replace(chunks, first=first, **{k: getattr(chunks, k)[again] for k in ("lo", "shape", "item")})
+    twice = replace(
+        chunks, first=first, **{k: getattr(chunks, k)[rows_twice] for k in ("lo", "shape", "item")}
+    )
     manifest = replace(manifest, chunks=twice)
     mapped = map_export(Request(source, "-", verb="export", config=str(tiny.hub)), manifest).mapped
     gone = {d.fqn for d in mapped.dropped if d.part is None}

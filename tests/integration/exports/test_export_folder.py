@@ -1,4 +1,4 @@
-"""What lies beside an export's weights: found in the source, named, or missed; and what its card says."""
+"""Files beside an export's weights: found in the source, named, or missing; and its model card."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_files_are_found_where_trainers_leave_them(source: Path, tmp_path: Path,
     assert beside(tmp_path / "out") == {*TOKENIZER, *MODEL, *LEGAL, "config.json"}
     assert "found-files" in codes(result)
     assert "not-loadable" not in codes(result)
-    (told,) = [w.message for w in result.warnings if w.code == "found-files"]
-    assert str((source.parent / place).resolve()) in told
+    (message,) = [w.message for w in result.warnings if w.code == "found-files"]
+    assert str((source.parent / place).resolve()) in message
 
 
 def test_what_a_named_folder_holds_is_copied_untouched(source: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_large_config_is_named(source: Path, tmp_path: Path) -> None:
         export(source, tmp_path / "out", config=str(hub))
 
 
-def test_what_lies_beside_a_components_own_files_is_its_own(tmp_path: Path) -> None:
+def test_files_beside_a_components_own_files_are_its_own(tmp_path: Path) -> None:
     """As verl lays it out: the files of the actor and of the critic, each with a config of its own."""
     step = tmp_path / "run/global_step_10"
     (step / "actor").mkdir(parents=True)
@@ -182,7 +182,7 @@ def test_a_config_is_a_file_of_any_name(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
 
 
-def test_a_tokenizer_is_taken_as_a_whole(source: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_taken_with_all_its_files(source: Path, tmp_path: Path) -> None:
     hub = put(tmp_path / "hub", {**TOKENIZER, "merges.txt": "of the config's"}, UNKNOWN)
     other = put(tmp_path / "other", {"tokenizer.model": "m", "config.json": "{}"})
     export(source, tmp_path / "out", config=str(hub), tokenizer=str(other))
@@ -327,9 +327,9 @@ def test_the_index_counts_parameters(source: Path, tmp_path: Path) -> None:
     export(source, tmp_path / "out", max_file_size=20)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 16, "total_size": 64}
-    ckptcore.convert(str(source), str(tmp_path / "whole"), catalog=False, max_file_size=20)
-    whole = json.loads((tmp_path / "whole/model.safetensors.index.json").read_text())
-    assert whole["metadata"] == {"total_size": 64}
+    ckptcore.convert(str(source), str(tmp_path / "index"), catalog=False, max_file_size=20)
+    index = json.loads((tmp_path / "index/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 64}
 
 
 def test_the_card_says_where_all_of_it_comes_from(
@@ -359,9 +359,9 @@ def test_the_card_says_where_all_of_it_comes_from(
     ):
         assert f"{line}\n" in card, line
     assert "- note:" not in card
-    told = provenance(card)
-    assert told is not None
-    assert told[0] == str(source)
+    recorded = provenance(card)
+    assert recorded is not None
+    assert recorded[0] == str(source)
     assert is_untouched(card.encode(), "out")
     assert not is_untouched(card.encode() + b"- mine: yes\n", "out")
 
@@ -379,8 +379,8 @@ def test_the_card_ends_with_the_fingerprint(source: Path, tmp_path: Path) -> Non
         kept = {f.path: f.digest for f in catalog.show(str(tmp_path / "out")).files}
         assert catalog.show(str(tmp_path / "out")).loadable == "no"
     assert kept["README.md"] == digest
-    again = ckptcore.convert(str(source), str(tmp_path / "out"), overwrite=True, **options)
-    assert again.fingerprint == result.fingerprint
+    second = ckptcore.convert(str(source), str(tmp_path / "out"), overwrite=True, **options)
+    assert second.fingerprint == result.fingerprint
     plain = ckptcore.convert(str(source), str(tmp_path / "plain"), verb="export", catalog=False)
     assert plain.fingerprint is None
     assert "fingerprint" not in (tmp_path / "plain/README.md").read_text()
@@ -405,10 +405,10 @@ def test_a_card_with_its_fingerprint_is_published_in_the_end(
     else:
         for _ in range(times - 1):
             pipeline.finish(prepared.plan_uri, take)
-    again = pipeline.prepare(Request(str(source), out, "export"), take)
-    pipeline.execute(again.plan_uri, settings=take)
-    result = pipeline.finish(again.plan_uri, take)
-    pipeline.settle(again.plan_uri)
+    prepared = pipeline.prepare(Request(str(source), out, "export"), take)
+    pipeline.execute(prepared.plan_uri, settings=take)
+    result = pipeline.finish(prepared.plan_uri, take)
+    pipeline.settle(prepared.plan_uri)
     with closing(open_store(out)) as store:
         card = store.read("README.md", 0, store.size("README.md") or 0)
         store.remove_all() if remote else None
@@ -441,7 +441,7 @@ def test_the_card_says_which_transformers_opens_it(
 
 @pytest.fixture(autouse=True)
 def _unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers would say of these names: it takes seconds to start, and knows no such model."""
+    """The answer of transformers, which takes seconds to start and knows no such model."""
 
     def ask(module: str, asked: object, *, seconds: float | None) -> dict[str, Any]:
         return {"error": "nobody is asked here"}

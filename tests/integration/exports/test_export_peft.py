@@ -215,12 +215,12 @@ def changed(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ],
 )
 def test_a_config_that_contradicts_the_tensors(
-    base: Path, tmp_path: Path, change: Any, error: type[Exception], words: str
+    base: Path, tmp_path: Path, change: Any, error: type[Exception], message: str
 ) -> None:
     source = put(trained(base, target_modules=["q_proj"]), tmp_path / "ckpt")
     path = source / "lora_adapter/adapter_config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

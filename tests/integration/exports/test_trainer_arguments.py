@@ -51,7 +51,7 @@ def export(source: str, target: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("said", "hub", "mine", "theirs"),
+    ("arguments", "hub", "mine", "theirs"),
     [
         ({"normalization": "LayerNorm"}, {}, 'normalization = "LayerNorm"', '"RMSNorm"'),
         ({"position_embedding_type": "learned_absolute"}, {}, '= "learned_absolute"', '"rope"'),
@@ -69,14 +69,14 @@ def export(source: str, target: Path, **options: Any) -> Any:
 def test_what_contradicts_the_config_is_refused(
     tinies: Tinies,
     tmp_path: Path,
-    said: dict[str, Any],
+    arguments: dict[str, Any],
     hub: dict[str, Any],
     mine: str,
     theirs: str,
     arch: str,
 ) -> None:
     tiny = tinies("llama")
-    source = trained(tiny, tmp_path / "source", **{"position_embedding_type": "rope", **said})
+    source = trained(tiny, tmp_path / "source", **{"position_embedding_type": "rope", **arguments})
     with pytest.raises(NameMismatch) as error:
         export(source, tmp_path / "out", config=config(tiny, tmp_path / "config", **hub), arch=arch)
     assert mine in error.value.message
@@ -86,8 +86,8 @@ def test_what_contradicts_the_config_is_refused(
 
 def test_the_same_scaling_is_exported(tinies: Tinies, tmp_path: Path) -> None:
     tiny = tinies("llama")
-    said = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "normalization": "RMSNorm"}
-    source = trained(tiny, tmp_path / "source", position_embedding_type="rope", **said)
+    arguments = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "normalization": "RMSNorm"}
+    source = trained(tiny, tmp_path / "source", position_embedding_type="rope", **arguments)
     hub = config(tiny, tmp_path / "config", rope_parameters=LLAMA3)
     export(source, tmp_path / "out", config=hub)
     assert json.loads((tmp_path / "out/config.json").read_text())["rope_parameters"] == LLAMA3

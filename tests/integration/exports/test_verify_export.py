@@ -199,9 +199,9 @@ def test_near_is_what_the_threshold_says(llama: Path, tmp_path: Path) -> None:
 
 def test_logits_show_what_no_shape_does(llama: Path, export: Path) -> None:
     config = json.loads((export / "config.json").read_text())
-    held = config.get("rope_parameters") or config
-    assert held["rope_theta"] == 500000.0
-    held["rope_theta"] = 10000.0
+    rope = config.get("rope_parameters") or config
+    assert rope["rope_theta"] == 500000.0
+    rope["rope_theta"] = 10000.0
     (export / "config.json").write_text(json.dumps(config))
     proof = ckptcore.verify_export(str(export), reference=str(llama / "right"))
     assert verdicts(proof) == {
@@ -282,7 +282,7 @@ def test_ties_are_found_without_a_card(llama: Path, export: Path) -> None:
     assert proof.verdict == "ok"
 
 
-def test_nothing_is_said_that_was_not_looked_at(llama: Path, export: Path) -> None:
+def test_a_check_without_evidence_is_not_done(llama: Path, export: Path) -> None:
     (export / "README.md").unlink()
     proof = ckptcore.verify_export(str(export))
     assert verdicts(proof) == {
@@ -432,8 +432,8 @@ def test_a_source_that_is_gone_leaves_what_the_catalog_recorded(
     data[-1] ^= 1
     file.write_bytes(data)
     assert main.run(["verify-export", str(hf), "--catalog", catalog, "--output", "json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [(c["check"], p["name"]) for c in told["checks"] for p in c["problems"]] == [
+    answer = json.loads(capsys.readouterr().out)
+    assert [(c["check"], p["name"]) for c in answer["checks"] for p in c["problems"]] == [
         ("fingerprints", file.name)
     ]
 

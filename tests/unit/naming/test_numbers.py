@@ -31,7 +31,7 @@ def test_a_number_that_no_model_has(key: str, value: Any) -> None:
         agreed([Config("args", "megatron", ARGS | {key: value})])
 
 
-def test_what_is_no_number_of_the_whole_model_says_nothing() -> None:
+def test_values_that_are_no_number_of_the_model_are_ignored() -> None:
     form = {"num_key_value_heads": [1, 2], "num_attention_heads": None, "hidden_size": True}
     assert Config("config.json", "hf-hub", form).numbers == {}
 
