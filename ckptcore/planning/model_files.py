@@ -223,7 +223,7 @@ def _require_object(config: HubFolder, url: str) -> None:
 
 
 def _found_finding(what: str, folder: HubFolder) -> Finding:
-    return finding("found-files", "files", f"{what} is taken from {folder.url}, found beside the checkpoint")
+    return finding("found-files", "files", f"{what} is taken from {folder.url}, which no option names")
 
 
 def _too_large(folder: HubFolder, roles: Collection[str]) -> Iterator[Finding]:

@@ -237,7 +237,7 @@ def _gap(
     of, number, row = begun
     by = ", ".join(tensors[s].fqn for s in one.sources[:_FEW])
     if one.filled > one.numel:
-        return f"{one.name} is stored_names more than once: by {by}"
+        return f"{one.name} has elements of several tensors: {by}"
     kept = {i.axis: int(of.index[i.axis][row]) for i in of.rule.to[number].name.indices if i.axis in of.index}
     missing: list[str] = []
     for term in of.side:

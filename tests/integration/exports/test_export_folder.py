@@ -327,9 +327,9 @@ def test_the_index_counts_parameters(source: Path, tmp_path: Path) -> None:
     export(source, tmp_path / "out", max_file_size=20)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 16, "total_size": 64}
-    ckptcore.convert(str(source), str(tmp_path / "index"), catalog=False, max_file_size=20)
-    index = json.loads((tmp_path / "index/model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 64}
+    ckptcore.convert(str(source), str(tmp_path / "all"), catalog=False, max_file_size=20)
+    consolidated = json.loads((tmp_path / "all/model.safetensors.index.json").read_text())
+    assert consolidated["metadata"] == {"total_size": 64}
 
 
 def test_the_card_says_where_all_of_it_comes_from(

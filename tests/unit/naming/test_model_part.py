@@ -20,10 +20,10 @@ def manifest_of(paths: Sequence[tuple[str, ...]], *, recorded: bool = True) -> M
     builder = Builder()
     for path in paths:
         builder.tensor(TensorSpec(".".join(path), "float32", ()))
-    recorded = Paths()
+    tree = Paths()
     for path in paths if recorded else ():
-        assert recorded.add(".".join(path), path)
-    form = recorded.form([t.fqn for t in builder.tensors], [])
+        assert tree.add(".".join(path), path)
+    form = tree.form([t.fqn for t in builder.tensors], [])
     return builder.build("test", "nowhere", {"paths": form} if form else {})
 
 
