@@ -57,7 +57,7 @@ from ckptcore.topology.rank_local_state import require_cut, without_bound
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap
 
-# Which rank of a mesh holds what; or a function that says so of the tensors as they are written.
+# Boxes of each rank of a mesh; or a function that returns them for the tensors as they are written.
 Layouts = Topology | Callable[[Manifest], Topology]
 _BY_CONFIG = frozenset({"unproven-shape"})  # what is proven when all shapes are those of the model's class
 

@@ -156,7 +156,7 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
 
 
 def _is_count(name: str, value: object) -> bool:
-    """Whether a field of a config counts modules."""
+    """Return whether a field of a config counts modules."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     return number and _COUNTS.fullmatch(name) is not None
 

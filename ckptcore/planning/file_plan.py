@@ -241,8 +241,16 @@ class PlannedTensor:
 class Tensors:
     """Planned tensors, in file order; row n is tensor n.
 
-    names: as written. dtypes: names of dtypes; dtype, source_dtype: int8 [n] into them. start: int64 [n].
-    rank: int64 [n]. offset, shape, full: int64 [n, R]; behind a tensor's own rank 0, 1 and 1.
+    Attributes:
+        names: As written.
+        dtypes: Names of dtypes.
+        dtype: int8 [n], numbers in ``dtypes``, as written.
+        source_dtype: int8 [n], numbers in ``dtypes``, as stored.
+        start: int64 [n], first byte in the file.
+        rank: int64 [n].
+        offset: int64 [n, R], 0 behind a tensor's own rank.
+        shape: int64 [n, R], 1 behind a tensor's own rank.
+        full: int64 [n, R], 1 behind a tensor's own rank.
     """
 
     names: tuple[str, ...]
@@ -259,7 +267,7 @@ class Tensors:
         return len(self.names)
 
     def rows(self) -> Iterator[PlannedTensor]:
-        """The tensors as objects."""
+        """Yield the tensors as objects."""
         columns = (self.dtype, self.source_dtype, self.start, self.rank, self.offset, self.shape, self.full)
         rows = zip(self.names, *(c.tolist() for c in columns), strict=True)
         for name, dtype, source, start, rank, offset, shape, full in rows:
@@ -274,13 +282,13 @@ class Tensors:
             )
 
     def specs(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype, stored_tensor shape) of each tensor."""
+        """Yield (name, dtype, full shape) of each tensor."""
         columns = zip(self.names, self.dtype.tolist(), self.rank.tolist(), self.full.tolist(), strict=True)
         for name, dtype, rank, full in columns:
             yield name, self.dtypes[dtype], tuple(full[:rank])
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Head and arrays of a frame that holds these columns."""
+        """Return head and arrays of a frame with these columns."""
         arrays: dict[str, Array] = {
             "dtype": self.dtype,
             "source": self.source_dtype,
@@ -294,7 +302,7 @@ class Tensors:
 
     @classmethod
     def load(cls, head: Mapping[str, Any], arrays: Mapping[str, Array]) -> Tensors:
-        """The columns of a frame."""
+        """Read the columns of a frame."""
         a = {k: arrays[_TENSORS + k] for k in ("dtype", "source", "start", "rank", "offset", "shape", "full")}
         return cls(tuple(head["names"]), tuple(head["dtypes"]), *a.values())
 
@@ -314,7 +322,7 @@ class Literals:
 
     @classmethod
     def of(cls, literals: Sequence[Literal]) -> Literals:
-        """The columns of literals."""
+        """Return the columns of literals."""
         known: dict[bytes, int] = {}
         data = [x.data for x in literals]
         one = {id(d): known.setdefault(d, len(known)) for d in {id(d): d for d in data}.values()}
@@ -324,7 +332,7 @@ class Literals:
         return cls(tuple(known), text, start, np.array(patches, np.int64).reshape(-1, 3))
 
     def rows(self) -> Iterator[Literal]:
-        """The literals as objects; equal texts are one."""
+        """Yield the literals as objects; equal texts are one object."""
         patches: dict[int, list[tuple[int, int]]] = {}
         for n, at, tensor in self.patches.tolist():
             patches.setdefault(n, []).append((at, tensor))
@@ -332,7 +340,7 @@ class Literals:
             yield Literal(start, self.texts[text], tuple(patches.get(n, ())))
 
     def parts(self) -> dict[str, Array]:
-        """Arrays of a frame that holds these columns."""
+        """Return arrays of a frame with these columns."""
         data = self.texts[0] if len(self.texts) == 1 else b"".join(self.texts)
         arrays: dict[str, Array] = {
             "data": np.frombuffer(data, np.uint8),
@@ -345,7 +353,7 @@ class Literals:
 
     @classmethod
     def load(cls, arrays: Mapping[str, Array]) -> Literals:
-        """The columns of a frame."""
+        """Read the columns of a frame."""
         a = {k: arrays[_LITERALS + k] for k in ("data", "length", "text", "start", "patches")}
         data, ends = a["data"].tobytes(), np.cumsum(a["length"]).tolist()
         texts = tuple(data[end - n : end] for end, n in zip(ends, a["length"].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Map a live transformers module's names to the hub's, or back, as the model's config says.
+"""Map a live transformers module's names to the hub's, or back, by the model's config.
 
 Families are frozen (`ckptcore.naming.maps.live_families`). For any other model, the installed transformers
 builds the model of the config on the meta device, in a process of its own
@@ -179,7 +179,7 @@ def answer(config: Mapping[str, Any]) -> Answer:
     library = quiet_transformers()
     try:
         model = built(config)
-    except Exception as error:  # any failure of a third-party model class says that the config is not for it
+    except Exception as error:  # any failure of a third-party model class: the config does not fit
         return {"error": brief(error)}
     form = family_of(model, model.config.model_type, [type(model).__name__])
     steps = {

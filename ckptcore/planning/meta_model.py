@@ -30,7 +30,7 @@ def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> A
         model = built(content)
     except ImportError as error:  # of a library that only this model needs
         return {"error": brief(error)}
-    except Exception as error:  # any failure of a third-party model class says that the config is not for it
+    except Exception as error:  # any failure of a third-party model class: the config does not fit
         return {"rejected": brief(error)}
     own = {name: tuple(t.shape) for name, t in model.state_dict().items() if hasattr(t, "shape")}
     try:

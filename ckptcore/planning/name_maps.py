@@ -48,7 +48,7 @@ class NameMap:
     digest: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         numbers = {k: {"value": v, "source": s} for k, (v, s) in sorted(self.numbers.items())}
         return {
             "arch": self.arch,

@@ -109,11 +109,25 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan's head: everything but the plans of its files.
+    """Head of a plan: everything but the plans of its files.
 
-    digest covers everything that decides the output's bytes. items: stored items of the source.
-    map_digest: what was done to names, see `ckptcore.fingerprints.sums.map_digest`. made: of every
-    tensor, where a map of names made them.
+    Attributes:
+        source: Root URL of the source.
+        manifest_digest: Digest of its manifest.
+        target: The requested output.
+        files: Table of files.
+        renamed: (old, new) names.
+        cast: (name, stored dtype, output dtype).
+        dropped: (stored name, reason).
+        ties: (dropped name, kept name).
+        bytes_in: Source bytes to read.
+        bytes_out: Bytes of the output files.
+        digest: Digest of everything that decides the output's bytes.
+        extra: (path, digest) of small files beside the tensors.
+        derived: (name, how it is computed).
+        items: Number of stored items of the source.
+        map_digest: Digest of the renaming, see `ckptcore.fingerprints.sums.map_digest`.
+        made: Origin of every tensor, where a map of names made them.
     """
 
     source: str
@@ -154,10 +168,10 @@ def make_plan(
     File plans that would take much memory are not kept, but made anew whenever they are gone through.
 
     Args:
-        mapped: The tensors under their new names, and what was done to names.
-        target: What is wanted.
-        layout: How the format lays it out in files.
-        arrangement: What the layout is asked for: `Target.arrangement` of the tensors.
+        mapped: The tensors under their new names.
+        target: The requested output.
+        layout: Layout of the format.
+        arrangement: Input of the layout: `Target.arrangement` of the tensors.
         source: The manifest before remapping, when that differs; its digest goes into the plan.
         extra: (path, text digest) of small files that go beside the output; they are part of the digest.
         each: Called with every file's plan as it is made.

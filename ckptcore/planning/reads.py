@@ -95,7 +95,7 @@ def derived_in(
 
 
 def filled_rows(chunks: Chunks, tensor: int) -> Ints:
-    """The chunk rows of a tensor that hold something; an empty chunk holds nothing."""
+    """Return the rows of a tensor's chunks that are not empty."""
     span = np.arange(chunks.first[tensor], chunks.first[tensor + 1])
     return span[(chunks.shape[span] > 0).all(axis=1)]
 

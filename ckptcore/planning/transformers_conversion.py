@@ -338,7 +338,7 @@ def _is_listed(route: _Route) -> bool:
 
 
 def _list_numbers(names: Sequence[str]) -> list[int]:
-    """The numbers that tell names apart, ascending; empty where they differ elsewhere, or in two places.
+    """Return the numbers that distinguish names, ascending; empty if names differ elsewhere, or twice.
 
     >>> [_list_numbers(n) for n in (["a.0.b.2.w", "a.0.b.10.w"], ["a.0.w"], ["a.0.w", "b.0.w"])]
     [[2, 10], [0], []]

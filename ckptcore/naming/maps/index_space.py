@@ -70,7 +70,7 @@ class Pieces:
 def pieces_of(
     row: Ints, width: Ints, lo: Ints, shape: Ints, view: Ints | None, loose: Bools, twin: Ints
 ) -> Pieces:
-    """Boxes as a manifest has them; empty ones are left out.
+    """Return the boxes of a manifest, without empty ones.
 
     Args:
         row: int64 [n], kept with each.
@@ -95,7 +95,7 @@ def pieces_of(
 
 
 def full_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
-    """Whole tensors of one shape."""
+    """Return one box for each tensor of one shape."""
     n, k = len(row), len(shape)
     extent = np.broadcast_to(np.array(shape, np.int64), (n, k)).copy()
     steps = np.broadcast_to(np.array(row_major(tuple(shape)), np.int64), (n, k)).copy()
@@ -108,7 +108,7 @@ def full_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
 
 
 def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
-    """With a column behind the others in which each box has one index."""
+    """Append a column in which each box has one index."""
     zero = np.zeros((len(pieces), 1), np.int64)
     return replace(
         pieces,
@@ -121,7 +121,7 @@ def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
 
 
 def opened(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> list[Pieces]:
-    """The boxes over the layout's axes, block by block; further columns stay.
+    """Return the boxes over the layout's axes, block by block; further columns stay.
 
     Args:
         pieces: Whose first columns are the layout's dims.
@@ -135,7 +135,7 @@ def opened(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> list
 
 
 def closed(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> Pieces:
-    """The boxes of one block over the dims of a layout that has this block, and further columns.
+    """Return the boxes of one block over the dims of a layout that has this block; further columns stay.
 
     An axis of the layout that the block lacks is one along which its elements are repeated.
     """
@@ -147,12 +147,12 @@ def closed(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> Piec
 
 
 def single(pieces: Pieces, name: str) -> Pieces:
-    """With every box cut into those of one index along a column."""
+    """Cut every box into boxes of one index along a column."""
     return _exploded(pieces, pieces.names.index(name), pieces.ext[:, pieces.names.index(name)] > 1)
 
 
 def joined(parts: Sequence[Pieces]) -> Pieces:
-    """All boxes of parts that have the same columns."""
+    """Join the boxes of parts with the same columns."""
     if len(parts) == 1:
         return parts[0]
     return Pieces(
@@ -191,7 +191,7 @@ def _open(p: Pieces, column: int, node: Node, sizes: Mapping[str, int]) -> list[
 
 
 def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int], name: str) -> Pieces:
-    """With the columns of a dim's axes made one."""
+    """Merge the columns of a dim's axes."""
     if isinstance(node, Axis):
         if node == UNIT or node.name not in block:
             return _repeated(p, name, _sized(node, sizes))
@@ -229,7 +229,7 @@ def _sized(node: Node, sizes: Mapping[str, int]) -> int:
 
 
 def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
-    """A column n made two, (n // inner, n % inner): a box is up to three, whose middle has whole rows."""
+    """Split a column n in (n // inner, n % inner): a box becomes up to three, the middle one of full rows."""
     inner = max(inner, 1)
     lo, end = p.lo[:, column], p.lo[:, column] + p.ext[:, column]
     first, last = lo // inner, (end - 1) // inner
@@ -280,7 +280,7 @@ def _restricted(p: Pieces, column: int, begin: int, size: int) -> Pieces:
 
 
 def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
-    """Two columns made one, named as the outer one: index outer * size + inner.
+    """Merge two columns in one with the outer name: index outer * size + inner.
 
     size: of the inner one. Boxes that have no single stride there are cut along the outer one.
     """
@@ -302,7 +302,7 @@ def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
 
 
 def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
-    """With the boxes ``which`` cut into those of one index along a column."""
+    """Cut the boxes ``which`` into boxes of one index along a column."""
     if not which.any():
         return p
     count = np.where(which, p.ext[:, column], 1)
@@ -363,7 +363,7 @@ def _own_dims(shape: Ints) -> Ints:
 
 
 def _row_major(shape: Ints) -> Ints:
-    """Strides of contiguous boxes, elements."""
+    """Return strides of contiguous boxes, elements."""
     steps = np.ones_like(shape)
     for d in reversed(range(shape.shape[1] - 1)):
         steps[:, d] = steps[:, d + 1] * np.maximum(shape[:, d + 1], 1)

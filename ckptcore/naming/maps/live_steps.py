@@ -144,7 +144,7 @@ class _Renaming:
 
 
 def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = True) -> list[Route]:
-    """What files hold of a module's tensors, as `save_pretrained` writes them.
+    """Return the tensors of files for a module's tensors, as `save_pretrained` writes them.
 
     Args:
         steps: In the order of loading.
@@ -193,7 +193,7 @@ def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = T
 def live_names(
     steps: Sequence[Step], names: Iterable[str], *, refuse: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """The module's tensors that a file's tensor goes into, as `from_pretrained` finds them.
+    """Return the module's tensors that each tensor of a file becomes, as `from_pretrained` finds them.
 
     Args:
         steps: In the order of loading.
@@ -225,7 +225,7 @@ def live_names(
 
 
 def natural_order(name: str) -> list[tuple[int, int] | tuple[int, str, int]]:
-    """The order in which transformers looks at names: numbers by value."""
+    """Return transformers' sorting key of a name: numbers by value."""
     out: list[tuple[int, int] | tuple[int, str, int]] = []
     for part in name.split("."):
         if part.isdecimal():
@@ -237,7 +237,7 @@ def natural_order(name: str) -> list[tuple[int, int] | tuple[int, str, int]]:
 
 
 def wanted_numbers(steps: Iterable[Step]) -> Mapping[str, str]:
-    """Every number that rules of steps name, and where a config has it."""
+    """Return every number in rules of steps, and its place in a config."""
     return {k: v for s in steps for k, v in s.form.numbers.items()}
 
 
@@ -255,7 +255,7 @@ def _first_match(step: Step, sub: Substitution, name: str) -> tuple[str, str, re
 
 
 def _replacement(sub: Substitution, match: re.Match[str], branch: int) -> str:
-    """What replaces a match."""
+    """Return the replacement of a match."""
     put = sub.put[branch if sub.guarded else 0]
     if "\\1" not in put:
         return put
@@ -264,7 +264,7 @@ def _replacement(sub: Substitution, match: re.Match[str], branch: int) -> str:
 
 
 def _hub_name(renaming: _Renaming, name: str) -> str:
-    """The hub's name of a part, with ``{item}`` where a list is numbered.
+    """Return the hub's name of a part, with ``{item}`` for the number of a list.
 
     Raises:
         UsageError: Where the number decides how it is called.

@@ -109,7 +109,7 @@ class Config:
         return tuple(n for n in names if isinstance(n, str))
 
     def at(self, place: str) -> Any:
-        """The value at a dotted path, None where there is none."""
+        """Return the value at a dotted path, or None."""
         return _below(self.content, place)
 
 

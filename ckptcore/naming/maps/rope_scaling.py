@@ -121,5 +121,5 @@ def _scaling(
 
 
 def _number(value: Any) -> float | None:
-    """A number of a config; None for anything else."""
+    """Return a number of a config; None for any other value."""
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,4 +1,4 @@
-"""Compute sizes from a model's numbers: ``heads / kv_heads``, exact or not at all."""
+"""Compute sizes from a model's numbers: ``heads / kv_heads``, with exact division only."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class UnknownNumber(Exception):
 
 
 def names_in(expression: str) -> frozenset[str]:
-    """The numbers that an expression names.
+    """Return the numbers that an expression names.
 
     Raises:
-        ValueError: For an expression that is none.
+        ValueError: The text is no expression.
     """
     return frozenset(
         node.id for node in ast.walk(_parsed_expression(expression)) if isinstance(node, ast.Name)
@@ -57,15 +57,15 @@ def names_in(expression: str) -> frozenset[str]:
 
 
 def value_of(expression: str, numbers: Mapping[str, Any]) -> Any:
-    """The value of an expression over integers, or over int64 arrays of them.
+    """Evaluate an expression over integers, or over int64 arrays.
 
     Args:
         expression: With ``+ - * / // %``, comparisons, ``and``, ``or``; ``/`` is exact.
         numbers: By name.
 
     Raises:
-        UnknownNumber: For a name that is not among the numbers.
-        ValueError: For a division that is not exact, or by nothing.
+        UnknownNumber: A name is not among the numbers.
+        ValueError: A division is not exact, or by 0.
 
     >>> value_of("heads / kv_heads + 2", {"heads": 32, "kv_heads": 8})
     6
