@@ -163,7 +163,7 @@ def test_files_are_packed_as_the_hub_packs_them(llama: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"include": ["nothing*"]}, "matches nothing"),
         ({"dtype": "int8"}, "not a floating-point dtype"),

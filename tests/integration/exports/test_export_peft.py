@@ -186,7 +186,7 @@ def changed(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("change", "error", "message"),
     [
         (changed("r", 8), NameMismatch, "q_proj has rank 4 .config says 8"),
         (changed("lora_alpha", None), UsageError, "lora_alpha"),
