@@ -280,11 +280,11 @@ def read_rules(spelled: str | None) -> str | None:
     """
     if spelled is None or "\n" in spelled:
         return spelled
-    from ckptcore.topology.rules_file import MAX_BYTES  # pydantic: only those who have rules wait for it
+    from ckptcore.topology.rules_file import MAX_BYTES  # imports pydantic
 
     path = here("--sharding", spelled)
     try:
-        with path.open("rb") as file:  # what is named by mistake is not read to its end
+        with path.open("rb") as file:  # a wrong file is not read to its end
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise UsageError(

@@ -26,7 +26,7 @@ SUFFIX_FORMATS = {
 }
 # Formats whose folders for a mesh have a suffix, too: a Trainer calls them step=4.ckpt, and looks for that.
 SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
-# Suffixes of what is made of an export, by others -> how.
+# Suffixes of files that other programs make from an export -> how.
 MADE_ELSEWHERE = {
     ".gguf": "export a folder with --config, then run llama.cpp's convert_hf_to_gguf on it (--outfile {name})"
 }

@@ -229,7 +229,7 @@ class RuleForm(_Form):
     presence: Literal["every", "some", "optional"] = "every"
     one_way: str = ""
     part: str = ""
-    # It decides what is refused, and nothing of what is made: no part of a map's digest.
+    # It changes no output, only what is an error: no part of a map's digest.
     only_zero: str = Field("", exclude=True)
 
     @model_validator(mode="after")

@@ -235,7 +235,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
     first, last = lo // inner, (end - 1) // inner
     one = first == last
     body_begin, body_end = -(-lo // inner), end // inner
-    # One row of the outer index; whole rows; what is left in front of these, and behind.
+    # One row of the outer index; full rows; the rest before these, and after.
     cases = (
         (one, lo, end, first, np.ones_like(lo)),
         (~one & (body_end > body_begin), body_begin * inner, body_end * inner, body_begin, None),
