@@ -203,7 +203,7 @@ def prove_export(
     )
     wanted = Wanted(near, near_threshold, asked if logits or reference is not None else None)
     known = find_source(export, against, {k: _frozen(v) for k, v in options.items()}, catalog)
-    proof = run(export, known.source, wanted, settings, progress, missing=known.reason)
+    proof = run(export, known.source, wanted, settings, progress, missing=known.reason, record=known.record)
     return known, replace(proof, conversion=known.conversion)
 
 

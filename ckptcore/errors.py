@@ -471,8 +471,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "left-beside": (
         "warning",
-        "files that were named to lie beside the weights are not written: the output is one file",
-        "name a folder to have them; a config still checks the names, and tells what is tied",
+        "files that belong beside the weights are not written: the output is one file, or they are too large",
+        "name a folder to have them, or copy them; a config still checks the names",
     ),
     "found-files": (
         "info",

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.box import Box
+from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Ints, Manifest, with_dims
 
@@ -32,12 +33,16 @@ Marks = npt.NDArray[np.int16]
 class Use:
     """How stored elements go on.
 
-    unused: stored tensor -> how many of its elements are in no mapped tensor. repeated: mapped tensor -> how
-    many of its elements another one has too, or are of no tensor that goes on.
+    Attributes:
+        unused: Stored tensor -> how many of its stored elements are in no mapped tensor.
+        repeated: Mapped tensor -> how many of its elements another one has too, or are of no tensor that
+            goes on.
+        once: As ``unused``, where elements of which several copies are stored count once.
     """
 
     unused: dict[str, int]
     repeated: dict[str, int]
+    once: dict[str, int] = field(default_factory=dict, compare=False)
 
 
 def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
@@ -50,12 +55,12 @@ def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
     """
     have, want = _uses(source, kept.__contains__), _uses(mapped, lambda _: True)
     left_have, left_want = _cancelled(have, want)
-    unused, repeated = Counter[str](), Counter[str]()
+    unused, once, repeated = Counter[str](), Counter[str](), Counter[str]()
     for item in sorted({*have.item[left_have].tolist(), *want.item[left_want].tolist()}):
         mine = left_have[have.item[left_have] == item]
         theirs = left_want[want.item[left_want] == item]
-        _mark_leftover(_tiles(have, mine), _tiles(want, theirs), unused, repeated)
-    return Use(dict(unused), dict(repeated))
+        _mark_leftover(_tiles(have, mine), _tiles(want, theirs), unused, once, repeated)
+    return Use(dict(unused), dict(repeated), dict(once))
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class _Uses:
     """Runs of elements: row n is the elements start + sum(index * stride) of an item, owned by names[owner].
 
     shape, stride: int64 [n, R], dims by stride, the largest first. run: whether it is one run without gaps.
+    copy: whether an earlier row of the owner is the same box.
     """
 
     names: list[str]
@@ -72,6 +78,7 @@ class _Uses:
     shape: Ints
     stride: Ints
     run: npt.NDArray[np.bool_]
+    copy: npt.NDArray[np.bool_]
 
     @property
     def numel(self) -> Ints:
@@ -100,6 +107,7 @@ def _uses(manifest: Manifest, kept: Callable[[str], bool]) -> _Uses:
         np.concatenate([with_dims(t.shape, rank, 1) for t in tables]),
         np.concatenate([with_dims(t.stride, rank, 0) for t in tables]),
         np.concatenate([t.run for t in tables]),
+        np.concatenate([t.copy for t in tables]),
     )
 
 
@@ -124,7 +132,9 @@ def _of(manifest: Manifest, tensors: list[int]) -> _Uses:
     for d in reversed(range(shape.shape[1])):
         run &= (shape[:, d] == 1) | (stride[:, d] == expected)
         expected = expected * shape[:, d]
-    return _Uses([t.fqn for t in manifest.tensors], owner, chunks.item[rows], start, shape, stride, run)
+    names = [t.fqn for t in manifest.tensors]
+    copies = np.isin(rows, np.array([later for _, later in equal_boxes(manifest)], np.int64))
+    return _Uses(names, owner, chunks.item[rows], start, shape, stride, run, copies)
 
 
 def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
@@ -140,13 +150,17 @@ def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Addresses of one row, few enough to be made at once. simple: whether none comes twice."""
+    """Addresses of one row, few enough to be made at once.
+
+    simple: whether none comes twice. copy: see `_Uses`.
+    """
 
     name: str
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     simple: bool
+    copy: bool
 
     @property
     def last(self) -> int:
@@ -182,12 +196,12 @@ def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
             reach += (n - 1) * s
         for box in Box.whole(shape).tiles(_TILE):
             at = start + sum(o * s for o, s in zip(box.offset, stride, strict=True))
-            found.append(_Tile(name, at, box.shape, stride, simple))
+            found.append(_Tile(name, at, box.shape, stride, simple, bool(uses.copy[row])))
     return found
 
 
 def _mark_leftover(
-    have: list[_Tile], want: list[_Tile], unused: Counter[str], repeated: Counter[str]
+    have: list[_Tile], want: list[_Tile], unused: Counter[str], once: Counter[str], repeated: Counter[str]
 ) -> None:
     """Adds what one item's tiles leave over."""
     for begin in sorted({w for t in (*have, *want) for w in _windows(t)}):
@@ -200,10 +214,12 @@ def _mark_leftover(
         if not marks.any():
             continue
         for tile in mine:
-            unused[tile.name] += int((_seen(marks, begin, tile) > 0).sum())
+            count = int((_seen(marks, begin, tile) > 0).sum())
+            unused[tile.name] += count
+            once[tile.name] += 0 if tile.copy else count
         for tile in theirs:
             repeated[tile.name] += int((_seen(marks, begin, tile) < 0).sum())
-    for counter in (unused, repeated):
+    for counter in (unused, once, repeated):
         for name in [n for n, count in counter.items() if not count]:
             del counter[name]
 

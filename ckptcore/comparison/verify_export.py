@@ -40,9 +40,10 @@ from ckptcore.checking.export_proof import (
     passed,
 )
 from ckptcore.comparison.diff import DiffRules, diff
-from ckptcore.comparison.element_use import element_use
+from ckptcore.comparison.element_problems import element_problems, zero_problems
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
+from ckptcore.comparison.export_record import against_record
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
 from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE
 from ckptcore.comparison.tensor_compare import Opened
@@ -54,7 +55,7 @@ from ckptcore.fingerprints.sums import checkpoint_fingerprint
 from ckptcore.naming.peft import adapter_config, find_adapter
 from ckptcore.planning.compose import MappedExport, map_export
 from ckptcore.planning.config_folder import ConfigFolder, check_names
-from ckptcore.planning.export_source import ExportSource
+from ckptcore.planning.export_source import ExportRecord, ExportSource
 from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG, NONE
 from ckptcore.planning.model_card import tied_by_card
 from ckptcore.planning.request import Request, Settings
@@ -89,8 +90,12 @@ def verify_export(
     progress: Progress | None = None,
     *,
     missing: str = "no source is known",
+    record: ExportRecord | None = None,
 ) -> ExportProof:
-    """The proof of an export; see `ckptcore.api.verify_export`. missing: why there is no source."""
+    """The proof of an export; see `ckptcore.api.verify_export`.
+
+    missing: why there is no source. record: what a catalog says of the export, for where there is none.
+    """
     found_by = source.by if source is not None else ""
     place = source.request.source if source is not None else None
     try:
@@ -115,7 +120,12 @@ def verify_export(
         mapped = _Unmapped(str(error))
     if isinstance(mapped, _Unmapped):
         checks = [_whole_check(export, mapped.reason), _check_names(export)[0]]
-        checks += [not_done(name, mapped.reason) for name in (VALUES, FINITE)]
+        checks.append(
+            not_done(VALUES, mapped.reason)
+            if record is None
+            else against_record(record, export.stored, mapped.reason, progress)
+        )
+        checks.append(not_done(FINITE, mapped.reason))
         seen: tuple[Seen, ...] = ()
     else:
         elements = _elements(export, mapped)
@@ -341,25 +351,16 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
         for name in there
         if name not in wanted
     ]
-    parts = {d.fqn for d in known.dropped if d.part}
-    gone = {d.fqn for d in known.dropped if not d.part}
-    use = element_use(
-        mapped.manifest, known.manifest, {t.fqn for t in mapped.manifest.tensors if t.fqn not in gone}
-    )
-    problems += [
-        Problem(name, f"{count:,} of its elements are in no tensor of the export, and no rule says why")
-        for name, count in use.unused.items()
-        if name not in parts
-    ]
-    problems += [
-        Problem(name, f"{count:,} of its elements are in another tensor of the export, too")
-        for name, count in use.repeated.items()
-    ]
+    problems += element_problems(mapped.manifest, known)
+    nonzero, unread = zero_problems(mapped.manifest, known)
+    problems += nonzero
     rules = Counter(d.rule for d in known.dropped)
     count = sum(t.numel for t in export.stored.tensors)
     values = {"tensors": len(there), "elements": count, "left_out": dict(rules)}
     if problems:
         return failed(ELEMENTS, problems, **values)
+    if unread:
+        return not_done(ELEMENTS, f"the source cannot be read: {unread}")
     left = "".join(f"; left out: {n}, {rule}" for rule, n in rules.items())
     return passed(ELEMENTS, f"{len(there)} tensors, {count:,} elements{left}", **values)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.checking.examine import inspect
 from ckptcore.checking.export_proof import ALWAYS, NOT_DONE, ExportProof
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.planning.export_source import ExportSource, KnownExport
+from ckptcore.planning.export_source import ExportRecord, ExportSource, KnownExport
 from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
@@ -43,15 +43,35 @@ def find_source(
         UsageError: The options make no request.
     """
     registered = _registered(export, catalog) if catalog is not False else None
-    conversion = registered[0].id if registered is not None else None
+    if registered is None:
+        return _found(export, against, options, None)
+    known = _found(export, against, options, registered)
+    made, _, detail = registered
+    files = {f.path: (f.nbytes, f.digest) for f in detail.files if f.digest is not None}
+    return replace(
+        known,
+        conversion=made.id,
+        record=ExportRecord(
+            made.ended_at, files, detail.checkpoint.fingerprint, made.export_verdict, made.export_verified_at
+        ),
+    )
+
+
+def _found(
+    export: str,
+    against: str | None,
+    options: Mapping[str, Any],
+    registered: tuple[ConversionRow, str, CheckpointDetail] | None,
+) -> KnownExport:
+    """As `find_source`, without what the catalog recorded of the export itself."""
     exact = bool(options.keys() & set(_DTYPES))
     if registered is not None and not options:
-        found = _by_catalog(*registered, export, against)
+        found = _by_catalog(*registered[:2], export, against)
         if found is not None:
-            return KnownExport(found, conversion=conversion)
+            return KnownExport(found)
     if against is not None:
         request = Request(against, export, verb="export", **options)
-        return KnownExport(ExportSource(request, "--against", exact, asked=True), conversion=conversion)
+        return KnownExport(ExportSource(request, "--against", exact, asked=True))
     by, place, digest = "the catalog", "", ""
     if registered is not None:
         place, digest = registered[0].source_uri, registered[1]
@@ -62,7 +82,7 @@ def find_source(
             None, "no source is known: neither the catalog nor a model card names one; try --against"
         )
     request = Request(place, export, verb="export", **options)
-    return KnownExport(ExportSource(request, by, exact, digest or None), conversion=conversion)
+    return KnownExport(ExportSource(request, by, exact, digest or None))
 
 
 def record_verdict(known: KnownExport, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
@@ -85,8 +105,10 @@ def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
     catalog.record_verdict(conversion, checks)
 
 
-def _registered(export: str, catalog: str | bool | None) -> tuple[ConversionRow, str] | None:
-    """(the conversion that wrote what lies there now, digest of its source's manifest or "")."""
+def _registered(
+    export: str, catalog: str | bool | None
+) -> tuple[ConversionRow, str, CheckpointDetail] | None:
+    """(the conversion that wrote what lies there now, digest of its source's manifest or "", the export)."""
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 
@@ -102,7 +124,7 @@ def _registered(export: str, catalog: str | bool | None) -> tuple[ConversionRow,
         made = detail.written_by[0]
         conversion = opened.show(made.id)
     sources = conversion.sources if isinstance(conversion, ConversionDetail) else ()
-    return made, sources[0].manifest_digest if sources else ""
+    return made, sources[0].manifest_digest if sources else "", detail
 
 
 def _is_recorded(export: str, known: CheckpointDetail) -> bool:

@@ -35,7 +35,7 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     specs: list[tuple[str, Shape]] = []
     rows, sums, files = [], [], []
     for number, (plan, receipt) in enumerate(zip(plans, receipts, strict=True)):
-        held = plan.held
+        held = plan.columns
         for name, source, rank, full in zip(held.names, held.source_dtype, held.rank, held.full, strict=True):
             if names.setdefault(name, len(specs)) == len(specs):
                 specs.append((held.dtypes[source], tuple(full[:rank].tolist())))

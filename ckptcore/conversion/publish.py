@@ -261,7 +261,7 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
     commit = []
     for file in plan.files:
         one = load_file_plan(staging.plan, file.index)
-        specs.update(one.held.specs())
+        specs.update(one.columns.specs())
         if one.commit:
             commit.append(one.path)
     return sorted(specs), commit

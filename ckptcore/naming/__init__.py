@@ -1,10 +1,10 @@
-"""Name tensors: renaming, maps between worlds of names, the model part, and what optimizer state belongs to.
+"""Name tensors: renaming, maps between worlds of names, the model part, and owners of optimizer state.
 
 Knows manifests; no format by name, no bytes.
 
-- `maps` takes trainers' names and layouts to those of the hub, and back, by rules that are data.
-- `rename.remap` gives a manifest under other names; `rename.matches` is the one rule for globs.
+- `maps` converts trainers' names and layouts to those of the hub, and back, by rules that are data.
+- `rename.remap` renames the tensors of a manifest; `rename.matches` is the only rule for globs.
 - `model_part.find_model` finds the model, by evidence.
-- `peft.find_adapter` finds a LoRA adapter in a model, and calls its tensors as the hub does.
-- `optimizer_state` says which parameter a state belongs to.
+- `peft.find_adapter` finds a LoRA adapter in a model, and its names on the hub.
+- `optimizer_state` assigns optimizer state to parameters.
 """

@@ -1,8 +1,7 @@
-"""Model part: where in a checkpoint is the model, and what says so?
+"""Find the model in a checkpoint, and the evidence for it.
 
 Trainers nest the model differently: ``model.*``, ``app.model.*``, ``state_dict.*``, or at the top
-beside the optimizer (torchtitan). Evidence is asked in this order, and the first that decides
-is told to the user:
+beside the optimizer (torchtitan). The first evidence in this order decides, and the user sees it:
 
 1. the prefix that the user names, or else where the format itself keeps the model;
 2. the optimizer: its states name the model's parameters (``...state.<fqn>.exp_avg``), and the
@@ -10,9 +9,9 @@ is told to the user:
 3. the container paths that the writer recorded, without those that hold optimizer state;
 4. known container names.
 
-Of two candidates the one that trainers call the model is it, and the other is a finding: a moving average
-(EMA) has the model's names, too. Else they are an error that lists both: a wrong guess would export the wrong
-weights.
+Of two candidates, the one with a name that trainers use is the model, and the other is a finding: a moving
+average (EMA) has the model's names, too. Otherwise two candidates are an error that lists both: a wrong guess
+would export the wrong weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _TRAINER = re.compile(
     r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
 )
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
-# What copies of a model are called that were not trained themselves: suggested last.
+# Names of copies of a model that were not trained themselves: suggested last.
 _COPY = re.compile(
     r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
 )
@@ -46,9 +45,11 @@ _COPY = re.compile(
 class ModelPart:
     """Where the model is.
 
-    prefix: what its names start with in the checkpoint. because: the evidence, one sentence.
-    beside: first path elements of the trainer's own entries below that prefix, to be left out.
-    others: prefixes of parts that could be the model too, and are left out.
+    Attributes:
+        prefix: Prefix of its names in the checkpoint.
+        because: The evidence, one sentence.
+        beside: First path elements of the trainer's own entries below that prefix, to be left out.
+        others: Prefixes of parts that could be the model too, and are left out.
     """
 
     prefix: str
@@ -57,7 +58,7 @@ class ModelPart:
     others: tuple[str, ...] = ()
 
     def foreign(self, name: str) -> str | None:
-        """The rule that drops a name below the prefix, or None for the model's own."""
+        """Return the rule that drops a name below the prefix; None for the model's own names."""
         for root in self.beside:
             if name == root or name.startswith(root + "."):
                 return f"not part of the model ({root})"
@@ -65,7 +66,15 @@ class ModelPart:
 
 
 def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
-    """The model part of a checkpoint; raises `AmbiguousModel` with the candidates."""
+    """Return the model part of a checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        prefix: Prefix that the user named, or None to find it.
+
+    Raises:
+        AmbiguousModel: With the candidates.
+    """
     names = [t.fqn for t in manifest.tensors]
     if prefix is not None:
         return _part_below(names, prefix)
@@ -83,7 +92,7 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
         root, count = candidates[0]
         if root == "":
             beside = _beside("", names, set(states))
-            return ModelPart("", f"{count} tensors lie at the top level", beside)
+            return ModelPart("", f"{count} tensors are at the top level", beside)
         return ModelPart(root, f"{root[:-1]} is the only part that is not the trainer's ({count} tensors)")
     called = _called([r for r, _ in candidates])
     if called is not None:
@@ -98,10 +107,10 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
 
 
 def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | None]:
-    """What a name is called inside the model, None for what is not the model's; the name itself where the
-    model cannot be told.
+    """Return a function from stored names to names inside the model.
 
-    Objects that are no tensor are never the model's. The model is looked for when the first name is asked.
+    It gives None for names outside of the model, and the name itself if the model cannot be found. Objects
+    that are no tensors are never inside. The model is searched for at the first call.
     """
     objects = {b.key for b in manifest.blobs if b.unread is None}
     part: list[ModelPart | None] = []
@@ -136,9 +145,9 @@ def _part_below(names: Sequence[str], prefix: str) -> ModelPart:
 
 
 def _require_shapes(names: Sequence[str]) -> None:
-    """OLMo-core's direct saves keep weights as the optimizer's flat ``<fqn>.main`` only."""
-    held = set(names)
-    flat = [n for n in names if n.endswith(".main") and n.removesuffix("main") + "exp_avg" in held]
+    """Reject OLMo-core's direct saves, which keep weights only as the optimizer's flat ``<fqn>.main``."""
+    known = set(names)
+    flat = [n for n in names if n.endswith(".main") and n.removesuffix("main") + "exp_avg" in known]
     if flat:
         raise AmbiguousModel(
             f"{len(flat)} weights are stored flat, as the optimizer's {flat[0]}: nothing tells their shapes",
@@ -147,7 +156,7 @@ def _require_shapes(names: Sequence[str]) -> None:
 
 
 def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
-    """Optimizer root -> the parameter FQNs that it has state for."""
+    """Return optimizer root -> the parameter FQNs that it has state for."""
     found: dict[str, set[str]] = {}
     for name in names:
         m = _STATE.match(name)
@@ -179,7 +188,7 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     ]
     best = max((c for _, c in roots), default=0)
     full = [(r, c) for r, c in roots if c == best]
-    # "model." and "model._orig_mod." are one place: what lies between them is only wrappers.
+    # "model." and "model._orig_mod." are one place: they differ by wrappers only.
     shorter = [r for r, _ in full]
     full = [(r, c) for r, c in full if not any(_wraps(s, r) for s in shorter)]
     if not full or best * 2 < len(wanted):
@@ -196,7 +205,7 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
     root = full[0][0] if called is None else called
     optimizer = ", ".join(sorted(r or "the top level" for r in states))
     place = f"under {root}" if root else "at the top level"
-    because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for lie {place}"
+    because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for are {place}"
     others = tuple(r for r in places if r != root)
     if others:
         because += f", and {root[:-1]} is what trainers call the model"
@@ -204,13 +213,13 @@ def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPar
 
 
 def _called(roots: Sequence[str]) -> str | None:
-    """The one of several parts that is called as trainers call the model; None where that is not one."""
+    """Return the only one of several parts with a name that trainers use for the model, or None."""
     known = [root for root in roots if root[:-1] in _CONTAINERS]
     return known[0] if len(known) == 1 else None
 
 
 def _likeliest(roots: Sequence[str]) -> str:
-    """Which of several parts to suggest: as trainers call the model, and no copy; the first of equals."""
+    """Return the part to suggest: with a name that trainers use, and no copy; the first of equals."""
     if not roots:
         return "PREFIX"
     best = min(roots, key=lambda root: (root[:-1] not in _CONTAINERS, bool(_COPY.search(root))))
@@ -222,7 +231,7 @@ def _wraps(shorter: str, longer: str) -> bool:
 
 
 def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str, ...]:
-    """First elements below a root that are not the model's, when the model has no container."""
+    """Return first path elements below a root that are not the model's, if the model has no container."""
     if root:
         return ()
     tops = {n.split(".")[0] for n in names}
@@ -231,7 +240,7 @@ def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str,
 
 
 def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int]]:
-    """(prefix, tensors) of each part that may be the model, most tensors first."""
+    """Return (prefix, tensors) of each part that may be the model, most tensors first."""
     recorded = Paths.of(manifest)
     count: Counter[str] = Counter()
     for spec in manifest.tensors:
@@ -247,7 +256,7 @@ def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int
 
 
 def _by_name(manifest: Manifest, total: int) -> list[tuple[str, int]]:
-    """No container was recorded: a known container name in front of every tensor, or the top."""
+    """Return the parts by known container names, or the top level, where no container was recorded."""
     kept = [t.fqn for t in manifest.tensors if not _TRAINER.match(t.fqn)]
     for name in ("state_dict", "model_state_dict"):
         inside = sum(n.startswith(name + ".") for n in kept)

@@ -1,4 +1,4 @@
-"""Parameters: which tensors are the model's, and whose state is each other one?
+"""Assign each tensor of a checkpoint to a parameter of the model: its value, or a state of its optimizer.
 
 Optimizers name the state by the parameter: ``optim.state.<fqn>.exp_avg``, ``optimizer.state.exp_avg.<fqn>``.
 """
@@ -16,11 +16,17 @@ Shape = tuple[int, ...]
 
 
 def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape], dict[str, str]]:
-    """(shape by parameter, parameter by tensor of the manifest).
+    """Return (shape by parameter, parameter by tensor of the manifest).
 
-    prefix: where the model is, or None to find it. Where nothing tells the model from its state, every tensor
-    is taken for a parameter, unless it has a parameter's shape and its name says that it is state.
-    Raises `AmbiguousModel` for a prefix that no name has.
+    If the model cannot be found, every tensor is a parameter, unless it has a parameter's shape and the name
+    of a state.
+
+    Args:
+        manifest: The checkpoint.
+        prefix: Prefix of the model's names, or None to find it.
+
+    Raises:
+        AmbiguousModel: No name has the prefix.
     """
     try:
         model = find_model(manifest, prefix)
@@ -54,7 +60,7 @@ def parameters(manifest: Manifest, prefix: str | None) -> tuple[dict[str, Shape]
 
 
 class _Index:
-    """Finds the longest parameter name between dots of a longer one."""
+    """Finder of the longest parameter name between the dots of a longer name."""
 
     def __init__(self, names: Mapping[str, object]) -> None:
         self.names = names
@@ -64,10 +70,10 @@ class _Index:
             self.lengths.setdefault(parts[0], set()).add(len(parts))
 
     def inside(self, name: str, state: bool = False) -> str | None:
-        """The parameter in a name.
+        """Return the parameter in a name, or None.
 
-        state: only when something follows it, or ``state`` stands before: ``norm.weight`` is not what
-        ``layers.0.norm.weight`` is the state of.
+        state: only if the name goes on after it, or has ``state`` before it: ``layers.0.norm.weight`` is no
+        state of ``norm.weight``.
         """
         parts = name.split(".")
         best: tuple[int, str] | None = None

@@ -1,10 +1,9 @@
-"""PEFT: which tensors of a model are a LoRA adapter, and what are they called on the hub?
+"""Find the LoRA adapter of a PEFT model, and give its tensors the names that they have on the hub.
 
 A live module that `get_peft_model` wrapped holds the base weights beside the adapter's, and each adapter
 under a name: ``base_model.model.<module>.lora_A.default.weight``. In ``adapter_model.safetensors`` the base
-weights and the adapter's name are gone (peft/utils/save_and_load.py, `get_peft_model_state_dict`). What the
-shapes tell (the rank) is held against adapter_config.json; what they do not tell (``lora_alpha``) is
-only there.
+weights and the adapter's name are gone (peft/utils/save_and_load.py, `get_peft_model_state_dict`). The
+rank, which shapes give, is compared with adapter_config.json. ``lora_alpha`` is in no shape, only there.
 """
 
 from __future__ import annotations
@@ -53,9 +52,12 @@ _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_
 class Adapter:
     """A LoRA adapter inside a model.
 
-    name: what the live module called it, "" where that is gone. hub: name in the model -> name on the hub, of
-    what the adapter holds. modules: module (without `PREFIX`) -> its part (lora_A, ...) -> name in the model.
-    saved: modules that it holds whole. base: modules whose base weights lie beside it.
+    Attributes:
+        name: Name in the live module, "" if names lack it.
+        hub: Name in the model -> name on the hub, for the adapter's tensors.
+        modules: Module (without `PREFIX`) -> part (lora_A, ...) -> name in the model.
+        saved: Modules of which the adapter has all weights (``modules_to_save``).
+        base: Modules whose base weights are in the model.
     """
 
     name: str
@@ -66,15 +68,19 @@ class Adapter:
 
 
 def holds_lora(names: Iterable[str]) -> bool:
-    """Whether tensors of a LoRA adapter are among the names of a model."""
+    """Return whether a model's names include tensors of a LoRA adapter."""
     return any((hit := _parsed_name(name)) is not None and hit[0] in ("lora", "embedding") for name in names)
 
 
 def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) -> Adapter | None:
-    """The LoRA adapter among the names of a model, wrappers off; None where there is none.
+    """Return the LoRA adapter of a model, or None.
 
-    form: adapter_config.json, which tells of biases and whole modules that the names alone do not.
-    Raises `UsageError` with the candidates where there are several.
+    Args:
+        names: Names in the model, without wrappers.
+        form: Content of adapter_config.json. It names biases and saved modules that names do not identify.
+
+    Raises:
+        UsageError: There are several adapters; the message lists them.
     """
     every = list(names)
     found = [(name, *hit) for name in every if (hit := _parsed_name(name)) is not None]
@@ -109,9 +115,10 @@ def find_adapter(names: Iterable[str], form: Mapping[str, Any] | None = None) ->
 
 
 def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
-    """What `remap` gave, without the base weights, and the adapter's names as on the hub.
+    """Drop the base weights, and give the adapter's tensors their names on the hub.
 
-    Raises `NameMismatch` when two tensors end up with one name.
+    Raises:
+        NameMismatch: Two tensors would have one name.
     """
     stored = {new: old for old, new in mapped.renamed}
     rows, names, renamed = list[int](), list[str](), list[tuple[str, str]]()
@@ -131,10 +138,16 @@ def adapted(mapped: Mapped, adapter: Adapter) -> Mapped:
 
 
 def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[str, Any]) -> dict[str, Any]:
-    """adapter_config.json for an adapter, held against names and shapes; what they tell is filled in.
+    """Return adapter_config.json for an adapter, with missing fields filled in from names and shapes.
 
-    shapes: name in the model -> shape. form: the config of the training run. Raises `NameMismatch` with what
-    contradicts it, and `UsageError` for what is no LoRA config, or lacks ``lora_alpha``.
+    Args:
+        adapter: The adapter.
+        shapes: Name in the model -> shape.
+        form: The config of the training run.
+
+    Raises:
+        NameMismatch: Names or shapes contradict the config.
+        UsageError: It is no LoRA config, or lacks ``lora_alpha``.
     """
     if form.get("peft_type") != "LORA":
         raise UsageError(
@@ -178,23 +191,23 @@ def _parsed_name(name: str) -> tuple[str, re.Match[str]] | None:
 def _named_by_config(
     names: Sequence[str], modules: Mapping[str, Any], form: Mapping[str, Any], *, live: bool
 ) -> list[str]:
-    """Names that the config alone says are the adapter's: biases, and whole modules outside a live one."""
-    bias, whole = form.get("bias", "none"), form.get("modules_to_save")
+    """Return names that only the config identifies: biases, and saved modules outside of a live module."""
+    bias, saved = form.get("bias", "none"), form.get("modules_to_save")
     if not live and all(name.startswith(PREFIX) for name in names):
-        return list(names)  # an adapter's own file: all of it is the adapter's
+        return list(names)  # the adapter's own file
     found = []
     for name in names:
         module, _, end = name.removeprefix(PREFIX).rpartition(".")
         of_lora = end == "bias" and module.removesuffix(".base_layer") in modules
         is_bias = (bias == "all" and end == "bias") or (bias == "lora_only" and of_lora)
-        is_whole = not live and isinstance(whole, list) and _lies_in(module, whole)
-        if (is_bias and ".original_module." not in name) or is_whole:
+        is_saved = not live and isinstance(saved, list) and _is_inside(module, saved)
+        if (is_bias and ".original_module." not in name) or is_saved:
             found.append(name)
     return found
 
 
 def _ranks(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Module -> rank. Raises `NameMismatch` for half of a pair, and for two halves that do not fit."""
+    """Return module -> rank; raise `NameMismatch` for half of a pair, or two halves that do not fit."""
     found = {}
     for module, parts in adapter.modules.items():
         for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
@@ -240,18 +253,16 @@ def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     for key, there in given.items():
         if bool(form.get(key)) != there:
             yield f"{key} is {form.get(key)!r}, and its tensors are {'there' if there else 'not there'}"
-    whole = form.get("modules_to_save") or []
-    odd = [m for m in sorted(adapter.saved) if not _lies_in(m, whole) and m not in adapter.modules]
-    yield from (
-        f"{m} is held whole, and is not in modules_to_save" for m in odd if not m.endswith(".base_layer")
-    )
-    for name in whole:
-        if not any(_lies_in(m, [name]) for m in adapter.saved):
+    saved = form.get("modules_to_save") or []
+    odd = [m for m in sorted(adapter.saved) if not _is_inside(m, saved) and m not in adapter.modules]
+    yield from (f"{m} is saved, and is not in modules_to_save" for m in odd if not m.endswith(".base_layer"))
+    for name in saved:
+        if not any(_is_inside(m, [name]) for m in adapter.saved):
             yield f"modules_to_save names {name}, of which nothing is there"
 
 
 def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
-    """Modules that the config would give an adapter, and that have none; and the other way round."""
+    """Yield the modules that are targets without an adapter, or have an adapter and are no targets."""
     targets = form.get("target_modules")
     lora = {m for m, parts in adapter.modules.items() if _is_lora(parts)}
     if form.get("target_parameters"):
@@ -280,14 +291,14 @@ def _is_lora(parts: Mapping[str, str]) -> bool:
 
 
 def _ends(module: str, names: Sequence[Any]) -> bool:
-    """Whether a module is one of these names, or ends with one, as peft compares them."""
+    """Return whether a module is one of these names, or ends with one, as peft compares them."""
     return any(isinstance(n, str) and (module == n or module.endswith(f".{n}")) for n in names)
 
 
-def _lies_in(module: str, names: Sequence[Any]) -> bool:
-    """Whether a module is held whole, or lies in one that is: peft compares the ends of names as texts.
+def _is_inside(module: str, names: Sequence[Any]) -> bool:
+    """Return whether a module is in one of these modules; peft compares the ends of names as texts.
 
-    >>> _lies_in("model.layers.0.input_layernorm", ["norm"]), _lies_in("model.norms.0", ["norm"])
+    >>> _is_inside("model.layers.0.input_layernorm", ["norm"]), _is_inside("model.norms.0", ["norm"])
     (True, False)
     """
     parts = module.split(".")
@@ -300,5 +311,5 @@ def _few(ranks: Mapping[str, int]) -> str:
 
 
 def dumped(form: Mapping[str, Any]) -> bytes:
-    """The bytes of an adapter_config.json, as peft writes it."""
+    """Return the bytes of an adapter_config.json, as peft writes it."""
     return (json.dumps(form, indent=2, sort_keys=True) + "\n").encode()

@@ -1,7 +1,7 @@
-"""Remapping: which tensors go on, under which names, and why does each other one not?
+"""Select and rename the tensors of a manifest.
 
-Rules act on manifests and move no byte. Every source tensor is either kept or dropped by a rule
-that names it.
+Rules act on manifests and move no byte. Every source tensor is either kept or dropped by a rule that names
+it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ LEADING_WRAPPERS = ("module.",)
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A tensor or object that does not go on, and the rule that says so. part: only some of its elements."""
+    """A tensor or object of which all or a part is dropped.
+
+    Attributes:
+        fqn: Stored name.
+        rule: Why.
+        part: How many of its elements, where it is not all of them; else None.
+        only_zero: Why every element must be zero; "" where its values do not matter.
+    """
 
     fqn: str
     rule: str
-    part: bool = False
+    part: int | None = None
+    only_zero: str = ""
 
 
 class MadeTensor(NamedTuple):
@@ -50,10 +58,14 @@ class MadeTensor(NamedTuple):
 class Mapped:
     """The result of remapping.
 
-    manifest: the kept tensors under their new names. renamed: (old, new) where they differ.
-    dropped: what does not go on. ties: (dropped name, kept name) that must hold equal bytes.
-    twins: source of each tie's dropped tensor, as a manifest with one tensor each.
-    made: of every tensor, where a map made them. map: the map's digest, or "".
+    Attributes:
+        manifest: The kept tensors under their new names.
+        renamed: (old, new) where they differ.
+        dropped: Tensors and objects that are dropped.
+        ties: (dropped name, kept name) whose bytes must be equal.
+        twins: The dropped tensor of each tie, as a manifest in the order of ``ties``.
+        made: Origin of every tensor, where a map made them.
+        map: Digest of the map, or "".
     """
 
     manifest: Manifest
@@ -76,13 +88,21 @@ def remap(
     rename: Sequence[tuple[str, str]] = (),
     tie: Sequence[tuple[str, str]] = (),
 ) -> Mapped:
-    """Applies the rules in order: globs, model prefix, wrappers, renames, ties.
+    """Apply the rules in order: globs, model prefix, wrappers, renames, ties.
 
-    prefix: keep only names below it, and take it off; None keeps all. also: called with what is
-    below the prefix; a text it returns is the rule that drops the tensor.
-    unwrap: take wrapper parts out of names.
-    Raises `NameMismatch` when two tensors end up with one name, and `UsageError` for a glob or a
-    tie that matches nothing.
+    Args:
+        manifest: The checkpoint.
+        include: Globs on stored names; empty for all.
+        exclude: Globs on stored names.
+        prefix: Keep only names below it, and remove it; None keeps all.
+        also: Called with the name below the prefix; a text it returns is the rule that drops the tensor.
+        unwrap: Remove wrapper parts from names.
+        rename: (old, new) as `apply_renames` takes them.
+        tie: (name to drop, name to keep), after renaming.
+
+    Raises:
+        NameMismatch: Two tensors would have one name, or tied tensors differ in shape or dtype.
+        UsageError: A glob or a tie matches nothing.
     """
     _used_globs([t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs], include, exclude)
     kept: dict[str, int] = {}
@@ -124,17 +144,18 @@ def remap(
 
 
 def is_kept(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether the globs keep a tensor or object of this name."""
+    """Return whether the globs keep a tensor or object of this name."""
     return not _glob_rule(name, include, exclude)
 
 
 def keep_blobs(blobs: Sequence[Blob], include: Sequence[str], exclude: Sequence[str]) -> tuple[Blob, ...]:
-    """Objects that the globs keep."""
+    """Return the objects that the globs keep."""
     return tuple(b for b in blobs if is_kept(b.key, include, exclude))
 
 
 def strip_wrappers(name: str) -> str:
-    """
+    """Remove the parts that wrappers put into a name.
+
     >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.w")
     'layers.0.w'
     """
@@ -147,7 +168,7 @@ def strip_wrappers(name: str) -> str:
 
 
 def apply_renames(name: str, rules: Sequence[tuple[str, str]]) -> str:
-    """The name after all rules, in order. A rule is a prefix, or a pattern with one ``*``.
+    """Return the name after all rules, in order. A rule is a prefix, or a pattern with one ``*``.
 
     >>> apply_renames("encoder.0.w", [("encoder.", "model.")])
     'model.0.w'

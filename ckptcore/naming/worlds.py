@@ -1,7 +1,7 @@
-"""Tell whose names a model's tensors have: by patterns that only one trainer's modules make.
+"""Recognise the world of a model's names, by patterns that only one trainer's modules make.
 
-A world here is only a suspicion: a map must then account for every tensor. Names that match no pattern are
-taken as they are.
+The result is only a suspicion: a map must then account for every tensor. Names that match no pattern stay as
+they are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# What no other world's names have. torchtitan took its names from Meta's own Llama.
+# Patterns of no other world. torchtitan's names are those of Meta's Llama.
 _MARKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (world, re.compile(pattern))
     for world, pattern in (
@@ -32,17 +32,17 @@ _WORLDS = {HUB, LIVE, PEFT, "verl", *(world for world, _ in _MARKS)}
 
 
 def worlds() -> tuple[str, ...]:
-    """Every world's name."""
+    """Return the names of all worlds."""
     return tuple(sorted(_WORLDS))
 
 
 def is_world(name: str) -> bool:
-    """Whether a world is called so."""
+    """Return whether a world has this name."""
     return name in _WORLDS
 
 
 def suspected(names: Iterable[str]) -> str | None:
-    """The trainer's world that most of the names speak for; None where no name speaks for any."""
+    """Return the trainer's world that most names match; None if no name matches any."""
     votes: dict[str, int] = {}
     for name in names:
         for world, mark in _MARKS:

@@ -5,7 +5,6 @@ Asked twice for every source that is deleted: before anything is touched, and wh
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import CheckpointDetail
@@ -14,8 +13,8 @@ from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.core.used_files import used
 from ckptcore.errors import SourceChanged, UsageError
 from ckptcore.operations.distinct import files_of
-from ckptcore.operations.registered_files import same_manifest
-from ckptcore.operations.replacement import Stand
+from ckptcore.operations.registered_files import compare, same_manifest
+from ckptcore.operations.replacement import Stand, failed_as_export, failed_message
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
@@ -33,8 +32,8 @@ def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
         raise UsageError(f"{public} is no checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
-    if detail.written_by and detail.written_by[0].export_verdict == "failed":
-        raise UsageError(f"{detail.checkpoint.uri} failed when it was verified as an export")
+    if failed_as_export(detail):
+        raise UsageError(failed_message(detail.checkpoint.uri))
     return detail
 
 
@@ -64,8 +63,9 @@ def require_holding(detail: CheckpointDetail, wanted: str | None, means: Setting
         raise UsageError(f"{uri} holds other tensors now")
     data = used(manifest).data
     others = tuple(file for file in detail.files if file.digest and file.path not in data)
-    if others:
-        require_proven(uri, prove(replace(detail, files=others)))
+    if others:  # the files of tensors were read for their fingerprint
+        for wrong in compare(uri, others).findings:
+            raise UsageError(f"{uri}: {wrong.message}")
 
 
 def files_now(detail: CheckpointDetail) -> dict[str, Thing]:

@@ -115,6 +115,20 @@ def stand_in(
     return rejected
 
 
+def failed_as_export(detail: CheckpointDetail) -> bool:
+    """Return whether a checkpoint failed when it was last verified as an export.
+
+    An equal one that was written over it since has no verdict of its own yet, and does not take this one back.
+    """
+    verdicts = (c.export_verdict for c in detail.written_by)
+    return next((v for v in verdicts if v in ("ok", "failed")), None) == "failed"
+
+
+def failed_message(uri: str) -> str:
+    """Return why an export proves nothing of its source."""
+    return f"{uri} failed when it was verified as an export. Try verify-export again"
+
+
 def require_as_converted(manifest: Manifest, conversion: ConversionRow) -> None:
     """Raises `UsageError` unless a source's files are those that a conversion read.
 
@@ -155,6 +169,8 @@ def _stand_of(
     """Whether one child stands for a source."""
     detail = catalog.show(child.id, tensors=False)
     assert isinstance(detail, CheckpointDetail)
+    if failed_as_export(detail):
+        return Stand(None, None, failed_message(child.uri))
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
         return Stand(None, None, f"another checkpoint stands at {child.uri} now")

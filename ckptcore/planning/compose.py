@@ -1,4 +1,4 @@
-"""Composing: from a request and a manifest to a plan, before anything is written.
+"""Compose the plan of a request, before anything is written.
 
 1. The manifest must be complete (level ``cover``).
 2. Names: globs, for an export the model part, wrappers off, renames, ties.
@@ -48,6 +48,7 @@ from ckptcore.planning.nesting import LEFT_OUT, nest, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rank_layout import Balance, balance, lay_out
@@ -56,18 +57,25 @@ from ckptcore.topology.rank_local_state import require_cut, without_bound
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap
 
-# Which rank of a mesh holds what; or a function that says so of the tensors as they are written.
+# Boxes of each rank of a mesh; or a function that returns them for the tensors as they are written.
 Layouts = Topology | Callable[[Manifest], Topology]
-_BY_CONFIG = frozenset({"unproven-shape"})  # what is proven when all shapes are those of the model's class
+_BY_CONFIG = frozenset({"unproven-shape"})  # proven when all shapes are those of the model's class
 
 
 @dataclass(frozen=True)
 class Composed:
     """A plan with everything around it.
 
-    extra: path -> bytes of the small files that go beside the tensors. warnings: findings that do
-    not stop the conversion. model: where the model was found, for an export. ranks: what each rank of a mesh
-    holds, for a reshard. naming: how names were mapped, where they were.
+    Attributes:
+        plan: Head of the plan.
+        files: Plans of its files.
+        extra: Path -> bytes of the small files beside the tensors.
+        report: Report of the check of the source.
+        warnings: Findings that do not stop the conversion.
+        model: Where the model was found, for an export.
+        timings: Stage -> seconds.
+        ranks: Bytes of each rank of a mesh, for a reshard.
+        naming: How names were mapped, if they were.
     """
 
     plan: Plan
@@ -87,13 +95,22 @@ def compose(
     each: Callable[[FilePlan], None] | None = None,
     topology: Layouts | None = None,
 ) -> Composed:
-    """The plan of a request.
+    """Plan a request.
 
-    each: called with every file's plan as it is made. topology: of the request's mesh; None lays the tensors
-    out by the request's rules.
-    Raises `DamagedCheckpoint`, `UnprovenCheckpoint` or `UnreadablePart` with the findings when what is asked
-    for is not whole, and the errors of naming: `AmbiguousModel`, `NameMismatch`, `UnsupportedDtype`,
-    `UsageError`.
+    Args:
+        request: The output.
+        manifest: The source.
+        each: Called with every file's plan as it is made.
+        topology: Layout of the tensors over the request's mesh; None for the request's rules.
+
+    Raises:
+        DamagedCheckpoint: A requested tensor is incomplete; with the findings.
+        UnprovenCheckpoint: Nothing proves it complete.
+        UnreadablePart: A requested tensor cannot be read.
+        AmbiguousModel: Several parts could be the model.
+        NameMismatch: Names or shapes do not fit a config or a map.
+        UnsupportedDtype: A dtype cannot be written.
+        UsageError: Options contradict each other or the source.
     """
     began = time.perf_counter()
     format, single = request.format, request.single
@@ -114,11 +131,12 @@ def compose(
         mapped, doubts, naming, beside = _fitted(request, free, model, beside)
     else:
         mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
-    if by_config and (doubts or beside.config is None):  # the model class was not asked, and proves nothing
+    if by_config and (doubts or beside.config is None):  # the model class proves nothing
         require_whole(manifest, selected)
     warnings += [*doubts, *beside.findings]
     if export:
         warnings += [*_other_parts(model), *_unopened(request, beside)]
+    require_zero(free, mapped.dropped)
     casts = _dtypes(request, mapped.manifest)
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
@@ -146,9 +164,7 @@ def compose(
         elif not isinstance(topology, Topology):
             topology = topology(mapped.manifest)
         if request.sharding is not None:
-            from ckptcore.topology.unused_rules import (
-                unused_rules,  # pydantic: only those who have rules wait for it
-            )
+            from ckptcore.topology.unused_rules import unused_rules  # imports pydantic
 
             warnings += unused_rules(mapped.manifest, request.sharding, request.model_prefix)
     extra = _extra(request, mapped, target, beside, manifest)
@@ -169,10 +185,12 @@ def compose(
 
 @dataclass(frozen=True)
 class MappedExport:
-    """What an export holds, before it is laid out in files.
+    """The tensors of an export, before they are laid out in files.
 
-    mapped: the source's tensors under the export's names, as boxes of what is stored. dtypes: name -> dtype
-    that it is cast to. model: where the model was found.
+    Attributes:
+        mapped: The source's tensors under the export's names, as boxes of stored items.
+        dtypes: Name -> dtype that it is cast to.
+        model: Where the model was found.
     """
 
     mapped: Mapped
@@ -181,10 +199,10 @@ class MappedExport:
 
 
 def map_export(request: Request, manifest: Manifest) -> MappedExport:
-    """The tensors that the export of a request holds, mapped from its source as `compose` maps them.
+    """Map the tensors of an export from its source, as `compose` does.
 
-    Names and shapes are not held against a config, and only the ties that the request names are made.
-    Raises as `compose` does: when the model part is not whole, cannot be told, or cannot be mapped.
+    Names and shapes are not compared with a config. Only ties of the request apply. The errors are those of
+    `compose`: the model part is incomplete, ambiguous, or cannot be mapped.
     """
     beside, adapter = _files_beside(request, manifest)
     require_whole(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
@@ -200,12 +218,12 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
 
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
-    """What goes beside the weights, and the LoRA adapter where the model part holds one."""
+    """Return the files beside the weights, and the LoRA adapter if the model part has one."""
     names = _model_names(request, manifest).values() if request.names in (HUB, PEFT) else ()
     lora = holds_lora(names)
     if request.names == PEFT and not lora:
         raise UsageError(
-            f"cannot export {request.source} under peft's names: its model holds no LoRA adapter",
+            f"cannot export {request.source} under peft's names: its model has no LoRA adapter",
             hint="leave --names out",
         )
     if not lora or has_lora_of_its_own(request):
@@ -215,7 +233,7 @@ def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Ada
 
 
 def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
-    """Stored name -> name in the model, of what an export is asked to keep."""
+    """Return stored name -> name in the model, for the tensors that an export keeps."""
     inside, found = in_model(manifest, request.model_prefix), dict[str, str]()
     for spec in manifest.tensors:
         if is_kept(spec.fqn, request.include, request.exclude) and (inner := inside(spec.fqn)) is not None:
@@ -226,8 +244,11 @@ def _model_names(request: Request, manifest: Manifest) -> dict[str, str]:
 def _fitted(
     request: Request, manifest: Manifest, model: ModelPart | None, beside: ModelFiles
 ) -> tuple[Mapped, list[Finding], NameMap | None, ModelFiles]:
-    """Names by the config. One that nobody named does not keep a part from being exported by --include or
-    --exclude: it is left out where it does not fit."""
+    """Map names as the config requires.
+
+    A config that was found, and not named, does not stop an export of a part (--include, --exclude). If it
+    does not fit, it is left out.
+    """
     config = beside.config
     try:
         return *_checked_names(request, manifest, model, config), beside
@@ -251,7 +272,7 @@ def _fitted(
 def _adapter_alone(
     request: Request, manifest: Manifest, model: ModelPart, adapter: Adapter, beside: ModelFiles
 ) -> tuple[Mapped, ModelFiles]:
-    """The adapter without the base weights, and its config held against it."""
+    """Return the adapter without the base weights, and compare it with its config."""
     if request.tie:
         raise UsageError("cannot tie tensors of an adapter", hint="leave --tie out")
     mapped = remap(
@@ -277,7 +298,7 @@ def _adapter_alone(
 
 
 def _output_layout(request: Request, writer: Writer, adapter: Adapter | None) -> Layout:
-    """How the output is laid out; raises `UsageError` for what the format cannot be written as."""
+    """Return the layout of the output; raise `UsageError` if the format cannot be written so."""
     of_export = writer.hub if adapter is None else writer.adapter
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
     layout = layouts.get(request.verb, writer.whole)
@@ -294,19 +315,19 @@ def _output_layout(request: Request, writer: Writer, adapter: Adapter | None) ->
         )
     if request.verb == "export" and layout.place is not None:
         raise UsageError(
-            f"an export holds the model only, which is no {request.format} checkpoint",
-            hint="consolidate writes it; export writes safetensors or torch_save",
+            f"cannot export to {request.format}: an export has only the model",
+            hint="Try consolidate; export writes safetensors or torch_save",
         )
     return layout
 
 
 def _writers(able: Callable[[Writer], bool]) -> str:
-    """The names of the formats whose writer can do this."""
+    """Return the names of the formats whose writer can do this."""
     return ", ".join(f.name for f in registry().formats if f.writer is not None and able(f.writer))
 
 
 def _order(manifest: Manifest, mapped: Mapped) -> tuple[str, ...]:
-    """The names of what is written, in the order of the saved state dict where that is known by itself."""
+    """Return output names in the order of the saved state dict, if the source has recorded it."""
     new = dict(mapped.renamed)
     return tuple(new.get(name, name) for name in manifest.order)
 
@@ -319,7 +340,7 @@ def _map_digest(manifest: Manifest, mapped: Mapped) -> str:
 
 
 def _selected(request: Request, manifest: Manifest, adapter: Adapter | None) -> Callable[[str], bool]:
-    """Whether a tensor or object of this name is asked for."""
+    """Return the test whether a tensor or object of a name is requested."""
     if adapter is not None:
         return {
             old for old, new in _model_names(request, manifest).items() if new in adapter.hub
@@ -353,7 +374,7 @@ def _checked_names(
 def _in_world(
     request: Request, source: Manifest, bare: Mapped, config: ConfigFolder | None
 ) -> MappedNames | None:
-    """The model part in the world of names that is asked for; None where its names stay."""
+    """Return the model part in the requested world of names; None if its names stay."""
     if request.names == STORED:
         return None
     world = suspected(t.fqn for t in bare.manifest.tensors)
@@ -361,8 +382,8 @@ def _in_world(
     if world is None and request.names in (HUB, LIVE):
         asked = request.names == LIVE or request.arch != "auto" or config is not None
         if not asked and not any(c.architectures for c in stored_configs(source, HUB)):
-            return None  # nothing says which model it is
-        from ckptcore.planning.live_maps import map_live_names  # pydantic: only those who map wait for it
+            return None  # unknown model
+        from ckptcore.planning.live_maps import map_live_names  # imports pydantic
 
         return map_live_names(
             bare,
@@ -388,7 +409,7 @@ def _in_world(
 
 
 def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
-    """With ties, by the names after a map."""
+    """Apply ties, by the names after a map."""
     found = remap(mapped.manifest, tie=ties)
     uses = Counter(source for m in mapped.made for source in m.sources)
     before = {m.name: m.sources[0] for m in mapped.made if len(m.sources) == 1 and uses[m.sources[0]] == 1}
@@ -407,10 +428,12 @@ def _tied(mapped: Mapped, ties: Sequence[tuple[str, str]]) -> Mapped:
 
 @dataclass(frozen=True)
 class _Named:
-    """The tensors under the output's names: all that decides what a tensor of the output is made of.
+    """The tensors under the output's names.
 
-    bare: without ties. options: how they were renamed. found: the world of names they were mapped to, or
-    None where theirs stay.
+    Attributes:
+        bare: The tensors, without ties.
+        options: Arguments of `remap`.
+        found: The tensors in another world of names; None if names stay.
     """
 
     bare: Mapped
@@ -418,7 +441,7 @@ class _Named:
     found: MappedNames | None
 
     def tied(self, manifest: Manifest, tie: Sequence[tuple[str, str]]) -> Mapped:
-        """With ties; manifest: the one they were named from."""
+        """Apply ties; manifest: the source."""
         if self.found is not None:
             return _tied(self.found.mapped, tie) if tie else self.found.mapped
         return remap(manifest, **self.options, tie=tie) if tie else self.bare
@@ -440,7 +463,7 @@ def _named_tensors(
 
 
 def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
-    """Name -> output dtype, where it differs from the stored one."""
+    """Return name -> output dtype, where it differs from the stored one."""
     general = dtypes.get(request.dtype) if request.dtype else None
     if general is not None and not general.is_float:
         raise UsageError(f"--dtype {request.dtype} is not a floating-point dtype")
@@ -468,9 +491,9 @@ def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
 def _carried_objects(
     request: Request, manifest: Manifest
 ) -> tuple[dict[str, Any], list[Dropped], list[Finding]]:
-    """The plain values to carry, those that stay out, and the findings on what refers to a missing tensor.
+    """Return plain values to carry, dropped ones, and findings for references to a missing tensor.
 
-    One whose tree is unknown stays out, and a finding of the reader has said so.
+    An object with an unknown tree is dropped; the reader has reported it.
     """
     if request.verb == "export":
         return {}, [Dropped(b.key, "an export holds the model only") for b in manifest.blobs], []
@@ -508,7 +531,7 @@ def _why_dropped(blob: Blob, request: Request) -> str:
 
 
 def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
-    """What could be the model too, and is left out."""
+    """Yield findings for other parts that could be the model."""
     for other in model.others if model is not None else ():
         message = f"{other[:-1] or 'the top level'} could be the model, too, and is left out"
         yield finding(
@@ -517,7 +540,7 @@ def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
 
 
 def _unopened(request: Request, beside: ModelFiles) -> Iterable[Finding]:
-    """What keeps transformers from opening the output, or from finding what was named for it."""
+    """Yield findings for what keeps transformers from opening the output."""
     if request.single is None:
         known = any(f.code == "not-loadable" for f in beside.findings)
         if beside.config is None and beside.adapter is None and not known:
@@ -534,7 +557,7 @@ def _unopened(request: Request, beside: ModelFiles) -> Iterable[Finding]:
 def _extra(
     request: Request, mapped: Mapped, target: Target, beside: ModelFiles, manifest: Manifest
 ) -> dict[str, bytes]:
-    """path -> bytes of the small files of an export."""
+    """Return path -> bytes of the small files of an export."""
     if request.verb != "export" or target.single is not None:
         return {}
     files = dict(beside.tokenizer or {})
@@ -551,7 +574,7 @@ def _extra(
 
 
 def _loaded_as(request: Request, mapped: Mapped, target: Target) -> str | None:
-    """The dtype that a config is to name: the only one of the weights, or that of the cast."""
+    """Return the dtype for the config: the only one of the weights, or that of the cast."""
     written = {target.dtypes.get(t.fqn, t.dtype) for t in mapped.manifest.tensors}
     floats = {d for d in written if dtypes.get(d).is_float}
     if len(floats) == 1:

@@ -1,8 +1,8 @@
-"""Configs: what does a model's config.json say of the weights, and do they fit it?
+"""Compare an export's names and shapes with the model of its config.json, and write that config.
 
-A config is published as it is, but for the dtype that the weights have now. When transformers is installed
-(extra ``hf``) the model is built on the meta device, in a process of its own, and every name and shape is
-compared before any work.
+A config is published as it is, with the dtype of the exported weights. If transformers is installed (extra
+``hf``), another process builds the model on the meta device, and every name and shape is compared before any
+work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,29 +20,33 @@ from ckptcore.planning import transformers_process
 from ckptcore.utils.text import listed, shown
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
-# Fields that say how many modules there are, each of which has a tensor of its own, or a row of one.
+# Fields that count modules: each module has a tensor of its own, or a row of one.
 _COUNTS = re.compile(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
+_EXPERTS = re.compile(r"experts?$")
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
+_ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported
 _SECONDS = 600  # building a model on the meta device takes a few
 
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """The small files of a model folder. url: where they lie. content: name -> bytes, with config.json."""
+    """The small files of a model folder. url: of the folder. content: name -> bytes, with config.json."""
 
     url: str
     content: Mapping[str, bytes]
 
     @cached_property
     def form(self) -> dict[str, Any]:
-        """What config.json says."""
+        """Content of config.json."""
         form: dict[str, Any] = json.loads(self.content["config.json"])
         return form
 
     def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
-        """The files to publish; config.json says ``dtype`` wherever it named another one.
+        """Return the files to publish.
 
-        plain: the weights are values now: what config.json says of their quantisation is left out.
+        Args:
+            dtype: For config.json, in place of any other one; None to keep it.
+            plain: Whether quantised weights became values: config.json then has no quantisation.
         """
         out = dict(self.content)
         config = json.loads(out["config.json"])
@@ -55,26 +59,33 @@ class ConfigFolder:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the model class says. ties: (name, name it shares its storage with)."""
+    """Ties of the model class, (name, name that shares its storage), and warnings."""
 
     ties: tuple[tuple[str, str], ...]
     warnings: tuple[Finding, ...] = ()
 
 
 def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> Expected:
-    """Compares names and shapes with the model that the config describes.
+    """Compare names and shapes with the model of a config.
 
-    The installed transformers' own loader is asked, which renames, stacks and splits
-    (`ckptcore.planning.transformers_conversion`): every tensor must be used once, and every parameter get one
-    value of its shape, or be tied. Names as on the hub and names of the live model both fit it.
+    The installed transformers' own loader decides, which renames, stacks and splits
+    (`ckptcore.planning.transformers_conversion`). Every tensor must be used once, and every parameter must
+    get one value of its shape, or be tied. Names on the hub and names of the live model both fit.
 
-    Raises `NameMismatch` naming what is missing, unexpected, of another shape, or cannot be put together;
-    without transformers, or for a model type that it does not know, gives a warning instead.
+    Args:
+        config: With config.json.
+        found: Name -> shape.
+
+    Returns:
+        Ties. A warning instead, without transformers, or for a model type that it does not know.
+
+    Raises:
+        NameMismatch: With the names that are missing, unexpected, of another shape, or cannot be combined.
+        UsageError: transformers builds no model from the config, or would build too many modules.
     """
     if importlib.util.find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
-    most = max([len(found), *(dim for shape in found.values() for dim in shape)], default=0)
-    require_possible(config.form, f"--config {config.url}", most)
+    require_possible(config.form, f"--config {config.url}", found.values())
     asked = {"config": config.form, "tensors": found}
     answer = transformers_process.ask("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
     if "rejected" in answer:
@@ -83,7 +94,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
             hint="name the folder of the model that was trained, or leave --config out",
         )
     if "unknown" in answer:
-        return _unchecked(answer["unknown"], "install a transformers that knows it, and export again")
+        return _unchecked(answer["unknown"], "install a transformers that knows it, and retry the export")
     if "error" in answer:
         return _unchecked(answer["error"], "check them by opening the result with transformers")
     shapes = [f"{n} {list(got)} (config says {list(right)})" for n, got, right in answer["shapes"]]
@@ -109,21 +120,45 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
 
 
-def require_possible(form: Mapping[str, Any], said: str, most: int) -> None:
-    """Raises `UsageError` for a config of more modules than the checkpoint can have tensors for.
+def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Require that a checkpoint can have a tensor, or a row of one, for every module of a config.
 
-    transformers would build them all, whatever time and memory that takes. most: tensors, or rows of one.
+    transformers would build all of them, whatever time and memory that takes. Each layer has a tensor, and
+    each of its experts has one, or a row of the layer's router.
+
+    Args:
+        form: Content of config.json.
+        label: Name of the config, for the error.
+        shapes: Of the checkpoint's tensors, elements.
+
+    Raises:
+        UsageError: The config counts more modules, or its counts multiplied do.
     """
+    rows = [max(shape, default=1) if all(shape) else 0 for shape in shapes]
+    most, together = max([len(rows), *rows]), max(sum(rows), _ALWAYS_TOGETHER)
     for part in _with_nested(dict(form)):
-        for name, count in part.items():
-            counts = (
-                isinstance(count, (int, float)) and not isinstance(count, bool) and _COUNTS.fullmatch(name)
+        counts = {name: count for name, count in part.items() if _is_count(name, count)}
+        name = max(counts, key=counts.__getitem__, default="")
+        if name and counts[name] > max(most, _ALWAYS_POSSIBLE):
+            raise UsageError(
+                f"{label}: config.json says {name} = {shown(counts[name])}, "
+                f"the checkpoint has {most} at most",
+                hint="name the folder of the model that was trained, or leave --config out",
             )
-            if counts and count > max(most, _ALWAYS_POSSIBLE):
-                raise UsageError(
-                    f"{said}: config.json says {name} = {shown(count)}, the checkpoint has {most} at most",
-                    hint="name the folder of the model that was trained, or leave --config out",
-                )
+        layers = max((n for name, n in counts.items() if not _EXPERTS.search(name)), default=1)
+        experts = max((n for name, n in counts.items() if _EXPERTS.search(name)), default=1)
+        if max(layers, 1) * max(experts, 1) > together:
+            raise UsageError(
+                f"{label}: config.json says {shown(layers)} layers of {shown(experts)} experts, "
+                f"the checkpoint's tensors have {together} rows",
+                hint="name the folder of the model that was trained, or leave --config out",
+            )
+
+
+def _is_count(name: str, value: object) -> bool:
+    """Return whether a field of a config counts modules."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return number and _COUNTS.fullmatch(name) is not None
 
 
 def _dumped(config: dict[str, Any]) -> bytes:
@@ -135,9 +170,9 @@ def _dumped(config: dict[str, Any]) -> bytes:
 
 
 def _with_nested(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A config and those of its parts: text_config, vision_config, ....
+    """Yield a config and those of its parts: text_config, vision_config, ....
 
-    transformers loads with the dtype of the whole; where that has none, vLLM asks the text model's.
+    transformers loads with the dtype of the outer config. If that has none, vLLM uses the text model's.
     """
     yield config
     for name, part in config.items():
@@ -146,7 +181,7 @@ def _with_nested(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
-    """Whether this part of a config named another dtype, which is this one now."""
+    """Set the dtype of a part of a config; return whether it had another one."""
     others = {k: dtype for k in _DTYPES if isinstance(part.get(k), str) and part[k] not in (dtype, "auto")}
     part |= others
     return bool(others)

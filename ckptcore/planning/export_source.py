@@ -1,23 +1,28 @@
-"""Say what an export is to be held against, and how it was made.
+"""Describe the source of an export, and what a catalog recorded of it.
 
-A file of its own: `comparison` uses it, `conversion` finds it in the catalog, and neither knows the other.
+A module of its own: `comparison` uses it, `conversion` finds it in the catalog, and neither knows the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from ckptcore.planning.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSource:
-    """What an export is held against.
+    """The source that an export is compared with.
 
-    request: how it was exported; its ``source`` is what is read. exact: whether the request says every dtype,
-    too; otherwise a cast shows by the export itself. by: what names the source: ``--against``, ``the
-    catalog``, ``the model card``. digest: of the source's manifest when it was exported, or None. asked:
-    whether the caller named it: one that cannot be read is then an error, and no check that was not done.
+    Attributes:
+        request: Request of the export; its ``source`` is read.
+        by: Origin of the source's name: ``--against``, ``the catalog``, ``the model card``.
+        exact: Whether the request has every dtype; otherwise the export shows its cast.
+        digest: Digest of the source's manifest at the time of the export, or None.
+        asked: Whether the caller named it. If it cannot be read, that is then an error. Otherwise checks are
+            not done.
     """
 
     request: Request
@@ -28,13 +33,37 @@ class ExportSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """The record of an export in a catalog.
+
+    Attributes:
+        written: When its conversion ended, or None.
+        files: Path -> (bytes, BLAKE3 in hex) of the files that have a digest.
+        fingerprint: Of its tensors, or None.
+        verdict: ``ok``, ``failed`` or ``unproven``; None where nobody verified it.
+        verified: When that was, or None.
+    """
+
+    written: datetime | None
+    files: Mapping[str, tuple[int, str]]
+    fingerprint: str | None = None
+    verdict: str | None = None
+    verified: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KnownExport:
     """What is known of an export.
 
-    source: or None; reason: why there is none. conversion: id of the conversion that wrote it, in a catalog
-    that was asked; None where none did, or another checkpoint lies there now.
+    Attributes:
+        source: What it is compared with, or None.
+        reason: Why there is no source.
+        conversion: Id of the conversion that wrote it, in a catalog that was asked; None where none did, or
+            another checkpoint is there now.
+        record: What that catalog recorded of it, or None.
     """
 
     source: ExportSource | None
     reason: str = "no source is known"
     conversion: str | None = None
+    record: ExportRecord | None = None

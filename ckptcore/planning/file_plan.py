@@ -1,11 +1,11 @@
-"""File plans: what does a worker need to write one output file, and nothing else?
+"""File plans: everything that a worker needs to write one output file, and nothing else.
 
-A `FilePlan` names the tensors of its file, whole or the boxes of them that one rank's file holds; the
-chunks that overlap those (*reads*), in the coordinates of the whole tensor; and the items and files
-of the source that lie under them. It is one frame, readable alone on any worker.
+A `FilePlan` has the tensors of its file, or the boxes of them in one rank's file. It has the chunks that
+overlap these (*reads*), in coordinates of the full tensor, with their items and source files. It is one
+frame, readable alone on any worker.
 
-Inside it is columns (`Tensors`, `Literals`): a file of a large job holds thousands of tensors, and around
-each the same few bytes. Columns keep that in a few arrays and texts; objects are made on demand.
+Its data are columns (`Tensors`, `Literals`): a file of a large job has thousands of tensors, and the same few
+bytes around each. Columns keep that in a few arrays and texts; objects are made on demand.
 """
 
 from __future__ import annotations
@@ -42,12 +42,22 @@ _TENSORS, _LITERALS = "tensor.", "literal."
 class FilePlan:
     """Everything a worker needs to write one file.
 
-    index, path, nbytes, commit: see `FileLayout`. held: its tensors. known: its known bytes.
-    reads: chunk columns grouped by tensor; ``reads.item`` points into items. op: int8 per read,
-    PLACE or COMPARE. items, files: the parts of the source this file needs; number: what the items are
-    called in the source's manifest. source: its root URL.
-    derived: tensor -> how it is computed. inputs: what from, as stored; their reads are grouped
-    behind those of the tensors.
+    Attributes:
+        index: Number of the file, see `FileLayout`.
+        path: Path in the output, see `FileLayout`.
+        nbytes: Bytes, see `FileLayout`.
+        commit: Whether it is written last, see `FileLayout`.
+        source: Root URL of the source.
+        columns: Its tensors.
+        known: Its known bytes.
+        reads: Chunk columns grouped by tensor; ``reads.item`` points into ``items``.
+        op: int8 per read, PLACE or COMPARE.
+        items: Items of the source that it needs.
+        number: int64, their numbers in the source's manifest.
+        files: Files of the source that it needs.
+        derived: Position of a tensor -> how it is computed.
+        inputs: Tensors that derived ones are computed from, as stored; their reads are behind those of the
+            tensors.
     """
 
     index: int
@@ -55,7 +65,7 @@ class FilePlan:
     nbytes: int
     commit: bool
     source: str
-    held: Tensors
+    columns: Tensors
     known: Literals
     reads: Chunks
     op: npt.NDArray[np.int8]
@@ -68,7 +78,7 @@ class FilePlan:
     @cached_property
     def tensors(self) -> tuple[PlannedTensor, ...]:
         """Its tensors, in file order."""
-        return tuple(self.held.rows())
+        return tuple(self.columns.rows())
 
     @cached_property
     def literals(self) -> tuple[Literal, ...]:
@@ -81,16 +91,16 @@ class FilePlan:
         if not len(self.reads):
             return 0
         of, rank = self.reads.tensor, self.reads.lo.shape[1]
-        count = len(self.held) + len(self.inputs)
+        count = len(self.columns) + len(self.inputs)
         lo, hi = np.zeros((count, rank), np.int64), np.ones((count, rank), np.int64)
         width = np.ones(count, np.int64)
-        held, own = len(self.held), min(rank, self.held.offset.shape[1])
-        lo[:held, :own] = self.held.offset[:, :own]
-        hi[:held, :own] = lo[:held, :own] + self.held.shape[:, :own]
-        width[:held] = np.array([BY_NAME[d].itemsize for d in self.held.dtypes], np.int64)[
-            self.held.source_dtype
+        kept, own = len(self.columns), min(rank, self.columns.offset.shape[1])
+        lo[:kept, :own] = self.columns.offset[:, :own]
+        hi[:kept, :own] = lo[:kept, :own] + self.columns.shape[:, :own]
+        width[:kept] = np.array([BY_NAME[d].itemsize for d in self.columns.dtypes], np.int64)[
+            self.columns.source_dtype
         ]
-        for n, t in enumerate(self.inputs, held):
+        for n, t in enumerate(self.inputs, kept):
             lo[n, : len(t.shape)], hi[n, : len(t.shape)] = t.offset, t.box.end
             width[n] = BY_NAME[t.source_dtype].itemsize
         begin = np.maximum(self.reads.lo, lo[of])
@@ -110,23 +120,23 @@ class FilePlan:
 
     @property
     def weight(self) -> int:
-        """About how many bytes of memory it takes."""
+        """Approximate bytes of memory."""
         text = sum(map(len, self.known.texts))
-        return 200 * (len(self.reads) + len(self.held) + len(self.known.text)) + text
+        return 200 * (len(self.reads) + len(self.columns) + len(self.known.text)) + text
 
     @cached_property
     def digest(self) -> bytes:
-        """BLAKE3 of what is in the frame, whatever the compression makes of it."""
+        """BLAKE3 of the frame's content before compression."""
         return frame.digest(*self._parts())
 
     @property
     def dumped(self) -> bytes:
-        """The frame of this file's plan: what is saved."""
+        """The frame of this file's plan, to be saved."""
         return frame.dump(*self._parts())
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
         r, i = self.reads, self.items
-        tensors, arrays = self.held.parts()
+        tensors, arrays = self.columns.parts()
         head = {
             "index": self.index,
             "path": self.path,
@@ -164,7 +174,7 @@ class FilePlan:
 
     @classmethod
     def load(cls, data: bytes) -> FilePlan:
-        """The plan of a frame; raises `MalformedCheckpoint`."""
+        """Read the plan of a frame; raise `MalformedCheckpoint`."""
         h, a = frame.load(data)
         return cls(
             h["index"],
@@ -190,17 +200,22 @@ class FilePlan:
             a["number"],
             tuple(StoredFile(p, s) for p, s in h["files"]),
             load_derived(h.get("derived", [])),
-            tuple(whole(*row) for row in h.get("inputs", [])),
+            tuple(stored_tensor(*row) for row in h.get("inputs", [])),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of an output file, or the box of it that the file holds.
+    """One tensor of an output file, or the box of it in that file.
 
-    name, dtype: as written. shape: of what the file holds. start: first byte in the file.
-    source_dtype: as stored, or as computed; a cast is needed where it differs. offset: where the box
-    begins in the tensor. full: the tensor's shape.
+    Attributes:
+        name: As written.
+        dtype: As written.
+        shape: Shape of the box, elements.
+        start: First byte in the file.
+        source_dtype: As stored or computed; another one than ``dtype`` needs a cast.
+        offset: Offset of the box in the tensor, elements.
+        full: Shape of the tensor, elements.
     """
 
     name: str
@@ -213,11 +228,12 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the box, as written."""
         return TensorSpec(self.name, self.dtype, self.shape).nbytes
 
     @property
     def box(self) -> Box:
-        """What the file holds of the tensor."""
+        """The box of the tensor in the file."""
         return Box(self.offset, self.shape)
 
 
@@ -225,8 +241,16 @@ class PlannedTensor:
 class Tensors:
     """Planned tensors, in file order; row n is tensor n.
 
-    names: as written. dtypes: names of dtypes; dtype, source_dtype: int8 [n] into them. start: int64 [n].
-    rank: int64 [n]. offset, shape, full: int64 [n, R]; behind a tensor's own rank 0, 1 and 1.
+    Attributes:
+        names: As written.
+        dtypes: Names of dtypes.
+        dtype: int8 [n], numbers in ``dtypes``, as written.
+        source_dtype: int8 [n], numbers in ``dtypes``, as stored.
+        start: int64 [n], first byte in the file.
+        rank: int64 [n].
+        offset: int64 [n, R], 0 behind a tensor's own rank.
+        shape: int64 [n, R], 1 behind a tensor's own rank.
+        full: int64 [n, R], 1 behind a tensor's own rank.
     """
 
     names: tuple[str, ...]
@@ -243,7 +267,7 @@ class Tensors:
         return len(self.names)
 
     def rows(self) -> Iterator[PlannedTensor]:
-        """The tensors as objects."""
+        """Yield the tensors as objects."""
         columns = (self.dtype, self.source_dtype, self.start, self.rank, self.offset, self.shape, self.full)
         rows = zip(self.names, *(c.tolist() for c in columns), strict=True)
         for name, dtype, source, start, rank, offset, shape, full in rows:
@@ -258,13 +282,13 @@ class Tensors:
             )
 
     def specs(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype, whole shape) of each tensor."""
+        """Yield (name, dtype, full shape) of each tensor."""
         columns = zip(self.names, self.dtype.tolist(), self.rank.tolist(), self.full.tolist(), strict=True)
         for name, dtype, rank, full in columns:
             yield name, self.dtypes[dtype], tuple(full[:rank])
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Head and arrays of a frame that holds these columns."""
+        """Return head and arrays of a frame with these columns."""
         arrays: dict[str, Array] = {
             "dtype": self.dtype,
             "source": self.source_dtype,
@@ -278,7 +302,7 @@ class Tensors:
 
     @classmethod
     def load(cls, head: Mapping[str, Any], arrays: Mapping[str, Array]) -> Tensors:
-        """The columns of a frame."""
+        """Read the columns of a frame."""
         a = {k: arrays[_TENSORS + k] for k in ("dtype", "source", "start", "rank", "offset", "shape", "full")}
         return cls(tuple(head["names"]), tuple(head["dtypes"]), *a.values())
 
@@ -298,7 +322,7 @@ class Literals:
 
     @classmethod
     def of(cls, literals: Sequence[Literal]) -> Literals:
-        """The columns of literals."""
+        """Return the columns of literals."""
         known: dict[bytes, int] = {}
         data = [x.data for x in literals]
         one = {id(d): known.setdefault(d, len(known)) for d in {id(d): d for d in data}.values()}
@@ -308,7 +332,7 @@ class Literals:
         return cls(tuple(known), text, start, np.array(patches, np.int64).reshape(-1, 3))
 
     def rows(self) -> Iterator[Literal]:
-        """The literals as objects; equal texts are one."""
+        """Yield the literals as objects; equal texts are one object."""
         patches: dict[int, list[tuple[int, int]]] = {}
         for n, at, tensor in self.patches.tolist():
             patches.setdefault(n, []).append((at, tensor))
@@ -316,7 +340,7 @@ class Literals:
             yield Literal(start, self.texts[text], tuple(patches.get(n, ())))
 
     def parts(self) -> dict[str, Array]:
-        """Arrays of a frame that holds these columns."""
+        """Return arrays of a frame with these columns."""
         data = self.texts[0] if len(self.texts) == 1 else b"".join(self.texts)
         arrays: dict[str, Array] = {
             "data": np.frombuffer(data, np.uint8),
@@ -329,15 +353,15 @@ class Literals:
 
     @classmethod
     def load(cls, arrays: Mapping[str, Array]) -> Literals:
-        """The columns of a frame."""
+        """Read the columns of a frame."""
         a = {k: arrays[_LITERALS + k] for k in ("data", "length", "text", "start", "patches")}
         data, ends = a["data"].tobytes(), np.cumsum(a["length"]).tolist()
         texts = tuple(data[end - n : end] for end, n in zip(ends, a["length"].tolist(), strict=True))
         return cls(texts, a["text"], a["start"], a["patches"])
 
 
-def whole(name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:
-    """A tensor that is read as it is stored, to compute another one."""
+def stored_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:
+    """Return a tensor that is read as it is stored, to compute another one."""
     return PlannedTensor(name, dtype, tuple(shape), 0, dtype, (0,) * len(shape), tuple(shape))
 
 

@@ -1,7 +1,7 @@
-"""Planning files: from the layouts of a writer to one `FilePlan` each, one at a time.
+"""Plan files: one `FilePlan` for each file layout of a writer, one at a time.
 
-What files have in common is worked out once: the files of the ranks of a mesh hold the same tensors at the
-same places, with the same bytes around them, and differ in their boxes.
+Data that files share are computed once: the files of the ranks of a mesh have the same tensors at the same
+offsets, with the same bytes around them, and differ in their boxes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
 from ckptcore.formats.base import FileLayout, Literal, Slot
-from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, whole
+from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, stored_tensor
 from ckptcore.planning.reads import (
     Overlaps,
     behind,
     copies_in,
     derived_in,
+    filled_rows,
     gather_rows,
-    held,
     overlapping,
     subset,
     subset_files,
@@ -36,10 +36,14 @@ def file_plans(
     twins: Manifest | None,
     followers: Mapping[int, Sequence[int]],
 ) -> Iterator[FilePlan]:
-    """The plan of each layout.
+    """Yield the plan of each layout.
 
-    wanted: the manifest's tensors as they are written. twins: tensors that are only compared.
-    followers: position of a tensor -> positions of its twins.
+    Args:
+        layouts: File layouts of a writer.
+        manifest: The source, under the output's names.
+        wanted: The manifest's tensors as they are written.
+        twins: Tensors that are only compared, or None.
+        followers: Position of a tensor -> positions of its twins.
     """
     planner = _Planner(manifest, wanted, twins, followers)
     for n, layout in enumerate(layouts):
@@ -47,7 +51,7 @@ def file_plans(
 
 
 class _Planner:
-    """Plans files of one source. Peak memory: a file's plan, beside what the files have in common."""
+    """Planner of the files of one source. Peak memory: a file's plan, and the data that files share."""
 
     def __init__(
         self,
@@ -71,16 +75,16 @@ class _Planner:
         code = {d: n for n, d in enumerate(self._dtypes)}
         codes = np.array([code[d] for d in both], np.int8)
         self._dtype, self._source_dtype = codes[: len(wanted)], codes[len(wanted) :]
-        # The last file's: names and literals and where the tensors stand are mostly those of the next.
+        # Names, literals and starts of the last file are mostly those of the next one.
         self._names: tuple[tuple[int, ...], tuple[str, ...]] = (), ()
         self._known: tuple[tuple[Literal, ...], Literals] = (), Literals.of(())
         self._starts: tuple[tuple[Slot, ...], Ints] = (), np.zeros(0, np.int64)
 
     def plan(self, index: int, layout: FileLayout) -> FilePlan:
-        """One file's plan."""
+        """Return the plan of one file."""
         manifest, tensors = self._manifest, np.array(layout.tensors, np.int64)
         boxes, box = _distinct_boxes(layout)
-        held, box = self._tensors(layout, tensors, boxes, box)
+        planned, box = self._tensors(layout, tensors, boxes, box)
         columns, first, op = self._reads(tensors, [*boxes, None], box)
         nodes, specs, spans = derived_in(layout.tensors, manifest)
         if manifest.inputs is not None and self._copied_inputs is not None and nodes:
@@ -91,14 +95,14 @@ class _Planner:
         lo, shape, item, view = columns
         items, renumbered, number = subset(manifest.items, item)
         files, items = subset_files(manifest.files, items)
-        inputs = tuple(whole(x.fqn, x.dtype, x.shape) for x in specs)
+        inputs = tuple(stored_tensor(x.fqn, x.dtype, x.shape) for x in specs)
         return FilePlan(
             index,
             layout.path,
             layout.nbytes,
             layout.commit,
             manifest.root,
-            held,
+            planned,
             self._literals(layout),
             Chunks(first, lo, shape, renumbered, view),
             op,
@@ -112,7 +116,7 @@ class _Planner:
     def _tensors(
         self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
     ) -> tuple[Tensors, Ints]:
-        """The tensors' columns, and which box each has: ``len(boxes)`` for those that are whole."""
+        """Return the tensors' columns, and the box number of each: ``len(boxes)`` for entire tensors."""
         full = self._full[tensors]
         offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
         shape = np.ones((len(boxes) + 1, self._rank), np.int64)
@@ -121,7 +125,7 @@ class _Planner:
         shape = np.where((box < len(boxes))[:, None], shape[box], full)
         if self._names[0] != layout.tensors:
             self._names = layout.tensors, tuple([self._fqns[t] for t in layout.tensors])
-        held = Tensors(
+        planned = Tensors(
             self._names[1],
             self._dtypes,
             self._dtype[tensors],
@@ -132,7 +136,7 @@ class _Planner:
             shape,
             full,
         )
-        return held, np.where((shape == full).all(axis=1), len(boxes), box)
+        return planned, np.where((shape == full).all(axis=1), len(boxes), box)
 
     def _start(self, layout: FileLayout) -> Ints:
         if self._starts[0] != layout.slots:
@@ -149,7 +153,7 @@ class _Planner:
     def _reads(
         self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
     ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:
-        """Chunk columns (lo, shape, item, view), the first row of each tensor, and what each row is for.
+        """Return chunk columns (lo, shape, item, view), the first row of each tensor, and each row's use.
 
         A chunk named twice in the metadata is read once.
         """
@@ -163,12 +167,12 @@ class _Planner:
     def _with_twins(
         self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
     ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:
-        """As `_reads`, with the chunks of each tensor's twins behind its own."""
+        """Do as `_reads`, with the chunks of each tensor's twins behind its own."""
         twin_rows: list[Ints] = []
         ops: list[npt.NDArray[np.int8]] = []
         for t, box, span in zip(tensors.tolist(), boxes, rows, strict=True):
             extra = np.concatenate(
-                [np.zeros(0, np.int64), *(held(twins.chunks, f) for f in self._followers.get(t, ()))]
+                [np.zeros(0, np.int64), *(filled_rows(twins.chunks, f) for f in self._followers.get(t, ()))]
             )
             if box is not None:
                 extra = overlapping(twins.chunks, extra, box)
@@ -180,9 +184,9 @@ class _Planner:
 
 
 def _distinct_boxes(layout: FileLayout) -> tuple[list[Box], Ints]:
-    """The distinct boxes of a file, and which of them each tensor has; their number for those that are whole.
+    """Return the distinct boxes of a file, and the box number of each tensor.
 
-    Boxes are shared between tensors of one shape, and told apart as objects.
+    Boxes are shared between tensors of one shape, and distinguished as objects.
     """
     if not layout.boxes:
         return [], np.zeros(len(layout.tensors), np.int64)

@@ -1,8 +1,8 @@
-"""Read the small files of a Hugging Face folder: what lies beside the weights, by what it is for.
+"""Read the small files beside the weights of a Hugging Face folder, by their role.
 
-`FILES` says which files belong to a model folder; everything else in a folder (weights, logs, notes) is left
-alone. Only what lies right in a folder is read, and what `FILES` names with a folder of its own. Custom code
-is carried as bytes, and never imported.
+`FILES` lists the files of a model folder. Everything else in a folder (weights, logs, notes) is ignored. Only
+files at the top of a folder are read, and those that `FILES` names with a folder of their own. Custom code is
+carried as bytes, and never imported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
+from ckptcore.utils.units import show_size
 
-NONE = "none"  # as --config or --tokenizer: take none, not even one that lies in the source
+NONE = "none"  # as --config or --tokenizer: take none, not even one in the source
 CONFIG, ADAPTER, CARD = "config.json", "adapter_config.json", "README.md"
 MODEL, TOKENIZER, LEGAL, PEFT = "model", "tokenizer", "legal", "peft"
-# What a file is for -> its names, as globs. A slash is a folder of its own, else none is looked into.
+# Role -> names of files, as globs. A slash is a folder of its own; no other folder is searched.
 FILES: Mapping[str, tuple[str, ...]] = {
     MODEL: (CONFIG, "generation_config.json", "*.py"),
     PEFT: (ADAPTER,),
@@ -55,7 +56,8 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-_MAX_FILE = 64 << 20
+_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # of a tokenizer that has no file of its own
+MAX_FILE = 64 << 20  # bytes of a file that is carried
 _MAX_TOTAL = 128 << 20  # they are in memory until they are written
 _MAX_FILES = 500
 _FOLDERS = tuple({p.split("/")[0] for ps in FILES.values() for p in ps if "/" in p})
@@ -63,56 +65,77 @@ _FOLDERS = tuple({p.split("/")[0] for ps in FILES.values() for p in ps if "/" in
 
 @dataclass(frozen=True)
 class HubFolder:
-    """The small files of a folder. url: where it lies. names: path in it -> (bytes, role)."""
+    """The small files of a folder.
+
+    Attributes:
+        url: URL of the folder.
+        names: Path in it -> (bytes, role).
+        too_large: The same for files above the size limit.
+    """
 
     url: str
     names: Mapping[str, tuple[int, str]]
+    too_large: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     _content: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def has_config(self) -> bool:
-        """Whether it holds a model's config.json: a JSON object with a ``model_type``."""
+        """Return whether it has a model's config.json: a JSON object with a ``model_type``."""
         form = self.json(CONFIG)
         return form is not None and isinstance(form.get("model_type"), str)
 
     def has_adapter(self) -> bool:
-        """Whether it holds an adapter's config: a JSON object with a ``peft_type``."""
+        """Return whether it has an adapter's config: a JSON object with a ``peft_type``."""
         return "peft_type" in (self.json(ADAPTER) or {})
 
     def has_tokenizer(self) -> bool:
-        """Whether it holds a tokenizer."""
-        return any(fnmatchcase(name, glob) for name in self.names for glob in _TOKENIZERS)
+        """Return whether it has a tokenizer, also one above the size limit."""
+        names = (*self.names, *self.too_large)
+        return any(_is_any(name, _TOKENIZERS) for name in names)
 
     def read(self, name: str) -> bytes:
-        """The bytes of one of its files; raises `SourceUnreadable`, `StorageTrouble`."""
+        """Read one of its files; raise `SourceUnreadable`, `StorageTrouble`."""
         if name not in self._content:
             self._content[name] = _file_bytes(join_url(self.url, name), self.names[name][0])
         return self._content[name]
 
     def of(self, *roles: str) -> dict[str, bytes]:
-        """Its files of these roles, name -> bytes; raises `UsageError` where they are too large together."""
+        """Read its files of these roles, name -> bytes.
+
+        Raises:
+            UsageError: They are too large together, or a tokenizer's file is above the limit. Without that
+                file, another tokenizer could load.
+        """
+        for name, (nbytes, role) in sorted(self.too_large.items()):
+            if role in roles and _is_any(name, (*_TOKENIZERS, *_VOCABULARIES)):
+                raise UsageError(
+                    f"cannot take the tokenizer from {self.url}: {name} has {show_size(nbytes)} "
+                    f"(limit {show_size(MAX_FILE)})",
+                    hint=f"Try --tokenizer FOLDER with another one, or --tokenizer {NONE}",
+                )
         total = sum(nbytes for nbytes, role in self.names.values() if role in roles)
         if total > _MAX_TOTAL:
             raise UsageError(
-                f"cannot take config and tokenizer from {self.url}: its files have {total} bytes together",
-                hint=f"at most {_MAX_TOTAL} bytes are carried: name a folder without the others",
+                f"cannot take config and tokenizer from {self.url}: its files have {show_size(total)} "
+                f"together (limit {show_size(_MAX_TOTAL)})",
+                hint="Try a folder with fewer files",
             )
         return {name: self.read(name) for name, (_, role) in sorted(self.names.items()) if role in roles}
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """A file as a JSON object; None where it is not there, or is none."""
+        """Read a file as a JSON object; None if it is missing, or no JSON object."""
         if name not in self.names:
             return None
         return json_object(self.read(name))
 
     def without_code(self) -> HubFolder:
-        """Without Python files, unless one of its configs asks for them."""
+        """Return the folder without Python files, unless one of its configs uses them."""
         asks = any("auto_map" in (self.json(n) or {}) for n in self.names if n.endswith("config.json"))
         names = self.names if asks else {n: v for n, v in self.names.items() if not n.endswith(".py")}
-        return HubFolder(self.url, names, self._content)
+        return HubFolder(self.url, names, self.too_large, self._content)
 
 
 def json_object(data: bytes) -> dict[str, Any] | None:
-    """A JSON object of these bytes, None for anything else: as transformers reads it, UTF-8 without a mark.
+    """Return the JSON object in these bytes, or None; as transformers does, in UTF-8 without a BOM.
 
     >>> json_object(b'{"a": 1}'), json_object('{"a": 1}'.encode("utf-16")), json_object(b"[]")
     ({'a': 1}, None, None)
@@ -125,10 +148,16 @@ def json_object(data: bytes) -> dict[str, Any] | None:
 
 
 def look(url: str, *, inside: str | None = None, known: Folder | None = None) -> HubFolder:
-    """The small files right in a folder; none where there is no such folder.
+    """List the small files at the top of a folder; none if there is no such folder.
 
-    inside: take no file that a link leads out of this local folder. known: what lies in it, where that is
-    known already. Raises `StorageTrouble`, `UsageError`.
+    Args:
+        url: The folder.
+        inside: Ignore links to files outside of this local folder; None to follow all.
+        known: The listing of the folder, or None to list it.
+
+    Raises:
+        StorageTrouble: The storage failed.
+        UsageError: The URL cannot be used.
     """
     here = folder_at(url) if known is None else known
     found = dict(here.files)
@@ -136,62 +165,75 @@ def look(url: str, *, inside: str | None = None, known: Folder | None = None) ->
         if name in here.folders:
             below = folder_at(join_url(url, name))
             found |= {f"{name}/{inner}": nbytes for inner, nbytes in below.files.items()}
-    names = {}
+    names: dict[str, tuple[int, str]] = {}
+    too_large: dict[str, tuple[int, str]] = {}
     for name, nbytes in found.items():
         role = _role(name)
-        kept = nbytes <= _MAX_FILE and (inside is None or _stays(join_url(url, name), inside))
-        if role is not None and kept:
-            names[name] = nbytes, role
+        if role is not None and (inside is None or _stays(join_url(url, name), inside)):
+            (names if nbytes <= MAX_FILE else too_large)[name] = nbytes, role
     if len(names) > _MAX_FILES:
         names = {n: v for n, v in names.items() if not n.endswith(".py")}
     # The card is read for its licence and base model alone, and never copied.
-    if CARD in found and found[CARD] <= _MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
+    if CARD in found and found[CARD] <= MAX_FILE and (inside is None or _stays(join_url(url, CARD), inside)):
         names[CARD] = found[CARD], ""
-    return HubFolder(url, names)
+    return HubFolder(url, names, too_large)
 
 
 def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
-    """The folder that an option names, or the one file, which counts as ``name``.
+    """List the folder that an option names, or one file, which counts as ``name``.
 
-    Raises `UsageError` where nothing is.
+    Args:
+        option: The option, for errors.
+        url: Its value.
+        name: Name of a single file.
+
+    Raises:
+        UsageError: There is nothing.
     """
     if url.endswith(f"/{name}") or url == name:
         url = split_url(url)[0]
     elif (nbytes := _file_size(url)) is not None:
-        if nbytes > _MAX_FILE:
-            raise UsageError(f"cannot read {option} {url}: it has {nbytes} bytes", hint="name a JSON file")
-        return HubFolder(url, {name: (nbytes, MODEL)}, {name: _file_bytes(url, nbytes)})
+        if nbytes > MAX_FILE:
+            raise UsageError(
+                f"cannot read {option} {url}: it has {show_size(nbytes)} (limit {show_size(MAX_FILE)})",
+                hint="Try a JSON file",
+            )
+        return HubFolder(url, {name: (nbytes, MODEL)}, _content={name: _file_bytes(url, nbytes)})
     here = folder_at(url)
     if not here.files and not here.folders:
         raise UsageError(
             f"cannot read {option} {url}: it does not exist, or is empty",
-            hint=hub_hint(url) or "name a folder or a file",
+            hint=hub_hint(url) or "Try a folder or a file",
         )
     return look(url, known=here)
 
 
 def front_matter(card: bytes) -> dict[str, Any]:
-    """The YAML at the head of a README; {} where there is none.
+    r"""Return the YAML at the head of a README, {} if there is none.
 
-    >>> front_matter(b"---\\nlicense: mit\\n---\\n# x")
+    >>> front_matter(b"---\nlicense: mit\n---\n# x")
     {'license': 'mit'}
     """
     found = re.match(r"---\r?\n(.{0,65536}?)\r?\n---\s", card.decode(errors="replace"), re.DOTALL)
     if found is None:
         return {}
-    form = plain_yaml(found[1])  # it is only asked what it says of licence and base model
+    form = plain_yaml(found[1])  # only licence and base model are used
     return form if isinstance(form, dict) else {}
 
 
 def agree(folders: Sequence[HubFolder], role: str) -> bool:
-    """Whether these folders hold the same config, or tokenizer: equal files where both have one."""
+    """Return whether folders have the same config, or tokenizer: files of one name are equal."""
     names = [{n for n, (_, r) in f.names.items() if r == role} for f in folders]
     common = set.intersection(*names)
-    if not any(fnmatchcase(name, glob) for name in common for glob in (CONFIG, ADAPTER, *_TOKENIZERS)):
+    if not any(_is_any(name, (CONFIG, ADAPTER, *_TOKENIZERS)) for name in common):
         return len(folders) == 1
     first = folders[0]
     pairs = [(f, n) for f in folders[1:] for n in common]
     return all(f.names[n] == first.names[n] and f.read(n) == first.read(n) for f, n in pairs)
+
+
+def _is_any(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _role(name: str) -> str | None:
@@ -203,7 +245,7 @@ def _role(name: str) -> str | None:
 
 
 def _file_size(url: str) -> int | None:
-    """Bytes of a file; None for what is none."""
+    """Return bytes of a file; None if there is no file."""
     path = local_path(url)
     if path is not None:
         try:
@@ -211,14 +253,14 @@ def _file_size(url: str) -> int | None:
         except OSError as error:
             raise SourceUnreadable(f"cannot open {url}: {error.strerror}") from error
     parent, name = split_url(url)
-    if "." not in name:  # as `open_source` does: object stores have no folders to ask
+    if "." not in name:  # as `open_source` does: object stores have no folders
         return None
     with closing(open_store(parent)) as store:
         return store.size(name)
 
 
 def _file_bytes(url: str, nbytes: int) -> bytes:
-    """A whole file; links are followed: a folder of the hub's cache is made of them."""
+    """Read an entire file. Links are followed: a folder of the hub's cache consists of them."""
     path = local_path(url)
     if path is not None:
         url = os.path.realpath(path)
@@ -228,7 +270,7 @@ def _file_bytes(url: str, nbytes: int) -> bytes:
 
 
 def _stays(url: str, inside: str) -> bool:
-    """Whether a file lies below a folder, links followed; true on object stores, which have none."""
+    """Return whether a file is below a folder, links followed; true on object stores, without links."""
     path, root = local_path(url), local_path(inside)
     if path is None or root is None:
         return True

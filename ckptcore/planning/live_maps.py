@@ -1,14 +1,14 @@
-"""Map a live transformers module's names to the hub's, or back, as the model's config says.
+"""Map a live transformers module's names to the hub's, or back, by the model's config.
 
-The family is one of the frozen (`ckptcore.naming.maps.live_families`). One that is not among them is asked of
-the installed transformers, which builds the model of the config on the meta device, in a process of its own
+Families are frozen (`ckptcore.naming.maps.live_families`). For any other model, the installed transformers
+builds the model of the config on the meta device, in a process of its own
 (`ckptcore.planning.transformers_process`) that runs this module.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -51,35 +51,37 @@ def map_live_names(
     url: str,
     part: bool = False,
 ) -> MappedNames | None:
-    """A model part under the hub's names, or under a live module's.
+    """Map a model part to the hub's names, or to those of a live module.
 
     Args:
         mapped: The model part under its stored names, without ties.
         arch: A model type or class, or ``auto``.
         to: ``hf-hub`` or ``hf-live``.
         source: The whole checkpoint, beside which a config may be.
-        config: What ``--config`` holds, or None. url: What it is called.
-        part: Whether a part of the model was asked for, so that tensors may be missing.
+        config: Content of ``--config``, or None.
+        url: Value of ``--config``, for messages.
+        part: Whether a part of the model was requested, so that tensors may be missing.
 
     Returns:
-        None where the names are those already, or nothing says which model it is.
+        None if the names do not change, or the model is unknown.
 
     Raises:
-        NameMismatch: For tensors that do not fit the model's rules.
-        UsageError: For an architecture that nothing knows, and for tensors that no rule stands for.
-        MissingDependency: For an architecture that only transformers could tell.
+        NameMismatch: Tensors do not fit the model's rules.
+        UsageError: The architecture is unknown, or no rule can express its conversion.
+        MissingDependency: The architecture is not frozen, and transformers is not installed.
     """
-    content, said = _named_config(source, config, url)
-    names = [t.fqn for t in mapped.manifest.tensors]
-    family = _family(arch, content, names)
+    content, source_name = _named_config(source, config, url)
+    tensors = mapped.manifest.tensors
+    names = [t.fqn for t in tensors]
+    family = _family(arch, content, {t.fqn: t.shape for t in tensors})
     if family is None:
         if to == HUB:
             return None
         raise NameMismatch(
-            f"cannot map to {to}: nothing says which model this is",
+            f"cannot map to {to}: unknown model",
             hint="Try --config FOLDER with the model's config.json, or --arch",
         )
-    because = f"--arch {arch}" if arch != "auto" else f"{said} says {family.form.arch}"
+    because = f"--arch {arch}" if arch != "auto" else f"{source_name} says {family.form.arch}"
     world = world_of(family, names)
     if world == to or (world is None and to == HUB):
         return None
@@ -92,7 +94,7 @@ def map_live_names(
     matched = match(rules, mapped.manifest.tensors, {})
     require_fit(matched, mapped.manifest.tensors, part=part)
     found = converted(mapped.manifest, matched)
-    numbers = {k: (v, said) for k, v in numbers_of(family, content or {}).items()}
+    numbers = {k: (v, source_name) for k, v in numbers_of(family, content or {}).items()}
     how = NameMap(rules.arch, world, to, f"{because} ({rules.version})", numbers, rules.digest)
     return MappedNames(composed(mapped, found), how, found, tuple(lacking(matched)))
 
@@ -100,15 +102,17 @@ def map_live_names(
 def _named_config(
     source: Manifest, config: Mapping[str, Any] | None, url: str
 ) -> tuple[Mapping[str, Any] | None, str]:
-    """(config.json of the model, what it is called)."""
+    """Return (content of the model's config.json, its name for messages)."""
     if config is not None:
         return config, f"--config {url}"
     beside = next((c for c in stored_configs(source, HUB) if c.architectures), None)
     return (None, "") if beside is None else (beside.content, beside.name)
 
 
-def _family(arch: str, config: Mapping[str, Any] | None, names: list[str]) -> LiveFamily | None:
-    """The frozen family, else the one that transformers tells."""
+def _family(
+    arch: str, config: Mapping[str, Any] | None, tensors: Mapping[str, tuple[int, ...]]
+) -> LiveFamily | None:
+    """Return the frozen family, else the one of the installed transformers."""
     if arch != "auto":
         found = called(arch) or (
             frozen_family(config) if config is not None and arch in _calls(config) else None
@@ -119,21 +123,26 @@ def _family(arch: str, config: Mapping[str, Any] | None, names: list[str]) -> Li
                 hint="Try --arch with the class of the model, or --config with its config.json",
             )
         return found
-    return family_of_config(config, names) if config is not None else None
+    return family_of_config(config, tensors) if config is not None else None
 
 
 def _calls(config: Mapping[str, Any]) -> tuple[str, ...]:
     return Config("", HUB, config).architectures
 
 
-def family_of_config(config: Mapping[str, Any], names: Sequence[str]) -> LiveFamily | None:
-    """The frozen family of a config, else the one that the installed transformers tells.
+def family_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> LiveFamily | None:
+    """Return the frozen family of a config, else the one of the installed transformers.
+
+    Args:
+        config: Content of config.json.
+        tensors: Name -> shape of the model's tensors.
 
     Returns:
-        None where none does, and no name is one that only modules have.
+        None if neither knows it, and no name is one that only modules have.
 
     Raises:
-        MissingDependency: For such names without transformers. UsageError: Where it builds no model.
+        MissingDependency: There are such names, and transformers is not installed.
+        UsageError: There are such names, and transformers builds no model.
     """
     calls = _calls(config)
     found = frozen_family(config)
@@ -141,24 +150,24 @@ def family_of_config(config: Mapping[str, Any], names: Sequence[str]) -> LiveFam
         return found
     kind = calls[-1]
     if importlib.util.find_spec("transformers") is None:
-        if any(map(_is_fused, names)):
+        if any(map(_is_fused, tensors)):
             raise MissingDependency(
                 f"cannot map the names of {kind}: no frozen map knows it, and transformers is not installed",
                 hint="pip install 'ckptcore[hf]', or --names stored to keep the names as they are",
             )
         return None
-    require_possible(config, kind, len(names))
-    said = transformers_process.ask("ckptcore.planning.live_maps", config, seconds=_SECONDS)
-    if "error" in said:
-        if any(map(_is_fused, names)):
+    require_possible(config, kind, tensors.values())
+    reply = transformers_process.ask("ckptcore.planning.live_maps", config, seconds=_SECONDS)
+    if "error" in reply:
+        if any(map(_is_fused, tensors)):
             raise UsageError(
-                f"cannot map the names of {kind}: no frozen map knows it; transformers: {said['error']}",
+                f"cannot map the names of {kind}: no frozen map knows it; transformers: {reply['error']}",
                 hint="Try --names stored to keep the names as they are",
             )
         return None
-    entries = {k: tuple(map(StepForm.model_validate, v)) for k, v in said["entries"].items()}
-    form = LiveFamilyForm.model_validate(said["family"])
-    return LiveFamily.of(form, lambda entry: entries[entry], said["version"])
+    entries = {k: tuple(map(StepForm.model_validate, v)) for k, v in reply["entries"].items()}
+    form = LiveFamilyForm.model_validate(reply["family"])
+    return LiveFamily.of(form, lambda entry: entries[entry], reply["version"])
 
 
 def _is_fused(name: str) -> bool:
@@ -166,11 +175,11 @@ def _is_fused(name: str) -> bool:
 
 
 def answer(config: Mapping[str, Any]) -> Answer:
-    """The family of a config's model and its steps, as JSON; ``error`` where transformers builds none."""
+    """Return the family of a config's model and its steps, as JSON; ``error`` if transformers builds none."""
     library = quiet_transformers()
     try:
         model = built(config)
-    except Exception as error:  # any failure of a third-party model class says that the config is not for it
+    except Exception as error:  # any failure of a third-party model class: the config does not fit
         return {"error": brief(error)}
     form = family_of(model, model.config.model_type, [type(model).__name__])
     steps = {

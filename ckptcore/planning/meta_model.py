@@ -1,6 +1,6 @@
-"""The model of a config.json, on the meta device: do an export's names and shapes fit it?
+"""Build the model of a config.json on the meta device, and compare an export's names and shapes with it.
 
-Runs in a process of its own (`ckptcore.planning.transformers_process`), which is asked
+The module runs in a process of its own (`ckptcore.planning.transformers_process`). Its input is
 ``{"config": content of config.json, "tensors": {name: shape}}``. No weight is allocated.
 """
 
@@ -17,10 +17,10 @@ from ckptcore.planning.transformers_process import LOCAL, Answer, brief, quiet_t
 
 
 def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> Answer:
-    """The model's class, and the `ModelMismatch` of holding tensors against it; or why there is none.
+    """Return the model's class and the fields of `ModelMismatch`, or why there is no model.
 
-    ``unknown`` instead: the installed transformers has no such model. ``rejected``: it builds none from
-    this config. ``error``: it cannot say, for want of another library.
+    ``unknown``: the installed transformers has no such model. ``rejected``: it builds none from this config.
+    ``error``: another library is missing.
     """
     library = quiet_transformers()
     kind = content.get("model_type")
@@ -30,7 +30,7 @@ def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> A
         model = built(content)
     except ImportError as error:  # of a library that only this model needs
         return {"error": brief(error)}
-    except Exception as error:  # any failure of a third-party model class says that the config is not for it
+    except Exception as error:  # any failure of a third-party model class: the config does not fit
         return {"rejected": brief(error)}
     own = {name: tuple(t.shape) for name, t in model.state_dict().items() if hasattr(t, "shape")}
     try:
@@ -42,7 +42,7 @@ def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> A
 
 
 def built(content: Mapping[str, Any]) -> Any:
-    """The model of a config.json, on the meta device; raises what transformers raises."""
+    """Build the model of a config.json on the meta device; raise what transformers raises."""
     import torch
 
     library = quiet_transformers()
@@ -58,7 +58,7 @@ def built(content: Mapping[str, Any]) -> Any:
 
 
 def answer(asked: dict[str, Any]) -> Answer:
-    """For `ckptcore.planning.transformers_process.ask`."""
+    """Answer `ckptcore.planning.transformers_process.ask`."""
     return describe(asked["config"], asked["tensors"])
 
 

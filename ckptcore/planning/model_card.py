@@ -1,8 +1,8 @@
-"""Model cards: what does the README of an export say, and what does one that lies somewhere tell?
+"""Write the model card (README.md) of an export, and read existing ones.
 
-A card says where the weights come from, so that a lost catalog can be rebuilt from it (`provenance`), and is
-replaced without asking as long as nobody has written in it (`is_untouched`). Both read cards of every earlier
-version, too: the three lines of the source stay as they are.
+A card has the origin of the weights, so that a lost catalog can be rebuilt from it (`provenance`). A card
+that nobody edited may be replaced (`is_untouched`). Both read cards of every earlier version: the three lines
+of the source do not change.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ _PLAIN_CARD = re.compile(
     r"(- fingerprint: `[0-9a-f]{64}`\n)?"
 )
 _TIED = re.compile(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
-# Configs that version 5 of transformers writes and 4.57 opens wrongly, or not at all: model type -> the key
-# that is written otherwise.
+# Configs of transformers 5 that 4.57 opens wrongly, or not at all: model type -> the key that differs.
 _NEEDS_5: Mapping[str, str] = {"olmo3": "rope_parameters", "qwen3_moe": "num_local_experts"}
 
 
 def model_card(
     request: Request, mapped: Mapped, manifest: Manifest, written: Mapping[str, str], files: ModelFiles
 ) -> bytes:
-    """The README of an export. written: name -> dtype of the tensors that are cast."""
+    """Return the README of an export. written: name -> dtype of the tensors that are cast."""
     from ckptcore import __version__
 
     specs = mapped.manifest.tensors
@@ -83,29 +82,29 @@ def model_card(
 
 
 def fingerprint_line(fingerprint: str) -> bytes:
-    """The last line of a card: the fingerprint of what the tensors held before any cast."""
+    """Return the last line of a card: the fingerprint of the tensors before any cast."""
     return f"- fingerprint: `{fingerprint}`\n".encode()
 
 
 def provenance(card: str) -> tuple[str, str, str] | None:
-    """What such a README says: (source, digest of its manifest, version); None where it is not ours."""
+    """Read (source, digest of its manifest, version) from a README; None if `model_card` did not write it."""
     found = _PROVENANCE.search(card)
     return (found["source"], found["digest"], found["version"]) if found else None
 
 
 def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
-    """The ties that such a README names: (name that is not stored, name that is)."""
+    """Read the ties from a README: (name that is not stored, name that is)."""
     return tuple((m[1], m[2]) for m in _TIED.finditer(card))
 
 
 def is_untouched(card: bytes, name: str) -> bool:
-    """Whether a README of a folder of this name is one that `model_card` writes, and nothing was added."""
+    """Return whether `model_card` wrote the README of a folder of this name, and nobody edited it."""
     found = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
     return found is not None and found["title"] == name
 
 
 def _head(files: ModelFiles) -> Iterator[str]:
-    """The YAML that hubs read."""
+    """Yield the lines of YAML that hubs read."""
     if files.config is None and files.adapter is None:
         return
     yield f"library_name: {'transformers' if files.adapter is None else 'peft'}"
@@ -118,7 +117,7 @@ def _head(files: ModelFiles) -> Iterator[str]:
 def _facts(
     request: Request, specs: tuple[TensorSpec, ...], written: Mapping[str, str], files: ModelFiles
 ) -> Iterator[tuple[str, str]]:
-    """(fact, text), in the order of `_FACTS`; the text is empty where it is not known."""
+    """Yield (fact, text), in the order of `_FACTS`; the text is empty if unknown."""
     yield "cast to", request.dtype or ""
     total: Counter[str] = Counter()
     for spec in specs:
@@ -154,11 +153,11 @@ def _major(version: object) -> int:
 
 
 def _clean_url(url: str) -> str:
-    """A place in full, without credentials."""
+    """Return a full path or URL, without credentials."""
     path = local_path(url)
     return os.path.abspath(path) if path is not None else bare_url(url)
 
 
 def _line(text: str) -> str:
-    """Text of files and paths on one line."""
+    """Return text of files and paths on one line."""
     return " ".join(text.split("\n"))

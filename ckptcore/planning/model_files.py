@@ -1,15 +1,15 @@
-"""Find what belongs beside an export's weights: config, tokenizer, templates, code, licence.
+"""Find the files beside an export's weights: config, tokenizer, templates, code, licence.
 
-What the user names comes first (``--config``, ``--tokenizer``). What is not named is looked for where
-trainers leave it: in the folder of the checkpoint's files and the folders right in it, in the same way from
-there up to what the user named, and beside that, there only in `TRAINER_FOLDERS`. The nearest place
-counts. Where one place holds two that differ, nothing is guessed: the candidates are an error.
+Options come first (``--config``, ``--tokenizer``). Other files are searched where trainers write them: in the
+folder of the checkpoint's files and its subfolders, in every folder from there up to the source that the user
+named, and beside that source in `TRAINER_FOLDERS`. The nearest place counts. Two that differ in one place are
+an error that lists the candidates.
 """
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckptcore.planning.hub_files import (
     CARD,
     CONFIG,
     LEGAL,
+    MAX_FILE,
     MODEL,
     NONE,
     PEFT,
@@ -37,9 +38,10 @@ from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.units import show_size
 
-_OWN_LORA = frozenset({"phi4mm"})  # models that hold LoRA weights for good
-_MAX_FOLDERS = 64  # of a checkpoint's folder that are looked into; of more, those of `TRAINER_FOLDERS`
+_OWN_LORA = frozenset({"phi4mm"})  # models with LoRA weights of their own
+_MAX_FOLDERS = 64  # subfolders that are searched; of more, only `TRAINER_FOLDERS`
 _KNOWN = tuple(folder.path for folder in TRAINER_FOLDERS if folder.path)
 _IS: Mapping[str, tuple[Callable[[HubFolder], bool], str]] = {
     "config": (HubFolder.has_config, MODEL),
@@ -50,7 +52,7 @@ _IS: Mapping[str, tuple[Callable[[HubFolder], bool], str]] = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says. url: where it lies. form: its content."""
+    """An adapter_config.json. url: of its folder. form: its content."""
 
     url: str
     form: Mapping[str, Any]
@@ -58,12 +60,16 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What goes beside the weights.
+    """The files beside the weights.
 
-    config: with its folder's other files; None where there is none. tokenizer: name -> bytes of files that
-    come from another folder, taken_from, "" where they do not. adapter:
-    adapter_config.json of an adapter. code: names of Python files that are carried.
-    base_model, licence: as the files tell them, else "".
+    Attributes:
+        config: The config with the other files of its folder, or None.
+        tokenizer: Name -> bytes of files from another folder, or None.
+        taken_from: URL of that folder, or "".
+        findings: About files that were found, or left out.
+        base_model: Name of the base model in the files, or "".
+        licence: Licence in the files, or "".
+        adapter: The config of an adapter, or None.
     """
 
     config: ConfigFolder | None = None
@@ -76,16 +82,21 @@ class ModelFiles:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The Python files among them."""
+        """Names of the Python files."""
         content = self.config.content if self.config is not None else {}
         return tuple(sorted(n for n in content if n.endswith(".py")))
 
 
 def find_files(request: Request, manifest: Manifest) -> ModelFiles:
-    """What goes beside the weights of an export of this checkpoint.
+    """Find the files beside the weights of an export.
 
-    Raises `UsageError` for what is named and is not there, or is no config; `AmbiguousModel` with the
-    candidates where two of one place differ.
+    Args:
+        request: The export.
+        manifest: The checkpoint.
+
+    Raises:
+        UsageError: A named file is missing, too large, or no config.
+        AmbiguousModel: Two candidates in one place differ.
     """
     single = request.single is not None
     config = _option_folder(request.config, "--config")
@@ -94,8 +105,8 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
         _require_object(config, str(request.config))
     if tokenizer is not None and not tokenizer.has_tokenizer():
         raise UsageError(
-            f"cannot take a tokenizer from --tokenizer {request.tokenizer}: it holds none",
-            hint="name a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
+            f"cannot take a tokenizer from --tokenizer {request.tokenizer}: it has none",
+            hint="Try a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
         )
     findings = []
     places = _Places(request, manifest)
@@ -112,14 +123,14 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
 
 
 def has_lora_of_its_own(request: Request) -> bool:
-    """Whether the config that is named is of a model that holds LoRA weights for good: it is no adapter."""
+    """Return whether the named config is of a model with LoRA weights of its own: it is no adapter."""
     config = _option_folder(request.config, "--config")
     form = (config.json(CONFIG) if config is not None else None) or {}
     return form.get("model_type") in _OWN_LORA
 
 
 def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
-    """As `find_files`, for an export of a LoRA adapter: adapter_config.json in place of config.json."""
+    """Find files as `find_files` does, for a LoRA adapter: adapter_config.json in place of config.json."""
     findings = []
     single, places = request.single is not None, _Places(request, manifest)
     named = None if request.config in (None, NONE) else read_named("--config", str(request.config), ADAPTER)
@@ -132,15 +143,17 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
                 findings.append(_found_finding("adapter_config.json", config))
         if config is None and named is not None:
             raise UsageError(
-                f"cannot use --config {request.config}: it holds no adapter_config.json, and the model is a "
+                f"cannot use --config {request.config}: it has no adapter_config.json, and the model is a "
                 "LoRA adapter",
-                hint="name the one of the training run, or export the base weights with --exclude '*.lora_*'",
+                hint="Try the one of the training run, or export the base weights with --exclude '*.lora_*'",
             )
     if tokenizer is None and request.tokenizer != NONE and not single:
         near = [f for f in (named, config) if f is not None and f.has_tokenizer()]
         tokenizer = near[0] if near else _nearest("tokenizer", places.every())
         if tokenizer is not None and not near:
             findings.append(_found_finding("the tokenizer", tokenizer))
+    if tokenizer is not None:
+        findings += _too_large(tokenizer, [TOKENIZER, LEGAL])
     form = (config.json(ADAPTER) if config is not None else None) or {}
     base = str(form.get("base_model_name_or_path") or "")
     return ModelFiles(
@@ -157,6 +170,11 @@ def _collected(
 ) -> ModelFiles:
     other = tokenizer if tokenizer is not None and (config is None or tokenizer.url != config.url) else None
     kept = [MODEL, LEGAL] if other is not None or request.tokenizer == NONE else [MODEL, TOKENIZER, LEGAL]
+    findings = [
+        *findings,
+        *(_too_large(config, kept) if config is not None else ()),
+        *(_too_large(other, [TOKENIZER, LEGAL]) if other is not None else ()),
+    ]
     folder = None if config is None else ConfigFolder(config.url, config.of(*kept))
     content = folder.content if folder is not None else {}
     beside = {n: d for n, d in other.of(TOKENIZER, LEGAL).items() if n not in content} if other else None
@@ -173,7 +191,7 @@ def _collected(
 
 
 def _base_model(config: HubFolder | None, named: object) -> str:
-    """The name on the hub of what a config was made for: where it was loaded from, else what a card says."""
+    """Return the base model's name on the hub: from the config, else from a model card."""
     form = (config.json(CONFIG) if config is not None else None) or {}
     for name in (form.get("_name_or_path"), *(named if isinstance(named, list) else [named])):
         if _is_hub_name(name):
@@ -190,27 +208,42 @@ def _option_folder(url: str | None, option: str) -> HubFolder | None:
 
 
 def _require_object(config: HubFolder, url: str) -> None:
+    if CONFIG in config.too_large:
+        nbytes, _ = config.too_large[CONFIG]
+        raise UsageError(
+            f"cannot read --config {url}: config.json has {show_size(nbytes)} (limit {show_size(MAX_FILE)})",
+            hint="Try the folder of the model that was trained",
+        )
     if CONFIG not in config.names:
         raise UsageError(
-            f"--config {url}: there is no config.json", hint="name the folder that holds it, or the file"
+            f"--config {url}: there is no config.json", hint="Try the folder that has it, or the file"
         )
     if config.json(CONFIG) is None:
         raise UsageError(f"--config {url}: config.json is not a JSON object")
 
 
 def _found_finding(what: str, folder: HubFolder) -> Finding:
-    return finding("found-files", "files", f"{what} is taken from {folder.url}, which nobody named")
+    return finding("found-files", "files", f"{what} is taken from {folder.url}, which no option names")
+
+
+def _too_large(folder: HubFolder, roles: Collection[str]) -> Iterator[Finding]:
+    """Name the files that are left out because of their size; a tokenizer's own files are an error."""
+    for name, (nbytes, role) in sorted(folder.too_large.items()):
+        if role in roles:
+            size = f"{show_size(nbytes)} (limit {show_size(MAX_FILE)})"
+            message = f"{name} of {folder.url} is left out: it has {size}"
+            yield finding("left-beside", "files", message, hint="copy it beside the export if it matters")
 
 
 class _Places:
-    """The folders that are looked into, place by place, nearest first; each is looked into once."""
+    """The folders to search, place by place, nearest first; each is listed once."""
 
     def __init__(self, request: Request, manifest: Manifest) -> None:
         self._more = _places_outwards(request, manifest)
         self._seen: list[list[HubFolder]] = []
 
     def every(self) -> Iterator[list[HubFolder]]:
-        """All of them; what was seen is not looked into again."""
+        """Yield all of them, without listing one twice."""
         yield from self._seen
         for place in self._more:
             self._seen.append(place)
@@ -237,7 +270,7 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
     root, source = manifest.root, request.source
     alone = manifest.origin.get("file") is not None
     listed = identify(root).family != "http"  # a page is no folder: it may list nothing, or anything
-    if alone:  # it lies in a folder with others
+    if alone:  # its folder has other files, too
         yield _folders_beside(root, request) if listed else []
         return
     files, top = placed(manifest), _absolute(source)
@@ -251,7 +284,7 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
     if name and parent != top and listed and not parent.endswith("://"):
         try:
             yield _folders_beside(parent, request)
-        except SourceUnreadable:  # it is not the user's own, and nobody named it
+        except SourceUnreadable:  # not named by the user: no evidence
             return
 
 
@@ -278,8 +311,8 @@ def _folders_beside(root: str, request: Request) -> list[HubFolder]:
 
 
 def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
-    """Without what an earlier run made, and without code that nobody asks for."""
+    """Remove the output of an earlier run, and code that no config uses."""
     target = identify(request.destination)
-    kept = [f for f in folders if f.names]
+    kept = [f for f in folders if f.names or f.too_large]
     kept = [f for f in kept if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
     return [f.without_code() for f in kept]

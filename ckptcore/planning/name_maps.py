@@ -2,7 +2,7 @@
 
 The architecture comes from ``--arch``, else from a config of transformers (``--config``, or one beside the
 checkpoint), else from names and shapes alone: the maps that account for every tensor. Numbers that shapes do
-not tell come from configs, and configs that contradict each other are an error.
+not give come from configs. Configs that contradict each other are an error.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no te
 
 @dataclass(frozen=True)
 class NameMap:
-    """How names were mapped: what a plan shows of it.
+    """How names were mapped, as a plan shows it.
 
     Attributes:
-        arch, world, to: Of the map.
-        because: Why this one.
-        numbers: Number -> (value, where it is said).
-        digest: Of the map.
+        arch: Architecture of the map.
+        world: World of the source's names.
+        to: World of the target's names.
+        because: Why this map was chosen.
+        numbers: Number -> (value, config and key that give it).
+        digest: Digest of the map.
     """
 
     arch: str
@@ -46,7 +48,7 @@ class NameMap:
     digest: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         numbers = {k: {"value": v, "source": s} for k, (v, s) in sorted(self.numbers.items())}
         return {
             "arch": self.arch,
@@ -60,7 +62,7 @@ class NameMap:
 
 @dataclass(frozen=True)
 class MappedNames:
-    """A model in another world of names. map: how; warnings: what it took for granted."""
+    """A model in another world of names. map: how; warnings: assumptions."""
 
     mapped: Mapped
     map: NameMap
@@ -79,20 +81,21 @@ def map_names(
     url: str,
     part: bool = False,
 ) -> MappedNames:
-    """A model part in another world of names.
+    """Map a model part to another world of names.
 
     Args:
         mapped: The model part under its stored names, without ties.
-        world: Whose names these are.
+        world: World of these names.
         arch: Name of an architecture, or ``auto``.
-        to: The world that is asked for.
-        source: The whole checkpoint, which may hold the arguments of its training.
-        config: What ``--config`` holds, or None. url: What it is called.
-        part: Whether a part of the model was asked for, so that tensors may be missing.
+        to: World of the result.
+        source: The full checkpoint, which may have the arguments of its training.
+        config: Content of ``--config``, or None.
+        url: Value of ``--config``, for messages.
+        part: Whether a part of the model was requested, so that tensors may be missing.
 
     Raises:
-        NameMismatch: Where no map fits, or configs contradict each other.
-        UsageError: For an architecture that is not known, that is refused, or that more than one can be.
+        NameMismatch: No map fits, or configs contradict each other.
+        UsageError: The architecture is unknown, not supported, or ambiguous.
     """
     configs = [
         *([Config(f"--config {url}", HUB, config)] if config is not None else []),
@@ -112,11 +115,13 @@ def map_names(
     used = {a for of in matched.classes for a in of.sizes} | {
         name for of in matched.classes for name in _axis_names(of.rule.axes)
     }
-    held = {name: said for name, said in numbers.items() if name in used or name in _INVISIBLE}
+    used_numbers = {
+        name: source_text for name, source_text in numbers.items() if name in used or name in _INVISIBLE
+    }
     for of in matched.classes:
-        for name in (of.sizes.keys() & NUMBERS) - held.keys():
-            held[name] = of.sizes[name], "names and shapes"
-    how = NameMap(matched.map.arch, world, to, because, held, matched.map.digest)
+        for name in (of.sizes.keys() & NUMBERS) - used_numbers.keys():
+            used_numbers[name] = of.sizes[name], "names and shapes"
+    how = NameMap(matched.map.arch, world, to, because, used_numbers, matched.map.digest)
     warnings = (*_assumed(found), *lacking(matched))
     return MappedNames(composed(mapped, found), how, found, warnings)
 
@@ -135,7 +140,7 @@ def _choose(
     sizes: Mapping[str, int],
     part: bool,
 ) -> tuple[Matched, str]:
-    """The one map that fits, and why it is this one."""
+    """Return the only map that fits, and why."""
     maps = [m for m in built_in_maps() if (m.world, m.to) == (world, to)]
     tensors = manifest.tensors
     templates = Templates.of(t.fqn for t in tensors)
@@ -181,7 +186,7 @@ def _fitting(
     templates: Templates,
     part: bool,
 ) -> tuple[Matched, str]:
-    """The one map that accounts for every tensor, by names, shapes and what configs say of modules."""
+    """Return the only map that accounts for every tensor, by names, shapes and configs of modules."""
     known = [m for m in maps if not m.refused and not m.by_name]
     able = [m for m in known if not _contradicted(m, configs)] or known
     if not able:
@@ -198,6 +203,11 @@ def _fitting(
         for refused in (m for m in maps if m.refused):
             if any(sign.search(t.fqn) for sign in refused.signs for t in manifest.tensors):
                 return _nothing(refused), "its names"
+        excluded = (m for m in known if m not in able and _covers(m, templates))
+        contradicted = (match(m, manifest.tensors, sizes, templates) for m in excluded)
+        refused_by_config = next((m for m in contradicted if m.fits), None)
+        if refused_by_config is not None:  # the caller reports the contradiction
+            return refused_by_config, "names and shapes"
         every = found or [match(m, manifest.tensors, sizes, templates) for m in able]
         return min(every, key=_distance), "the closest by names"
     first = fitting[0]
@@ -215,7 +225,7 @@ def _fitting(
 
 
 def _covers(rules: ArchMap, templates: Templates) -> bool:
-    """Whether every kind of name is one that some rule takes: quickly, before shapes are looked at."""
+    """Return whether a rule takes every kind of name: a quick test before shapes are compared."""
     taken: set[str] = set()
     wild = []
     for rule in rules.rules:
@@ -230,14 +240,14 @@ def _covers(rules: ArchMap, templates: Templates) -> bool:
 
 
 def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:
-    """What a config of either world says that the map is not for; "" for nothing."""
+    """Return what a config of either world has that the map does not support, or ""."""
     required = {rules.world: rules.requires, rules.to: rules.target_requires}
     for config in configs:
         for place, values in required.get(config.world, {}).items():
-            said = config.at(place)
-            if isinstance(said, (str, int, float)) and said not in values:
+            value = config.at(place)
+            if isinstance(value, (str, int, float)) and value not in values:
                 wanted = " or ".join(json.dumps(v) for v in values)
-                return f"{config.name} says {place} = {json.dumps(said)}, the map is for {wanted}"
+                return f"{config.name} says {place} = {json.dumps(value)}, the map is for {wanted}"
     return ""
 
 
@@ -251,7 +261,7 @@ def _require_agreed(rules: ArchMap, configs: Sequence[Config]) -> None:
 
 
 def _outcome(matched: Matched) -> frozenset[Any]:
-    """Equal for maps that do the same with the tensors."""
+    """Return a value that is equal for maps with equal results."""
     return frozenset(
         (of.term, of.rule.to, of.rule.add, tuple(sorted(of.sizes.items())), tuple(of.rows.tolist()))
         for of in matched.classes
@@ -259,7 +269,7 @@ def _outcome(matched: Matched) -> frozenset[Any]:
 
 
 def _distance(matched: Matched) -> int:
-    """How much does not fit."""
+    """Count what does not fit."""
     return (
         len(matched.left)
         + len(matched.twice)
@@ -278,11 +288,14 @@ def _archs(maps: Sequence[ArchMap]) -> str:
 
 
 def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
-    """Both steps as one: first renamed by the user's rules, then mapped."""
+    """Combine renaming by the user's rules and the map after it."""
     before = {new: old for old, new in mapped.renamed}
     renamed = [(before.get(old, old), new) for new, old in found.moved.items()]
-    gone = [Dropped(before.get(name, name), rule) for name, rule in found.dropped]
-    gone += [Dropped(before.get(name, name), rule, part=True) for name, rule in found.parts]
+    gone = [
+        Dropped(before.get(name, name), rule, only_zero=found.only_zero.get(name, ""))
+        for name, rule in found.dropped
+    ]
+    gone += [Dropped(before.get(name, name), rule, part=count) for name, rule, count in found.parts]
     made = tuple(
         MadeTensor(new, rule, tuple(before.get(s, s) for s in found.sources[new]), new in found.moved)
         for new, rule in found.rules.items()
@@ -299,12 +312,12 @@ def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
 
 def _assumed(found: MappedManifest) -> Iterator[Finding]:
     for axis, size in found.guessed:
-        message = f"nothing tells the size of {axis} in the map of {found.map.arch}: {size} was assumed"
+        message = f"the size of {axis} in the map of {found.map.arch} is unknown: {size} was assumed"
         yield finding("assumed-size", "cover", message)
 
 
 def lacking(matched: Matched) -> Iterator[Finding]:
-    """What a part of a model lacks."""
+    """Yield a finding for the tensors that a part of a model lacks."""
     gone = [f"nothing for the rule {rule}" for rule in matched.unused] + list(matched.absent)
     if gone:
         more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""

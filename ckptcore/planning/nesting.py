@@ -1,7 +1,7 @@
-"""Nesting: where in a file's tree do the kept tensors and objects stand, and what are they called there?
+"""Give kept tensors and objects their paths in the tree of an output file, and their names.
 
-Writers that nest are given a path for every name; a format may move what it finds (Lightning's one file
-has the model under another key than its folders), and names follow their paths.
+Writers that nest get a path for every name. A format may move entries (Lightning's one file has the model
+under another key than its folders), and names follow their paths.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ Objects = dict[str, Any]
 def nest(
     layout: Layout, source: Manifest, mapped: Mapped, objects: Objects
 ) -> tuple[Mapped, Objects, Paths, Mapping[str, str]]:
-    """The tensors and objects as the layout names them, their paths, and old name -> new name.
+    """Return tensors and objects as the layout names them, their paths, and old name -> new name.
 
-    mapped: the kept tensors. objects: key -> tree of those that are carried. Paths are in saved order.
-    Raises `NameMismatch` when two would stand in one place, and what the layout's ``place`` raises.
+    Args:
+        layout: Layout of the output.
+        source: The source.
+        mapped: The kept tensors.
+        objects: Key -> tree of the carried objects.
+
+    Raises:
+        NameMismatch: Two would have one name. The layout's ``place`` may raise, too.
     """
     if not layout.nests:
         return mapped, objects, Paths(), {}
@@ -37,7 +43,7 @@ def nest(
         target = rule(path) if rule is not None else path
         moved[name] = ".".join(map(str, target))
         paths.add(moved[name], target)
-    for key, tree in objects.items():  # tensors inside an object go where it goes
+    for key, tree in objects.items():  # tensors inside an object move with it
         for name in references(tree):
             if name.startswith(f"{key}.") and name not in moved:
                 moved[name] = moved.get(key, key) + name[len(key) :]
@@ -52,9 +58,9 @@ LEFT_OUT = object()
 
 
 def without(tree: Any, gone: set[str]) -> Any:
-    """An object's tree without the dict entries that are tensors left out; `LEFT_OUT` for nothing of it.
+    """Return an object's tree without dict entries of dropped tensors; `LEFT_OUT` if nothing remains.
 
-    A sequence that loses an element goes as a whole, because positions have a meaning.
+    A sequence that loses an element is dropped, because positions have a meaning.
     """
     if isinstance(tree, list):
         items = [without(v, gone) for v in tree]
@@ -74,7 +80,7 @@ def without(tree: Any, gone: set[str]) -> Any:
 
 
 def _in_order(source: Manifest, mapped: Mapped, objects: Objects) -> Iterator[tuple[str, Path]]:
-    """(name, its path) of what is kept and has a path of its own: as saved, then the others."""
+    """Yield (name, path) of kept entries with a path of their own: in saved order, then the others."""
     saved = Paths.of(source)
     new = dict(mapped.renamed)
     kept = {t.fqn for t in mapped.manifest.tensors}

@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What an option is, beside its name, type and default.
+    """Properties of an option, beside its name, type and default.
 
-    help: one line. metavar: what stands for its value. least: the smallest number. pattern: what a text must
-    match. env: the variable that a command line reads where the option is not given. off: the name of its
-    opposite, where that is not ``no-`` and the name. hidden: left out of the help.
+    Attributes:
+        help: One line.
+        metavar: Placeholder of its value in the help.
+        least: Smallest number.
+        pattern: Regex that a text must match.
+        env: Environment variable for the command line.
+        off: Name of its opposite, where that is not ``no-`` and the name.
+        hidden: Whether the help omits it.
     """
 
     help: str
@@ -166,11 +171,11 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options among the arguments of a command, which may have others."""
+        """Select the options among the arguments of a command."""
         return cls(**{name: value for name, value in given.items() if name in options_of(cls)})
 
     def request(self, verb: str, source: str, destination: str | None = None) -> Request:
-        """What to make of a checkpoint; raises `UsageError`.
+        """Return the request; raise `UsageError`.
 
         destination: None takes that of a source that is consolidated: SOURCE.consolidated.
         """
@@ -204,7 +209,7 @@ class Options:
         )
 
     def settings(self) -> Settings:
-        """With what means to do it; raises `UsageError`."""
+        """Return the settings; raise `UsageError`."""
         from ckptcore.planning.request import Settings
 
         return Settings(
@@ -223,7 +228,7 @@ class Options:
 
 
 def options_of(declared: type[Any]) -> Mapping[str, tuple[Any, Option, Any]]:
-    """The options of a dataclass: name -> (type, `Option`, default)."""
+    """Return the options of a dataclass: name -> (type, `Option`, default)."""
     found = _OPTIONS.get(declared)
     if found is None:
         found = _OPTIONS[declared] = _options_of(declared)
@@ -231,7 +236,7 @@ def options_of(declared: type[Any]) -> Mapping[str, tuple[Any, Option, Any]]:
 
 
 def split(annotation: Any) -> tuple[Any, Option | None]:
-    """The type of an annotation, and its `Option` if there is one."""
+    """Return the type of an annotation, and its `Option` if there is one."""
     if get_origin(annotation) is not Annotated:
         return annotation, None
     kind, *more = get_args(annotation)
@@ -239,7 +244,7 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def pydantic_type(kind: Any, option: Option) -> Any:
-    """The type of an option as pydantic reads it, with its limits; what a form shows of it."""
+    """Return the pydantic type of an option with its limits, as a form shows it."""
     from pydantic import Field
 
     # None is no limit.
@@ -247,7 +252,7 @@ def pydantic_type(kind: Any, option: Option) -> Any:
 
 
 def pairs(name: str, spelled: Iterable[str] | None) -> tuple[tuple[str, str], ...]:
-    """The ``A=B`` texts of an option as pairs; raises `UsageError`.
+    """Split the ``A=B`` texts of an option; raise `UsageError`.
 
     >>> pairs("rename", ["old.=new.", "a=="])
     (('old.', 'new.'), ('a', '='))
@@ -256,7 +261,7 @@ def pairs(name: str, spelled: Iterable[str] | None) -> tuple[tuple[str, str], ..
 
 
 def here(name: str, spelled: str) -> Path:
-    """A path of this machine that an option names; raises `UsageError` for a URL.
+    """Return the local path that an option names; raise `UsageError` for a URL.
 
     A URL made into a path would be a folder called ``s3:``, credentials and all.
     """
@@ -269,17 +274,17 @@ def here(name: str, spelled: str) -> Path:
 
 
 def read_rules(spelled: str | None) -> str | None:
-    """The text of the placement rules that ``--sharding`` names: a file, or the rules themselves (in lines).
+    """Read the placement rules of ``--sharding``: from a file, or the rules themselves (in lines).
 
     Raises `UsageError`.
     """
     if spelled is None or "\n" in spelled:
         return spelled
-    from ckptcore.topology.rules_file import MAX_BYTES  # pydantic: only those who have rules wait for it
+    from ckptcore.topology.rules_file import MAX_BYTES  # imports pydantic
 
     path = here("--sharding", spelled)
     try:
-        with path.open("rb") as file:  # what is named by mistake is not read to its end
+        with path.open("rb") as file:  # a wrong file is not read to its end
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise UsageError(

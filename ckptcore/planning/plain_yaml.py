@@ -1,6 +1,6 @@
-"""Read YAML that strangers wrote: plain values, and work in proportion to the text.
+"""Read untrusted YAML: plain values only, in time proportional to the text.
 
-A file of its own: configs and model cards are read by it, and neither knows the other.
+A module of its own: configs and model cards use it, and neither knows the other.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ MOST = 256 << 10  # bytes; the parser reads some 100,000 a second, and no traine
 
 
 def plain_yaml(text: str | bytes) -> Any:
-    """The value of a YAML text, in which objects of other programs are None; None for what is no YAML.
+    """Return the value of a YAML text, with None for tagged objects; None if it is no YAML.
 
-    Merge keys are not followed: merges of merges grow without bound, and no trainer writes them.
+    Merge keys are ignored: merges of merges grow without bound, and no trainer writes them.
 
     >>> plain_yaml("a: [1, !!python/name:os.system x]"), plain_yaml("[")
     ({'a': [1, None]}, None)

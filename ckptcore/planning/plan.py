@@ -1,4 +1,4 @@
-"""Planning: given what is stored and what is wanted, which bytes go where, in which file?
+"""Plan an output: the bytes of each file, from stored items of a source.
 
 1. The target format arranges the wanted tensors into file layouts (names, offsets, literal bytes).
 2. Per output file, the chunks that overlap its tensors become *reads* (`ckptcore.planning.file_plan`): a box,
@@ -37,12 +37,17 @@ _KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is wanted.
+    """The requested output.
 
-    format: writer's name. single: name of the one output file, or None for a folder.
-    max_file_bytes: tensor bytes per file of a folder. dtypes: name -> output dtype, where it
-    differs. objects: non-tensor values to carry, JSON form. mesh, sharding: for the ranks of a mesh, see
-    `Request`; empty for a mesh of one. serialization: of a DCP folder's items.
+    Attributes:
+        format: Name of the writer's format.
+        single: Name of the only output file, or None for a folder.
+        max_file_bytes: Tensor bytes per file of a folder.
+        dtypes: Name -> output dtype, where it differs.
+        objects: Values other than tensors to carry, JSON form.
+        mesh: The ranks, see `Request`; empty for a mesh of one.
+        sharding: Sharding rules, see `Request`.
+        serialization: Serialization of a DCP folder's items.
     """
 
     format: str
@@ -61,11 +66,13 @@ class Target:
         topology: Topology | None = None,
         order: Sequence[str] = (),
     ) -> Arrangement:
-        """Return what a layout is asked for, to write these tensors in the wanted dtypes.
+        """Return the input of a layout, to write these tensors in the output dtypes.
 
-        paths: where names stand in the tree, for layouts that nest. topology: which rank holds what, for
-        layouts of a mesh; None for a mesh of one. order: names as the saved state dict had them, where paths
-        are in another order.
+        Args:
+            tensors: As stored, under the output's names.
+            paths: Paths of names in the tree, for layouts that nest.
+            topology: Boxes of each rank, for layouts of a mesh; None for a mesh of one.
+            order: Names in the order of the saved state dict, if paths have another order.
         """
         return Arrangement(
             [TensorSpec(t.fqn, self.dtypes.get(t.fqn, t.dtype), t.shape) for t in tensors],
@@ -83,7 +90,13 @@ class Target:
 class PlannedFile:
     """A row of the plan's table of files.
 
-    reads: source bytes it needs. requests: ranges of source files that these lie in, neighbours joined.
+    Attributes:
+        index: Number of the file.
+        path: Path in the output.
+        nbytes: Bytes of the file.
+        tensors: Number of its tensors.
+        reads: Source bytes that it needs.
+        requests: Ranges of source files with these bytes, neighbours joined.
     """
 
     index: int
@@ -96,11 +109,25 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan's head: everything but the plans of its files.
+    """Head of a plan: everything but the plans of its files.
 
-    digest covers everything that decides the output's bytes. items: stored items of the source.
-    map_digest: what was done to names, see `ckptcore.fingerprints.sums.map_digest`. made: of every
-    tensor, where a map of names made them.
+    Attributes:
+        source: Root URL of the source.
+        manifest_digest: Digest of its manifest.
+        target: The requested output.
+        files: Table of files.
+        renamed: (old, new) names.
+        cast: (name, stored dtype, output dtype).
+        dropped: (stored name, reason).
+        ties: (dropped name, kept name).
+        bytes_in: Source bytes to read.
+        bytes_out: Bytes of the output files.
+        digest: Digest of everything that decides the output's bytes.
+        extra: (path, digest) of small files beside the tensors.
+        derived: (name, how it is computed).
+        items: Number of stored items of the source.
+        map_digest: Digest of the renaming, see `ckptcore.fingerprints.sums.map_digest`.
+        made: Origin of every tensor, where a map of names made them.
     """
 
     source: str
@@ -141,10 +168,10 @@ def make_plan(
     File plans that would take much memory are not kept, but made anew whenever they are gone through.
 
     Args:
-        mapped: The tensors under their new names, and what was done to names.
-        target: What is wanted.
-        layout: How the format lays it out in files.
-        arrangement: What the layout is asked for: `Target.arrangement` of the tensors.
+        mapped: The tensors under their new names.
+        target: The requested output.
+        layout: Layout of the format.
+        arrangement: Input of the layout: `Target.arrangement` of the tensors.
         source: The manifest before remapping, when that differs; its digest goes into the plan.
         extra: (path, text digest) of small files that go beside the output; they are part of the digest.
         each: Called with every file's plan as it is made.
@@ -162,17 +189,17 @@ def make_plan(
     followers = followers_of(manifest, twins, ties)
     plans = FilePlans(lambda: file_plans(layout.arrange(arrangement), manifest, wanted, twins, followers))
     rows: list[PlannedFile] = []
-    whole = blake3()
+    digest = blake3()
     for p in plans:
-        rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.held), p.bytes_in, p.requests))
-        whole.update(p.digest)
+        rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.columns), p.bytes_in, p.requests))
+        digest.update(p.digest)
         if each is not None:
             each(p)
     cast = tuple(
         (t.fqn, t.dtype, w.dtype) for t, w in zip(manifest.tensors, wanted, strict=True) if t.dtype != w.dtype
     )
     origin = (source or manifest).digest
-    whole.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
+    digest.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
         manifest.root,
         origin,
@@ -184,7 +211,7 @@ def make_plan(
         ties,
         sum(r.reads for r in rows),
         sum(r.nbytes for r in rows),
-        whole.hexdigest(),
+        digest.hexdigest(),
         tuple(extra),
         tuple((manifest.tensors[t].fqn, told_of(manifest, t)) for t in sorted(manifest.derived)),
         len(manifest.items),
@@ -193,7 +220,7 @@ def make_plan(
 
 
 class FilePlans:
-    """The plans of a plan's files, one at a time. They are kept while they are small."""
+    """The plans of a plan's files, one at a time. They stay in memory while they are small."""
 
     def __init__(self, make: Callable[[], Iterator[FilePlan]]) -> None:
         self._make = make
@@ -216,14 +243,14 @@ class FilePlans:
 
 
 def save_plan(store: Store, plan: Plan, files: Iterable[FilePlan]) -> None:
-    """Writes a plan as a folder; the head comes last, so that a folder with a head is whole."""
+    """Write a plan as a folder. The head comes last, so that a folder with a head is complete."""
     for p in files:
         store.put(file_name(p.index), p.dumped)
     save_head(store, plan)
 
 
 def save_head(store: Store, plan: Plan) -> None:
-    """Writes the head of a plan, which makes its folder whole: when all file plans are there."""
+    """Write the head of a plan, after all file plans."""
     form = asdict(plan)
     form["target"].pop("objects")  # the plans of the files hold their bytes
     if not plan.made:
@@ -232,10 +259,10 @@ def save_head(store: Store, plan: Plan) -> None:
 
 
 def load_head(store: Store) -> Plan:
-    """The head of a saved plan; raises `MalformedCheckpoint`, `SourceUnreadable`."""
+    """Read the head of a saved plan; raise `MalformedCheckpoint`, `SourceUnreadable`."""
     size = store.size(HEAD)
     if size is None:
-        raise MalformedCheckpoint(f"{store.url} holds no plan", hint="make one: ckptcore plan --save")
+        raise MalformedCheckpoint(f"there is no plan in {store.url}", hint="Try ckptcore plan --save")
     try:
         form = json.loads(store.read(HEAD, 0, size))
         target = Target(**form.pop("target"))
@@ -253,7 +280,7 @@ def load_head(store: Store) -> Plan:
 
 
 def load_file_plan(store: Store, index: int) -> FilePlan:
-    """One file's plan of a saved plan."""
+    """Read one file's plan of a saved plan."""
     name = file_name(index)
     size = store.size(name)
     if size is None:
@@ -262,5 +289,5 @@ def load_file_plan(store: Store, index: int) -> FilePlan:
 
 
 def file_name(index: int) -> str:
-    """Name of a file plan in a plan folder."""
+    """Return the name of a file plan in a plan folder."""
     return f"file-{index:05d}.plan"

@@ -1,4 +1,4 @@
-"""Rows: which chunks does an output file read, and which items and files of the source lie under them?
+"""Select the chunk rows that an output file reads, with the items and files of the source behind them.
 
 Functions over chunk columns, for `ckptcore.planning.file_plan`.
 """
@@ -19,28 +19,33 @@ from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, Store
 
 
 def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
-    """Per chunk, whether an earlier one holds the same elements."""
+    """Return, per chunk, whether an earlier one has the same elements."""
     copies = np.zeros(len(manifest.chunks), np.bool_)
     copies[[row for _, row in equal_boxes(manifest)]] = True
     return copies
 
 
 class Overlaps:
-    """Which chunks of a tensor share elements with a box of it?
+    """Finder of the chunks of a tensor that share elements with a box.
 
-    Tensors that are cut alike, as nearly all of a model's are, share the answer.
+    Tensors with equal chunks, as nearly all of a model's tensors, share the answer.
     """
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
         self._alike: dict[bytes, int] = {}
-        self._kind = np.full(len(chunks.first) - 1, -1, np.int64)  # how each tensor is cut, where asked
+        self._kind = np.full(
+            len(chunks.first) - 1, -1, np.int64
+        )  # number of each tensor's chunk layout, -1 where unknown
         self._rows: dict[tuple[int, Box | None], Ints] = {}
 
     def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints]:
-        """The chunk rows that hold something of the boxes, one tensor after the other, and their numbers.
+        """Return the chunk rows that overlap the boxes, tensor by tensor, and their count for each tensor.
 
-        boxes: distinct ones; None for all of a tensor. box: int64 [n], which of them each tensor has.
+        Args:
+            tensor: int64 [n], rows of tensors.
+            boxes: Distinct boxes; None for an entire tensor.
+            box: int64 [n], number of each tensor's box.
         """
         kinds = self._kinds(tensor)
         pairs, first, pair = np.unique(kinds * len(boxes) + box, return_index=True, return_inverse=True)
@@ -54,10 +59,10 @@ class Overlaps:
         return rows, counts
 
     def _needed(self, tensor: int, box: Box | None) -> Ints:
-        """Rows that a box needs, counted from the tensor's first."""
+        """Return the rows that a box needs, counted from the tensor's first."""
         key = int(self._kind[tensor]), box
         if key not in self._rows:
-            rows = held(self._chunks, tensor)
+            rows = filled_rows(self._chunks, tensor)
             if box is not None:
                 rows = overlapping(self._chunks, rows, box)
             self._rows[key] = rows - self._chunks.first[tensor]
@@ -76,7 +81,7 @@ class Overlaps:
 def derived_in(
     tensors: Sequence[int], manifest: Manifest
 ) -> tuple[dict[int, Derived], list[TensorSpec], list[Ints]]:
-    """A file's derived tensors by position, what they are computed from, and the chunks of that."""
+    """Return a file's derived tensors by position, their inputs, and the chunk rows of these."""
     if not manifest.derived or manifest.inputs is None:
         return {}, [], []
     here = {n: manifest.derived[t] for n, t in enumerate(tensors) if t in manifest.derived}
@@ -86,17 +91,17 @@ def derived_in(
     place = {i: n for n, i in enumerate(used)}
     nodes = {n: replace(d, inputs=tuple(place[i] for i in d.inputs)) for n, d in here.items()}
     chunks = manifest.inputs.chunks
-    return nodes, [manifest.inputs.tensors[i] for i in used], [held(chunks, i) for i in used]
+    return nodes, [manifest.inputs.tensors[i] for i in used], [filled_rows(chunks, i) for i in used]
 
 
-def held(chunks: Chunks, tensor: int) -> Ints:
-    """The chunk rows of a tensor that hold something; an empty chunk holds nothing."""
+def filled_rows(chunks: Chunks, tensor: int) -> Ints:
+    """Return the rows of a tensor's chunks that are not empty."""
     span = np.arange(chunks.first[tensor], chunks.first[tensor + 1])
     return span[(chunks.shape[span] > 0).all(axis=1)]
 
 
 def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
-    """Those of the rows whose chunks share elements with a box of their tensor."""
+    """Return the rows whose chunks share elements with a box of their tensor."""
     rank = len(box.shape)
     at = chunks.lo[rows, :rank]
     common = (at < np.array(box.end)) & (at + chunks.shape[rows, :rank] > np.array(box.offset))
@@ -104,7 +109,7 @@ def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
 
 
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
-    """The columns (lo, shape, item, view), with rows of other chunks of the same source behind them."""
+    """Append rows of other chunks of the same source to columns (lo, shape, item, view)."""
     picked = np.concatenate(spans)
     more = (
         chunks.lo[picked],
@@ -118,7 +123,7 @@ def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> t
 def gather_rows(
     chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: list[Ints]
 ) -> tuple[Any, ...]:
-    """(lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
+    """Return (lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
     if twins is None:
         picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         view = None if chunks.view is None else chunks.view[picked]
@@ -137,7 +142,7 @@ def gather_rows(
 
 
 def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
-    """The items that are used, each use in their numbering, and their numbers in ``items``."""
+    """Return the used items, each use in their numbering, and their numbers in ``items``."""
     kept, renumbered = np.unique(used, return_inverse=True)
     member = (
         {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
@@ -159,6 +164,7 @@ def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
 
 
 def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
+    """Return the files that items use, and the items with the new numbers of these files."""
     kept, renumbered = np.unique(items.file, return_inverse=True)
     moved = Items(
         renumbered.reshape(-1).astype(np.int64),
@@ -177,7 +183,7 @@ def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[Store
 def followers_of(
     manifest: Manifest, twins: Manifest | None, ties: Sequence[tuple[str, str]]
 ) -> dict[int, list[int]]:
-    """Position of a kept tensor -> positions of its twins."""
+    """Return position of a kept tensor -> positions of its twins."""
     found: dict[int, list[int]] = {}
     if twins is not None:
         for n, (_, stays) in enumerate(ties):

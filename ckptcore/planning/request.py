@@ -1,4 +1,4 @@
-"""Requests: what is wanted, and with what means? Small frozen values that travel as JSON."""
+"""Requests for an output, and settings of memory, threads and device. Small frozen values, also as JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SUFFIX_FORMATS = {
 }
 # Formats whose folders for a mesh have a suffix, too: a Trainer calls them step=4.ckpt, and looks for that.
 SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
-# Suffixes of what is made of an export, by others -> how.
+# Suffixes of files that other programs make from an export -> how.
 MADE_ELSEWHERE = {
     ".gguf": "export a folder with --config, then run llama.cpp's convert_hf_to_gguf on it (--outfile {name})"
 }
-# Fields that older versions do not know -> their defaults. Left out of the JSON form, they change no digest
-# of a request that an older version made: claims and saved plans stay what they are.
+# Fields that older versions do not know -> their defaults. The JSON form omits defaults, so that digests of
+# requests by older versions do not change: claims and saved plans stay valid.
 _LATER: dict[str, Any] = {"tokenizer": None, "names": "hf-hub", "arch": "auto"}
 STORED = "stored"  # a world of names: those of the checkpoint
 
@@ -96,17 +96,15 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
-            raise UsageError(f"no verb is called {self.verb!r}", hint=f"one of: {', '.join(VERBS)}")
+            raise UsageError(f"the verb must be one of {', '.join(VERBS)} (got {self.verb!r})")
         if self.max_file_size < 1:
-            raise UsageError(f"--max-file-size {self.max_file_size} is not a size")
+            raise UsageError(f"--max-file-size must be at least 1 byte (got {self.max_file_size})")
         if (self.verb == "reshard") != bool(self.mesh):
-            raise UsageError("reshard takes a mesh, and nothing else does", hint="as in --mesh fsdp=4,tp=2")
+            raise UsageError("reshard needs --mesh, and only reshard takes it", hint="Try --mesh fsdp=4,tp=2")
         if self.mesh:
-            parse_mesh(self.mesh)  # a mesh that is none is told before a source is read
+            parse_mesh(self.mesh)  # an invalid mesh is an error before a source is read
         elif self.sharding is not None:
-            raise UsageError(
-                "--sharding is for the ranks of a mesh, and there is none", hint="as in --mesh fsdp=4,tp=2"
-            )
+            raise UsageError("--sharding needs --mesh", hint="Try --mesh fsdp=4,tp=2")
         if self.serialization not in SERIALIZATIONS:
             raise UsageError(
                 f"--serialization {self.serialization} is not known",
@@ -145,7 +143,7 @@ class Request:
 
     @property
     def replaces(self) -> bool:
-        """Whether what lies at the destination may be replaced."""
+        """Whether an existing destination may be replaced."""
         return self.overwrite or self.overwrite_foreign
 
     @property
@@ -157,13 +155,13 @@ class Request:
         return split_url(self.destination)[1] if alone else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form; what came later is left out where nothing is asked of it."""
+        """Return the JSON form, without later fields at their defaults."""
         form = {k: _lists(v) for k, v in asdict(self).items()}
         return {k: v for k, v in form.items() if k not in _LATER or v != _LATER[k]}
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Request:
-        """The request of `as_dict`'s form; raises `UsageError` for unknown fields."""
+        """Return the request of `as_dict`'s form; raise `UsageError` for unknown fields."""
         unknown = set(form) - {f.name for f in fields(cls)}
         if unknown:
             raise UsageError(f"unknown request fields: {', '.join(sorted(unknown))}")
@@ -172,12 +170,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """With what means to do it. Nothing here changes a byte of the output.
+    """Resources of a conversion. Nothing here changes a byte of the output.
 
-    memory: budget for tensor buffers, bytes. workers: threads; None chooses by the machine.
-    device: torch device for casts. verify: check stored CRC-32 and copies while moving.
-    digest: BLAKE3 of every output file. fingerprint: of what the tensors hold, before any cast; None takes
-    one for a reshard only.
+    Attributes:
+        memory: Budget for tensor buffers, bytes.
+        workers: Threads; None chooses by the machine.
+        device: torch device for casts.
+        verify: Whether stored CRC-32 and copies are checked while bytes move.
+        digest: Whether every output file gets a BLAKE3.
+        fingerprint: Whether tensors are fingerprinted before any cast; None for a reshard only.
     """
 
     memory: int = 1 << 30
@@ -189,35 +190,35 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.memory < 1 << 20:
-            raise UsageError(f"--memory {self.memory} is less than 1 MiB")
+            raise UsageError(f"--memory must be at least 1 MiB (got {self.memory} bytes)")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device {self.device} is no device", hint="cpu, cuda or cuda:N")
+            raise UsageError(f"--device must be cpu, cuda or cuda:N (got {self.device!r})")
         if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers {self.workers} is not a number of workers")
+            raise UsageError(f"--workers must be at least 1 (got {self.workers})")
 
     @property
     def threads(self) -> int:
-        """How many threads to run."""
+        """Number of threads to run."""
         if self.workers is not None:
             return self.workers
         return min(4, max(2, len(os.sched_getaffinity(0))))
 
     def of(self, mesh: str) -> Settings:
-        """With the fingerprint decided: what is cut for the ranks of a mesh looks least like its source."""
+        """Return the settings with ``fingerprint`` decided: files of a mesh look least like their source."""
         return self if self.fingerprint is not None else replace(self, fingerprint=bool(mesh))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Settings:
-        """The settings of `as_dict`'s form."""
+        """Return the settings of `as_dict`'s form."""
         return cls(**form)
 
 
 def _is_one_file(format: str) -> bool:
-    """Whether a format is always one file; formats of installed packages count, and unknown names do not."""
+    """Return whether a format is always one file; also for formats of plug-ins, False for unknown names."""
     writers = (f.writer for f in registry().formats if f.name == format and f.writer is not None)
     writer = next(writers, None)  # as `by_name` chooses it
     return writer is not None and writer.single_file

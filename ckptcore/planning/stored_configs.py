@@ -1,6 +1,6 @@
-"""Where trainers leave small files; read the configs among them, as evidence of the architecture.
+"""List the folders of trainers' small files, and read configs there, as evidence of the architecture.
 
-Every export looks for them, so this waits for nothing that only those who map names need.
+Every export uses them, so this module imports nothing that only maps of names need.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TrainerFolder:
 
 
 # Trainers, not formats, so it is no field of readers: Automodel and VeOmni have one format, and folders of
-# their own; one trainer's folder lies beside several formats, and folders above the tensors have no reader.
+# their own. One trainer's folder is beside several formats, and folders above the tensors have no reader.
 TRAINER_FOLDERS = (
     TrainerFolder("", "transformers, OLMo", {"config.json": (None, ""), "config.yaml": (None, "")}),
     TrainerFolder("huggingface", "verl", {"config.json": (HUB, "")}),
@@ -52,17 +52,17 @@ _MOST = 4 << 20  # bytes of a config
 
 
 def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
-    """The configs that a checkpoint has: its training's arguments, and files that trainers leave."""
-    args = next((b for b in source.blobs if b.key == "args" and b.known), None)
-    if args is not None and isinstance(args.tree, dict) and isinstance(args.tree.get("value"), dict):
-        yield Config("the checkpoint's args", "megatron", args.tree["value"])
+    """Yield the configs of a checkpoint: arguments of its training, and files of trainers."""
+    args = _megatron_arguments(source, world)
+    if args is not None:
+        yield Config("the checkpoint's args", "megatron", args)
     with closing(open_store(source.root)) as store:
         for path, spelled, key in _CONFIGS:
             try:
                 size = store.size(path)
                 most = _MOST if path.endswith(".json") else MOST_YAML
                 data = store.read(path, 0, size) if size is not None and size <= most else None
-            except CkptError:  # a folder, or nothing that may be read: no evidence
+            except CkptError:  # a folder, or not readable: no evidence
                 continue
             content = None if data is None else _parsed_config(path, data)
             if content is None:
@@ -73,8 +73,27 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
             yield Config(path, kind, content)
 
 
+def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | None:
+    """Return the arguments of Megatron's training: a namespace, or a dict, which DCP stores value by value.
+
+    A dict may be of any trainer: it counts where names are Megatron's.
+    """
+    found: dict[str, Any] = {}
+    for blob in source.blobs:
+        if not blob.known:
+            continue
+        if blob.key == "args" and isinstance(blob.tree, dict):
+            inside = blob.tree.get("value")
+            if isinstance(inside, dict):
+                return inside
+            found |= blob.tree if "$" not in blob.tree else {}
+        elif blob.key.startswith("args."):
+            found[blob.key.removeprefix("args.")] = blob.tree
+    return found if found and world == "megatron" else None
+
+
 def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:
-    """A config's content; None for what is no mapping."""
+    """Return a config's content; None if it is no mapping."""
     try:
         content = json.loads(data) if path.endswith(".json") else plain_yaml(data)
     except (ValueError, RecursionError):

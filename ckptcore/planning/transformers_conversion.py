@@ -1,10 +1,10 @@
-"""What does transformers' own loader make of an export's names and shapes?
+"""Run transformers' own loader on an export's names and shapes, and report what does not fit.
 
-Since version 5 transformers renames, splits, stacks and joins tensors while it loads: a list of a model's
-parameters says little about the names that its files must have. So its loader is run, on meta tensors of the
-export's shapes: what it leaves without a value, over, or in another shape is what a user would miss. Three
-things it does not notice, because it sorts and stacks what is there, and they are looked for here: experts
-numbered with gaps, two tensors for one parameter, and pieces of wrong sizes that add up to the right one.
+Since version 5 transformers renames, splits, stacks and joins tensors while it loads. The list of a model's
+parameters is therefore no list of names in its files. So the loader runs on meta tensors of the export's
+shapes, and reports what is missing, left over, or of another shape. It sorts and stacks tensors, and does not
+notice three errors that are checked here: gaps in the numbers of experts, two tensors for one parameter, and
+parts of wrong sizes whose sum is right.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ _IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers: tensors are tak
 class ModelMismatch:
     """What does not fit: in the export's names, else in those of the hub's files, else in the model's.
 
-    shapes: (name, shape found, shape wanted). broken: what the loader cannot put together, and why.
-    ties: (name, name that shares its values) by the config, in the export's names. fused: parameters given
-    as the live model has them, where files on the hub hold their pieces.
+    Attributes:
+        missing: Names without a tensor.
+        unexpected: Names that the model does not use.
+        shapes: (name, shape found, shape wanted).
+        broken: What the loader cannot combine, and why.
+        ties: (name, name that shares its values) by the config, in the export's names.
+        fused: Parameters in the form of the live model, where files on the hub have their parts.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -42,6 +46,7 @@ class ModelMismatch:
     fused: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
         return asdict(self)
 
 
@@ -60,10 +65,11 @@ class _Route:
 
 
 def compare(model: Any, found: Mapping[str, Shape]) -> ModelMismatch:
-    """Holds an export against a model as the installed transformers would load it.
+    """Compare an export with a model as the installed transformers would load it.
 
-    model: a transformers model on the meta device; its parameters are replaced. found: the export's
-    names and shapes.
+    Args:
+        model: A transformers model on the meta device; its parameters are replaced.
+        found: Name -> shape of the export.
     """
     wanted = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
     try:
@@ -75,7 +81,7 @@ def compare(model: Any, found: Mapping[str, Shape]) -> ModelMismatch:
 
 
 class _Spares:
-    """Copies of converters, made only when the one before is in use.
+    """Copies of converters, made only while the last one is in use.
 
     For every tensor the loader makes a deep copy of its converter, and throws it away where the parameter
     has one already: for 256 experts in one tensor 255 times. A copy without tensors was not taken, and is
@@ -140,7 +146,7 @@ class _Comparison:
         return out
 
     def _tell(self, group: str, reason: str, out: ModelMismatch) -> None:
-        """One bad group, by the most exact names that there are."""
+        """Report one bad group, by the most exact names."""
         given, pieces = self._given[group], self._pieces[group]
         if len(given) == 1 and self._routes[given[0]].pattern is None and group in self._wanted:
             out.shapes.append((given[0], self._found[given[0]], self._wanted[group]))
@@ -155,7 +161,7 @@ class _Comparison:
             out.broken.append(reason)
 
     def _defect(self, names: Sequence[str]) -> str:
-        """What the loader does not notice about the tensors of one group; empty where nothing is wrong."""
+        """Return the errors in one group that the loader does not notice."""
         by_pattern = defaultdict(list)
         for name in names:
             by_pattern[self._routes[name].pattern].append(name)
@@ -174,7 +180,7 @@ class _Comparison:
         return ""
 
     def _hub_shapes(self) -> dict[str, Shape]:
-        """The names and shapes in the files that transformers would save; empty where it cannot tell."""
+        """Return names and shapes of the files that transformers would save; empty if it fails."""
         try:
             saved = self._loading.revert_weight_conversion(self._model, self._model.state_dict())
         except Exception:  # some classes convert in one direction only: messages name parameters then
@@ -187,7 +193,7 @@ class _Comparison:
         return found
 
     def _routes_of(self, names: Iterable[str]) -> dict[str, _Route]:
-        """Each name's way through the loader: its own functions, in its own order."""
+        """Return the route of each name through the loader: its own functions, in its own order."""
         loading, model = self._loading, self._model
         transforms = self._transforms()  # anew, as some remember what they have seen
         renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
@@ -205,7 +211,7 @@ class _Comparison:
         return routes
 
     def _load(self) -> Any:
-        """What transformers' loader says of these tensors; nothing is allocated."""
+        """Return the report of transformers' loader on these tensors; nothing is allocated."""
         import torch
 
         modeling: Any = importlib.import_module("transformers.modeling_utils")
@@ -221,7 +227,7 @@ class _Comparison:
 
 @contextmanager
 def _quick(loading: Any) -> Iterator[None]:
-    """The loader without what costs it most for many names: copies, sorting keys, a thread's job for each."""
+    """Speed up the loader for many names: without copies, sorting keys, and a job of a thread for each."""
     quick = {"deepcopy": _Spares(), "dot_natural_key": cache(loading.dot_natural_key)}
     before = {name: getattr(loading, name) for name in quick if hasattr(loading, name)}
     env = os.environ.get(_IN_THREADS_NOT)
@@ -240,7 +246,7 @@ def _quick(loading: Any) -> Iterator[None]:
 
 
 def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> ModelMismatch:
-    """For transformers before 5, which renames at most."""
+    """Compare with transformers before 5, which at most renames."""
     rename = getattr(model, "_get_key_renaming_mapping", None)
     own = getattr(model, "_checkpoint_conversion_mapping", None) or None
     new = rename(list(found), own) if rename is not None else {n: n for n in found}
@@ -263,7 +269,7 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
 
 
 def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:
-    """(name, name that shares its values) of parameters, where the config ties them."""
+    """Return (name, name that shares its values) of the parameters that the config ties."""
     keys = getattr(model, "all_tied_weights_keys", None)
     if isinstance(keys, dict):  # transformers 5: already resolved for this config
         return [(a, b) for a, b in keys.items() if a in wanted and b in wanted]
@@ -277,9 +283,9 @@ def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:
 
 
 def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_ways: bool) -> set[str]:
-    """What is still lacking when tied parameters share one value.
+    """Return the missing names that no tie gives a value.
 
-    both_ways: whether any name of a tie may be the one that is there.
+    both_ways: whether any name of a tie may have the value.
     """
     groups: defaultdict[str, set[str]] = defaultdict(set)
     for name, kept in ties:
@@ -292,7 +298,7 @@ def _without_tied(lacking: set[str], ties: Sequence[tuple[str, str]], *, both_wa
 
 
 def _ignored(model: Any, what: str) -> Callable[[str], bool]:
-    """Whether transformers says nothing of a ``missing`` or ``unexpected`` name of this class."""
+    """Return whether transformers ignores a ``missing`` or ``unexpected`` name of this class."""
     patterns = list(getattr(model, f"_keys_to_ignore_on_load_{what}", None) or [])
     if (
         what == "unexpected"
@@ -308,9 +314,10 @@ def _ignored(model: Any, what: str) -> Callable[[str], bool]:
 
 
 def _prediction_layers(config: Any) -> list[str]:
-    """Layers of multi-token prediction, which the hub counts on behind the others and transformers has not.
+    """Return patterns of the layers of multi-token prediction, which transformers lacks.
 
-    Its classes know them by the numbers of the models that were published; configs say how many there are.
+    The hub numbers them after the other layers. Transformers' classes ignore the numbers of published models
+    only; the config has their count.
     """
     more = getattr(config, "num_nextn_predict_layers", None)
     if type(more) is not int or not 0 < more < 64:
@@ -326,12 +333,12 @@ def _by_group(routes: Mapping[str, _Route]) -> defaultdict[str, list[str]]:
 
 
 def _is_listed(route: _Route) -> bool:
-    """Whether the tensor is one of a numbered list that is put together."""
+    """Return whether the tensor is one of a numbered list that becomes one parameter."""
     return route.pattern is not None and "*" in route.pattern
 
 
 def _list_numbers(names: Sequence[str]) -> list[int]:
-    """The numbers that tell names apart, ascending; empty where they differ elsewhere, or in two places.
+    """Return the numbers that distinguish names, ascending; empty if names differ elsewhere, or twice.
 
     >>> [_list_numbers(n) for n in (["a.0.b.2.w", "a.0.b.10.w"], ["a.0.w"], ["a.0.w", "b.0.w"])]
     [[2, 10], [0], []]
@@ -348,6 +355,6 @@ def _list_numbers(names: Sequence[str]) -> list[int]:
 
 
 def _last_line(text: str) -> str:
-    """The gist of transformers' report, which is a traceback, the exception's text, and what it was about."""
+    """Return the last lines of transformers' report, without its traceback."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return " ".join(lines[-2:])

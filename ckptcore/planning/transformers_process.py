@@ -1,9 +1,9 @@
 """Ask transformers in a process of its own.
 
-Its memory is given back before any bytes move, and a crash, a kill or a print of a library is an answer like
-another. A module that answers has ``answer(asked)``, which takes and returns what JSON can say, and ends with
-``if __name__ == "__main__": serve(answer)``. An answer with ``error`` says why there is none. Nothing is
-fetched, and no code that lies beside a model is run.
+Its memory is released before any bytes move. A crash, a kill or a print of a library becomes an answer. A
+module that answers has ``answer(asked)``, whose argument and result are JSON values, and ends with
+``if __name__ == "__main__": serve(answer)``. An answer with ``error`` has the reason of a failure. Nothing is
+fetched, and no code of a model folder runs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Answer = dict[str, Any]
 
 
 def ask(module: str, asked: object, *, seconds: float | None) -> Answer:
-    """What a module answers in a process of its own.
+    """Ask a module in a process of its own.
 
     Args:
-        module: Its dotted name.
-        asked: What it is given, as JSON.
-        seconds: After how many the process is ended; None for never.
+        module: Dotted name of the module.
+        asked: The question, a JSON value.
+        seconds: Timeout; None for none.
 
     Returns:
-        Its answer, or ``{"error": text}`` where it ended without one.
+        The answer, or ``{"error": text}`` if the process ended without one.
     """
     try:
         run = subprocess.run(
@@ -67,7 +67,7 @@ def serve(answer: Callable[[Any], Answer]) -> None:
 
 
 def quiet_transformers() -> Any:
-    """The installed transformers, which ships no complete types; it logs errors alone."""
+    """Import transformers, which has no complete types, and let it log errors only."""
     import transformers
 
     library: Any = transformers
@@ -76,9 +76,9 @@ def quiet_transformers() -> Any:
 
 
 def brief(error: Exception) -> str:
-    """Class and first lines of an error.
+    r"""Return class and first lines of an error.
 
-    >>> brief(ValueError("no such model\\n\\n  in this version"))
+    >>> brief(ValueError("no such model\n\n  in this version"))
     'ValueError: no such model in this version'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -86,7 +86,7 @@ def brief(error: Exception) -> str:
 
 
 def _ended(status: int, stderr: bytes) -> str:
-    """How a process without an answer ended, and the last line that it wrote: of a traceback, the error."""
+    """Return how a process without an answer ended, with the last line of its stderr."""
     how = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
     last = stderr.decode(errors="replace").strip().splitlines()[-1:]
     return f"the process of transformers {how}{f': {last[0][:_MOST_CHARACTERS]}' if last else ''}"

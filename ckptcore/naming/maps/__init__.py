@@ -1,4 +1,4 @@
-"""Map tensors from one world of names to another, as data says it, without reading a tensor.
+"""Map tensors from one world of names to another, by rules that are data, without reading a tensor.
 
 A *world* is a way to name and lay out a model's tensors: ``megatron``, ``torchtitan``, ``olmo_core``,
 ``hf-hub`` (what `save_pretrained` writes). A map holds rules between two worlds for one architecture.
@@ -8,8 +8,8 @@ A *world* is a way to name and lay out a model's tensors: ``megatron``, ``torcht
 - `sizes`: arithmetic on a model's numbers.
 - `declaration`: the TOML files, validated when they are loaded (pydantic: imported by those who map).
 - `index_space`: boxes of stored chunks, split, cut, permuted and merged in columns.
-- `classes`: which rule takes which tensors, sorted into those that are handled alike.
-- `matching`: what comes out by name and shape, and what does not fit.
+- `classes`: the tensors that each rule takes, in classes that are handled at once.
+- `matching`: the names and shapes that a map makes, and what does not fit.
 - `conversion`: the manifest after a map.
-- `numbers`: a model's numbers, by the configs that say them.
+- `numbers`: a model's numbers, from configs. `rope_scaling`: their scaling of rotary embeddings.
 """

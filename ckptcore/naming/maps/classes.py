@@ -1,6 +1,6 @@
-"""Sort stored tensors into classes: those that one term of a rule takes, of one shape and with equal sizes.
+"""Group stored tensors into classes: one term of a rule takes them, and their shapes and sizes are equal.
 
-A class is handled at once, in columns, however many tensors it has.
+A class is handled at once, in columns, whatever the number of its tensors.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -24,15 +25,18 @@ Seen = Mapping[str, set[tuple[int, ...]]]  # term of `to`, as it is written -> i
 
 @dataclass(frozen=True)
 class Class:
-    """Tensors that one term of a rule takes, all of one shape, with what their axes are.
+    """Tensors of one shape that one term of a rule takes, with their axes.
 
     Attributes:
-        rule, side, term: What takes them: a term of this spelling of the rule.
+        rule: The rule that takes them.
+        side: The spelling of the rule.
+        term: The term of that spelling.
         rows: int64 [n], the tensors.
         index: Axis -> int64 [n], their indices.
-        wild, inside: What the wild parts of their names are, see `NameMatch`.
+        wild: Text of each wild part of their names, see `NameMatch`.
+        inside: Numbers in these texts, see `NameMatch`.
         sizes: Axis -> elements, of every axis of the rule.
-        rank: Dims that the ellipsis stands for.
+        rank: Dims in place of the ellipsis.
         shifts: Per term of ``to``: axis -> what is added to an index in the name.
     """
 
@@ -49,17 +53,17 @@ class Class:
 
     @property
     def layout(self) -> AxisLayout:
-        """Of the tensors, without an ellipsis."""
+        """Layout of the tensors, without an ellipsis."""
         return self.term.layout.filled(self.rank)
 
 
 def placed(pieces: Pieces, of: Class, at: Ints) -> Iterator[tuple[int, Pieces]]:
-    """Where boxes of a class's tensors lie in what is made of them.
+    """Yield where boxes of a class's tensors are in what is made of them.
 
     Args:
         pieces: Boxes over the dims of the class's tensors.
         of: The class.
-        at: Number of a box -> which of the class's tensors it is of.
+        at: Number of a box -> number of its tensor in the class.
 
     Yields:
         The number of a term of ``to``, and the boxes over its dims, with a column per index of its name
@@ -82,12 +86,12 @@ def placed(pieces: Pieces, of: Class, at: Ints) -> Iterator[tuple[int, Pieces]]:
 
 
 def shape_in(of: Class, number: int) -> Shape:
-    """The shape of what a term of ``to`` makes."""
+    """Return the shape of the tensors that a term of ``to`` makes."""
     return sizes_of(of.rule.to[number].layout.filled(of.rank), of.sizes)
 
 
 def keys_in(of: Class, number: int, pieces: Pieces, at: Ints) -> tuple[Ints, list[str]]:
-    """Which tensor of a term of ``to`` each box is of: (int64 [n], the names that these number)."""
+    """Return the tensor that each box is part of: (int64 [n], the names that these number)."""
     name = of.rule.to[number].name
     columns = [
         pieces.lo[:, pieces.names.index(each.axis)] + of.shifts[number].get(each.axis, 0)
@@ -96,9 +100,9 @@ def keys_in(of: Class, number: int, pieces: Pieces, at: Ints) -> tuple[Ints, lis
     width = len(columns)
     spans: dict[str, tuple[int, int]] = {}
     for label in name.wild:
-        held = of.inside[label][at[pieces.row]]
-        spans[label] = len(columns), len(columns) + held.shape[1]
-        columns += list(held.T)
+        texts = of.inside[label][at[pieces.row]]
+        spans[label] = len(columns), len(columns) + texts.shape[1]
+        columns += list(texts.T)
     if not columns:
         return np.zeros(len(pieces), np.int64), name.spell({}, of.wild, of.inside, 1)
     keys, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
@@ -108,14 +112,14 @@ def keys_in(of: Class, number: int, pieces: Pieces, at: Ints) -> tuple[Ints, lis
 
 
 def _has(of: Class, term: Term, axes: frozenset[str]) -> bool:
-    """Whether a term holds the block of these axes."""
+    """Return whether a term has the block of these axes."""
     indices = frozenset(i.axis for i in term.name.indices)
     blocks = term.layout.filled(of.rank).blocks
     return any((block | indices) - of.rule.repeats == axes for block in blocks)
 
 
 class Takers:
-    """What every rule of a map takes."""
+    """The tensors that every rule of a map takes."""
 
     def __init__(
         self, rules: ArchMap, tensors: Sequence[TensorSpec], numbers: Mapping[str, int], templates: Templates
@@ -129,7 +133,8 @@ class Takers:
         self.count = np.zeros(len(tensors), np.int64)
         self.classes: list[Class] = []
         self.dropped: dict[int, str] = {}
-        self.parts: list[tuple[int, str]] = []
+        self.only_zero: dict[int, str] = {}
+        self.parts: list[tuple[int, str, int]] = []
         self.guessed: dict[str, int] = {}
         self.problems: list[str] = []
         self.needed: dict[str, str] = {}  # rule that must take something -> a name that it takes
@@ -145,12 +150,12 @@ class Takers:
             self._take(rule)
 
     def twice(self) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Tensors that several rules take, with these."""
+        """Yield the tensors that several rules take, with the names of these rules."""
         for row in np.flatnonzero(self.count > 1).tolist():
             yield row, tuple(name for name, rows in self._by if row in rows)
 
     def unused(self, seen: Seen) -> Iterator[str]:
-        """Rules whose tensors must come out and do not, with a name that they would take."""
+        """Yield the rules that must make tensors and do not, with a name that they would take."""
         used = {name for name, rows in self._by if len(rows)}
         parts = {"", *(self.part[name] for name in used)}
         for name, of in self.needed.items():
@@ -168,7 +173,7 @@ class Takers:
             known, wrong = {}, str(error)
         for side in rule.spellings:
             found = [self._matches(rule, term, known) for term in side]
-            if not found[0]:  # a spelling is told by its first term; others may be those of another spelling
+            if not found[0]:  # others may be terms of another spelling, too
                 continue
             for matches in found:
                 for each in matches:
@@ -176,13 +181,15 @@ class Takers:
                     self._by.append((rule.name, each.rows))
                     if rule.drop:
                         self.dropped |= dict.fromkeys(each.rows.tolist(), rule.drop)
+                        if rule.only_zero:
+                            self.only_zero |= dict.fromkeys(each.rows.tolist(), rule.only_zero)
             if wrong and any(found):
                 self.problems.append(f"{rule.name} does not fit the numbers: {wrong}")
             elif not rule.drop and any(found):
                 self._classify(rule, side, found, known)
 
     def _matches(self, rule: Rule, term: Term, known: Mapping[str, int]) -> list[NameMatch]:
-        """The names that a term takes, with indices on its axes."""
+        """Return the names that a term takes, with indices on its axes."""
         out = []
         for each in term.name.match(self._templates):
             index = dict(each.index)
@@ -207,14 +214,14 @@ class Takers:
             rows = np.flatnonzero(keep)
             if len(rows):
                 inside = {k: v[rows] for k, v in each.inside.items()}
-                held = {k: v[rows] for k, v in index.items()}
-                out.append(NameMatch(each.rows[rows], held, each.wild, inside))
+                indices = {k: v[rows] for k, v in index.items()}
+                out.append(NameMatch(each.rows[rows], indices, each.wild, inside))
         return out
 
     def _classify(
         self, rule: Rule, side: tuple[Term, ...], found: list[list[NameMatch]], known: Mapping[str, int]
     ) -> None:
-        """Sorts what a spelling takes into classes."""
+        """Group the tensors that a spelling takes into classes."""
         dims = {a for term in rule.to for a in term.layout.axes}
         longest: dict[str, int] = {}
         for matches in found:
@@ -236,7 +243,7 @@ class Takers:
     def _instances(
         self, rule: Rule, side: tuple[Term, ...], found: Sequence[tuple[int, NameMatch]]
     ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, NameMatch, Ints]]]]:
-        """Tensors that go together, by the shapes of each term's: (shapes, (term, match, rows) of each)."""
+        """Yield tensors that go together by shapes: (shape of each term, its (term, match, rows))."""
         shared = set.intersection(*({i.axis for i in t.name.indices} for t in side))
         keys = [
             np.hstack(
@@ -278,7 +285,7 @@ class Takers:
         members: Sequence[tuple[int, NameMatch, Ints]],
         known: Mapping[str, int],
     ) -> None:
-        """Adds the classes of tensors that go together, when their sizes can be told."""
+        """Add the classes of tensors that go together, if their sizes are known."""
         _, m, chosen = members[0]
         first = self._tensors[int(m.rows[chosen[0]])].fqn
         shapes = [None if k < 0 else self._shapes[k] for k in kinds]
@@ -297,18 +304,27 @@ class Takers:
         lost = [a for a in rule.drops if sizes.get(a, 0)]
         for number, match_, rows in members:
             term, shape = side[number], shapes[number]
-            assert shape is not None  # a member has a shape
+            assert shape is not None  # every member has a shape
             rank = len(shape) - len(term.layout.dims) + 1 if term.layout.open else 0
             index = {a: v[rows] for a, v in match_.index.items()}
             inside = {k: v[rows] for k, v in match_.inside.items()}
             self.classes.append(
                 Class(rule, side, term, match_.rows[rows], index, match_.wild, inside, sizes, rank, shifts)
             )
-            self.parts += [(row, rule.drops[a]) for a in lost for row in match_.rows[rows].tolist()]
+            self.parts += [
+                (row, rule.drops[a], _elements_along(a, term.layout.filled(rank), sizes))
+                for a in lost
+                for row in match_.rows[rows].tolist()
+            ]
+
+
+def _elements_along(axis: str, layout: AxisLayout, sizes: Mapping[str, int]) -> int:
+    """Count the elements of the blocks of a layout that have an axis."""
+    return sum(prod(sizes[a] for a in block) for block in layout.blocks if axis in block)
 
 
 def _known(rule: Rule, numbers: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of a rule's axes that numbers tell."""
+    """Return the sizes of a rule's axes that follow from the numbers."""
     axes = {a for side in (*rule.spellings, rule.to) for t in side for a in _every_axis(t)}
     known = {a: numbers[a] for a in axes - rule.axes.keys() if a in numbers}
     return _evaluated(rule, known, numbers)
@@ -319,7 +335,7 @@ def _every_axis(term: Term) -> set[str]:
 
 
 def _evaluated(rule: Rule, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> dict[str, int]:
-    """With the axes whose arithmetic can be done; raises `ValueError` where it contradicts a size."""
+    """Add the axes that can be computed; raise `ValueError` where one contradicts a known size."""
     found = dict(sizes)
     while True:
         before = len(found)
@@ -341,10 +357,10 @@ def _all_sizes(
     known: Mapping[str, int],
     numbers: Mapping[str, int],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The sizes of every axis of a rule, and those that are guessed.
+    """Return the size of every axis of a rule, and the sizes that are guessed.
 
     Raises:
-        UnknownNumber: For an axis whose size nothing tells.
+        UnknownNumber: For an axis of unknown size.
         ValueError: Where sizes contradict each other.
     """
     layouts = []
@@ -364,12 +380,16 @@ def _all_sizes(
         if axis is None:
             break
         sizes[axis] = guessed[axis] = rule.default[axis]
-    held = [layout for layout, _ in layouts]
+    layouts_there = [layout for layout, _ in layouts]
     tail = max(
-        (len(x.dims) - len(t.layout.dims) + 1 for x, t in zip(held, side, strict=False) if t.layout.open),
+        (
+            len(x.dims) - len(t.layout.dims) + 1
+            for x, t in zip(layouts_there, side, strict=False)
+            if t.layout.open
+        ),
         default=0,
     )
-    for layout in (*held, *(t.layout.filled(tail) for t in rule.to)):
+    for layout in (*layouts_there, *(t.layout.filled(tail) for t in rule.to)):
         for node in layout.dims:
             if size_of(node, sizes) is None:
                 raise UnknownNumber(next(a for a in sorted(layout.axes) if a not in sizes))
@@ -377,7 +397,7 @@ def _all_sizes(
 
 
 def _matches_together(found: Sequence[Sequence[NameMatch]]) -> Iterator[list[tuple[int, NameMatch]]]:
-    """Matches of several terms, those together whose wild parts are the same text."""
+    """Group the matches of several terms by the texts of their wild parts."""
     groups: dict[tuple[tuple[str, str], ...], list[tuple[int, NameMatch]]] = {}
     for term, matches in enumerate(found):
         for each in matches:
@@ -386,7 +406,7 @@ def _matches_together(found: Sequence[Sequence[NameMatch]]) -> Iterator[list[tup
 
 
 def _unique_rows(table: Ints) -> tuple[int, Ints]:
-    """(how many distinct rows, which of them each row is)."""
+    """Return (number of distinct rows, number of each row among these)."""
     if not table.shape[1]:
         return 1, np.zeros(len(table), np.int64)
     every, which = np.unique(table, axis=0, return_inverse=True)
@@ -394,6 +414,7 @@ def _unique_rows(table: Ints) -> tuple[int, Ints]:
 
 
 def sizes_of(layout: AxisLayout, sizes: Mapping[str, int]) -> Shape:
+    """Return the shape that a layout has with these sizes."""
     found = tuple(size_of(d, sizes) for d in layout.dims)
-    assert None not in found  # `_all_sizes` has looked
+    assert None not in found  # `_all_sizes` has checked
     return tuple(int(n) for n in found if n is not None)

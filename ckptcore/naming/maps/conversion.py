@@ -1,14 +1,14 @@
-"""Apply a map to a manifest: every tensor of the new world as views into what is stored.
+"""Apply a map to a manifest: make every tensor of the new world a set of views into stored items.
 
-A chunk of a mapped tensor is a box, the item that holds it, and a view: first byte and strides, relative to
-the elements of the item in their row-major order. What an item's own metadata says of its layout (a torch
-zip's strides) is put together with the view when the item is resolved. No tensor is read.
+A chunk of a mapped tensor is a box, an item, and a view: first byte and strides, relative to the elements of
+the item in row-major order. An item can have a layout of its own (the strides of a torch zip). Resolving the
+item combines it with the view. No tensor is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,13 +29,14 @@ class MappedManifest:
 
     Attributes:
         manifest: The tensors under their new names, over the same items.
-        map: What made it.
-        sources: New name -> names of the tensors that it is made of.
+        map: The map that was applied.
+        sources: New name -> names of the tensors it is made of.
         rules: New name -> the rule that made it.
-        moved: New name -> old name, where a tensor's elements, order and shape are what they were.
-        dropped: (old name, reason) of what does not go on.
-        parts: (old name, reason) of tensors of which a part does not go on.
-        guessed: (axis, size) that nothing tells, and a rule assumes.
+        moved: New name -> old name, where elements, order and shape do not change.
+        dropped: (old name, reason) of tensors that are dropped.
+        only_zero: Old name of a dropped tensor -> why it must be all zero.
+        parts: (old name, reason, elements) of tensors of which a part is dropped.
+        guessed: (axis, size) that a rule assumes, because neither numbers nor shapes give it.
     """
 
     manifest: Manifest
@@ -44,17 +45,18 @@ class MappedManifest:
     rules: Mapping[str, str]
     moved: Mapping[str, str]
     dropped: tuple[tuple[str, str], ...]
-    parts: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, str, int], ...]
     guessed: tuple[tuple[str, int], ...]
+    only_zero: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> MappedManifest:
-    """The manifest after a map.
+    """Return the manifest after a map.
 
     Args:
-        manifest: Whose every tensor the map has a rule for.
+        manifest: The map has a rule for each of its tensors.
         rules: The map.
-        numbers: Of the model.
+        numbers: The model's sizes, by the names that rules use.
 
     Raises:
         NameMismatch: Naming what is missing, left over, or does not fit.
@@ -66,7 +68,7 @@ def convert(manifest: Manifest, rules: ArchMap, numbers: Mapping[str, int]) -> M
 
 
 def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
-    """The manifest after a map that fits it; raises `UsageError` as `convert`."""
+    """Return the manifest after a map that fits it; raise `UsageError` as `convert` does."""
     _require_stored(manifest, matched)
     names = [t.fqn for t in manifest.tensors]
     number = {made.name: n for n, made in enumerate(matched.made)}
@@ -80,13 +82,14 @@ def converted(manifest: Manifest, matched: Matched) -> MappedManifest:
         {m.name: m.rule for m in matched.made},
         {m.name: names[m.sources[0]] for m in matched.made if m.same and not m.add and len(m.sources) == 1},
         tuple((names[t], reason) for t, reason in matched.dropped.items()),
-        tuple((names[t], reason) for t, reason in matched.parts),
+        tuple((names[t], reason, count) for t, reason, count in matched.parts),
         matched.guessed,
+        {names[t]: reason for t, reason in matched.only_zero.items()},
     )
 
 
 def _require_stored(manifest: Manifest, matched: Matched) -> None:
-    """Computed tensors are renamed, and nothing else."""
+    """Require that computed tensors are renamed only."""
     for made in matched.made:
         if made.add and made.dtype not in ADDED:
             raise UsageError(
@@ -104,7 +107,7 @@ def _require_stored(manifest: Manifest, matched: Matched) -> None:
 def _pieces(
     chunks: Chunks, manifest: Manifest, classes: Sequence[Class], number: Mapping[str, int]
 ) -> tuple[Ints, list[tuple[int, Pieces, Ints]]]:
-    """(ids: tensor of every box, (rank, boxes, chunk of each) class by class)."""
+    """Return (the tensor of every box, (rank, boxes, chunk of each) class by class)."""
     ids: list[Ints] = [np.zeros(0, np.int64)]
     parts: list[tuple[int, Pieces, Ints]] = []
     twin = np.full(len(chunks), -1, np.int64)
@@ -136,12 +139,12 @@ def _mapped_manifest(
     parts: Sequence[tuple[int, Pieces, Ints]],
     number: Mapping[str, int],
 ) -> Manifest:
-    """The tensors with their chunks; those that are computed by themselves."""
+    """Return the manifest of the mapped tensors, with nodes for those that are computed."""
     ranks = np.array([len(t.shape) for t in manifest.tensors], np.int64)
     chunks = _chunk_columns(manifest.chunks, ranks, len(specs), ids, parts)
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}
     items = replace(manifest.items, holds=_promised(manifest, ranks, parts))
-    whole = replace(
+    mapped = replace(
         manifest,
         tensors=tuple(specs),
         chunks=chunks,
@@ -166,10 +169,10 @@ def _mapped_manifest(
             inputs.append(TensorSpec(manifest.tensors[source].fqn, made.dtype, made.shape))
             spans.append((chunks, n))
     if not nodes:
-        return whole
+        return mapped
     below = _gathered(spans)
     rank = max(chunks.lo.shape[1], below.lo.shape[1])
-    return replace(whole, chunks=_with_rank(_without_chunks_of(chunks, nodes), rank)).deriving(
+    return replace(mapped, chunks=_with_rank(_without_chunks_of(chunks, nodes), rank)).deriving(
         nodes, tuple(inputs), _with_rank(below, rank)
     )
 
@@ -177,7 +180,7 @@ def _mapped_manifest(
 def _chunk_columns(
     stored: Chunks, ranks: Ints, tensors: int, ids: Ints, parts: Sequence[tuple[int, Pieces, Ints]]
 ) -> Chunks:
-    """Chunk columns, by tensor; a chunk that is what it was stays unresolved where it was.
+    """Return chunk columns by tensor; an unchanged chunk that was unresolved stays so.
 
     ranks: int64 [T], dims of the stored tensors.
     """
@@ -205,33 +208,33 @@ def _chunk_columns(
 
 
 def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces, Ints]]) -> Ints | None:
-    """What the metadata says of the items that boxes are views into: see `Items`."""
-    stored, held = manifest.chunks, manifest.items.holds
+    """Return the shape that metadata promises for every item that boxes are views into: see `Items`."""
+    stored, known = manifest.chunks, manifest.items.holds
     rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
     if stored.view is not None:
         rows = rows[stored.view[rows, 0] < 0]
     rows = rows[stored.item[rows] >= 0]
     if not len(rows):
-        return held
+        return known
     rank = stored.shape.shape[1]
     found = np.full((len(manifest.items), 1 + rank), -1, np.int64)
-    if held is not None:
-        found[:, : held.shape[1]] = held[:, : 1 + rank]
+    if known is not None:
+        found[:, : known.shape[1]] = known[:, : 1 + rank]
     found[stored.item[rows], 0] = ranks[stored.tensor[rows]]
     found[stored.item[rows], 1:] = stored.shape[rows]
     return found
 
 
 def _flags(stored: Chunks, row: Ints) -> Ints:
-    """The view flags of chunks, 0 of those that are not resolved."""
+    """Return the view flags of chunks, 0 for unresolved ones."""
     if stored.view is None:
         return np.zeros(len(row), np.int64)
-    held = stored.view[row]
-    return np.where(held[:, 0] >= 0, held[:, 1], 0)
+    view = stored.view[row]
+    return np.where(view[:, 0] >= 0, view[:, 1], 0)
 
 
 def _unchanged(stored: Chunks, row: Ints, shape: Ints, step: Ints, start: Ints) -> Bools:
-    """Which boxes are a whole chunk that is not resolved, in its own shape and order."""
+    """Return which boxes are an entire unresolved chunk in its own shape and order."""
     rank = min(shape.shape[1], stored.shape.shape[1])
     same: Bools
     same = (start == 0) & (shape[:, :rank] == stored.shape[row, :rank]).all(axis=1)
@@ -247,7 +250,7 @@ def _unchanged(stored: Chunks, row: Ints, shape: Ints, step: Ints, start: Ints) 
 
 
 def _gathered(spans: Sequence[tuple[Chunks, int]]) -> Chunks:
-    """The chunks of tensors of several tables, in one."""
+    """Join the chunks of tensors of several tables in one table."""
     rank = max(c.lo.shape[1] for c, _ in spans)
     parts = [(_with_rank(c, rank), slice(int(c.first[t]), int(c.first[t + 1]))) for c, t in spans]
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum([s.stop - s.start for _, s in parts])])
@@ -258,7 +261,7 @@ def _gathered(spans: Sequence[tuple[Chunks, int]]) -> Chunks:
 
 
 def _with_rank(chunks: Chunks, rank: int) -> Chunks:
-    """With columns for so many dims, and a view for every chunk."""
+    """Return the chunks with columns for ``rank`` dims and a view each."""
     view = chunks.view
     if view is None:
         view = np.full((len(chunks), 2 + chunks.lo.shape[1]), -1, np.int64)
@@ -267,7 +270,7 @@ def _with_rank(chunks: Chunks, rank: int) -> Chunks:
 
 
 def _without_chunks_of(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks:
-    """Without the chunks of some tensors, which stay in the table."""
+    """Return the table without the chunks of some tensors, which stay in it."""
     if not tensors:
         return chunks
     kept = ~np.isin(chunks.tensor, np.array(sorted(tensors), np.int64))

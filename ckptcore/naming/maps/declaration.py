@@ -1,4 +1,4 @@
-"""Read maps from TOML, and refuse those that say something impossible.
+"""Read maps of names from TOML, and reject impossible ones.
 
 A family of models is one file in ``families/``; what families share are named groups of rules in ``shared/``:
 
@@ -18,32 +18,32 @@ from = "decoder.layers.{layer}.self_attention.q_layernorm.weight"
 to = "model.layers.{layer}.self_attn.q_norm.weight"
 ```
 
-A rule says which tensors of one world are which of the other. ``from`` and ``to`` are a term, or a list of
-terms that make up the whole together; ``or`` is a list of other spellings of ``from``, told by their first
-terms. A term is a name (`tensor_name`) and, behind ``" : "``, a layout (`layout`); without layouts tensors
-stay what they are. More of a rule:
+A rule maps tensors of one world to tensors of the other. ``from`` and ``to`` are a term, or a list of terms
+that belong together. ``or`` is a list of other spellings of ``from``; their first terms identify them. A term
+is a name (`tensor_name`) and, after ``" : "``, a layout (`layout`). Without layouts tensors do not change.
+More fields of a rule:
 
-- ``axes = {q = "heads / kv_heads", k = 1}``: sizes, by arithmetic on numbers and other axes. An axis without
-  one takes its size from the number of its name, or from the shapes; ``default`` = {pad = 0} where neither
-  tells. An axis that is an index in names is that long where its size is known: other indices do not match.
+- ``axes = {q = "heads / kv_heads", k = 1}``: sizes, by arithmetic on numbers and other axes. Without one,
+  the number of its name or the shapes give the size of an axis, or else ``default = {pad = 0}`` does. The
+  size of an axis that is an index in names bounds that index.
 - ``drops = {pad = "reason"}``: parts that no tensor of ``to`` has. ``drop = "reason"`` instead of ``to``: the
-  tensor does not go on.
+  tensor is dropped. ``only_zero = "reason"`` beside it: one with another value than zero is an error.
 - ``repeats = ["heads"]``: axes of ``to`` along which elements of ``from`` are repeated.
 - ``add = 1``: added to every element, in float32, rounded to the stored dtype.
 - ``where = "layer < dense"``: of indices and numbers.
 - ``presence``: ``every`` (the default: for all indices of the first name), ``some``, or ``optional``.
-- ``part``: rules of one part are all needed where one of them takes something, and none of them elsewhere.
-- ``one_way = "reason"``: why there is no way back, where neither a drop nor ``add`` says it.
+- ``part``: rules of one part are all needed if one of them takes something, and none of them otherwise.
+- ``one_way = "reason"``: why there is no inverse, where neither a drop nor ``add`` is the reason.
 
-A map may say ``requires = {"model.block.name" = ["default"]}``: values that the trainer's own config must
-have there, where there is one, and ``target_requires`` for the config of the other world; and ``refused =
-"reason"`` instead of rules, with ``signs``, patterns that tell its names. ``by_name = true`` is for a map
-that only ``--arch`` or a config chooses: the names and shapes are those of another family. A group and a map
-may say ``stacked = {layer = "decoder.layers."}``: names below that prefix may also come without their index,
-with the layers in a first dim of their own.
+More fields of a map: ``requires = {"model.block.name" = ["default"]}``, values that the trainer's own config
+must have if there is one; ``target_requires``, the same for the config of the other world; ``refused =
+"reason"`` instead of rules, with ``signs``, patterns of its names. ``by_name = true`` is for a map that only
+``--arch`` or a config selects, because its names and shapes are those of another family. ``stacked = {layer =
+"decoder.layers."}``, also of a group: names below that prefix may also come without their index, with the
+layers in a first dim of their own.
 
-A map may have ``[[map.again]]`` for layers that are built as others are, elsewhere: rules whose names all
-begin with the first text of ``from`` and of ``to`` hold with the other ones too, as the part ``name``.
+A map may have ``[[map.again]]`` for layers that are built like others: a rule whose names all begin with the
+first text of ``from`` and of ``to`` also applies with the other texts, as the part ``name``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Term:
 
     @cached_property
     def blocks(self) -> tuple[frozenset[str], ...]:
-        """The axes of each block, indices included; dims of an ellipsis are left out."""
+        """The axes of each block with indices, without dims of an ellipsis."""
         indices = frozenset(i.axis for i in self.name.indices)
         return tuple((block | indices) - {ELLIPSIS} for block in self.layout.blocks)
 
@@ -90,19 +90,23 @@ class Term:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule with its choices made.
+    """One rule, with one text chosen for each choice in its names.
 
     Attributes:
-        name: Of its declaration, with the group it comes from.
-        spellings: Of the tensors that it takes; one of them counts.
-        to: What becomes of them; nothing where they are dropped.
-        presence: every, some or optional.
-        axes: Axis -> expression. default: axis -> size. where: expression, or "".
-        drops: Axis -> why its part does not go on. drop: why nothing of it does, or "".
+        name: Name in the declaration, with its group.
+        spellings: Terms of the tensors that it takes; exactly one spelling is used.
+        to: Terms of the tensors that it makes; none where tensors are dropped.
+        presence: ``every``, ``some`` or ``optional``.
+        axes: Axis -> expression.
+        default: Axis -> size if nothing else gives it.
+        where: Expression over indices and numbers, or "".
+        drops: Axis -> why its part is dropped.
+        drop: Why tensors are dropped, or "".
         repeats: Axes along which elements are repeated.
-        add: Added to every element.
-        one_way: Why it has no inverse; "" where it has.
-        part: Of the model, which may be absent as a whole; "" for what every model has.
+        add: Value added to every element.
+        one_way: Why it has no inverse; "" where it has one.
+        part: Part of the model that may be absent; "" for what every model has.
+        only_zero: Why dropped tensors must be all zero; "" where values do not matter.
     """
 
     name: str
@@ -118,14 +122,15 @@ class Rule:
     add: int = 0
     one_way: str = ""
     part: str = ""
+    only_zero: str = ""
 
     @property
     def invertible(self) -> bool:
-        """Whether the rule backwards gives what it was."""
+        """Whether the inverted rule restores the tensors."""
         return not self.one_way
 
     def inverted(self) -> Rule:
-        """The rule backwards; its first spelling is what it makes."""
+        """Return the inverse, which makes the first spelling."""
         return replace(self, spellings=(self.to,), to=self.spellings[0])
 
 
@@ -134,16 +139,19 @@ class ArchMap:
     """The rules between two worlds for one architecture.
 
     Attributes:
-        arch: Its name. architectures, model_types: what a config.json calls it.
-        world, to: From where to where.
+        arch: Name of the architecture.
+        architectures: Class names in config.json.
+        model_types: Model types in config.json.
+        world: World of the source's names.
+        to: World of the target's names.
         rules: In the order of the declaration.
-        refused: Why there is no map although the architecture is known; "" where there is one.
-        requires: Path in the world's own config -> values that it may have there, where it has one.
-        target_requires: The same for the config of the world ``to``.
-        by_name: Whether only ``--arch`` or a config chooses it, and not its names and shapes.
-        signs: Patterns by which names of a refused architecture are told.
-        digest: Of the declaration, with the groups it uses, hex.
-        version: Of the library that the rules come from, or "".
+        refused: Why there is no map for a known architecture; "" where there is one.
+        requires: Path in a config of ``world`` -> values that it may have there.
+        signs: Patterns of names that identify a refused architecture.
+        digest: Digest of the declaration with the groups it uses, hex.
+        version: Version of the library that the rules come from, or "".
+        target_requires: The same as ``requires`` for a config of ``to``.
+        by_name: Whether only ``--arch`` or a config selects it, never names and shapes.
     """
 
     arch: str
@@ -166,7 +174,7 @@ class ArchMap:
         return all(r.invertible for r in self.rules)
 
     def inverted(self) -> ArchMap:
-        """The map of the other direction.
+        """Return the map of the other direction.
 
         Raises:
             UsageError: With the rules that have no inverse.
@@ -221,11 +229,15 @@ class RuleForm(_Form):
     presence: Literal["every", "some", "optional"] = "every"
     one_way: str = ""
     part: str = ""
+    # It changes no output, only what is an error: no part of a map's digest.
+    only_zero: str = Field("", exclude=True)
 
     @model_validator(mode="after")
     def _one_end(self) -> RuleForm:
         if (self.to is None) != bool(self.drop):
             raise ValueError("a rule has either `to` or `drop`")
+        if self.only_zero and not self.drop:
+            raise ValueError("`only_zero` is for a rule with `drop`")
         for expression in (*self.axes.values(), *([self.where] if self.where else [])):
             names_in(expression)
         if self.repeats and not self.one_way:
@@ -234,7 +246,7 @@ class RuleForm(_Form):
 
 
 class GroupForm(_Form):
-    """Rules that families share. defaults: texts for what stands in angle brackets."""
+    """Rules that families share. defaults: texts for names in angle brackets."""
 
     defaults: dict[str, str] = {}
     axes: dict[str, Expression] = {}
@@ -243,15 +255,15 @@ class GroupForm(_Form):
     rule: tuple[RuleForm, ...]
 
 
-class AgainForm(_Form):
-    """Layers that are built as others are. source, to: beginnings of names, those of the others first."""
+class AlikeForm(_Form):
+    """Layers that are built like others. source, to: prefixes of names, those of the other layers first."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     source: tuple[str, ...] = Field(alias="from", min_length=2)
     to: tuple[str, str]
 
     def of(self, form: RuleForm) -> RuleForm | None:
-        """A rule for these layers; None for one of anything else."""
+        """Return the rule for these layers; None for a rule of other tensors."""
         sides = (form.source, *form.spellings)
         if not all(t.startswith(self.source[0]) for side in sides for t in side):
             return None
@@ -278,7 +290,7 @@ class MapForm(_Form):
     stacked: dict[str, str] = {}
     without: tuple[str, ...] = ()
     rule: tuple[RuleForm, ...] = ()
-    again: tuple[AgainForm, ...] = ()
+    alike: tuple[AlikeForm, ...] = Field((), alias="again")
     refused: str = ""
     requires: dict[str, Values] = {}
     target_requires: dict[str, Values] = {}
@@ -298,21 +310,21 @@ class FamilyForm(_Form):
 
 @cache
 def built_in_maps() -> tuple[ArchMap, ...]:
-    """Every map that comes with ckptcore, by architecture."""
+    """Return every map that comes with ckptcore, by architecture."""
     families = resources.files(__package__) / "families"
     names = sorted(f.name for f in families.iterdir() if f.name.endswith(".toml"))
     return tuple(m for name in names for m in read_maps((families / name).read_text("utf-8"), name))
 
 
 def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
-    """The maps of a family's file.
+    """Return the maps of a family's file.
 
     Args:
         text: TOML.
-        what: What it is called in errors.
+        what: Name of the file, for errors.
 
     Raises:
-        UsageError: For a file that is none, or whose rules contradict themselves.
+        UsageError: The file is not valid, or its rules contradict each other.
     """
     try:
         family = FamilyForm.model_validate(tomllib.loads(text))
@@ -326,21 +338,21 @@ def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
 
 
 def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None = None) -> list[Rule]:
-    """The rules of a declared one, one for each choice of its texts.
+    """Return the rules of a declaration, one for each choice in its names.
 
     Raises:
-        ValueError: For a rule that says something impossible.
+        ValueError: The rule is impossible.
     """
     return list(_rules_of_form(form, group, texts or {}, {}, {}))
 
 
 @cache
 def _groups(name: str) -> Mapping[str, GroupForm]:
-    """The groups of a shared file."""
-    held = resources.files(__package__) / "shared" / f"{name}.toml"
-    if not held.is_file():
+    """Return the groups of a shared file."""
+    file = resources.files(__package__) / "shared" / f"{name}.toml"
+    if not file.is_file():
         raise ValueError(f"there is no file of shared rules called {name}")
-    return {k: GroupForm.model_validate(v) for k, v in tomllib.loads(held.read_text("utf-8")).items()}
+    return {k: GroupForm.model_validate(v) for k, v in tomllib.loads(file.read_text("utf-8")).items()}
 
 
 def _group(name: str) -> GroupForm:
@@ -365,10 +377,10 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
         kept = [r for r in group.rule if f"{name}/{r.name}" not in form.without]
         for each in kept:
             rules += _rules_of_form(each, name, texts, axes, form.stacked | group.stacked)
-            rules += _rules_again(form, each, name, texts, axes)
+            rules += _rules_of_alike(form, each, name, texts, axes)
     for each in form.rule:
         rules += _rules_of_form(each, "", form.texts, form.axes, form.stacked)
-        rules += _rules_again(form, each, "", form.texts, form.axes)
+        rules += _rules_of_alike(form, each, "", form.texts, form.axes)
     known = {f"{name}/{r.name}" for name, group in groups for r in group.rule}
     if unknown := [w for w in form.without if w not in known]:
         raise ValueError(f"`without` names {unknown[0]}, which is in no group that is used")
@@ -379,7 +391,9 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
     declared = [r.name for r in form.rule] + [f"{n}/{r.name}" for n, g in groups for r in g.rule]
     if len(set(declared)) != len(declared):
         raise ValueError("two rules have one name")
-    content = [family.arch, form.model_dump(mode="json"), [g.model_dump(mode="json") for _, g in groups]]
+    own = form.model_dump(mode="json")
+    own["again"] = own.pop("alike")  # a digest depends on the declaration, not on names of fields here
+    content = [family.arch, own, [g.model_dump(mode="json") for _, g in groups]]
     return ArchMap(
         family.arch,
         family.architectures,
@@ -397,18 +411,18 @@ def _map(family: FamilyForm, form: MapForm) -> ArchMap:
     )
 
 
-def _rules_again(
+def _rules_of_alike(
     form: MapForm, rule: RuleForm, group: str, texts: Mapping[str, str], axes: Mapping[str, str]
 ) -> Iterator[Rule]:
-    """A rule for the layers of a map that are built as others are."""
-    if not form.again:
+    """Yield a rule's copies for the layers of a map that are built like others."""
+    if not form.alike:
         return
     update = {
         "source": tuple(_with_texts(t, texts) for t in rule.source),
         "spellings": tuple(tuple(_with_texts(t, texts) for t in side) for side in rule.spellings),
         "to": rule.to and tuple(_with_texts(t, texts) for t in rule.to),
     }
-    for each in form.again:
+    for each in form.alike:
         other = each.of(rule.model_copy(update=update))
         if other is not None:
             yield from _rules_of_form(other, f"{each.name}/{group}" if group else each.name, {}, axes, {})
@@ -447,15 +461,16 @@ def _rules_of_form(
                 form.add,
                 form.one_way or form.drop or "; ".join(form.drops.values()) or (_ADDING if form.add else ""),
                 form.part,
+                form.only_zero,
             )
-            _require_whole(rule)
+            _require_bijective(rule)
             yield rule
     except ValueError as error:
         raise ValueError(f"rule {name}: {error}") from error
 
 
 def _with_texts(text: str, texts: Mapping[str, str]) -> str:
-    """With the texts in angle brackets put in."""
+    """Return a name with texts in place of angle brackets."""
 
     def put(found: re.Match[str]) -> str:
         if found[1] not in texts:
@@ -480,7 +495,7 @@ def _chosen(terms: Sequence[tuple[Term, dict[str, str]]], chosen: Mapping[str, s
 
 
 def _stacked(side: tuple[Term, ...], stacked: Mapping[str, str]) -> list[tuple[Term, ...]]:
-    """A spelling, and the same with layers in the tensors' first dim."""
+    """Return a spelling, and the same with layers in the tensors' first dim."""
     out = [side]
     for axis, prefix in stacked.items():
         if all(_is_below(t, axis, prefix) for t in side):
@@ -495,14 +510,14 @@ def _is_below(term: Term, axis: str, prefix: str) -> bool:
 
 def _with_stacked_axis(term: Term, axis: str) -> Term:
     prefix, _, rest, *more = term.name.parts
-    assert isinstance(prefix, str)  # `_is_below` has looked
+    assert isinstance(prefix, str)  # `_is_below` has checked
     assert isinstance(rest, str)
     name = TensorName((prefix + rest.removeprefix("."), *more))
     return Term(name, AxisLayout((Axis(axis), *term.layout.dims)))
 
 
-def _require_whole(rule: Rule) -> None:
-    """Raises `ValueError` unless every block of one side is one of the other, or dropped with a reason."""
+def _require_bijective(rule: Rule) -> None:
+    """Require that every block of one side is a block of the other, or dropped with a reason."""
     for side in (*rule.spellings, rule.to):
         if len({t.layout.open for t in (*side, *rule.spellings[0])}) > 1:
             raise ValueError("some of its layouts have an ellipsis, and some have none")
@@ -516,8 +531,8 @@ def _require_whole(rule: Rule) -> None:
         return
     made = [block - rule.repeats for term in rule.to for block in term.blocks]
     for side in rule.spellings:
-        held = [block for term in side for block in term.blocks]
-        kept = [b for b in held if not b & rule.drops.keys()]
+        blocks = [block for term in side for block in term.blocks]
+        kept = [b for b in blocks if not b & rule.drops.keys()]
         for block in kept:
             if made.count(block) != 1:
                 raise ValueError(
@@ -529,7 +544,7 @@ def _require_whole(rule: Rule) -> None:
                     f"`to` has a part of {sorted(block)}, and {_first_terms(side)} {_count(kept, block)}"
                 )
         for axis in rule.drops:
-            if not any(axis in block for block in held):
+            if not any(axis in block for block in blocks):
                 raise ValueError(f"it drops {axis}, which {_first_terms(side)} has not")
         wild = {w for term in side for w in term.name.wild}
         if any(set(t.name.wild) - wild for t in rule.to):

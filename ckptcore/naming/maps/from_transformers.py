@@ -56,7 +56,7 @@ class _Tensors:
     one_way: str = ""
 
     def part(self, n: int) -> str:
-        """The label of a part, of one element."""
+        """Return the label of a part, of one element."""
         self.axes[f"p{n}"] = 1
         return f"p{n}"
 
@@ -67,25 +67,25 @@ class _Tensors:
 
 
 def steps_of(transforms: Iterable[Any]) -> tuple[StepForm, ...]:
-    """The steps of a list of transformers' transforms."""
+    """Return the steps of a list of transformers' transforms."""
     return tuple(_step_form(t) for t in transforms)
 
 
 def entries() -> dict[str, tuple[StepForm, ...]]:
-    """The steps of every model type and class that the installed transformers lists."""
+    """Return the steps of every model type and class that the installed transformers lists."""
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     listed: Mapping[str, Sequence[Any]] = mapping._build_checkpoint_conversion_mapping()
     return {name: steps_of(found) for name, found in sorted(listed.items()) if name != "legacy"}
 
 
 def entries_of(names: Iterable[str]) -> dict[str, tuple[StepForm, ...]]:
-    """The steps of some of them."""
+    """Return the steps of some entries."""
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     return {name: steps_of(mapping.get_checkpoint_conversion_mapping(name)) for name in names}
 
 
 def family_of(model: Any, model_type: str, names: Sequence[str]) -> LiveFamilyForm:
-    """Which entries a model's own and its submodules' steps are, in transformers' order.
+    """Return the entries of a model and its submodules, in transformers' order.
 
     As `get_model_conversion_mapping` finds them; entries are named, not copied.
 
@@ -125,7 +125,7 @@ def family_of(model: Any, model_type: str, names: Sequence[str]) -> LiveFamilyFo
 
 
 def built(model_type: str, name: str) -> Any:
-    """A model of a class from its default config, on the meta device, with few layers."""
+    """Build a model of a class from its default config, on the meta device, with few layers."""
     library: Any = importlib.import_module("transformers")
     torch: Any = importlib.import_module("torch")
     with warnings.catch_warnings():
@@ -136,7 +136,7 @@ def built(model_type: str, name: str) -> Any:
 
 
 def classes() -> dict[str, list[str]]:
-    """The classes of each model type that transformers' own tables for `AutoModel...` name."""
+    """Return the classes of each model type in transformers' tables for `AutoModel...`."""
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     out: dict[str, dict[str, None]] = {}
     for table in sorted(n for n in vars(auto) if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")):
@@ -147,7 +147,7 @@ def classes() -> dict[str, list[str]]:
 
 
 def families(kinds: Iterable[str] | None = None) -> list[LiveFamilyForm]:
-    """The families of model types: classes whose parts are the same are one.
+    """Return the families of model types; classes with equal parts are one family.
 
     Those that cannot be built of their default config are left out.
 
@@ -170,7 +170,7 @@ def families(kinds: Iterable[str] | None = None) -> list[LiveFamilyForm]:
 
 
 def _step_form(transform: Any) -> StepForm:
-    """One transform, both ways."""
+    """Return one transform in both directions."""
     kind = type(transform).__name__ if type(transform).__module__ == _LOADING else ""
     to_live, to_hub = _substitution(transform), _substitution(transform.reverse_transform())
     made_of = tuple(type(op).__name__ for op in getattr(transform, "operations", ()))
@@ -188,7 +188,7 @@ def _step_form(transform: Any) -> StepForm:
 
 
 def _refusal_of(kind: str) -> str:
-    return f"transformers' {kind} is arbitrary Python, which no rule stands for"
+    return f"transformers' {kind} is arbitrary Python, which no rule can express"
 
 
 def _substitution(transform: Any) -> Substitution:
@@ -203,7 +203,7 @@ def _substitution(transform: Any) -> Substitution:
 def _rule_of_operations(
     operations: Sequence[Any], hub: Sequence[str], live: Sequence[str]
 ) -> tuple[RuleForm, dict[str, str]]:
-    """The rule that operations are, for parts of names.
+    """Return the rule of operations, for parts of names.
 
     Raises:
         _Unknown: Naming the class of an operation that is not known, or not in this place.
@@ -238,19 +238,19 @@ def _rule_of_operations(
 
 
 def _deepest(op: Any) -> int:
-    """The last dim that an operation names."""
+    """Return the last dim that an operation names."""
     return max((getattr(op, name, 0) for name in ("dim", "dim0", "dim1")), default=0)
 
 
 def _stack(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`MergeModulelist`: a list becomes one tensor, with a dim for its numbers."""
+    """Apply `MergeModulelist`: a list becomes one tensor, with a dim for its numbers."""
     for dims in t.live:
         dims.insert(op.dim, "item")
     t.lists = True
 
 
 def _join(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`Concatenate`: parts of one length, as saving cuts them, or a list of them."""
+    """Apply `Concatenate`: parts of one length, as saving cuts them, or a list of them."""
     if len(live) != 1:
         raise _Unknown("Concatenate")
     if op.num_shards_attribute is not None:
@@ -270,25 +270,25 @@ def _join(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None
 
 
 def _chunk(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`Chunk`: parts of one length."""
+    """Apply `Chunk`: parts of one length."""
     if len(t.live) != 1 or op.num_shards_attribute is not None:
         raise _Unknown("Chunk")
     parts = [t.part(n) for n in range(len(live))]
-    whole, halves = t.live[0], f"({' + '.join(parts)})"
+    dims, halves = t.live[0], f"({' + '.join(parts)})"
     if "two" in t.axes:  # they are what was beside each other
-        if len(parts) != 2 or not whole[op.dim].startswith("(two "):
+        if len(parts) != 2 or not dims[op.dim].startswith("(two "):
             raise _Unknown("Chunk")
         del t.axes["two"]
-        t.live = [[_with(d, "two", part) for d in whole] for part in parts]
+        t.live = [[_with(d, "two", part) for d in dims] for part in parts]
         t.hub = [[_with(d, "two", halves) for d in t.hub[0]]]
         return
-    axis = whole[op.dim]
-    t.live = [[_with(d, axis, f"({part} {axis})") for d in whole] for part in parts]
+    axis = dims[op.dim]
+    t.live = [[_with(d, axis, f"({part} {axis})") for d in dims] for part in parts]
     t.hub = [[_with(d, axis, f"({halves} {axis})") for d in t.hub[0]]]
 
 
 def _split(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`Split`: parts of the lengths that the module's parameters have."""
+    """Apply `Split`: parts with the lengths of the module's parameters."""
     if len(t.live) != 1:
         raise _Unknown("Split")
     parts = [f"part{n}" for n in range(len(live))]
@@ -299,7 +299,7 @@ def _split(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> Non
 
 
 def _interleave(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`Interleave`: what is beside each other in files is above each other in the module."""
+    """Apply `Interleave`: neighbours in files are blocks in the module."""
     if len(t.live) != 1:
         raise _Unknown("Interleave")
     axis = t.live[0][op.dim]
@@ -310,7 +310,7 @@ def _interleave(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -
 
 
 def _transpose(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`Transpose`; with ``check_dims`` only of files that have it the other way round."""
+    """Apply `Transpose`; with ``check_dims`` only for files in the other order."""
     if len(t.live) != 1:
         raise _Unknown("Transpose")
     if op.check_dims:
@@ -323,7 +323,7 @@ def _transpose(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) ->
 
 
 def _rope(t: _Tensors, op: Any, hub: Sequence[str], live: Sequence[str]) -> None:
-    """`PermuteForRope`: halves of heads instead of pairs, in files those beside each other."""
+    """Apply `PermuteForRope`: the module has halves of heads, files have pairs."""
     if len(t.live) != len(live) or op.inverse:
         raise _Unknown("PermuteForRope")
     where = f"{op.subconfig_key}.{_HEADS}" if op.subconfig_key else _HEADS
@@ -348,11 +348,11 @@ _OPERATIONS: Mapping[str, Callable[[_Tensors, Any, Sequence[str], Sequence[str]]
 
 
 def _with(dim: str, axis: str, new: str) -> str:
-    """A dim with one axis replaced."""
-    words = dim.replace("(", "( ").replace(")", " )").split()
+    """Return a dim with one axis replaced."""
+    tokens = dim.replace("(", "( ").replace(")", " )").split()
     if dim == axis:
         return new
-    return " ".join(new if w == axis else w for w in words).replace("( ", "(").replace(" )", ")")
+    return " ".join(new if w == axis else w for w in tokens).replace("( ", "(").replace(" )", ")")
 
 
 def _term(name: str, dims: Sequence[str]) -> str:
@@ -364,7 +364,7 @@ def _is_below(path: str, places: Sequence[str]) -> bool:
 
 
 def _types_within(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """(where, model type) of every config inside of one."""
+    """Yield (place, model type) of every config inside another."""
     for key, value in config.items():
         if isinstance(value, Mapping) and isinstance(value.get("model_type"), str):
             yield f"{before}{key}", value["model_type"]
@@ -372,7 +372,7 @@ def _types_within(config: Mapping[str, Any], before: str = "") -> Iterator[tuple
 
 
 def _small(library: Any, config: Any) -> Any:
-    """A config with two layers: submodules are what counts."""
+    """Return a config with two layers: only submodules count."""
     for name in _SOME:
         if isinstance(vars(config).get(name), int) and vars(config)[name] > 2:
             setattr(config, name, 2)
@@ -386,7 +386,7 @@ def _small(library: Any, config: Any) -> Any:
 
 
 def steps_toml(found: Mapping[str, Sequence[StepForm]], version: str) -> str:
-    """``steps.toml``: every entry's steps, those that are another's named only."""
+    """Return the text of ``steps.toml``: steps of every entry; equal ones are written once."""
     first: dict[str, str] = {}
     same: list[str] = []
     out = [_HEAD, f"version = {_toml_string(version)}\n\n[entries]\n"]
@@ -404,7 +404,7 @@ def steps_toml(found: Mapping[str, Sequence[StepForm]], version: str) -> str:
 
 
 def families_toml(found: Iterable[LiveFamilyForm], version: str) -> str:
-    """``families.toml``."""
+    """Return the text of ``families.toml``."""
     lines = [f"  {_toml_value(f.model_dump(mode='json', exclude_defaults=True))},\n" for f in found]
     return "".join([_HEAD, f"version = {_toml_string(version)}\n\nfamily = [\n", *lines, "]\n"])
 
@@ -413,7 +413,7 @@ _HEAD = "# Made by `python -m ckptcore.naming.maps.from_transformers`. Do not ed
 
 
 def _toml_value(value: Any) -> str:
-    """TOML, on one line."""
+    """Return a value as TOML, on one line."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, (list, tuple)):
@@ -428,7 +428,7 @@ def _key(key: str) -> str:
 
 
 def _toml_string(text: str) -> str:
-    """A string of TOML; literal where it can be, as regexes read better so."""
+    """Return a string as TOML; literal if possible, for readable regexes."""
     if "\\" in text and "'" not in text and text.isprintable():
         return f"'{text}'"
     return json.dumps(text)

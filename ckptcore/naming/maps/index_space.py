@@ -32,7 +32,7 @@ class Pieces:
         width: int64 [n], bytes of an element.
         lo, ext: int64 [n, k], first index and extent.
         step: int64 [n, k], strides, elements.
-        dim: int64 [n, k], the stored dim that a column lies in; -1 for none.
+        dim: int64 [n, k], the stored dim of a column; -1 for none.
         loose: bool [n], whether only the item says its strides: then no stride leads from one stored dim to
             another.
         twin: int64 [n], a number that copies of one stored box share: they are cut alike; -1 without copies.
@@ -70,12 +70,13 @@ class Pieces:
 def pieces_of(
     row: Ints, width: Ints, lo: Ints, shape: Ints, view: Ints | None, loose: Bools, twin: Ints
 ) -> Pieces:
-    """Boxes as a manifest has them; empty ones are left out.
+    """Return the boxes of a manifest, without empty ones.
 
     Args:
         row: int64 [n], kept with each.
         width: int64 [n], bytes of an element.
-        lo, shape: int64 [n, r].
+        lo: int64 [n, r], offsets of the boxes.
+        shape: int64 [n, r], extents of the boxes.
         view: int64 [n, 2 + r], see `Chunks`; a chunk that is not resolved is row-major.
         loose: bool [n], whether an item may have strides of its own where a chunk is not resolved.
         twin: int64 [n], see `Pieces`.
@@ -89,12 +90,12 @@ def pieces_of(
         step = np.where(known[:, None], view[:, 2 : 2 + shape.shape[1]], step)
     names = tuple(f"{n}" for n in range(shape.shape[1]))
     found = Pieces(names, row, start, width, lo, shape, step, _own_dims(shape), loose, twin)
-    held = (shape > 0).all(axis=1)
-    return found if held.all() else found[np.flatnonzero(held)]
+    filled = (shape > 0).all(axis=1)
+    return found if filled.all() else found[np.flatnonzero(filled)]
 
 
-def whole_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
-    """Whole tensors of one shape."""
+def full_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
+    """Return one box for each tensor of one shape."""
     n, k = len(row), len(shape)
     extent = np.broadcast_to(np.array(shape, np.int64), (n, k)).copy()
     steps = np.broadcast_to(np.array(row_major(tuple(shape)), np.int64), (n, k)).copy()
@@ -107,7 +108,7 @@ def whole_boxes(row: Ints, width: Ints, shape: Sequence[int]) -> Pieces:
 
 
 def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
-    """With a column behind the others in which each box has one index."""
+    """Append a column in which each box has one index."""
     zero = np.zeros((len(pieces), 1), np.int64)
     return replace(
         pieces,
@@ -120,7 +121,7 @@ def with_index(pieces: Pieces, name: str, value: Ints) -> Pieces:
 
 
 def opened(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> list[Pieces]:
-    """The boxes over the layout's axes, block by block; further columns stay.
+    """Return the boxes over the layout's axes, block by block; further columns stay.
 
     Args:
         pieces: Whose first columns are the layout's dims.
@@ -134,7 +135,7 @@ def opened(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> list
 
 
 def closed(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> Pieces:
-    """The boxes of one block over the dims of a layout that has this block, and further columns.
+    """Return the boxes of one block over the dims of a layout that has this block; further columns stay.
 
     An axis of the layout that the block lacks is one along which its elements are repeated.
     """
@@ -146,12 +147,12 @@ def closed(pieces: Pieces, layout: AxisLayout, sizes: Mapping[str, int]) -> Piec
 
 
 def single(pieces: Pieces, name: str) -> Pieces:
-    """With every box cut into those of one index along a column."""
+    """Cut every box into boxes of one index along a column."""
     return _exploded(pieces, pieces.names.index(name), pieces.ext[:, pieces.names.index(name)] > 1)
 
 
 def joined(parts: Sequence[Pieces]) -> Pieces:
-    """All boxes of parts that have the same columns."""
+    """Join the boxes of parts with the same columns."""
     if len(parts) == 1:
         return parts[0]
     return Pieces(
@@ -190,7 +191,7 @@ def _open(p: Pieces, column: int, node: Node, sizes: Mapping[str, int]) -> list[
 
 
 def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int], name: str) -> Pieces:
-    """With the columns of a dim's axes made one."""
+    """Merge the columns of a dim's axes."""
     if isinstance(node, Axis):
         if node == UNIT or node.name not in block:
             return _repeated(p, name, _sized(node, sizes))
@@ -211,7 +212,7 @@ def _close(p: Pieces, node: Node, block: frozenset[str], sizes: Mapping[str, int
 
 
 def _part_of(node: Sum, block: frozenset[str], sizes: Mapping[str, int]) -> tuple[Node, int]:
-    """The part of a sum that a block lies in, and where it begins: lacking least, then sharing most."""
+    """Return the part of a sum that has a block, and its start: lacking fewest axes, then sharing most."""
     begin, best, found = 0, (1 << 30, 0), (node.parts[0], 0)
     for part in node.parts:
         fits = min((len(c - {"1"} - block), -len(c & block)) for c in axes_of(part))
@@ -228,13 +229,13 @@ def _sized(node: Node, sizes: Mapping[str, int]) -> int:
 
 
 def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
-    """A column n made two, (n // inner, n % inner): a box is up to three, whose middle has whole rows."""
+    """Split a column n in (n // inner, n % inner): a box becomes up to three, the middle one of full rows."""
     inner = max(inner, 1)
     lo, end = p.lo[:, column], p.lo[:, column] + p.ext[:, column]
     first, last = lo // inner, (end - 1) // inner
     one = first == last
     body_begin, body_end = -(-lo // inner), end // inner
-    # One row of the outer index; whole rows; what is left in front of these, and behind.
+    # One row of the outer index; full rows; the rest before these, and after.
     cases = (
         (one, lo, end, first, np.ones_like(lo)),
         (~one & (body_end > body_begin), body_begin * inner, body_end * inner, body_begin, None),
@@ -249,7 +250,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
         q = p[rows]
         begin, stop, outer = begin[rows], stop[rows], outer[rows]
         step = q.step[:, column]
-        rows_held = (stop - begin) // inner if count is None else count[rows]
+        row_count = (stop - begin) // inner if count is None else count[rows]
         width = np.full_like(begin, inner) if count is None else stop - begin
         inside = np.zeros_like(begin) if count is None else begin - outer * inner
         parts.append(
@@ -258,7 +259,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
                 names=(*q.names[:column], "outer", "inner", *q.names[column + 1 :]),
                 start=q.start + (begin - q.lo[:, column]) * step * q.width,
                 lo=_two(q.lo, column, outer, inside),
-                ext=_two(q.ext, column, rows_held, width),
+                ext=_two(q.ext, column, row_count, width),
                 step=_two(q.step, column, step * inner, step),
                 dim=_two(q.dim, column, q.dim[:, column], q.dim[:, column]),
             )
@@ -267,7 +268,7 @@ def _split_column(p: Pieces, column: int, inner: int) -> Pieces:
 
 
 def _restricted(p: Pieces, column: int, begin: int, size: int) -> Pieces:
-    """What lies in [begin, begin + size) of a column, counted from there."""
+    """Return the parts of boxes in [begin, begin + size) of a column, counted from ``begin``."""
     lo = np.maximum(p.lo[:, column], begin)
     end = np.minimum(p.lo[:, column] + p.ext[:, column], begin + size)
     rows = np.flatnonzero(end > lo)
@@ -279,7 +280,7 @@ def _restricted(p: Pieces, column: int, begin: int, size: int) -> Pieces:
 
 
 def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
-    """Two columns made one, named as the outer one: index outer * size + inner.
+    """Merge two columns in one with the outer name: index outer * size + inner.
 
     size: of the inner one. Boxes that have no single stride there are cut along the outer one.
     """
@@ -301,7 +302,7 @@ def _merged(p: Pieces, outer: str, inner: str, size: int) -> Pieces:
 
 
 def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
-    """With the boxes ``which`` cut into those of one index along a column."""
+    """Cut the boxes ``which`` into boxes of one index along a column."""
     if not which.any():
         return p
     count = np.where(which, p.ext[:, column], 1)
@@ -362,7 +363,7 @@ def _own_dims(shape: Ints) -> Ints:
 
 
 def _row_major(shape: Ints) -> Ints:
-    """Strides of contiguous boxes, elements."""
+    """Return strides of contiguous boxes, elements."""
     steps = np.ones_like(shape)
     for d in reversed(range(shape.shape[1] - 1)):
         steps[:, d] = steps[:, d + 1] * np.maximum(shape[:, d + 1], 1)

@@ -1,4 +1,4 @@
-"""Layouts: how the dims of a tensor are made of named axes.
+"""Layouts: the dims of a tensor as products and sums of named axes.
 
 ```
 (kv_heads (q + k + v) head_dim) h      two dims; the first is groups of heads, in each q, then k, then v
@@ -73,7 +73,7 @@ class AxisLayout:
         return tuple(frozenset().union(*each) - {"1"} for each in product(*choices))
 
     def closed(self, rank: int) -> AxisLayout | None:
-        """With the ellipsis replaced, for a tensor of ``rank`` dims; None where that has too few."""
+        """Replace the ellipsis, for a tensor of ``rank`` dims; None for too few dims."""
         if not self.open:
             return self if len(self.dims) == rank else None
         count = rank - len(self.dims) + 1
@@ -83,22 +83,22 @@ class AxisLayout:
         return AxisLayout((*self.dims[:at], *self.tail(count), *self.dims[at + 1 :]))
 
     def filled(self, count: int) -> AxisLayout:
-        """With the ellipsis replaced by so many dims."""
+        """Replace the ellipsis by ``count`` dims."""
         found = self.closed(len(self.dims) - 1 + count) if self.open else self
         assert found is not None  # the count is not negative
         return found
 
     @staticmethod
     def tail(count: int) -> tuple[Axis, ...]:
-        """The axes that an ellipsis is for so many dims."""
+        """Return the axes of an ellipsis of ``count`` dims."""
         return tuple(Axis(f"{ELLIPSIS}{n}") for n in range(count))
 
 
 def parse_layout(text: str) -> AxisLayout:
-    """The layout that a text says.
+    """Parse a layout.
 
     Raises:
-        ValueError: For a text that is none.
+        ValueError: The text is no layout.
 
     >>> [sorted(b) for b in parse_layout("(g (q + k) d) h").blocks]
     [['d', 'g', 'h', 'q'], ['d', 'g', 'h', 'k']]
@@ -111,7 +111,7 @@ def parse_layout(text: str) -> AxisLayout:
     if sum(d == Axis(ELLIPSIS) for d in dims) > 1 or any(
         ELLIPSIS in _axes(d) for d in dims if d != Axis(ELLIPSIS)
     ):
-        raise ValueError(f"{text!r}: an ellipsis stands for dims, once")
+        raise ValueError(f"{text!r}: an ellipsis must be a dim, once")
     for choice in product(*(list(_occurring(d)) for d in dims)):
         names = [a for each in choice for a in each if a != "1"]
         if len(names) != len(set(names)):
@@ -122,7 +122,7 @@ def parse_layout(text: str) -> AxisLayout:
 
 
 def size_of(node: Node, sizes: Mapping[str, int]) -> int | None:
-    """Elements of a dim; None where an axis is not known."""
+    """Return the elements of a dim; None if an axis is unknown."""
     if isinstance(node, Axis):
         return 1 if node == UNIT else sizes.get(node.name)
     total = 0 if isinstance(node, Sum) else 1
@@ -135,7 +135,7 @@ def size_of(node: Node, sizes: Mapping[str, int]) -> int | None:
 
 
 def solved(layout: AxisLayout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of axes that follow from a tensor's shape, with those that were known.
+    """Return the known sizes of axes, and those that follow from a tensor's shape.
 
     Args:
         layout: Without an ellipsis.
@@ -143,7 +143,7 @@ def solved(layout: AxisLayout, shape: tuple[int, ...], sizes: Mapping[str, int])
         sizes: Known ones.
 
     Raises:
-        ValueError: Where what is known does not fit the shape.
+        ValueError: A known size does not fit the shape.
 
     >>> solved(parse_layout("(g (q + k + v) d) h"), (48, 7), {"g": 2, "q": 4, "k": 1, "v": 1})["d"]
     4
@@ -168,9 +168,9 @@ def _solve(node: Node, size: int, known: dict[str, int]) -> None:
     sizes = [size_of(n, known) for n in each]
     unknown = [n for n, s in zip(each, sizes, strict=True) if s is None]
     rest = 0 if isinstance(node, Sum) else 1
-    for held in sizes:
-        if held is not None:
-            rest = rest + held if isinstance(node, Sum) else rest * held
+    for found in sizes:
+        if found is not None:
+            rest = rest + found if isinstance(node, Sum) else rest * found
     if not unknown:
         if rest != size:
             raise ValueError(f"{_node_text(node)} is {rest}, and the tensor has {size}")
@@ -186,7 +186,7 @@ def _solve(node: Node, size: int, known: dict[str, int]) -> None:
 
 
 def axes_of(node: Node) -> Iterator[frozenset[str]]:
-    """The axes of each block of a dim."""
+    """Yield the axes of each block of a dim."""
     for each in _occurring(node):
         yield frozenset(each)
 
@@ -200,7 +200,7 @@ def _axes(node: Node) -> Iterator[str]:
 
 
 def _occurring(node: Node) -> Iterator[tuple[str, ...]]:
-    """The axes of each block of a dim, as often as they are named."""
+    """Yield the axes of each block of a dim, as often as they are named."""
     if isinstance(node, Axis):
         yield (node.name,)
     elif isinstance(node, Sum):

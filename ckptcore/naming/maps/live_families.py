@@ -1,9 +1,9 @@
 """Map live transformers modules to files on the hub: frozen families, and the map for a checkpoint's names.
 
-``transformers/steps.toml`` holds the steps of every model type and class that transformers lists
-(`from_transformers` made it, and it says of which version); ``transformers/families.toml`` says which of
-them are a model's and its submodules'. A family's steps run over the names of one checkpoint, whichever
-options of the config it was trained with, and what they do to them becomes the rules of an `ArchMap`.
+``transformers/steps.toml`` has the steps of every model type and class that transformers lists
+(`from_transformers` wrote it, with the version). ``transformers/families.toml`` has the steps of each model
+and of its submodules. The steps of a family run over the names of one checkpoint, whatever the options of its
+config. The result becomes the rules of an `ArchMap`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckptcore.naming.worlds import HUB, LIVE
 
 Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _FOLDER = "transformers"
-_MEANS = re.compile(r"[{}<>\0]| : |^\s|\s$|^$")  # what names and terms of rules are written with
+_MEANS = re.compile(r"[{}<>\0]| : |^\s|\s$|^$")  # the syntax of names and terms of rules
 
 
 class PartForm(Form):
@@ -89,38 +89,38 @@ class LiveFamily:
 
     @classmethod
     def of(cls, form: LiveFamilyForm, entry: Callable[[str], Sequence[StepForm]], version: str) -> LiveFamily:
-        """With the steps of its entries."""
+        """Return the family with the steps of its entries."""
         steps = [Step(s, p.scope, form.base) for p in form.parts for s in entry(p.entry)]
         return cls(form, tuple(steps), version)
 
 
 def frozen_version() -> str:
-    """The version of transformers that the frozen steps come from."""
+    """Return the version of transformers of the frozen steps."""
     return str(_frozen_file("steps.toml")["version"])
 
 
 def frozen_entries() -> tuple[str, ...]:
-    """The model types and classes of that version's list."""
-    held = _frozen_file("steps.toml")
-    return tuple(sorted([*held["entries"], *held["same"]]))
+    """Return the model types and classes that this version lists."""
+    frozen = _frozen_file("steps.toml")
+    return tuple(sorted([*frozen["entries"], *frozen["same"]]))
 
 
 @cache
 def frozen_steps(entry: str) -> tuple[StepForm, ...]:
-    """The steps of a model type or class."""
-    held = _frozen_file("steps.toml")
-    steps = held["entries"][held["same"].get(entry, entry)]
+    """Return the steps of a model type or class."""
+    frozen = _frozen_file("steps.toml")
+    steps = frozen["entries"][frozen["same"].get(entry, entry)]
     return tuple(StepForm.model_validate(s) for s in steps)
 
 
 @cache
 def frozen_families() -> tuple[LiveFamilyForm, ...]:
-    """Every family that is known without transformers."""
+    """Return every family that is known without transformers."""
     return tuple(LiveFamilyForm.model_validate(f) for f in _frozen_file("families.toml")["family"])
 
 
 def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
-    """The family of a config.json; None where it is not among the frozen.
+    """Return the frozen family of a config.json, or None.
 
     A config that names no class is of its model type's only family. Where configs inside of it have other
     model types than those that were frozen, the submodules are others, and so may be their steps.
@@ -141,19 +141,19 @@ def frozen_family(config: Mapping[str, Any]) -> LiveFamily | None:
 
 
 def called(arch: str) -> LiveFamily | None:
-    """The frozen family of a model type or class; None where there is none, or classes differ."""
+    """Return the frozen family of a model type or class; None if there is none, or classes differ."""
     found = _if_alike([f for f in frozen_families() if arch == f.arch or arch in f.architectures])
     return None if found is None else LiveFamily.of(found, frozen_steps, frozen_version())
 
 
 def _if_alike(found: Sequence[LiveFamilyForm]) -> LiveFamilyForm | None:
-    """The first of families, if all have the same steps."""
+    """Return the first of families, if all have the same steps."""
     kinds = {f.model_dump_json(include={"base", "parts"}) for f in found}
     return found[0] if len(kinds) == 1 else None
 
 
 def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] | None = None) -> ArchMap:
-    """The map from a module's tensors to the hub's files, as `save_pretrained` writes them.
+    """Return the map from a module's tensors to the hub's files, as `save_pretrained` writes them.
 
     Args:
         family: Of the model.
@@ -177,7 +177,7 @@ def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any]
 
 
 def hub_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] | None = None) -> ArchMap:
-    """The map from the hub's files to a module's tensors; arguments and errors as of `live_map`.
+    """Return the map from the hub's files to a module's tensors; arguments and errors as of `live_map`.
 
     Raises:
         UsageError: Also for rules that have no way back.
@@ -186,7 +186,7 @@ def hub_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any] 
 
 
 def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
-    """Whose names these are: the hub's, also where both are called the same, or a module's.
+    """Return the world of names: the hub's, also if both worlds have equal names, or a module's.
 
     They are the hub's when loading and saving gives them again, a module's when saving and loading does;
     None where neither does. A step may find something in names that it has already made: only both ways
@@ -197,12 +197,12 @@ def world_of(family: LiveFamily, names: Iterable[str]) -> str | None:
     loaded = _loaded(family, known, refuse=False)
     if _kinds(_saved(family, loaded)) == kinds:
         return HUB
-    again = _loaded(family, _saved(family, known), refuse=False)
-    return LIVE if _kinds(again) == kinds else None
+    saved_and_loaded = _loaded(family, _saved(family, known), refuse=False)
+    return LIVE if _kinds(saved_and_loaded) == kinds else None
 
 
 def _sampled(names: Iterable[str]) -> set[str]:
-    """Names of every kind, few of each: of numbers beyond those that steps tell apart, one stands for all."""
+    """Return a few names of every kind: one number for all that steps do not distinguish."""
     out: dict[str, str] = {}
     for name in names:
         out.setdefault(NUMBER.sub(lambda found: found[0] if len(found[0]) < 2 else SLOT, name), name)
@@ -214,7 +214,7 @@ def _loaded(family: LiveFamily, names: Iterable[str], *, refuse: bool = True) ->
 
 
 def _saved(family: LiveFamily, names: Iterable[str]) -> set[str]:
-    """One name of each list."""
+    """Return one name of each list."""
     return {
         n.replace(ITEM, "0") for route in saved_names(family.steps, names, refuse=False) for n in route.hub
     }
@@ -240,7 +240,7 @@ def _arch_map(family: LiveFamily, rules: tuple[Rule, ...]) -> ArchMap:
 
 
 def numbers_of(family: LiveFamily, config: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers of the config by the names that rules give them; those that it lacks are left out."""
+    """Return the config's numbers, by their names in rules."""
     out = {}
     for name, place in wanted_numbers(family.steps).items():
         inside: Any = config
@@ -266,7 +266,7 @@ class _Alike:
 
 
 def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int]) -> list[RuleForm]:
-    """The rules that take exactly the routes' tensors."""
+    """Return the rules that take exactly the routes' tensors."""
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[Route]] = defaultdict(list)
     for route in routes:
         live, hub = (tuple(NUMBER.sub(SLOT, n) for n in side) for side in (route.live, route.hub))
@@ -287,7 +287,7 @@ def _rules_of_routes(routes: Sequence[Route], numbers: Mapping[str, int]) -> lis
 def _step_rule(
     number: int, alike: _Alike, live: Sequence[str], hub: Sequence[str], numbers: Mapping[str, int]
 ) -> RuleForm:
-    """The rule of a step, for whole names. number: of the rule, and of what its axes are called by."""
+    """Return the rule of a step, for full names. number: of the rule, for names of its axes."""
     step, name = alike.routes[0].step, f"{_slug(alike.live[0])}-{number}"
     if step is None or step.rule is None:
         form = {"name": name, "from": tuple(live), "to": tuple(hub), "presence": "some"}
@@ -302,8 +302,8 @@ def _step_rule(
     axes = {**joined.axes, **{k: numbers[k] for k in step.numbers}}
     item = re.compile(rf"\b{ITEM[1:-1]}\b")
 
-    def whole(names: Sequence[str], terms: Sequence[str]) -> tuple[str, ...]:
-        """Names with the layouts of terms; lists of one rule are not as long as those of another."""
+    def full_terms(names: Sequence[str], terms: Sequence[str]) -> tuple[str, ...]:
+        """Return names with the layouts of terms; each rule has list axes of its own."""
         layouts = [item.sub(f"item{number}", t[t.index(" : ") :]) for t in terms]
         return tuple(
             n.replace(ITEM, f"{{item{number}}}") + layout for n, layout in zip(names, layouts, strict=True)
@@ -312,8 +312,8 @@ def _step_rule(
     return joined.model_copy(
         update={
             "name": name,
-            "source": whole(live, joined.source),
-            "to": whole(hub, joined.to or ()),
+            "source": full_terms(live, joined.source),
+            "to": full_terms(hub, joined.to or ()),
             "axes": {k: str(v) for k, v in axes.items()},
         }
     )
@@ -350,7 +350,7 @@ def _indexed(alike: _Alike, number: int) -> list[Sides]:
 
 
 def _distinct_columns(columns: Columns) -> list[Columns]:
-    """The columns that are not one number, each once."""
+    """Return the columns that are not constant, each once."""
     out: list[Columns] = []
     for column in columns.T:
         if not (column == column[0]).all() and not any((column == other).all() for other in out):
@@ -359,7 +359,7 @@ def _distinct_columns(columns: Columns) -> list[Columns]:
 
 
 def _is_product(axes: Sequence[Columns]) -> bool:
-    """Whether rows are all combinations of numbers, those of every axis but the first from 0 on."""
+    """Return whether rows are all combinations of numbers, from 0 on for every axis but the first."""
     sizes = [len(np.unique(axis)) for axis in axes]
     rows = len(np.unique(np.stack(axes, axis=1), axis=0))
     return rows == math.prod(sizes) and all(
@@ -368,7 +368,7 @@ def _is_product(axes: Sequence[Columns]) -> bool:
 
 
 def _field(column: Columns, axes: Sequence[Columns], number: int) -> str | None:
-    """What stands for a column in a name: its number, or an index; None where it is no axis's."""
+    """Return the text for a column in a name: its number or an index; None for a column of no axis."""
     if (column == column[0]).all():
         return str(column[0])
     for n, axis in enumerate(axes):
@@ -383,13 +383,13 @@ def _digits(names: Sequence[str]) -> list[int]:
 
 
 def _filled_templates(templates: Sequence[str], fields: Sequence[str]) -> tuple[str, ...]:
-    """Templates with their slots filled, in order."""
+    """Fill the slots of templates, in order."""
     rest = iter(fields)
     return tuple("".join(c if c != SLOT else next(rest) for c in t) for t in templates)
 
 
 def _slug(template: str) -> str:
-    """A rule's name."""
+    """Return the name of a rule."""
     text = "".join(c if c.isalnum() and c.isascii() else "-" for c in template.lower())
     return "-".join(part for part in text.split("-") if part) or "tensor"
 

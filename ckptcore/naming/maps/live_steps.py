@@ -1,9 +1,9 @@
-"""Lead from the names of a live transformers module to those of its files, and back, by transformers' steps.
+"""Convert names of a live transformers module to names of its files, and back, by transformers' steps.
 
 A *step* renames a part of names by a regex, or joins and cuts tensors. Loading runs the steps from the hub's
-names to the module's; saving runs them backwards, joins first. What is here does to names what
-`core_model_loading.revert_weight_conversion` (saving) and `rename_source_key` (loading) do, over steps that
-are data (`from_transformers` makes them): no transformers, no tensor.
+names to the module's; saving runs them backwards, joins first. This module does to names what
+`core_model_loading.revert_weight_conversion` (saving) and `rename_source_key` (loading) do. Its steps are
+data (`from_transformers` writes them), so it needs neither transformers nor tensors.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.maps.declaration import RuleForm
 
 ITEM = "{item}"  # in a name: the number of a list that is one tensor in the live module
-_PROBES = ("0", "7", "123")  # numbers that stand for any
+_PROBES = ("0", "7", "123")  # sample numbers
 
 
 class Form(BaseModel):
-    """What TOML holds."""
+    """Base of the tables in TOML files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class Substitution(Form):
-    """What one direction of a step does to a name.
+    r"""What one direction of a step does to a name.
 
     Attributes:
         find: Regex with a named group ``g<k>`` for each pattern.
         put: What replaces the text found: the first, or with ``guarded`` that of the pattern's group.
-            ``\\1`` is the pattern's first group.
+            ``\1`` is the pattern's first group.
         shift: Added to the number that this group is.
         guarded: Nothing is replaced before the first pattern is found (`GroupWeightRename`).
     """
@@ -94,7 +94,7 @@ class Step:
     base: str = ""
 
     def within(self, name: str) -> tuple[str, str] | None:
-        """(what stands before the submodule's own name, that name); None outside of the submodule."""
+        """Return (prefix of the submodule, name inside it); None for a name outside."""
         if self.scope is None:
             return "", name
         scope = f"{self.scope}." if self.scope else ""
@@ -107,12 +107,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """Tensors of the module and what files hold of them.
+    """Tensors of the module, and the tensors of files that they become.
 
     Attributes:
         live: Names in the module.
-        hub: Names in files; ``{item}`` stands for every number of a list.
-        step: That joins and cuts; None where tensors are only renamed.
+        hub: Names in files; ``{item}`` is any number of a list.
+        step: The step that joins and cuts; None where tensors are only renamed.
     """
 
     live: tuple[str, ...]
@@ -144,7 +144,7 @@ class _Renaming:
 
 
 def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = True) -> list[Route]:
-    """What files hold of a module's tensors, as `save_pretrained` writes them.
+    """Return the tensors of files for a module's tensors, as `save_pretrained` writes them.
 
     Args:
         steps: In the order of loading.
@@ -172,28 +172,28 @@ def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = T
                 )
             before, own, match, branch = found
             key = before + own.replace(match.group(0), sub.put[0], 1)
-            held = groups.setdefault((n, key), {})
-            if branch in held:
+            branches = groups.setdefault((n, key), {})
+            if branch in branches:
                 raise NameMismatch(
-                    f"{held[branch][0]} and {name} would be the same part of {key}", broken=[name]
+                    f"{branches[branch][0]} and {name} would be the same part of {key}", broken=[name]
                 )
-            held[branch] = name, match.group(0)
+            branches[branch] = name, match.group(0)
             break
         else:
             out.append(Route((name,), (renaming.applied(name),)))
-    for (n, key), held in groups.items():
+    for (n, key), branches in groups.items():
         step, sub = joins[n]
         assert step.form.rule is not None  # those refused have raised
         before, _, behind = key.partition(sub.put[0])
         hub = tuple(_hub_name(renaming, before + part + behind) for part in sub.put)
-        out.append(Route(_part_names(step.form, held), hub, step.form))
+        out.append(Route(_part_names(step.form, branches), hub, step.form))
     return out
 
 
 def live_names(
     steps: Sequence[Step], names: Iterable[str], *, refuse: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """The module's tensors that a file's tensor goes into, as `from_pretrained` finds them.
+    """Return the module's tensors that each tensor of a file becomes, as `from_pretrained` finds them.
 
     Args:
         steps: In the order of loading.
@@ -225,7 +225,7 @@ def live_names(
 
 
 def natural_order(name: str) -> list[tuple[int, int] | tuple[int, str, int]]:
-    """The order in which transformers looks at names: numbers by value."""
+    """Return transformers' sorting key of a name: numbers by value."""
     out: list[tuple[int, int] | tuple[int, str, int]] = []
     for part in name.split("."):
         if part.isdecimal():
@@ -237,12 +237,12 @@ def natural_order(name: str) -> list[tuple[int, int] | tuple[int, str, int]]:
 
 
 def wanted_numbers(steps: Iterable[Step]) -> Mapping[str, str]:
-    """Every number that rules of steps name, and where a config has it."""
+    """Return every number in rules of steps, and its place in a config."""
     return {k: v for s in steps for k, v in s.form.numbers.items()}
 
 
 def _first_match(step: Step, sub: Substitution, name: str) -> tuple[str, str, re.Match[str], int] | None:
-    """(what stands before the submodule's own name, that name, what is found, of which pattern)."""
+    """Return (prefix of the submodule, name inside it, match, number of the pattern)."""
     inside = step.within(name)
     if inside is None:
         return None
@@ -255,7 +255,7 @@ def _first_match(step: Step, sub: Substitution, name: str) -> tuple[str, str, re
 
 
 def _replacement(sub: Substitution, match: re.Match[str], branch: int) -> str:
-    """What replaces a match."""
+    """Return the replacement of a match."""
     put = sub.put[branch if sub.guarded else 0]
     if "\\1" not in put:
         return put
@@ -264,7 +264,7 @@ def _replacement(sub: Substitution, match: re.Match[str], branch: int) -> str:
 
 
 def _hub_name(renaming: _Renaming, name: str) -> str:
-    """The hub's name of a part, with ``{item}`` where a list is numbered.
+    """Return the hub's name of a part, with ``{item}`` for the number of a list.
 
     Raises:
         UsageError: Where the number decides how it is called.
@@ -281,9 +281,9 @@ def _hub_name(renaming: _Renaming, name: str) -> str:
     )
 
 
-def _part_names(form: StepForm, held: Mapping[int, tuple[str, str]]) -> tuple[str, ...]:
-    """The names of a joined tensor's parts, in the order of the rule; those that are not there included."""
+def _part_names(form: StepForm, parts: Mapping[int, tuple[str, str]]) -> tuple[str, ...]:
+    """Return the names of a joined tensor's parts, absent ones too, in the order of the rule."""
     assert form.rule is not None
     texts = [source.partition(" : ")[0] for source in form.rule.source]
-    name, found = next(iter(held.values()))
-    return tuple(held[n][0] if n in held else name.replace(found, text, 1) for n, text in enumerate(texts))
+    name, found = next(iter(parts.values()))
+    return tuple(parts[n][0] if n in parts else name.replace(found, text, 1) for n, text in enumerate(texts))

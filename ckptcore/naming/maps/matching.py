@@ -1,4 +1,4 @@
-"""Match a map's rules with tensors: what comes out by name and shape, and what does not fit?"""
+"""Match the rules of a map with tensors: make names and shapes, and report what does not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.errors import NameMismatch
 from ckptcore.naming.maps.classes import Class, Seen, Takers, keys_in, placed, shape_in
 from ckptcore.naming.maps.declaration import ArchMap, Term
-from ckptcore.naming.maps.index_space import whole_boxes
+from ckptcore.naming.maps.index_space import full_boxes
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.utils.text import listed
 
@@ -28,13 +28,13 @@ class Made:
     """A tensor that a map makes.
 
     Attributes:
-        name: In the new world.
-        shape: Global, elements.
-        dtype: As stored.
-        rule: That makes it.
-        add: Added to every element.
+        name: Name in the new world.
+        shape: Global shape, elements.
+        dtype: Stored dtype.
+        rule: Name of the rule that makes it.
+        add: Value added to every element.
         sources: Positions of the tensors that it is made of.
-        held: Elements that these give it.
+        filled: Elements that these give it.
         same: Whether it is one tensor's elements in their order and shape.
     """
 
@@ -44,7 +44,7 @@ class Made:
     rule: str
     add: int
     sources: list[int] = field(default_factory=list)
-    held: int = 0
+    filled: int = 0
     same: bool = True
 
     @property
@@ -55,20 +55,21 @@ class Made:
 
 @dataclass(frozen=True)
 class Matched:
-    """What a map makes of tensors.
+    """The result of matching a map with tensors.
 
     Attributes:
         map: The map.
         made: The tensors of the new world.
-        classes: Of the tensors that go on.
-        dropped: Position -> why the tensor does not go on.
+        classes: Classes of the tensors that are mapped.
+        dropped: Position -> why the tensor is dropped.
         left: Positions of tensors that no rule takes.
         twice: (position, rules) of those that several take.
-        parts: (position, reason) of tensors of which a part is dropped.
-        unused: Rules that must take something and do not.
-        guessed: (axis, size) that neither numbers nor shapes say.
-        absent: Tensors that rules make for some indices, and not for these.
-        problems: What else does not fit.
+        only_zero: Position of a tensor that is dropped -> why it must be all zero.
+        parts: (position, reason, elements) of tensors of which a part is dropped.
+        unused: Rules that must take tensors and do not.
+        guessed: (axis, size) that neither numbers nor shapes give.
+        absent: Tensors that rules make for other indices, and not for these.
+        problems: Whatever else does not fit.
     """
 
     map: ArchMap
@@ -77,20 +78,21 @@ class Matched:
     dropped: Mapping[int, str]
     left: tuple[int, ...]
     twice: tuple[tuple[int, tuple[str, ...]], ...]
-    parts: tuple[tuple[int, str], ...]
+    parts: tuple[tuple[int, str, int], ...]
     unused: tuple[str, ...]
     guessed: tuple[tuple[str, int], ...]
     absent: tuple[str, ...]
     problems: tuple[str, ...]
+    only_zero: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether every tensor is used once, and every tensor that is made is whole."""
+        """Whether every tensor is used once, and every tensor that is made is complete."""
         return self.fits_in_part and not (self.unused or self.absent)
 
     @property
     def fits_in_part(self) -> bool:
-        """Whether every tensor that is there is used once, though others may be missing."""
+        """Whether every tensor is used once, though others may be missing."""
         return not (self.left or self.twice or self.problems)
 
 
@@ -100,7 +102,7 @@ def match(
     numbers: Mapping[str, int],
     templates: Templates | None = None,
 ) -> Matched:
-    """What a map makes of tensors, by their names and shapes.
+    """Match a map with tensors, by their names and shapes.
 
     Args:
         rules: The map.
@@ -123,13 +125,20 @@ def match(
         tuple(sorted(taken.guessed.items())),
         tuple(_absent(taken, seen)),
         (*taken.problems, *problems, *_disagreeing(taken.classes, tensors)),
+        taken.only_zero,
     )
 
 
 def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool = False) -> None:
-    """Raises `NameMismatch` naming what is missing and left over, unless everything fits.
+    """Require that everything fits.
 
-    part: of a model is enough.
+    Args:
+        matched: A map and tensors.
+        tensors: The tensors.
+        part: Whether a part of a model is enough.
+
+    Raises:
+        NameMismatch: With the names that are missing and left over.
     """
     if matched.fits or (part and matched.fits_in_part):
         return
@@ -153,7 +162,7 @@ def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool =
 
 
 def _disagreeing(classes: Sequence[Class], tensors: Sequence[TensorSpec]) -> list[str]:
-    """Sizes of the model that differ between tensors: four experts by the router, three by their own."""
+    """Return sizes that differ between tensors: four experts by the router, three by their own."""
     found: dict[str, dict[int, str]] = {}
     for of in classes:
         for axis in _OF_ALL & of.sizes.keys():
@@ -171,7 +180,7 @@ def _disagreeing(classes: Sequence[Class], tensors: Sequence[TensorSpec]) -> lis
 
 
 def _make(taken: Takers, tensors: Sequence[TensorSpec]) -> tuple[list[Made], Seen, list[str]]:
-    """What comes out by name and shape, the indices of each term's, and what does not fit together."""
+    """Return the tensors that are made, the indices of each term, and what does not fit together."""
     made: dict[str, Made] = {}
     begun: dict[str, tuple[Class, int, int]] = {}  # name -> (class, term of `to`, position) of its first part
     seen: dict[str, set[tuple[int, ...]]] = {}
@@ -179,18 +188,18 @@ def _make(taken: Takers, tensors: Sequence[TensorSpec]) -> tuple[list[Made], See
     for of in taken.classes:
         shape = tensors[int(of.rows[0])].shape
         at = np.arange(len(of.rows))
-        boxes = whole_boxes(at, np.ones(len(at), np.int64), shape)
+        boxes = full_boxes(at, np.ones(len(at), np.int64), shape)
         for number, p in placed(boxes, of, at):
             target = shape_in(of, number)
             key, names = keys_in(of, number, p, at)
             columns = [p.names.index(each.axis) for each in of.rule.to[number].name.indices]
-            held_by = seen.setdefault(str(of.rule.to[number]), set())
-            held_by.update(map(tuple, p.lo[:, columns].tolist()))
+            made_at = seen.setdefault(str(of.rule.to[number]), set())
+            made_at.update(map(tuple, p.lo[:, columns].tolist()))
             rank = len(target)
             count = p.ext[:, :rank].prod(axis=1)
             same = (p.start == 0) & (count == np.prod(shape, dtype=np.int64)) & (target == shape)
             same &= (p.step[:, :rank] == np.array(row_major(target), np.int64)).all(axis=1)
-            for k, row, held, alike in zip(
+            for k, row, elements, alike in zip(
                 key.tolist(), p.row.tolist(), count.tolist(), same.tolist(), strict=True
             ):
                 name, source = names[k], int(of.rows[row])
@@ -207,13 +216,13 @@ def _make(taken: Takers, tensors: Sequence[TensorSpec]) -> tuple[list[Made], See
                     )
                 if not one.sources or one.sources[-1] != source:
                     one.sources.append(source)
-                one.same = one.same and alike and one.held == 0
-                one.held += held
-    names_held = {t.fqn for t in tensors}
+                one.same = one.same and alike and one.filled == 0
+                one.filled += elements
+    stored_names = {t.fqn for t in tensors}
     for one in made.values():
         one.sources = list(dict.fromkeys(one.sources))
-        if one.held != one.numel:
-            problems.append(_gap(one, begun[one.name], tensors, names_held, taken.numbers))
+        if one.filled != one.numel:
+            problems.append(_gap(one, begun[one.name], tensors, stored_names, taken.numbers))
     return sorted(made.values(), key=lambda m: min(m.sources)), seen, problems
 
 
@@ -221,14 +230,14 @@ def _gap(
     one: Made,
     begun: tuple[Class, int, int],
     tensors: Sequence[TensorSpec],
-    held: set[str],
+    stored_names: set[str],
     numbers: Mapping[str, int],
 ) -> str:
-    """Why a tensor that is made is not whole, with the names that are missing."""
+    """Return why a tensor that is made is incomplete, with the names that are missing."""
     of, number, row = begun
     by = ", ".join(tensors[s].fqn for s in one.sources[:_FEW])
-    if one.held > one.numel:
-        return f"{one.name} is held more than once: by {by}"
+    if one.filled > one.numel:
+        return f"{one.name} has elements of several tensors: {by}"
     kept = {i.axis: int(of.index[i.axis][row]) for i in of.rule.to[number].name.indices if i.axis in of.index}
     missing: list[str] = []
     for term in of.side:
@@ -241,16 +250,16 @@ def _gap(
                 for i, v in zip(term.name.indices, values, strict=True)
             }
             (name,) = term.name.spell(index, of.wild, inside, 1)
-            if name not in held:
+            if name not in stored_names:
                 missing.append(name)
             if len(missing) > _FEW:
                 break
     what = f"missing: {listed(missing)}" if missing else f"there is {by}"
-    return f"{one.name} is not whole, {one.held} of {one.numel} elements; {what}"
+    return f"{one.name} is incomplete ({one.filled} of {one.numel} elements): {what}"
 
 
 def _absent(taken: Takers, seen: Seen) -> list[str]:
-    """Indices, mostly layers, for which a rule makes some of its tensors, or none where it must."""
+    """Return indices, mostly layers, for which a rule makes some of its tensors, or none though it must."""
     ends: dict[str, int] = {}
     for terms in taken.made.values():
         for term in terms:
@@ -290,7 +299,7 @@ def _absent(taken: Takers, seen: Seen) -> list[str]:
 
 
 def _tensor_name(term: Term, values: tuple[int, ...], numbers: Mapping[str, int]) -> str:
-    """The name of what a term makes for some indices; wild parts stay as they are written."""
+    """Return the name that a term makes for some indices; wild parts stay as they are written."""
     index = {
         i.axis: np.array([v + i.shifted(numbers)]) for i, v in zip(term.name.indices, values, strict=True)
     }

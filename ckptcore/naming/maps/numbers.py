@@ -1,4 +1,4 @@
-"""Read a model's numbers from configs, whoever wrote them, and hold configs against each other."""
+"""Read a model's numbers from the configs of all trainers, and compare these configs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from math import isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
+from ckptcore.naming.maps.rope_scaling import (
+    RopeScaling,
+    require_same_scaling,
+    rope_scaling_of_hub,
+    rope_scaling_of_megatron,
+)
 from ckptcore.utils.text import shown
 
 Number = int | float
-# What shapes do not tell, so that a wrong config would go unnoticed. A vocabulary may be padded in one config
-# and not in the other.
-HELD_AGAINST = (
+# Numbers that shapes do not give: nothing else would catch a wrong config. A vocabulary may be padded in one
+# config and not in the other.
+COMPARED = (
     "layer",
     "hidden",
     "heads",
@@ -29,21 +35,21 @@ HELD_AGAINST = (
     "norm_eps",
     "embedding_scale",
 )
-# What no model has none of: a config that says 0 would make a map drop every element.
+# Numbers that no model has 0 of: a map would drop every element.
 _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab"})
 
-# Sizes that are called the same in every map.
+# Sizes that have one name in every map.
 NUMBERS = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab", "experts"})
 
 
 @dataclass(frozen=True)
 class Config:
-    """What one config says of a model.
+    """One config of a model.
 
     Attributes:
-        name: Where it is, for messages.
-        world: Whose spelling it has.
-        content: The config.
+        name: Name for messages.
+        world: World whose keys it has.
+        content: Its keys and values.
     """
 
     name: str
@@ -52,10 +58,10 @@ class Config:
 
     @property
     def numbers(self) -> dict[str, tuple[Number, str]]:
-        """Number -> (its value, the key that says it).
+        """Number -> (value, key of the config).
 
         Raises:
-            NameMismatch: For a value that no model can have, as -1 layers.
+            NameMismatch: A value is impossible, as -1 layers.
         """
         found: dict[str, tuple[Number, str]] = {}
         below = self.content.get("text_config") if self.world == "hf-hub" else None
@@ -63,33 +69,39 @@ class Config:
         for number, places in _config_keys()[self.world].items():
             for place in places:
                 if place.startswith("|"):
-                    held = found.get(place[1:])
-                    if held is not None:
-                        found[number] = held
+                    other = found.get(place[1:])
+                    if other is not None:
+                        found[number] = other
                     break
-                said = next((v for root in roots if (v := _at(root, place)) is not None), None)
-                if said is not None:
-                    found[number] = self._number(number, place, said), place
+                value = next((v for root in roots if (v := _at(root, place)) is not None), None)
+                if value is not None:
+                    found[number] = self._number(number, place, value), place
                     break
         if self.world == "megatron":
             _of_megatron(self.content, found)
         return found
 
-    def _number(self, number: str, place: str, said: Any) -> Number:
-        """What a place says, as a number of a model."""
-        able = not isinstance(said, str) and (
-            isfinite(said) if isinstance(said, float) else 0 <= said < 1 << 31
+    def _number(self, number: str, place: str, value: Any) -> Number:
+        """Return the value at a place as a number of a model."""
+        able = not isinstance(value, str) and (
+            isfinite(value) if isinstance(value, float) else 0 <= value < 1 << 31
         )  # no model has more of anything
-        if not able or (number in _POSITIVE and said <= 0):
+        if not able or (number in _POSITIVE and value <= 0):
             raise NameMismatch(
-                f"{self.name} says {place} = {shown(said)}, which no model has",
+                f"{self.name} says {place} = {shown(value)}, which no model has",
                 hint="Try the config of the model that was trained",
             )
-        return said  # type: ignore[no-any-return]  # no text: that is not able
+        return value  # type: ignore[no-any-return]  # text is not valid
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """How it scales rotary embeddings; None if it does not say."""
+        read = {"megatron": rope_scaling_of_megatron, "hf-hub": rope_scaling_of_hub}.get(self.world)
+        return None if read is None else read(self.name, self.content)
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What the config calls its architecture: model type and class names; none but of transformers."""
+        """Model type and class names in a config of transformers; none for other configs."""
         if self.world != "hf-hub":
             return ()
         kind, classes = self.content.get("model_type"), self.content.get("architectures")
@@ -97,25 +109,26 @@ class Config:
         return tuple(n for n in names if isinstance(n, str))
 
     def at(self, place: str) -> Any:
-        """The value at a dotted path, None where there is none."""
+        """Return the value at a dotted path, or None."""
         return _below(self.content, place)
 
 
 def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
-    """Number -> (value, config and key that say it); the first config that says one counts.
+    """Return number -> (value, config and key that give it); the first config with a number counts.
 
     Raises:
-        NameMismatch: With both values, where two configs differ in what shapes do not tell, and where a
-            vocabulary is smaller than what the trainer had tokens for.
+        NameMismatch: Two configs differ in a number that shapes do not give, or a vocabulary is smaller than
+            the trainer's tokens. The message has both values.
     """
+    require_same_scaling(config.rope_scaling for config in configs)
     found: dict[str, tuple[Number, str]] = {}
     for config in configs:
         for number, (value, key) in config.numbers.items():
-            said = f"{config.name} says {key} = {value:.15g}"
-            first = found.setdefault(number, (value, said))
-            if number in HELD_AGAINST and first[0] != value:
+            source = f"{config.name} says {key} = {value:.15g}"
+            first = found.setdefault(number, (value, source))
+            if number in COMPARED and first[0] != value:
                 raise NameMismatch(
-                    f"two configs contradict each other: {first[1]}, {said}",
+                    f"two configs contradict each other: {first[1]}, {source}",
                     hint="Try the config of the model that was trained",
                 )
     vocab, tokens = found.get("vocab"), found.get("tokens")
@@ -128,22 +141,22 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
 
 
 def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:
-    """Megatron has as many query groups as heads, whatever ``num_query_groups`` says, without the option."""
+    """Set query groups as Megatron does: without the option it has as many as heads."""
     if "heads" in found and ("kv_heads" not in found or content.get("group_query_attention") is False):
         found["kv_heads"] = found["heads"]
 
 
 def _at(root: Mapping[str, Any], place: str) -> Number | str | None:
-    """The number or text at a place; None for anything else, which may be one value for each layer."""
-    held = _below(root, place)
-    return None if isinstance(held, bool) or not isinstance(held, (int, float, str)) else held
+    """Return the number or text at a place; None for anything else, as a list of one value a layer."""
+    value = _below(root, place)
+    return None if isinstance(value, bool) or not isinstance(value, (int, float, str)) else value
 
 
 def _below(root: Mapping[str, Any], place: str) -> Any:
-    held: Any = root
+    value: Any = root
     for key in place.split("."):
-        held = held.get(key) if isinstance(held, Mapping) else None
-    return held
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 @cache

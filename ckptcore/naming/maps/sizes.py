@@ -1,4 +1,4 @@
-"""Compute sizes from a model's numbers: ``heads / kv_heads``, exact or not at all."""
+"""Compute sizes from a model's numbers: ``heads / kv_heads``, with exact division only."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class UnknownNumber(Exception):
 
 
 def names_in(expression: str) -> frozenset[str]:
-    """The numbers that an expression names.
+    """Return the numbers that an expression names.
 
     Raises:
-        ValueError: For an expression that is none.
+        ValueError: The text is no expression.
     """
     return frozenset(
         node.id for node in ast.walk(_parsed_expression(expression)) if isinstance(node, ast.Name)
@@ -57,15 +57,15 @@ def names_in(expression: str) -> frozenset[str]:
 
 
 def value_of(expression: str, numbers: Mapping[str, Any]) -> Any:
-    """The value of an expression over integers, or over int64 arrays of them.
+    """Evaluate an expression over integers, or over int64 arrays.
 
     Args:
         expression: With ``+ - * / // %``, comparisons, ``and``, ``or``; ``/`` is exact.
         numbers: By name.
 
     Raises:
-        UnknownNumber: For a name that is not among the numbers.
-        ValueError: For a division that is not exact, or by nothing.
+        UnknownNumber: A name is not among the numbers.
+        ValueError: A division is not exact, or by 0.
 
     >>> value_of("heads / kv_heads + 2", {"heads": 32, "kv_heads": 8})
     6
@@ -102,16 +102,16 @@ def _evaluated(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
             return left // right
         return _BINARY[type(node.op)](left, right)
     if isinstance(node, ast.Compare):
-        held: Any = True
+        result: Any = True
         left = _evaluated(node.left, numbers)
         for op, operand in zip(node.ops, node.comparators, strict=True):
             right = _evaluated(operand, numbers)
-            held = np.logical_and(held, _COMPARE[type(op)](left, right))
+            result = np.logical_and(result, _COMPARE[type(op)](left, right))
             left = right
-        return held
+        return result
     assert isinstance(node, ast.BoolOp)  # `_parsed_expression` lets nothing else through
     every = isinstance(node.op, ast.And)
-    held = every
+    result = every
     for operand in node.values:
-        held = (np.logical_and if every else np.logical_or)(held, _evaluated(operand, numbers))
-    return held
+        result = (np.logical_and if every else np.logical_or)(result, _evaluated(operand, numbers))
+    return result

@@ -2,7 +2,7 @@
 
 ```
 {layer}            a number: an index on the axis ``layer``
-{layer + first}    the same, counted from somewhere else; after the axis stands arithmetic (`sizes`)
+{layer + first}    the same, counted from another number: arithmetic (`sizes`) follows the axis
 {kind:weight|bias} one of some texts, the same in every name of a rule
 {path:*}           any text of at least one character, the same in every name of a rule
 ```
@@ -39,7 +39,7 @@ class Index:
     shift: str = ""
 
     def shifted(self, numbers: Mapping[str, int]) -> int:
-        """What is added; raises `UnknownNumber`, `ValueError`."""
+        """Return the shift; raise `UnknownNumber`, `ValueError`."""
         return int(value_of("0" + self.shift, numbers)) if self.shift else 0
 
 
@@ -67,7 +67,7 @@ class Templates:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Templates:
-        """The templates of some names."""
+        """Return the templates of names."""
         rows: dict[str, list[int]] = {}
         numbers: dict[str, list[list[str]]] = {}
         for row, name in enumerate(names):
@@ -124,11 +124,11 @@ class TensorName:
         )
 
     def fits(self, template: str) -> bool:
-        """Whether names of a template may fit, whatever their numbers are."""
+        """Return whether names of a template may fit, for any numbers."""
         return self._regex.fullmatch(template) is not None
 
     def match(self, templates: Templates) -> list[NameMatch]:
-        """The names that fit, template by template."""
+        """Return the names that fit, template by template."""
         if not self.wild:
             found = self._of(self.template, templates, {})
             return [found] if found is not None else []
@@ -143,7 +143,7 @@ class TensorName:
     def spell(
         self, index: Mapping[str, Ints], wild: Mapping[str, str], inside: Mapping[str, Ints], count: int
     ) -> list[str]:
-        """The names of ``count`` rows of numbers, which are as they are to be written."""
+        """Return the names of ``count`` rows of numbers."""
         form: list[str] = []
         columns: list[list[int]] = []
         for part in self.parts:
@@ -180,7 +180,7 @@ class TensorName:
         return re.compile("".join(form), re.DOTALL)
 
     def _of(self, template: str, templates: Templates, texts: Mapping[str, str]) -> NameMatch | None:
-        """What a template's numbers are, where they fit."""
+        """Return the numbers of a template that fit, or None."""
         rows = templates.rows.get(template)
         if rows is None:
             return None
@@ -201,10 +201,10 @@ class TensorName:
                 at += 1
             else:
                 count = texts[part.label].count(SLOT)
-                held = numbers[:, at : at + count]
+                digits_of_text = numbers[:, at : at + count]
                 if part.label in inside:
-                    keep &= (held == inside[part.label]).all(axis=1)
-                inside[part.label] = held
+                    keep &= (digits_of_text == inside[part.label]).all(axis=1)
+                inside[part.label] = digits_of_text
                 at += count
         if not keep.any():
             return None
@@ -218,7 +218,7 @@ class TensorName:
 
 
 def parse_name(text: str) -> list[tuple[TensorName, dict[str, str]]]:
-    """The patterns of a text, one for every choice of its texts, with what was chosen.
+    """Parse a pattern of names: one for every choice of texts, with the chosen texts.
 
     Raises:
         ValueError: For a field that is none.

@@ -180,7 +180,7 @@ except ckptcore.CkptError as error:
     done = run(tmp_path / "site", code)
     assert done.returncode == 0, done.stderr
     no_export, no_mesh = done.stdout.splitlines()
-    assert no_export == "usage an export holds the model only, which is no flat_old checkpoint"
+    assert no_export == "usage cannot export to flat_old: an export has only the model"
     assert no_mesh.startswith("usage one of: dcp, ")
     assert no_mesh.endswith("flat_old, flat_new")
     old, new = (tmp_path / f"consolidate_flat_{which}" for which in ("old", "new"))

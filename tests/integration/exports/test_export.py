@@ -67,7 +67,7 @@ def test_tied_weights_are_stored_once_and_declared(exported: Path) -> None:
     assert "`lm_head.weight` is `model.embed_tokens.weight`" in (exported / "README.md").read_text()
 
 
-def test_what_lies_beside_the_weights(llama: Path, exported: Path) -> None:
+def test_files_beside_the_weights(llama: Path, exported: Path) -> None:
     assert sorted(p.name for p in exported.iterdir()) == [
         "README.md",
         "config.json",
@@ -163,7 +163,7 @@ def test_files_are_packed_as_the_hub_packs_them(llama: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"include": ["nothing*"]}, "matches nothing"),
         ({"dtype": "int8"}, "not a floating-point dtype"),
@@ -173,8 +173,10 @@ def test_files_are_packed_as_the_hub_packs_them(llama: Path, tmp_path: Path) -> 
         ({"to": "gguf"}, "unknown format 'gguf'"),
     ],
 )
-def test_arguments_that_say_nothing(llama: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_arguments_that_say_nothing(
+    llama: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
         ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "out"), verb="export", **options)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""What lies beside an export's weights: found in the source, named, or missed; and what its card says."""
+"""Files beside an export's weights: found in the source, named, or missing; and its model card."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_files_are_found_where_trainers_leave_them(source: Path, tmp_path: Path,
     assert beside(tmp_path / "out") == {*TOKENIZER, *MODEL, *LEGAL, "config.json"}
     assert "found-files" in codes(result)
     assert "not-loadable" not in codes(result)
-    (told,) = [w.message for w in result.warnings if w.code == "found-files"]
-    assert str((source.parent / place).resolve()) in told
+    (message,) = [w.message for w in result.warnings if w.code == "found-files"]
+    assert str((source.parent / place).resolve()) in message
 
 
 def test_what_a_named_folder_holds_is_copied_untouched(source: Path, tmp_path: Path) -> None:
@@ -109,7 +109,52 @@ def test_what_a_named_folder_holds_is_copied_untouched(source: Path, tmp_path: P
     assert "- code: `modeling_x.py`" in card
 
 
-def test_what_lies_beside_a_components_own_files_is_its_own(tmp_path: Path) -> None:
+def _grow(file: Path) -> None:
+    """To more bytes than are carried; they cost no disk."""
+    with file.open("ab") as out:
+        out.truncate((64 << 20) + 1)
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "modeling_x.py", "other.model"])
+def test_a_large_file_beside_a_named_config_is_left_out_by_name(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    hub = put(tmp_path / "hub", TOKENIZER | MODEL | LEGAL | {name: "x"}, UNKNOWN)
+    _grow(hub / name)
+    result = export(source, tmp_path / "out", config=str(hub))
+    assert beside(tmp_path / "out") == {*TOKENIZER, *MODEL, *LEGAL, "config.json"} - {name}
+    (warning,) = [w for w in result.warnings if w.code == "left-beside"]
+    assert (warning.severity, name in warning.message, "64.0 MiB" in warning.message) == (
+        "warning",
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize("option", ["config", "tokenizer", ""])
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_a_tokenizer_is_not_exported_without_a_large_file(
+    source: Path, tmp_path: Path, option: str, name: str
+) -> None:
+    """What is left could open, and be another tokenizer."""
+    hub = put(tmp_path / "hub" if option else source, {**TOKENIZER, name: "{}"}, UNKNOWN)
+    _grow(hub / name)
+    with pytest.raises(UsageError, match=name) as error:
+        export(source, tmp_path / "out", **({option: str(hub)} if option else {}))
+    assert "--tokenizer" in error.value.hint
+    assert not (tmp_path / "out").exists()
+    export(source, tmp_path / "out", **({"config": str(hub)} if option == "config" else {}), tokenizer="none")
+    assert name not in beside(tmp_path / "out")
+
+
+def test_a_large_config_is_named(source: Path, tmp_path: Path) -> None:
+    hub = put(tmp_path / "hub", TOKENIZER, UNKNOWN)
+    _grow(hub / "config.json")
+    with pytest.raises(UsageError, match=r"config\.json has 64\.0 MiB"):
+        export(source, tmp_path / "out", config=str(hub))
+
+
+def test_files_beside_a_components_own_files_are_its_own(tmp_path: Path) -> None:
     """As verl lays it out: the files of the actor and of the critic, each with a config of its own."""
     step = tmp_path / "run/global_step_10"
     (step / "actor").mkdir(parents=True)
@@ -137,7 +182,7 @@ def test_a_config_is_a_file_of_any_name(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
 
 
-def test_a_tokenizer_is_taken_as_a_whole(source: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_taken_with_all_its_files(source: Path, tmp_path: Path) -> None:
     hub = put(tmp_path / "hub", {**TOKENIZER, "merges.txt": "of the config's"}, UNKNOWN)
     other = put(tmp_path / "other", {"tokenizer.model": "m", "config.json": "{}"})
     export(source, tmp_path / "out", config=str(hub), tokenizer=str(other))
@@ -282,9 +327,9 @@ def test_the_index_counts_parameters(source: Path, tmp_path: Path) -> None:
     export(source, tmp_path / "out", max_file_size=20)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 16, "total_size": 64}
-    ckptcore.convert(str(source), str(tmp_path / "whole"), catalog=False, max_file_size=20)
-    whole = json.loads((tmp_path / "whole/model.safetensors.index.json").read_text())
-    assert whole["metadata"] == {"total_size": 64}
+    ckptcore.convert(str(source), str(tmp_path / "all"), catalog=False, max_file_size=20)
+    consolidated = json.loads((tmp_path / "all/model.safetensors.index.json").read_text())
+    assert consolidated["metadata"] == {"total_size": 64}
 
 
 def test_the_card_says_where_all_of_it_comes_from(
@@ -314,9 +359,9 @@ def test_the_card_says_where_all_of_it_comes_from(
     ):
         assert f"{line}\n" in card, line
     assert "- note:" not in card
-    told = provenance(card)
-    assert told is not None
-    assert told[0] == str(source)
+    recorded = provenance(card)
+    assert recorded is not None
+    assert recorded[0] == str(source)
     assert is_untouched(card.encode(), "out")
     assert not is_untouched(card.encode() + b"- mine: yes\n", "out")
 
@@ -334,8 +379,8 @@ def test_the_card_ends_with_the_fingerprint(source: Path, tmp_path: Path) -> Non
         kept = {f.path: f.digest for f in catalog.show(str(tmp_path / "out")).files}
         assert catalog.show(str(tmp_path / "out")).loadable == "no"
     assert kept["README.md"] == digest
-    again = ckptcore.convert(str(source), str(tmp_path / "out"), overwrite=True, **options)
-    assert again.fingerprint == result.fingerprint
+    second = ckptcore.convert(str(source), str(tmp_path / "out"), overwrite=True, **options)
+    assert second.fingerprint == result.fingerprint
     plain = ckptcore.convert(str(source), str(tmp_path / "plain"), verb="export", catalog=False)
     assert plain.fingerprint is None
     assert "fingerprint" not in (tmp_path / "plain/README.md").read_text()
@@ -360,10 +405,10 @@ def test_a_card_with_its_fingerprint_is_published_in_the_end(
     else:
         for _ in range(times - 1):
             pipeline.finish(prepared.plan_uri, take)
-    again = pipeline.prepare(Request(str(source), out, "export"), take)
-    pipeline.execute(again.plan_uri, settings=take)
-    result = pipeline.finish(again.plan_uri, take)
-    pipeline.settle(again.plan_uri)
+    prepared = pipeline.prepare(Request(str(source), out, "export"), take)
+    pipeline.execute(prepared.plan_uri, settings=take)
+    result = pipeline.finish(prepared.plan_uri, take)
+    pipeline.settle(prepared.plan_uri)
     with closing(open_store(out)) as store:
         card = store.read("README.md", 0, store.size("README.md") or 0)
         store.remove_all() if remote else None
@@ -396,7 +441,7 @@ def test_the_card_says_which_transformers_opens_it(
 
 @pytest.fixture(autouse=True)
 def _unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers would say of these names: it takes seconds to start, and knows no such model."""
+    """The answer of transformers, which takes seconds to start and knows no such model."""
 
     def ask(module: str, asked: object, *, seconds: float | None) -> dict[str, Any]:
         return {"error": "nobody is asked here"}

@@ -1,4 +1,4 @@
-"""Exports of trainers' checkpoints: is the result, bit for bit, the hub's folder of the same weights?
+"""Exports of trainers' checkpoints are bit for bit the hub's folders of the same weights.
 
 The truths were made by Megatron-Bridge's and OLMo-core's own converters, or are the models that Megatron was
 loaded from.
@@ -78,17 +78,17 @@ def test_a_plan_shows_the_map_and_its_numbers(truths: Path, tmp_path: Path) -> N
     argv += ["--save", str(tmp_path / "plan")]
     done = subprocess.run([sys.executable, "-m", "ckptcore", *argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)["map"]
-    assert (shown["from"], shown["to"], shown["arch"]) == ("megatron", "hf-hub", "llama")
-    assert shown["numbers"]["heads"] == {
+    plan = json.loads(done.stdout)["map"]
+    assert (plan["from"], plan["to"], plan["arch"]) == ("megatron", "hf-hub", "llama")
+    assert plan["numbers"]["heads"] == {
         "value": 4,
         "source": "the checkpoint's args says num_attention_heads = 4",
     }
-    qkv = next(m for m in shown["tensors"] if m["name"] == "model.layers.3.self_attn.k_proj.weight")
+    qkv = next(m for m in plan["tensors"] if m["name"] == "model.layers.3.self_attn.k_proj.weight")
     assert qkv["rule"] == "megatron/attention/qkv"
     assert qkv["sources"] == ["decoder.layers.self_attention.linear_qkv.weight"]
     saved = json.loads((tmp_path / "plan/head.json").read_text())
-    assert {m[0]: m[1] for m in saved["made"]} == {m["name"]: m["rule"] for m in shown["tensors"]}
+    assert {m[0]: m[1] for m in saved["made"]} == {m["name"]: m["rule"] for m in plan["tensors"]}
     apply = ["apply", str(tmp_path / "plan"), "--no-catalog"]
     assert subprocess.run([sys.executable, "-m", "ckptcore", *apply], capture_output=True).returncode == 0
     assert bits(weights(tmp_path / "out")) == bits(weights(truths / "hf_llama"))
@@ -100,7 +100,7 @@ def test_stored_names_can_be_kept(truths: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"num_attention_heads": 8, "num_key_value_heads": 4}, "num_attention_heads = 8.* = 4"),
         ({"rope_theta": 5e5, "rope_parameters": None}, "rope_theta = 500000.*rotary_base = 10000"),
@@ -108,12 +108,12 @@ def test_stored_names_can_be_kept(truths: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_contradicts_the_arguments_is_refused(
-    truths: Path, tmp_path: Path, changed: dict[str, Any], said: str
+    truths: Path, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     shutil.copytree(truths / "hf_llama", tmp_path / "config")
     path = tmp_path / "config/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(NameMismatch, match=said):
+    with pytest.raises(NameMismatch, match=message):
         export(truths / "gpt_llama_tp2pp2_0.19.2/ckpt", tmp_path / "out", config=str(tmp_path / "config"))
     assert not (tmp_path / "out").exists()
 
@@ -141,7 +141,7 @@ def test_a_flipped_bit_in_a_tensor_that_was_split_is_found(truths: Path, tmp_pat
 
 
 def test_an_item_of_another_shape_is_found(truths: Path, tmp_path: Path) -> None:
-    """A view into an item is as good as what the metadata says of it: the item must hold that."""
+    """A view into an item relies on the metadata: the item must have that shape."""
     from dataclasses import replace
 
     from ckptcore.errors import DamagedCheckpoint
@@ -170,11 +170,11 @@ def test_a_source_that_was_split_lends_no_fingerprint(truths: Path, tmp_path: Pa
     export(source, tmp_path / "out", catalog=catalog, settings=ckptcore.Settings(fingerprint=True))
     from ckptcore.catalog import open_catalog
 
-    shown = open_catalog(catalog).show(str(source))
-    held = {t.fqn for t in shown.tensors if t.fingerprint}
-    assert shown.checkpoint.fingerprint is None
-    assert "decoder.final_layernorm.weight" in held
-    assert not held & {
+    detail = open_catalog(catalog).show(str(source))
+    fingerprinted = {t.fqn for t in detail.tensors if t.fingerprint}
+    assert detail.checkpoint.fingerprint is None
+    assert "decoder.final_layernorm.weight" in fingerprinted
+    assert not fingerprinted & {
         "decoder.layers.self_attention.linear_qkv.weight",
         "embedding.word_embeddings.weight",
         "output_layer.weight",

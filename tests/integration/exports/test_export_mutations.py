@@ -1,4 +1,4 @@
-"""Wrong maps and wrong folders: does the proof fail each time, and name the tensor?
+"""Wrong maps and wrong folders: every proof fails, and names the tensor.
 
 By default one family for each kind of mistake; in the soak every family and world that can have it.
 """

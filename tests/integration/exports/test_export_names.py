@@ -1,4 +1,4 @@
-"""Names: does an export hold what transformers needs to open it, all of it and nothing else?
+"""Names: an export has every tensor that transformers needs to open it, and no other.
 
 The oracle is transformers itself: what it saves, and what it says it lacks when it opens an export.
 """
@@ -195,18 +195,18 @@ def test_ties_are_in_the_names_of_the_export() -> None:
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"model_type": "of_tomorrow"}, "knows no model type 'of_tomorrow'"),
         ({"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"]}, "requires the"),
     ],
 )
-def test_models_that_cannot_be_built_here_go_unchecked(config: dict[str, Any], words: str) -> None:
+def test_models_that_cannot_be_built_here_go_unchecked(config: dict[str, Any], message: str) -> None:
     if "timm" in config["model_type"] and transformers.utils.is_timm_available():
         pytest.skip("timm is installed")
     (warning,) = check_names(folder_of(config), {"a": (1,)}).warnings
     assert warning.code == "names-unchecked"
-    assert words in warning.message
+    assert message in warning.message
 
 
 @pytest.mark.usefixtures("asked_here")

@@ -172,7 +172,7 @@ def test_without_a_config_alpha_is_not_known(base: Path, tmp_path: Path) -> None
         export(source, tmp_path / "out")
     assert "--config" in caught.value.hint
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UsageError, match=r"holds no adapter_config\.json"):
+    with pytest.raises(UsageError, match=r"has no adapter_config\.json"):
         export(source, tmp_path / "out", config=str(base))
     result = export(source, tmp_path / "one.safetensors")
     assert all(n.startswith("base_model.model.") for n in load_file(tmp_path / "one.safetensors"))
@@ -186,7 +186,7 @@ def changed(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("change", "error", "message"),
     [
         (changed("r", 8), NameMismatch, "q_proj has rank 4 .config says 8"),
         (changed("lora_alpha", None), UsageError, "lora_alpha"),
@@ -215,12 +215,12 @@ def changed(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ],
 )
 def test_a_config_that_contradicts_the_tensors(
-    base: Path, tmp_path: Path, change: Any, error: type[Exception], words: str
+    base: Path, tmp_path: Path, change: Any, error: type[Exception], message: str
 ) -> None:
     source = put(trained(base, target_modules=["q_proj"]), tmp_path / "ckpt")
     path = source / "lora_adapter/adapter_config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -277,7 +277,7 @@ def test_names_say_whether_an_adapter_is_meant(base: Path, tmp_path: Path) -> No
     export(source, tmp_path / "stored", names="stored", config="none")
     assert load_file(tmp_path / "stored/model.safetensors").keys() == live.state_dict().keys()
     dcp.save({"model": {"a.weight": torch.ones(2)}}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    with pytest.raises(UsageError, match="holds no LoRA adapter"):
+    with pytest.raises(UsageError, match="has no LoRA adapter"):
         export(tmp_path / "plain", tmp_path / "no", names="peft")
 
 

@@ -1,4 +1,4 @@
-"""The table of exports by family and source (docs/reference/families.md): is every cell what it says?
+"""The table of exports by family and source (docs/reference/families.md): every cell is true.
 
 By default one export of every family, with every source in all its forms among them; all of them in the soak.
 """
@@ -98,8 +98,8 @@ def test_transformers_4_opens_every_export_of_a_family(older: Older, tmp_path: P
         return made[name]
 
     if family in LACKING_4:
-        said = older.ask(make=family, hub=str(tmp_path / "hub"), live=str(tmp_path / "live"))
-        assert said.startswith("no model type")
+        reply = older.ask(make=family, hub=str(tmp_path / "hub"), live=str(tmp_path / "live"))
+        assert reply.startswith("no model type")
         return
     for cell in [c for c in cells() if c.family == family]:
         require_declared(cell, observe(cell, tiny, tmp_path / f"{cell.source}-{cell.form}", older.compare))

@@ -1,4 +1,4 @@
-"""Are the maps from Megatron right? Its own GPTModel computes what transformers computes of the export.
+"""The maps from Megatron: its own GPTModel computes the logits that transformers computes from the export.
 
 Nothing of ours says here how names or layouts map: Megatron-Core makes the weights, or takes those of a
 sample, and both models answer the same question in float32. ``CKPTCORE_MEGATRON_PYTHON`` names an interpreter
@@ -94,12 +94,12 @@ def megatron(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
     for trained in SAMPLES:
         config, stored = trained_sample(folders, trained)
         manifest = ckptcore.open(str(folders[trained] / "ckpt"))
-        held = {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
+        tensors = {t.fqn: ckptcore.read(manifest, t.fqn) for t in manifest.tensors}
         starts = ("decoder.", "embedding.", "output_layer.")
-        held = {n: t for n, t in held.items() if n.startswith(starts) and "_extra_state" not in n}
+        tensors = {n: t for n, t in tensors.items() if n.startswith(starts) and "_extra_state" not in n}
         fields = megatron_models.megatron_config(config, megatron_models.FAMILIES[config["model_type"]])
-        model = megatron_models.gpt_model(config, len(held["embedding.word_embeddings.weight"]))
-        state = megatron_models.modules_of(held)
+        model = megatron_models.gpt_model(config, len(tensors["embedding.word_embeddings.weight"]))
+        state = megatron_models.modules_of(tensors)
         asked[trained] = megatron_models.question(fields, model, stored["ids"], state)
     return megatron_models.answers(tmp_path_factory.mktemp("megatron"), asked)
 

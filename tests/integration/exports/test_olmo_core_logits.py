@@ -1,4 +1,4 @@
-"""Are the maps from OLMo-core right? Its own Transformer computes what transformers computes of the export.
+"""The maps from OLMo-core: its own Transformer computes the logits that transformers computes.
 
 OLMo-core makes the weights, or takes those of a sample; both models answer the same question in float32.
 ``CKPTCORE_OLMO_CORE_3_PYTHON`` names an interpreter with ai2-olmo-core 3.0.0; without it these are skipped.
@@ -165,8 +165,8 @@ def test_olmo_cores_own_model_agrees_with_the_export(
 ) -> None:
     """Random weights of its Transformer, saved by its own names, exported, opened by transformers."""
     dcp.save({"model": olmo[name]["state"]}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    said = {"model": olmo[name]["model"], "dataset": {"tokenizer": {"vocab_size": 40}}}
-    (tmp_path / "ckpt/config.json").write_text(json.dumps(said))
+    trained = {"model": olmo[name]["model"], "dataset": {"tokenizer": {"vocab_size": 40}}}
+    (tmp_path / "ckpt/config.json").write_text(json.dumps(trained))
     (tmp_path / "config.json").write_text(json.dumps(hub_config(name.split()[0])))
     options = {"verb": "export", "catalog": False, "config": str(tmp_path / "config.json")}
     ckptcore.convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), **options)

@@ -1,4 +1,4 @@
-"""Are the maps from torchtitan right? Its own models compute what transformers computes of the export.
+"""The maps from torchtitan: its own models compute the logits that transformers computes from the export.
 
 torchtitan makes the weights and names them; both models answer the same question in float32.
 ``CKPTCORE_TORCHTITAN_PYTHON`` names an interpreter with torchtitan 0.3.0; without it these are skipped.

@@ -199,9 +199,9 @@ def test_near_is_what_the_threshold_says(llama: Path, tmp_path: Path) -> None:
 
 def test_logits_show_what_no_shape_does(llama: Path, export: Path) -> None:
     config = json.loads((export / "config.json").read_text())
-    held = config.get("rope_parameters") or config
-    assert held["rope_theta"] == 500000.0
-    held["rope_theta"] = 10000.0
+    rope = config.get("rope_parameters") or config
+    assert rope["rope_theta"] == 500000.0
+    rope["rope_theta"] = 10000.0
     (export / "config.json").write_text(json.dumps(config))
     proof = ckptcore.verify_export(str(export), reference=str(llama / "right"))
     assert verdicts(proof) == {
@@ -282,7 +282,7 @@ def test_ties_are_found_without_a_card(llama: Path, export: Path) -> None:
     assert proof.verdict == "ok"
 
 
-def test_nothing_is_said_that_was_not_looked_at(llama: Path, export: Path) -> None:
+def test_a_check_without_evidence_is_not_done(llama: Path, export: Path) -> None:
     (export / "README.md").unlink()
     proof = ckptcore.verify_export(str(export))
     assert verdicts(proof) == {
@@ -389,6 +389,53 @@ def test_the_catalog_knows_how_it_was_made_and_keeps_the_verdict(llama: Path, tm
     file.write_bytes(data[:-7])  # what cannot be opened is no other checkpoint: its files are damaged
     assert ckptcore.verify_export(str(hf), catalog=catalog).conversion == made.conversion
     assert row().export_checks["elements"]["verdict"] == "failed"
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_source_that_is_gone_leaves_what_the_catalog_recorded(
+    llama: Path, tmp_path: Path, verified: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    catalog, hf = str(tmp_path / "catalog.sqlite"), tmp_path / "hf"
+    source = Path(shutil.copytree(llama / "ckpt", tmp_path / "ckpt"))
+    options = {"config": str(llama / "config"), "max_file_size": 8192, "catalog": catalog}
+    made = ckptcore.convert(str(source), str(hf), verb="export", **options)
+    if verified:
+        assert ckptcore.verify_export(str(hf), catalog=catalog).verdict == "ok"
+    shutil.rmtree(source)
+    (hf / "README.md").write_text("a card of its own")
+    proof = ckptcore.verify_export(str(hf), catalog=catalog)
+    assert (proof.verdict, proof.exit_code, proof.conversion) == ("unproven", 26, made.conversion)
+    assert verdicts(proof) == {
+        "elements": "not-done",
+        "names": "ok",
+        "fingerprints": "not-done",
+        "finite": "not-done",
+    }
+    found = check(proof, "fingerprints")
+    count = len(list(hf.glob("*.safetensors")))
+    assert dict(found.values) | {"recorded_at": None, "recorded_fingerprint": None} == {
+        "files_unchanged": count,
+        "files_without_digest": 0,
+        "changed_beside": ["README.md"],
+        "recorded_fingerprint": None,
+        "recorded_verdict": "ok" if verified else None,
+        "recorded_at": None,
+    }
+    assert f"{count} files of tensors are what was written" in found.summary
+    assert str(source) in found.summary
+    with open_catalog(catalog) as opened:  # what was proven is not taken back
+        row = opened.show(str(made.conversion))
+    assert isinstance(row, ConversionDetail)
+    assert row.conversion.export_verdict == ("ok" if verified else "unproven")
+    file = sorted(hf.glob("*.safetensors"))[1]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main.run(["verify-export", str(hf), "--catalog", catalog, "--output", "json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert [(c["check"], p["name"]) for c in answer["checks"] for p in c["problems"]] == [
+        ("fingerprints", file.name)
+    ]
 
 
 def test_the_catalog_says_nothing_of_another_checkpoint(llama: Path, tmp_path: Path) -> None:

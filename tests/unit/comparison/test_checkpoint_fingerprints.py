@@ -307,7 +307,7 @@ def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> N
     other = replace(receipt, sums=bytes(16) + receipt.sums[16:])
     with pytest.raises(OutputMismatch, match="different elements"):
         fingerprints([plan, plan], [receipt, other])
-    half = replace(plan, held=replace(plan.held, full=plan.held.full * 2))
+    half = replace(plan, columns=replace(plan.columns, full=plan.columns.full * 2))
     assert fingerprints([half], [receipt]) is None
 
 

@@ -26,7 +26,9 @@ def test_plans_are_not_held_all_at_once(fingerprint: bool, tmp_path: Path) -> No
 
     def load(*given: Any) -> FilePlan:
         plan = load_file_plan(*given)
-        seen.extend(map(weakref.ref, (plan, plan.held.offset)))  # an array over its bytes keeps all of them
+        seen.extend(
+            map(weakref.ref, (plan, plan.columns.offset))
+        )  # an array over its bytes keeps all of them
         alive.append(sum(ref() is not None for ref in seen))
         return plan
 

@@ -1,4 +1,4 @@
-"""Maps: does every family come out as the hub has it, from every form of every world?"""
+"""Maps: every family comes out as on the hub, from every form of every world."""
 
 from __future__ import annotations
 
@@ -164,10 +164,12 @@ def _mutated(rules: ArchMap, old: str, new: str) -> ArchMap:
     text = (Path(declaration.__file__).parent / "shared/megatron.toml").read_text()
     assert old in text
     groups = declaration.tomllib.loads(text.replace(old, new))
-    held = {k: declaration.GroupForm.model_validate(v) for k, v in groups.items()}
+    forms_of_groups = {k: declaration.GroupForm.model_validate(v) for k, v in groups.items()}
     with pytest.MonkeyPatch.context() as patch:
         read = declaration._groups
-        patch.setattr(declaration, "_groups", lambda name: held if name == "megatron" else read(name))
+        patch.setattr(
+            declaration, "_groups", lambda name: forms_of_groups if name == "megatron" else read(name)
+        )
         family = (Path(declaration.__file__).parent / "families/llama.toml").read_text()
         return next(m for m in read_maps(family, "llama") if m.world == "megatron")
 
@@ -272,14 +274,14 @@ def test_layouts_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
     manifest = stored(tmp_path, WORLDS["olmo_core"][0](config, square, "dropless"))
     with pytest.raises(UsageError, match="cannot tell the layout of olmoe"):
         mapped(manifest, config)
-    said = {"model": {"block": {"name": "moe", "feed_forward_moe": {"name": "dropless"}}}}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    trained = {"model": {"block": {"name": "moe", "feed_forward_moe": {"name": "dropless"}}}}
+    (tmp_path / "config.json").write_text(json.dumps(trained))
     found = mapped(manifest, config).mapped.manifest
     for name, tensor in square.items():
         assert torch.equal(ckptcore.read(found, name), tensor), name
 
 
-def test_an_unknown_vocabulary_is_said(tmp_path: Path) -> None:
+def test_an_unknown_vocabulary_is_a_warning(tmp_path: Path) -> None:
     manifest, config, _ = made(tmp_path, "llama", "megatron", "layers")
     found = mapped(manifest, {k: v for k, v in config.items() if k != "vocab_size"})
     assert [w.code for w in found.warnings] == ["assumed-size"]

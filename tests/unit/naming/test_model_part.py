@@ -1,4 +1,4 @@
-"""Where is the model? Every nesting that trainers use is found with its evidence; doubt is an error."""
+"""The model part: every nesting that trainers use is found with its evidence; doubt is an error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def manifest_of(paths: Sequence[tuple[str, ...]], *, recorded: bool = True) -> M
     builder = Builder()
     for path in paths:
         builder.tensor(TensorSpec(".".join(path), "float32", ()))
-    told = Paths()
+    tree = Paths()
     for path in paths if recorded else ():
-        assert told.add(".".join(path), path)
-    form = told.form([t.fqn for t in builder.tensors], [])
+        assert tree.add(".".join(path), path)
+    form = tree.form([t.fqn for t in builder.tensors], [])
     return builder.build("test", "nowhere", {"paths": form} if form else {})
 
 
@@ -51,7 +51,7 @@ CASES = {
     "top level, as torchtitan": (under() + flat_adam("optimizer") + [("train_state", "step")], ""),
     "top level, nothing else": (under(), ""),
     "model alone": (under("model"), "model."),
-    "model beside ema, told by the optimizer": (under("model") + under("ema") + adam("optim"), "model."),
+    "model beside ema, by the optimizer": (under("model") + under("ema") + adam("optim"), "model."),
     "model beside ema, without an optimizer": (under("model") + under("ema_model"), "model."),
     "a module called actor": (under("actor") + adam("actor_optim"), "actor."),
     "buffers beside parameters": ([*under("model"), ("model", "rope.freqs"), *adam("optim")], "model."),
@@ -81,7 +81,7 @@ def test_doubt_is_an_error_that_lists_the_candidates(paths: list[tuple[str, ...]
         assert container in caught.value.message
 
 
-def test_what_else_could_be_the_model_is_told_of() -> None:
+def test_other_parts_that_could_be_the_model_are_findings() -> None:
     for paths in (under("model") + under("ema") + adam("optim"), under("model") + under("ema")):
         part = find_model(manifest_of(paths))
         assert (part.prefix, part.others) == ("model.", ("ema.",))

@@ -31,7 +31,7 @@ def test_a_number_that_no_model_has(key: str, value: Any) -> None:
         agreed([Config("args", "megatron", ARGS | {key: value})])
 
 
-def test_what_is_no_number_of_the_whole_model_says_nothing() -> None:
+def test_values_that_are_no_number_of_the_model_are_ignored() -> None:
     form = {"num_key_value_heads": [1, 2], "num_attention_heads": None, "hidden_size": True}
     assert Config("config.json", "hf-hub", form).numbers == {}
 
@@ -53,3 +53,72 @@ def test_a_share_of_the_heads_that_is_rotated() -> None:
     configs += [Config("args", "megatron", {"rotary_percent": 0.5})]
     with pytest.raises(NameMismatch, match=r"partial_rotary_factor = 1, args says rotary_percent = 0\.5"):
         agreed(configs)
+
+
+ROPE = {"position_embedding_type": "rope", "rotary_base": 10_000}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}
+LATENT = {"multi_latent_attention": True, "rope_type": "yarn", "rotary_scaling_factor": 40}
+SAME = [
+    (ROPE | {"use_rope_scaling": False}, {"rope_theta": 10_000, "rope_scaling": None}),
+    (ROPE | {"use_rope_scaling": False}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),
+    (ROPE | {"use_rope_scaling": False}, {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}),
+    (ROPE | {"use_rope_scaling": True}, {"rope_scaling": LLAMA3}),
+    (
+        ROPE | {"rope_scaling": True, "rope_scaling_factor": 32.0},
+        {"rope_parameters": LLAMA3 | {"factor": 32}},
+    ),
+    (ROPE | {"rotary_seq_len_interpolation_factor": 2}, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    (ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 1.0}, {"rope_theta": 1e4}),
+    (LATENT, {"rope_scaling": YARN}),
+    (LATENT | {"rotary_scaling_factor": 1.0}, {"rope_theta": 1e4}),
+    # What says nothing contradicts nothing.
+    (ROPE, {"rope_scaling": LLAMA3}),
+    (ROPE | {"use_rope_scaling": False}, {"rope_parameters": {"full_attention": LLAMA3}}),
+    (ROPE | {"use_rope_scaling": False}, {"rope_scaling": {"factor": 8}, "rope_local_base_freq": 1e4}),
+    ({"position_embedding_type": "learned_absolute", "use_rope_scaling": False}, {"rope_scaling": LLAMA3}),
+    (LATENT | {"rope_type": None}, {"rope_theta": 1e4}),
+]
+OTHER = [
+    (ROPE | {"use_rope_scaling": False}, {"rope_scaling": LLAMA3}, "False", "llama3"),
+    (ROPE | {"use_rope_scaling": False}, {"text_config": {"rope_scaling": LLAMA3}}, "False", "llama3"),
+    (ROPE | {"use_rope_scaling": True}, {"rope_theta": 10_000, "rope_scaling": None}, "factor = 8", "None"),
+    (
+        ROPE | {"use_rope_scaling": True},
+        {"rope_scaling": LLAMA3 | {"factor": 32}},
+        "factor = 8",
+        "factor = 32",
+    ),
+    (ROPE | {"use_rope_scaling": True}, {"rope_scaling": LLAMA3 | {"high_freq_factor": 2}}, "= 4", "= 2"),
+    (ROPE | {"seq_len_interpolation_factor": 2}, {"rope_theta": 10_000}, "= 2", "None"),
+    (LATENT, {"rope_scaling": YARN | {"factor": 20}}, "factor = 40", "factor = 20"),
+    (LATENT | {"rope_type": "rope"}, {"rope_scaling": YARN}, "'rope'", "'yarn'"),
+    (
+        {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 32},
+        {"rope_scaling": LLAMA3},
+        "32",
+        "llama3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "hub"), SAME)
+def test_scaling_of_rotary_embeddings_that_agrees(args: dict[str, Any], hub: dict[str, Any]) -> None:
+    agreed([Config("hub", "hf-hub", hub), Config("args", "megatron", args)])
+
+
+@pytest.mark.parametrize(("args", "hub", "mine", "theirs"), OTHER)
+def test_another_scaling_of_rotary_embeddings_is_refused_with_both_values(
+    args: dict[str, Any], hub: dict[str, Any], mine: str, theirs: str
+) -> None:
+    with pytest.raises(NameMismatch) as error:
+        agreed([Config("hub", "hf-hub", hub), Config("args", "megatron", args)])
+    first, _, second = error.value.message.partition(", args says ")
+    assert theirs in first
+    assert mine in second

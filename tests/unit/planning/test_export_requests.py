@@ -45,7 +45,7 @@ def test_a_source_on_the_hub_is_fetched_first(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_a_moving_average_is_left_out_and_told_of(tmp_path: Path, optimizer: bool) -> None:
+def test_a_moving_average_is_left_out_with_a_finding(tmp_path: Path, optimizer: bool) -> None:
     state = {"model": WEIGHTS, "ema_model": {n: t + 1 for n, t in WEIGHTS.items()}}
     if optimizer:
         moments = {n: {"exp_avg": t, "exp_avg_sq": t} for n, t in WEIGHTS.items()}

@@ -1,4 +1,4 @@
-"""Plans of large jobs: how much Python does a chunk cost, and is a file's plan readable alone?
+"""Plans of large jobs: Python work per chunk is bounded, and a file's plan is readable alone.
 
 Counts, not seconds: a call per chunk where columns would do is what makes a plan of millions take hours.
 """
@@ -103,13 +103,13 @@ def test_each_file_plan_is_readable_alone(tmp_path: Path) -> None:
     head = load_head(store)
     assert head.digest == compose(request(source), manifest).plan.digest == composed.plan.digest
     assert len(head.files) == 33
-    held: dict[str, list[Box]] = {}
+    written: dict[str, list[Box]] = {}
     for row in head.files:
         plan = load_file_plan(store, row.index)
         assert (plan.path, plan.nbytes, len(plan.tensors)) == (row.path, row.nbytes, row.tensors)
         assert (plan.bytes_in, plan.requests) == (row.reads, row.requests)
         for n, tensor in enumerate(plan.tensors):
-            held.setdefault(tensor.name, []).append(tensor.box)
+            written.setdefault(tensor.name, []).append(tensor.box)
             reads = range(int(plan.reads.first[n]), int(plan.reads.first[n + 1]))
             boxes = [
                 Box(tuple(plan.reads.lo[r].tolist()), tuple(plan.reads.shape[r].tolist())) for r in reads
@@ -125,7 +125,7 @@ def test_each_file_plan_is_readable_alone(tmp_path: Path) -> None:
             at += length
         assert at == plan.nbytes
     for spec in manifest.tensors:
-        assert sum(b.numel for b in held[spec.fqn]) == spec.numel
+        assert sum(b.numel for b in written[spec.fqn]) == spec.numel
 
 
 def test_large_plans_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +135,9 @@ def test_large_plans_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(kept.files) == list(kept.files)
     monkeypatch.setattr(import_module("ckptcore.planning.plan"), "_KEPT_BYTES", 1000)
     made = compose(request(source), manifest)
-    first, again = list(made.files), list(made.files)
-    assert first[0] is not again[0]
-    assert [p.dumped for p in first] == [p.dumped for p in again] == [p.dumped for p in kept.files]
+    first, second = list(made.files), list(made.files)
+    assert first[0] is not second[0]
+    assert [p.dumped for p in first] == [p.dumped for p in second] == [p.dumped for p in kept.files]
 
 
 def test_a_plan_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

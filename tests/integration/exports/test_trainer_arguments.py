@@ -1,0 +1,110 @@
+"""Megatron's arguments against config.json and the map: what no shape shows is refused with both values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+transformers: Any = pytest.importorskip("transformers", minversion="5.0")
+
+from export_sources import WRITERS, Tiny  # noqa: E402
+from trainer_names import WORLDS  # noqa: E402
+
+import ckptcore  # noqa: E402
+from ckptcore.errors import NameMismatch  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("asked_here")
+Tinies = Callable[[str], Tiny]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def trained(tiny: Tiny, folder: Path, **more: Any) -> str:
+    """A torch_dist folder whose arguments say more."""
+    source = WRITERS["megatron"](tiny, "layers", folder)
+    common = torch.load(source / "common.pt", weights_only=False)
+    vars(common["args"]).update(more)
+    torch.save(common, source / "common.pt")
+    return str(source)
+
+
+def config(tiny: Tiny, folder: Path, **more: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny.config | more))
+    return str(folder)
+
+
+def export(source: str, target: Path, **options: Any) -> Any:
+    return ckptcore.convert(source, str(target), verb="export", catalog=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hub", "mine", "theirs"),
+    [
+        ({"normalization": "LayerNorm"}, {}, 'normalization = "LayerNorm"', '"RMSNorm"'),
+        ({"position_embedding_type": "learned_absolute"}, {}, '= "learned_absolute"', '"rope"'),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 8.0}, {}, "factor = 8", "'default'"),
+        ({"use_rope_scaling": False}, {"rope_parameters": LLAMA3}, "= False", "'llama3'"),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            {"rope_parameters": LLAMA3},
+            "factor = 32",
+            "factor = 8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("arch", ["auto", "llama"])
+def test_what_contradicts_the_config_is_refused(
+    tinies: Tinies,
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    hub: dict[str, Any],
+    mine: str,
+    theirs: str,
+    arch: str,
+) -> None:
+    tiny = tinies("llama")
+    source = trained(tiny, tmp_path / "source", **{"position_embedding_type": "rope", **arguments})
+    with pytest.raises(NameMismatch) as error:
+        export(source, tmp_path / "out", config=config(tiny, tmp_path / "config", **hub), arch=arch)
+    assert mine in error.value.message
+    assert theirs in error.value.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_scaling_is_exported(tinies: Tinies, tmp_path: Path) -> None:
+    tiny = tinies("llama")
+    arguments = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "normalization": "RMSNorm"}
+    source = trained(tiny, tmp_path / "source", position_embedding_type="rope", **arguments)
+    hub = config(tiny, tmp_path / "config", rope_parameters=LLAMA3)
+    export(source, tmp_path / "out", config=hub)
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_parameters"] == LLAMA3
+
+
+def test_arguments_in_a_plain_dcp_folder_decide_without_a_config(tinies: Tinies, tmp_path: Path) -> None:
+    """DCP stores a dict of arguments value by value."""
+    tiny = tinies("llama")
+    state = {n: t.contiguous() for n, t in WORLDS["megatron"][0](tiny.config, tiny.state, "layers").items()}
+    args = {"num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True}
+    args |= {"vocab_size": tiny.config["vocab_size"], "position_embedding_type": "rope"}
+    dcp.save({"model": state, "args": args}, checkpoint_id=tmp_path / "source", no_dist=True)
+    export(str(tmp_path / "source"), tmp_path / "out", config="none")
+    dcp.save(
+        {"model": state, "args": args | {"position_embedding_type": "none"}},
+        checkpoint_id=tmp_path / "other",
+        no_dist=True,
+    )
+    with pytest.raises(NameMismatch, match='"none"'):
+        export(str(tmp_path / "other"), tmp_path / "again", config="none")
