@@ -57,7 +57,7 @@ class DeviceSums:
         if width > WORD:
             shape, box, width = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2)), WORD
         elif not shape:
-            shape, box = (1,), Box.whole((1,))
+            shape, box = (1,), Box.full((1,))
         cut = RowLayout(rows_of(shape, width), box)
         held = elements.view(getattr(torch, _KINDS[width]))
         there = held.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))

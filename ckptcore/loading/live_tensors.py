@@ -103,7 +103,7 @@ def _shards(fqn: str, tensor: Any) -> list[Piece]:
     found: list[Piece] = []
     for shard in tensor.local_shards():
         offset, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
-        if tuple(shard.tensor.shape) != sizes or not Box.whole(tuple(tensor.size())).contains(
+        if tuple(shard.tensor.shape) != sizes or not Box.full(tuple(tensor.size())).contains(
             Box(offset, sizes)
         ):
             raise NameMismatch(

@@ -185,7 +185,7 @@ def _whole_tensor(manifest: Manifest, filler: Filler, name: str) -> Any:
     row = manifest.index[name]
     spec = manifest.tensors[row]
     out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    want = Box.whole(spec.shape)
+    want = Box.full(spec.shape)
     if want.numel:
         filler.fill(row, want, out)
     return out

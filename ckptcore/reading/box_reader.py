@@ -105,7 +105,7 @@ class _ManifestChunks:
         return COPY if row in self._copies else READ
 
     def asked(self, tensor: ChunkedTensor) -> Box:
-        return Box.whole(self._manifest.tensors[tensor.number].shape)
+        return Box.full(self._manifest.tensors[tensor.number].shape)
 
     def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
         manifest = self._manifest

@@ -33,8 +33,8 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
         raise KeyError(f"the checkpoint has no tensor {fqn!r}")
     row = manifest.index[fqn]
     spec = manifest.tensors[row]
-    want = box or Box.whole(spec.shape)
-    if len(want.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(want):
+    want = box or Box.full(spec.shape)
+    if len(want.shape) != len(spec.shape) or not Box.full(spec.shape).contains(want):
         raise ValueError(f"{want} is outside {fqn} {list(spec.shape)}")
     require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))

@@ -208,7 +208,7 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
             f"{list(map(str, placements))} cut dims that a tensor of {list(shape)} does not have"
         )
     if not mesh.axes:
-        return [Box.whole(shape)]
+        return [Box.full(shape)]
     sizes = [n for _, n in mesh.axes]
     dims = []  # per dim: which axes cut it, and (first, count) by their coordinates
     for dim, n in enumerate(shape):
@@ -264,7 +264,7 @@ def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]
     if tensor.is_meta:
         raise UsageError(f"a tensor of {list(shape)} is on the meta device: it has no memory to fill")
     if not isinstance(tensor, DTensor):
-        return [(tensor.detach(), Box.whole(shape))]
+        return [(tensor.detach(), Box.full(shape))]
     places = [p for p in tensor.placements if not p.is_replicate()]
     if any(p.is_partial() for p in places):
         raise UsageError("a DTensor with a Partial placement holds a summand, not its values")

@@ -79,14 +79,14 @@ def test_many_rows_have_several_pages_of_multipliers(dtype: str) -> None:
     for at in range(3):
         part = np.ascontiguousarray(data[at]).reshape(-1).view(np.uint8)
         total = add(total, lane.sum_held(dtype, shape, Box((at, 0, 0), (1, *shape[1:])), part))
-    assert total == box_sum(dtype, shape, Box.whole(shape), data.reshape(-1))
+    assert total == box_sum(dtype, shape, Box.full(shape), data.reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_bits_wrap_around_alike(dtype: str) -> None:
     """The largest words there are, whose products do not fit."""
     shape, lane = (70, 513), Lane("cpu", 1 << 20)
-    for box in (Box.whole(shape), Box((3, 1), (60, 500))):
+    for box in (Box.full(shape), Box((3, 1), (60, 500))):
         raw = np.full(box.numel * BY_NAME[dtype].itemsize, 255, np.uint8)
         assert lane.sum_held(dtype, shape, box, raw) == box_sum(dtype, shape, box, raw)
 
@@ -100,13 +100,13 @@ def test_cuda_as_on_the_host(dtype: str) -> None:
     lane = Lane("cuda", 64 << 20)
     for shape in SHAPES:
         cut = tuple(max(1, n // 3) if n else 0 for n in shape)
-        for box in (Box.whole(shape), Box(tuple(min(1, n - 1) if n else 0 for n in cut), cut)):
+        for box in (Box.full(shape), Box(tuple(min(1, n - 1) if n else 0 for n in cut), cut)):
             here, there = both(lane, dtype, shape, box)
             assert here == there, (shape, box)
     shape = (8192, 8192 // BY_NAME[dtype].itemsize)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    here, there = both(lane, dtype, shape, Box.whole(shape))
+    here, there = both(lane, dtype, shape, Box.full(shape))
     assert here == there
     assert torch.cuda.max_memory_allocated() - before <= devicesums.ROOM
 

@@ -63,7 +63,7 @@ def part(data: np.ndarray, box: Box) -> np.ndarray:
 
 def whole(dtype: str, data: np.ndarray) -> tuple[int, int]:
     shape = data.shape[:-1]
-    return box_sum(dtype, shape, Box.whole(shape), data.reshape(-1))
+    return box_sum(dtype, shape, Box.full(shape), data.reshape(-1))
 
 
 def random(table: str, lane: int, number: int) -> int:

@@ -51,7 +51,7 @@ class _Entry:
 
     @property
     def whole(self) -> _Held:
-        return _Held(self, Box.whole(self.shape))
+        return _Held(self, Box.full(self.shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
     """Strided and cast tensors in columns: every part takes its way through a lane."""
     there, tensor = lane(device).device, numbered((61, 67))
     columns = [Box((0, 0), (61, 30)), Box((0, 30), (61, 37))]
-    state = {"a": (tensor, columns), "b": (tensor.to(torch.bfloat16), [Box.whole((61, 67))])}
+    state = {"a": (tensor, columns), "b": (tensor.to(torch.bfloat16), [Box.full((61, 67))])}
     write_dcp(tmp_path / "ckpt", state, turn=True)
     source, used = str(tmp_path / "ckpt"), []
 

@@ -43,7 +43,7 @@ def test_any_box_of_any_permutation(data: st.DataObject) -> None:
     ranges: list[tuple[int, int, int]] = []
     want = Box(offset, extent)
     into = Interleaver(tile, want, "bfloat16", scratch)
-    into.put(payload, Box.whole(shape), want, lambda *r: ranges.append(r))
+    into.put(payload, Box.full(shape), want, lambda *r: ranges.append(r))
     into.flush()
     assert (tile == values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]).all()
     assert all(zlib.crc32(raw[at : at + n]) == crc for at, n, crc in ranges)

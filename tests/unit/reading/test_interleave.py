@@ -91,7 +91,7 @@ def test_short_runs_are_copied_together(width: int, together: bool, monkeypatch:
     values = np.random.default_rng(0).integers(0, 1 << 16, (64, 16 * width), np.uint16)
     chunks = [Stored(values, Box((0, n * width), (64, width)), 8) for n in range(16)]
     tile = np.zeros(values.shape, np.uint16)
-    into = Interleaver(tile, Box.whole(values.shape), "bfloat16", np.empty(1 << 20, np.uint8))
+    into = Interleaver(tile, Box.full(values.shape), "bfloat16", np.empty(1 << 20, np.uint8))
     for chunk in chunks:
         into.put(chunk.payload, chunk.box, chunk.box, chunk.seen)
     if together:

@@ -66,11 +66,11 @@ def test_rotary_tables_are_on_every_stage() -> None:
     }
     titan = table | {"tok_embeddings.weight": (16, 8), "output.weight": (16, 8)}
     topology = lay_out(manifest_of(titan), "pp=2,fsdp=2")
-    assert topology.held("freqs_cis", (64, 4)) == (Box.whole((64, 4)),) * 4
+    assert topology.held("freqs_cis", (64, 4)) == (Box.full((64, 4)),) * 4
     assert [rank for rank, _ in topology.owners("freqs_cis", (64, 4))] == [0]
     names = hf() | {"model.rotary_emb.inv_freq": (4,)}
     assert (
-        lay_out(manifest_of(names), "pp=2").held("model.rotary_emb.inv_freq", (4,)) == (Box.whole((4,)),) * 2
+        lay_out(manifest_of(names), "pp=2").held("model.rotary_emb.inv_freq", (4,)) == (Box.full((4,)),) * 2
     )
     with pytest.raises(UsageError, match="no pipeline stage") as caught:
         lay_out(manifest_of(names), "pp=2", STAGES)
