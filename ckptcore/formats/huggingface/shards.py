@@ -21,7 +21,7 @@ from itertools import islice
 
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.redundant_copies import Whole, with_copies
+from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.errors import Finding, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
@@ -165,13 +165,13 @@ def _same_shapes(shards: FolderShards, whole: _Whole) -> bool:
     )
 
 
-def _copied(shards: FolderShards, whole: _Whole) -> dict[str, Whole]:
+def _copied(shards: FolderShards, whole: _Whole) -> dict[str, FullTensor]:
     """The whole tensors that are what shards hold: of equal dtype and shape, and not of rank 0.
 
     torch writes whole tensors of rank 0 wrong; their values are compared when the headers are.
     """
     return {
-        fqn: Whole(one.path, one.start)
+        fqn: FullTensor(one.path, one.start)
         for fqn, parts in shards.parts.items()
         if (one := whole.get(fqn)) is not None
         and one.shape

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
-from ckptcore.core.redundant_copies import Whole, with_copies
+from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
@@ -81,7 +81,7 @@ def with_whole_folder(
             paths = [p for p in paths if p[len(prefix) :] in set(listed.values())]
     whole, more = whole_tensors(source, paths)
     specs = {t.fqn: t for t in manifest.tensors}
-    wholes: dict[str, Whole] = {}
+    wholes: dict[str, FullTensor] = {}
     alone, cast = list[str](), list[str]()
     for name, one in whole.items():
         if listed is not None and prefix + listed.get(name, "") != one.path:
@@ -96,7 +96,7 @@ def with_whole_folder(
         elif spec.dtype != one.dtype:
             cast.append(fqn)
         else:
-            wholes[fqn] = Whole(one.path, one.start)
+            wholes[fqn] = FullTensor(one.path, one.start)
     del told[_MAX_TOLD:]
     told += more
     if alone:
