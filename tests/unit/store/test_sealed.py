@@ -95,7 +95,7 @@ def test_strange_things_are_neither_read_nor_written_nor_removed(home: SealedFol
 def test_a_folder_behind_a_link_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "home").symlink_to("real")
-    with pytest.raises(StagingForeign, match="a folder should be there"):
+    with pytest.raises(StagingForeign, match="must be a folder"):
         SealedFolder(tmp_path / "home").open(make=True)
 
 
