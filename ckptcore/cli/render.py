@@ -164,9 +164,9 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}"
     )
     if value.ranks:
-        low, high = min(value.ranks.held), max(value.ranks.held)
+        low, high = min(value.ranks.per_rank), max(value.ranks.per_rank)
         held = f"hold {show_size(low)} to {show_size(high)} each"
-        ranks = f"{len(value.ranks.held)} ranks ({p.target.mesh}) {held}"
+        ranks = f"{len(value.ranks.per_rank)} ranks ({p.target.mesh}) {held}"
         out.print(terminal.text(f"{ranks}, the fullest {value.ranks.ratio:.3f} of the mean"))
     table = _table("file", "bytes", "tensors")
     for f in p.files[:_LIMIT]:

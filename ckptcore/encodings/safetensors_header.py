@@ -15,7 +15,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import cost, loads
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Readable
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
 _MAX_DIM = 1 << 50
@@ -76,11 +76,11 @@ def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...
         raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
     dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
     if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
-        raise MalformedCheckpoint(f"{what}: {name} has dtype {shown(spelled, 40)}")
+        raise MalformedCheckpoint(f"{what}: {name} has dtype {short_repr(spelled, 40)}")
     if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
-        raise MalformedCheckpoint(f"{what}: {name} has shape {shown(list(shape), 120)}")
+        raise MalformedCheckpoint(f"{what}: {name} has shape {short_repr(list(shape), 120)}")
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
-        raise MalformedCheckpoint(f"{what}: {name} has offsets {shown([start, stop])}")
+        raise MalformedCheckpoint(f"{what}: {name} has offsets {short_repr([start, stop])}")
     if dtype is None:  # of how many bits an element is, nothing tells
         return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
     spec = TensorSpec(name, dtype.name, shape)

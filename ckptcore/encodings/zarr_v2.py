@@ -19,7 +19,7 @@ from ckptcore.core.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.encodings.json_text import loads
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 ARRAY = ".zarray"
 MAX_ARRAY = 64 << 10  # bytes of a .zarray
@@ -125,7 +125,7 @@ def parse(raw: bytes, what: str) -> Array:
     form = _form(raw, what)
     if form.get("zarr_format") != 2:
         raise UnsupportedFormat(
-            f"{what} is of zarr format {shown(form.get('zarr_format'), 20)}", hint="known: 2"
+            f"{what} is of zarr format {short_repr(form.get('zarr_format'), 20)}", hint="known: 2"
         )
     shape, chunks = (_dims(form.get(field), field, what) for field in ("shape", "chunks"))
     if len(shape) != len(chunks) or any(c < 1 and n for c, n in zip(chunks, shape, strict=True)):
@@ -133,7 +133,7 @@ def parse(raw: bytes, what: str) -> Array:
     order, separator = form.get("order", "C"), form.get("dimension_separator", ".")
     if order not in ("C", "F") or separator not in (".", "/"):
         raise MalformedCheckpoint(
-            f"{what}: order {shown(order, 20)}, separator {shown(separator, 20)}", file=what
+            f"{what}: order {short_repr(order, 20)}, separator {short_repr(separator, 20)}", file=what
         )
     for field in ("compressor", "filters"):
         if form.get(field):
@@ -141,15 +141,15 @@ def parse(raw: bytes, what: str) -> Array:
                 f"{what}: chunks pass through {field} {_codec_names(form[field])}",
                 hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
                 shape=shape,
-                dtype=shown(form.get("dtype"), 40),
+                dtype=short_repr(form.get("dtype"), 40),
             )
     found = _dtype(form.get("dtype"))
     if found is None:
         raise UnreadablePart(
-            f"{what}: elements of dtype {shown(form.get('dtype'))}",
+            f"{what}: elements of dtype {short_repr(form.get('dtype'))}",
             hint=f"known: {', '.join(BY_ZARR)}",
             shape=shape,
-            dtype=shown(form.get("dtype"), 40),
+            dtype=short_repr(form.get("dtype"), 40),
         )
     dtype, swapped = found
     return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
@@ -193,7 +193,7 @@ def _dims(value: Any, field: str, what: str) -> tuple[int, ...]:
         or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in value)
         or prod(value) >= 1 << 62
     ):
-        raise MalformedCheckpoint(f"{what}: {field} {shown(value)}", file=what)
+        raise MalformedCheckpoint(f"{what}: {field} {short_repr(value)}", file=what)
     return tuple(value)
 
 

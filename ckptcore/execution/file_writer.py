@@ -214,7 +214,7 @@ class FileWork:
         if not self.plan.tensors[slot].nbytes:
             return 0
         with self._lock:
-            found = self._slots[slot].whole(self.plan.tensors[slot].nbytes)
+            found = self._slots[slot].total(self.plan.tensors[slot].nbytes)
         assert found is not None  # a literal with a checksum stands behind what it is of
         return found
 

@@ -120,7 +120,7 @@ def _patches(plan: FilePlan, parts: Sequence[Receipt]) -> Iterator[tuple[int, by
     for literal in plan.literals:
         for at, slot in literal.crc_at:
             nbytes = plan.tensors[slot].nbytes
-            crc: int | None = slots.get(slot, Runs()).whole(nbytes) if nbytes else 0
+            crc: int | None = slots.get(slot, Runs()).total(nbytes) if nbytes else 0
             if crc is None:
                 raise InternalError(f"the parts of {plan.path} do not add up to {plan.tensors[slot].name}")
             yield literal.start + at, crc.to_bytes(4, "little")

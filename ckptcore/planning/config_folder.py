@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.planning import transformers_process
-from ckptcore.utils.text import listed, shown
+from ckptcore.utils.text import listed, short_repr
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that say how many modules there are, each of which has a tensor of its own, or a row of one.
@@ -121,7 +121,8 @@ def require_possible(form: Mapping[str, Any], said: str, most: int) -> None:
             )
             if counts and count > max(most, _ALWAYS_POSSIBLE):
                 raise UsageError(
-                    f"{said}: config.json says {name} = {shown(count)}, the checkpoint has {most} at most",
+                    f"{said}: config.json says {name} = {short_repr(count)}, "
+                    f"the checkpoint has {most} at most",
                     hint="name the folder of the model that was trained, or leave --config out",
                 )
 

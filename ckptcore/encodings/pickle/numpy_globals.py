@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.unpickler import Call
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 # Numbers of fixed width, and fixed-width text; objects, records and dates are code or need more.
 _PLAIN = re.compile(r"^(?:b1|i[1248]|u[1248]|f[248]|c8|c16|[SU]\d{1,6})$")
@@ -33,34 +33,34 @@ def array_value(dtype: str, shape: tuple[int, ...], data: bytes, order: str = "C
 
 def _dtype(spelled: Any = "", align: Any = False, copy: Any = True) -> Named | Refused:
     if type(spelled) is not str or not _PLAIN.match(spelled):
-        return Refused(f"numpy.dtype({shown(spelled, 40)})")
+        return Refused(f"numpy.dtype({short_repr(spelled, 40)})")
     return Named("npdtype", [spelled, "="])
 
 
 def _set_dtype(target: Named, state: Any) -> None:
     # (version, byte order, subdtype, names, fields, itemsize, alignment, flags[, metadata])
     if type(state) is not tuple or len(state) < 5 or any(state[2:5]) or state[1] not in ("<", ">", "=", "|"):
-        raise ValueError(f"numpy dtype {target.value[0]} with the state {shown(state)}")
+        raise ValueError(f"numpy dtype {target.value[0]} with the state {short_repr(state)}")
     target.value[1] = state[1]
 
 
 def _dtype_string(dtype: Any) -> str:
     if type(dtype) is not Named or dtype.kind != "npdtype":
-        raise ValueError(f"numpy value without a dtype: {shown(dtype)}")
+        raise ValueError(f"numpy value without a dtype: {short_repr(dtype)}")
     kind, order = dtype.value
     return str(np.dtype(kind if order == "|" else order + kind).str)
 
 
 def _fits(shape: Any, dtype: str, data: Any) -> tuple[int, ...]:
     if type(shape) is not tuple or len(shape) > 64 or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"numpy array of shape {shown(shape)}")
+        raise ValueError(f"numpy array of shape {short_repr(shape)}")
     count = 1
     for n in shape:
         count *= n
         if count > _MAX_ITEMS:
-            raise ValueError(f"numpy array of shape {shown(shape)}")
+            raise ValueError(f"numpy array of shape {short_repr(shape)}")
     if type(data) is not bytes or len(data) != count * np.dtype(dtype).itemsize:
-        raise ValueError(f"numpy array of shape {shown(shape)} and dtype {dtype} with the wrong bytes")
+        raise ValueError(f"numpy array of shape {short_repr(shape)} and dtype {dtype} with the wrong bytes")
     return shape
 
 
@@ -68,13 +68,13 @@ def _reconstruct(subtype: Any, shape: Any, kind: Any) -> Named | Refused:
     if isinstance(subtype, Refused):  # a subclass of ndarray
         return subtype
     if subtype != Named("npclass", "ndarray") or shape != (0,):
-        raise ValueError(f"numpy array made from {shown(subtype)}")
+        raise ValueError(f"numpy array made from {short_repr(subtype)}")
     return Named("ndarray", array_value("|i1", (0,), b""))
 
 
 def _set_array(target: Named, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5:
-        raise ValueError(f"numpy array with the state {shown(state)}")
+        raise ValueError(f"numpy array with the state {short_repr(state)}")
     _, shape, dtype, fortran, data = state
     target.value.clear()
     if isinstance(dtype, Refused):  # an array of objects, dates or records: nothing of it is kept
@@ -89,7 +89,7 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Named | Refuse
     if isinstance(dtype, Refused):
         return dtype
     if order not in ("C", "F"):
-        raise ValueError(f"numpy array in order {shown(order, 20)}")
+        raise ValueError(f"numpy array in order {short_repr(order, 20)}")
     spelled = _dtype_string(dtype)
     return Named("ndarray", array_value(spelled, _fits(shape, spelled, data), data, order))
 

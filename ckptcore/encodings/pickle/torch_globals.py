@@ -17,7 +17,7 @@ from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.container_items import Far, keys
 from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
 from ckptcore.encodings.pickle.unpickler import Call, Record
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _MAX_RANK = 64
 _MAX_DIM = 1 << 50
@@ -65,7 +65,7 @@ def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
 def _dims(values: Any, what: str) -> tuple[int, ...]:
     dims = tuple(values)
     if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):
-        raise ValueError(f"{what} {shown(dims)}")
+        raise ValueError(f"{what} {short_repr(dims)}")
     return dims
 
 
@@ -77,11 +77,11 @@ def _rebuild(
         return RefusedTensor(f"torch.{dtype}", "", False, dtype, _dims(size, "tensor shape"), (key,))
     shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
     if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < _MAX_DIM:
-        raise ValueError(f"tensor of shape {shape} with strides {strides} at {shown(offset, 40)}")
+        raise ValueError(f"tensor of shape {shape} with strides {strides} at {short_repr(offset, 40)}")
     flags = 0
     if extra is not None:
         if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
-            raise ValueError(f"tensor metadata {shown(extra)}")
+            raise ValueError(f"tensor metadata {short_repr(extra)}")
         flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
     return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
 
@@ -205,7 +205,7 @@ def _size(values: Any = ()) -> Named:
 
 def _plain_set(values: Any = ()) -> Any:
     if type(values) not in (list, tuple):
-        raise ValueError(f"set of {shown(values, 40)}")
+        raise ValueError(f"set of {short_repr(values, 40)}")
     refused = next((v for v in values if type(v) is Refused), None)
     if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
         refused = Refused("builtins.set")  # of tuples, say: no more than this value is lost
@@ -225,13 +225,13 @@ def _complex(real: Any, imag: Any) -> complex:
 
 def _layout(name: Any) -> Named:
     if type(name) is not str:
-        raise ValueError(f"layout {shown(name, 40)}")
+        raise ValueError(f"layout {short_repr(name, 40)}")
     return Named("layout", name)
 
 
 def _device(*parts: Any) -> Named:
     if any(type(p) not in (str, int) for p in parts):
-        raise ValueError(f"device {shown(parts, 40)}")
+        raise ValueError(f"device {short_repr(parts, 40)}")
     return Named("device", [str(p) for p in parts])
 
 
@@ -327,7 +327,7 @@ def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
         return function
     known = type(function) is Call and any(function is call for call in REBUILDS.values())
     if type(kind) is not Refused or not known or type(args) is not tuple:
-        raise ValueError(f"a tensor of {shown(kind, 60)}")
+        raise ValueError(f"a tensor of {short_repr(kind, 60)}")
     return function.build(*args)
 
 

@@ -27,7 +27,7 @@ from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, 
 from ckptcore.encodings.pickle.unpickler import Call, loads
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
@@ -111,7 +111,7 @@ class Window:
         return start + length <= len(self._head) or start >= self._tail_at
 
     @property
-    def whole(self) -> bytes | None:
+    def content(self) -> bytes | None:
         """All bytes of a small zip, or None."""
         return self._head if len(self._head) == self.length else None
 
@@ -331,10 +331,10 @@ def _preamble(
 def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
     """(key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-        raise ValueError(f"unknown persistent id {shown(pid)}")
+        raise ValueError(f"unknown persistent id {short_repr(pid)}")
     _, kind, key, _, numel = pid
     if type(kind) is not Named or kind.kind != "storage" or type(key) is not str or type(numel) is not int:
-        raise ValueError(f"unknown persistent id {shown(pid)}")
+        raise ValueError(f"unknown persistent id {short_repr(pid)}")
     if numel < 0 or numel >= 1 << 50:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":

@@ -79,7 +79,7 @@ def _piece(spec: TensorSpec, box: Box) -> WriteItem:
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
     """The distinct parts of a tensor, each with the ranks that have it; nothing may be missing."""
-    held = topology.held(spec.fqn, spec.shape)
+    held = topology.boxes(spec.fqn, spec.shape)
     found: dict[Box, list[int]] = {}
     for rank, box in enumerate(held):
         if 0 in spec.shape and box is not None:

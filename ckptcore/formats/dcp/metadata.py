@@ -9,7 +9,7 @@ from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS, PATHS
 from ckptcore.encodings.pickle.unpickler import Call, Record, loads, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _MAX_METADATA = 4 << 30
 _MAX_DIM = 1 << 50
@@ -130,14 +130,14 @@ def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
     ):
         state: tuple[Any, ...] = value.state
         return state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {short_repr(value)}", file=name)
 
 
 def state_of(value: Any, kind: str, name: str) -> dict[str, Any]:
     """The dict state of a record of this class."""
     if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
         return value.state
-    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {shown(value)}", file=name)
+    raise MalformedCheckpoint(f"{name}: a {kind} was expected, found {short_repr(value)}", file=name)
 
 
 def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
@@ -155,4 +155,4 @@ def dims(value: Any, name: str) -> tuple[int, ...]:
                 break
         else:
             return tuple(value)
-    raise MalformedCheckpoint(f"{name}: {shown(value)} is not a size", file=name)
+    raise MalformedCheckpoint(f"{name}: {short_repr(value)} is not a size", file=name)

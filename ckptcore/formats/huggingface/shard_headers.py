@@ -36,7 +36,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.formats.base import Source, natural
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
 INFO, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
@@ -147,7 +147,9 @@ def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> lis
     tensors, metadata, data = read_header(source.store, path, size)
     version = metadata.get(VERSION, "1.0")
     if version != "1.0":
-        raise UnsupportedFormat(f"{path} says {VERSION} {shown(version, 40)}; only 1.0 is read", file=path)
+        raise UnsupportedFormat(
+            f"{path} says {VERSION} {short_repr(version, 40)}; only 1.0 is read", file=path
+        )
     offsets = _offsets(metadata.get(INFO), path)
     if offsets.keys() != tensors.keys():
         odd = min(offsets.keys() ^ tensors.keys())
@@ -158,7 +160,7 @@ def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> lis
         offset = offsets[fqn]
         if len(offset) != len(shape):
             raise MalformedCheckpoint(
-                f"{path}: {fqn} {list(shape)} is placed at {shown(list(offset))}", file=path, fqn=fqn
+                f"{path}: {fqn} {list(shape)} is placed at {short_repr(list(offset))}", file=path, fqn=fqn
             )
         out.append((fqn, ShardPart(path, rank, model, dtype, offset, shape, data + start, stop - start)))
     return out
@@ -171,10 +173,12 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
         top = parse(raw, path)
         rows = {str(k): v["saved_offsets"] for k, v in top.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {INFO} cannot be read: {shown(error, 120)}", file=path) from error
+        raise MalformedCheckpoint(
+            f"{path}: {INFO} cannot be read: {short_repr(error, 120)}", file=path
+        ) from error
     for fqn, row in rows.items():
         if type(row) is not list or any(type(n) is not int or not 0 <= n < _MAX_OFFSET for n in row):
-            raise MalformedCheckpoint(f"{path}: {fqn} is placed at {shown(row)}", file=path, fqn=fqn)
+            raise MalformedCheckpoint(f"{path}: {fqn} is placed at {short_repr(row)}", file=path, fqn=fqn)
     return {k: tuple(v) for k, v in rows.items()}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
 from ckptcore.formats.base import Source
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
 # The last two never write one; tools that rewrite such folders may.
@@ -58,20 +58,20 @@ def read_config(source: Source) -> MegatronConfig | None:
     backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)
     if not isinstance(backend, str) or not isinstance(version, int):
         raise MalformedCheckpoint(
-            f"{CONFIG} says backend {shown(backend, 40)}, version {shown(version, 40)}", file=CONFIG
+            f"{CONFIG} says backend {short_repr(backend, 40)}, version {short_repr(version, 40)}", file=CONFIG
         )
     known = BACKENDS.get(backend)
     if known is None or version not in known:
         raise UnsupportedFormat(
-            f"{source.store.url} is a Megatron-Core checkpoint of backend {shown(backend, 40)}, "
+            f"{source.store.url} is a Megatron-Core checkpoint of backend {short_repr(backend, 40)}, "
             f"version {version}",
             hint=f"known: {', '.join(f'{b} {v}' for b, vs in BACKENDS.items() for v in vs)}",
         )
     common = form.get("common_backend", "torch"), form.get("common_backend_version", 1)
     if common != ("torch", 1):
         raise UnsupportedFormat(
-            f"{source.store.url} keeps its common state by backend {shown(common[0], 40)}, "
-            f"version {shown(common[1], 40)}",
+            f"{source.store.url} keeps its common state by backend {short_repr(common[0], 40)}, "
+            f"version {short_repr(common[1], 40)}",
             hint="known: torch 1",
         )
     return MegatronConfig(backend, version, "common_backend" in form)
@@ -101,11 +101,13 @@ def digests(source: Source) -> dict[str, str]:
     if not isinstance(form, dict) or not isinstance(files, dict):
         raise MalformedCheckpoint(f"{INTEGRITY} has no table of files", file=INTEGRITY)
     if form.get("algorithm") != "sha256":
-        raise UnsupportedFormat(f"{INTEGRITY} uses {shown(form.get('algorithm'), 40)}", hint="known: sha256")
+        raise UnsupportedFormat(
+            f"{INTEGRITY} uses {short_repr(form.get('algorithm'), 40)}", hint="known: sha256"
+        )
     for name, value in files.items():
         if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
             raise MalformedCheckpoint(
-                f"{INTEGRITY} has an entry {shown(name)}: {shown(value)}", file=INTEGRITY
+                f"{INTEGRITY} has an entry {short_repr(name)}: {short_repr(value)}", file=INTEGRITY
             )
     return files
 

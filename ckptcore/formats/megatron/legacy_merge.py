@@ -22,7 +22,7 @@ from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
 from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, parse_name, place, whole_name
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 EXTRA_STATE = "_extra_state"
 _MAX_TOLD = 20
@@ -294,7 +294,7 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
     told = layers_per_chunk(ranks.args, ranks.pp, vpp)
     if told is None or sum(map(sum, told)) != want:
         raise MalformedCheckpoint(
-            f"the arguments say {shown(want, 20)} layers on {ranks.pp} stages of {vpp} chunks, "
+            f"the arguments say {short_repr(want, 20)} layers on {ranks.pp} stages of {vpp} chunks, "
             f"the ranks that are here hold {sum(seen.values())}: which layer is which cannot be told",
             hint="copy the files of every rank of the save",
         )
@@ -304,7 +304,7 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
 def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[ModelChunk]) -> int:
     count = args.get("num_experts", args.get("num_moe_experts"))
     if count is not None and (type(count) is not int or count < 0):
-        raise MalformedCheckpoint(f"the arguments say {shown(count, 40)} experts")
+        raise MalformedCheckpoint(f"the arguments say {short_repr(count, 40)} experts")
     return count or 0
 
 

@@ -24,7 +24,7 @@ from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Merge
 from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
 from ckptcore.formats.megatron.partition_rules import place
 from ckptcore.formats.torch_save.tree import TorchTree
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_from_fp16_params"
@@ -211,7 +211,7 @@ def _stored_buffers(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[s
                 tuple(d.value for d in dtypes if isinstance(d, Named)) if isinstance(dtypes, tuple) else ()
             )
             if len(names) != 2 or not isinstance(held, dict):
-                raise Unregistered(f"buffer {number} of {shown(dtypes, 60)}")
+                raise Unregistered(f"buffer {number} of {short_repr(dtypes, 60)}")
             if any(isinstance(v, Refused) for v in held.values()):
                 raise Unregistered(f"a tensor of buffer {number} that cannot be read")
             yield number, names, {k: v for k, v in held.items() if isinstance(v, (StoredView, list))}

@@ -18,7 +18,7 @@ from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import read_megatron
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
 _MAX_SIZE, _MAX_TOLD = 1 << 20, 20
@@ -128,7 +128,7 @@ def _read_rank(source: Source, path: str) -> Objects:
 def _parallel_size(args: Mapping[str, Any], key: str) -> int:
     value = next((args[k] for k in (key, *_SIZES[key]) if args.get(k) is not None), 1)
     if type(value) is not int or not 0 < value <= _MAX_SIZE:
-        raise MalformedCheckpoint(f"the arguments say {key} is {shown(value, 40)}")
+        raise MalformedCheckpoint(f"the arguments say {key} is {short_repr(value, 40)}")
     return value
 
 
@@ -143,7 +143,8 @@ def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
         return tp
     if etp != 1:
         raise UnsupportedFormat(
-            f"experts are cut over {shown(etp, 20)} tensor ranks, everything else over {tp}: folders of this "
+            f"experts are cut over {short_repr(etp, 20)} tensor ranks, everything else over {tp}: "
+            "folders of this "
             "format do not say which expert-tensor rank wrote them (Megatron-LM issue 1719)",
             hint="save it as torch_dist with the Megatron-LM that wrote it",
         )
@@ -167,8 +168,8 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
             yield finding(
                 "item-mismatch",
                 "files",
-                f"{path} says {key} is {shown(have, 40)}, {other} says "
-                f"{shown(want, 40)}: they are of different saves",
+                f"{path} says {key} is {short_repr(have, 40)}, {other} says "
+                f"{short_repr(want, 40)}: they are of different saves",
                 file=path,
             )
 

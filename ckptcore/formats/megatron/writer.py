@@ -25,7 +25,7 @@ from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
@@ -161,7 +161,7 @@ def _require_folders(names: Sequence[str]) -> None:
             or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
         ):
             raise NameMismatch(
-                f"{shown(name, 120)} cannot be a folder of a zarr checkpoint",
+                f"{short_repr(name, 120)} cannot be a folder of a zarr checkpoint",
                 hint="rename it with --rename, or leave it out with --exclude",
             )
         taken.add(name)

@@ -19,7 +19,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 DCP = "model_and_optim"
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
@@ -135,7 +135,10 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
         for rank, tree in trees.items():
             if tree.get(key) != trees[first].get(key):
                 one, other = tree.get(key), trees[first].get(key)
-                message = f"{files[rank]} is of {key} {shown(one, 40)}, {files[first]} of {shown(other, 40)}"
+                message = (
+                    f"{files[rank]} is of {key} {short_repr(one, 40)}, "
+                    f"{files[first]} of {short_repr(other, 40)}"
+                )
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")
     if type(world) is not int or not 0 < world < 1 << 20:

@@ -26,7 +26,7 @@ from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS
 from ckptcore.store import inner_path
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 METADATA = "metadata.json"
 _MAX_METADATA = 1 << 30
@@ -190,14 +190,14 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
         try:
             yield _stored_tensor(name, entry, listed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MalformedCheckpoint(f"{METADATA}: {shown(name)}: {error}", file=METADATA) from error
+            raise MalformedCheckpoint(f"{METADATA}: {short_repr(name)}: {error}", file=METADATA) from error
 
 
 def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
     shape = _dims(entry["shape"])
     spelled = entry.get("dtype")
     if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):
-        raise MalformedCheckpoint(f"{METADATA}: {name} has dtype {shown(spelled, 40)}", fqn=name)
+        raise MalformedCheckpoint(f"{METADATA}: {name} has dtype {short_repr(spelled, 40)}", fqn=name)
     known = BY_SAFETENSORS.get(spelled) if spelled is not None else None
     dtype = known.name if known is not None else spelled
     if "shard_spec_per_file" in entry:
@@ -220,7 +220,7 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
 def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatShard:
     flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
     if (flat is None) == (local is None or offset is None):
-        raise ValueError(f"{file} needs either flat ranges or a box, has {shown(dict(spec), 120)}")
+        raise ValueError(f"{file} needs either flat ranges or a box, has {short_repr(dict(spec), 120)}")
     if flat is None:
         box = Box(_dims(offset), _dims(local))
         if len(box.shape) != len(shape):
@@ -230,7 +230,7 @@ def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatSh
     at = 0
     for start, stop in flat:
         if type(start) is not int or type(stop) is not int:
-            raise TypeError(f"{file} holds the range {shown([start, stop])}")
+            raise TypeError(f"{file} holds the range {short_repr([start, stop])}")
         boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
         at += stop - start
     return FlatShard(file, tuple(boxes), at)
@@ -243,7 +243,7 @@ def _ranges(offsets: Any) -> Any:
 
 def _dims(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > 64:
-        raise TypeError(f"{shown(values)} is no shape")
+        raise TypeError(f"{short_repr(values)} is no shape")
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in values):
-        raise ValueError(f"{shown(values)} is no shape")
+        raise ValueError(f"{short_repr(values)} is no shape")
     return tuple(values)

@@ -121,7 +121,7 @@ class _Files:
                 self._distributed[name] = spec, layout
             self._kind[name] = number.setdefault((spec.shape, layout), len(number))
             if len(number) > len(self._held):
-                self._held.append(topology.held(name, spec.shape))
+                self._held.append(topology.boxes(name, spec.shape))
         # Only where a tensor lies on some of the ranks does the tree differ between them.
         self._staged = any(topology.layout(n).at for n in self._names)
         ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()

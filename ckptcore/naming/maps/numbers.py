@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Number = int | float
 # What shapes do not tell, so that a wrong config would go unnoticed. A vocabulary may be padded in one config
@@ -82,7 +82,7 @@ class Config:
         )  # no model has more of anything
         if not able or (number in _POSITIVE and said <= 0):
             raise NameMismatch(
-                f"{self.name} says {place} = {shown(said)}, which no model has",
+                f"{self.name} says {place} = {short_repr(said)}, which no model has",
                 hint="Try the config of the model that was trained",
             )
         return said  # type: ignore[no-any-return]  # no text: that is not able

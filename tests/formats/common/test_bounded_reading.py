@@ -315,7 +315,7 @@ def test_ranges_that_no_file_has(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metadata.json").write_text(json.dumps({"tensors": {"w": entry}}))
     for name in "ab":
-        cheap(tmp_path / name, "more than any file has")
+        cheap(tmp_path / name, "a range that no file has")
 
 
 def test_a_zarray_that_says_two_things(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def test_reads_are_exact_or_an_error(tmp_path: Path) -> None:
     assert bytes(into) == store.read("file", 3, 4) == b"3456"
     assert store.read("file", 10, 0) == b""
     for read in (lambda: store.read("file", 7, 4), lambda: store.read_into("file", 7, memoryview(into))):
-        with pytest.raises(SourceUnreadable, match="ends early: 4 bytes needed at offset 7 \(got 3\)") as caught:
+        with pytest.raises(
+            SourceUnreadable, match=r"ends early: 4 bytes needed at offset 7 \(got 3\)"
+        ) as caught:
             read()
         assert caught.value.values["file"] == "file"
 

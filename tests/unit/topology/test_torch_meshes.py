@@ -68,7 +68,7 @@ def test_every_rank_has_what_we_say(ranks: int, model: str, mesh: str, jobs: Cal
         held = json.loads((folder / f"rank{rank}.json").read_text())
         found = {}
         for fqn, shape in shapes.items():
-            box = topology.held(f"model.{fqn}", shape)[rank]
+            box = topology.boxes(f"model.{fqn}", shape)[rank]
             if box is not None:
                 found[fqn] = [list(box.shape), cut(shape, box)]
         # What a rank's empty part is called in the other dims says nothing.

@@ -39,13 +39,13 @@ def told(text: str, **shapes: tuple[int, ...]) -> list[str]:
 def test_a_slip_and_a_rule_behind_another_are_told() -> None:
     slip, behind = told(SLIP)
     assert slip.startswith(
-        "[[rule]] 1 of --sharding, *.self_attn.q_prj.weight, matches no parameter; near to it"
+        "[[rule]] 1 of --sharding, *.self_attn.q_prj.weight, matches no parameter; similar names"
     )
     assert "model.layers.0.self_attn.q_proj.weight" in slip
     assert behind.startswith(
         "[[rule]] 3 of --sharding, *.mlp.gate_proj.weight, *.mlp.up_proj.weight, decides"
     )
-    assert "model.layers.0.mlp.gate_proj.weight for one, an earlier rule has" in behind
+    assert "an earlier rule matches its parameters, such as model.layers.0.mlp.gate_proj.weight" in behind
 
 
 def test_rules_that_decide_on_something_are_not_told() -> None:
@@ -95,7 +95,7 @@ def test_commands_tell_it(verb: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run([*words, *(["--no-catalog"] if verb == "reshard" else []), "--output", "json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["warnings"]
     assert found["code"] == "unused-rule"
-    assert "net.wk.weight, matches no parameter; near to it: net.wq.weight" in found["message"]
+    assert "net.wk.weight, matches no parameter; similar names: net.wq.weight" in found["message"]
     words[2] = str(tmp_path / "again")
     assert run([*words, *(["--no-catalog"] if verb == "reshard" else [])]) == 0
     assert "unused-rule" in capsys.readouterr().out
