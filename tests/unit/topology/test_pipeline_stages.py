@@ -194,8 +194,8 @@ def test_stacked_experts_are_cut_by_ep_then_fsdp() -> None:
 def test_experts_that_do_not_divide() -> None:
     with pytest.raises(
         UsageError,
-        match=r"'model\.layers\.0\.block_sparse_moe\.experts\.': 6 experts do not "
-        r"divide by ep=4",
+        match=r"'model\.layers\.0\.block_sparse_moe\.experts\.': 6 experts are not "
+        r"a multiple of ep=4",
     ):
         lay_out(manifest_of(mixtral(6)), "ep=4")
     with pytest.raises(UsageError, match=r"6 experts are not a multiple of ep=4"):

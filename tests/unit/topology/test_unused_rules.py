@@ -43,7 +43,7 @@ def test_a_slip_and_a_rule_behind_another_are_told() -> None:
     )
     assert "model.layers.0.self_attn.q_proj.weight" in slip
     assert behind.startswith(
-        "[[rule]] 3 of --sharding, *.mlp.gate_proj.weight, *.mlp.up_proj.weight, decides"
+        "[[rule]] 3 of --sharding, *.mlp.gate_proj.weight, *.mlp.up_proj.weight, has no effect"
     )
     assert "an earlier rule matches its parameters, such as model.layers.0.mlp.gate_proj.weight" in behind
 
@@ -58,7 +58,9 @@ def test_rules_that_decide_on_something_are_not_told() -> None:
 def test_stages_that_are_nobodys_are_told() -> None:
     text = '[stages]\nlayers = "modle.layers.{n}."\nfirst = "*embedding*"\nlast = ["*zzz*", "lm_head.*"]'
     layers, first = told(text)
-    assert layers.startswith("[stages] layers of --sharding, modle.layers.{n}., matches no parameter; near")
+    assert layers.startswith(
+        "[stages] layers of --sharding, modle.layers.{n}., matches no parameter; similar"
+    )
     assert first.startswith("[stages] first of --sharding, *embedding*, matches no parameter")
 
 
