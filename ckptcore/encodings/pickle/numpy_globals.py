@@ -1,4 +1,4 @@
-"""Permitted globals of numpy's pickles: arrays of plain numbers, scalars and dtypes, as plain values.
+"""Permit the globals of numpy's pickles: arrays of plain numbers, scalars and dtypes, as plain values.
 
 An array is pickled as ``_reconstruct(ndarray, (0,), b"b")`` with the state (version, shape, dtype,
 fortran, bytes) (numpy/_core/src/multiarray/methods.c, array_reduce), or with protocol 5 as
@@ -25,10 +25,16 @@ _SCALAR = "numpy._core.multiarray.scalar"
 
 
 def array_value(dtype: str, shape: tuple[int, ...], data: bytes, order: str = "C") -> dict[str, Any]:
-    """The value of ``Named("ndarray", ...)``: dtype as numpy spells it with its byte order, shape,
-    elements as bytes, and the order of the bytes where that is not C."""
-    told: dict[str, Any] = {"dtype": dtype, "shape": list(shape), "data": data}
-    return told if order == "C" else {**told, "order": order}
+    """Return the value of ``Named("ndarray", ...)``.
+
+    Args:
+        dtype: As numpy spells it, with its byte order.
+        shape: Elements.
+        data: The elements' bytes.
+        order: Order of the bytes, which is recorded if it is not C.
+    """
+    form: dict[str, Any] = {"dtype": dtype, "shape": list(shape), "data": data}
+    return form if order == "C" else {**form, "order": order}
 
 
 def _dtype(spelled: Any = "", align: Any = False, copy: Any = True) -> Named | Refused:
@@ -77,7 +83,7 @@ def _set_array(target: Named, state: Any) -> None:
         raise ValueError(f"numpy array with the state {short_repr(state)}")
     _, shape, dtype, fortran, data = state
     target.value.clear()
-    if isinstance(dtype, Refused):  # an array of objects, dates or records: nothing of it is kept
+    if isinstance(dtype, Refused):  # an array of objects, dates or records: nothing is kept
         target.value["refused"] = dtype.name
         return
     spelled = _dtype_string(dtype)
@@ -95,13 +101,13 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Named | Refuse
 
 
 def _scalar(dtype: Any, data: Any = None) -> Any:
-    """A scalar as Python's own number or text of the same value."""
+    """Return a scalar as Python's own number or text of the same value."""
     if isinstance(dtype, Refused):
         return Refused(f"{_SCALAR} of {dtype.name}")
     spelled = _dtype_string(dtype)
     _fits((), spelled, data)
     if "U" in spelled:
-        # Not by numpy: of a number beyond the last character it makes a SystemError.
+        # Not with numpy, which raises SystemError for a number beyond the last character.
         return data.decode("utf-32-be" if spelled[0] == ">" else "utf-32-le", "surrogatepass").rstrip("\0")
     return np.frombuffer(data, spelled)[0].item() if len(data) else b""
 

@@ -1,4 +1,4 @@
-"""Permitted globals of torch's own pickles, with what is built for each.
+"""Permit the globals of torch's own pickles, and build a plain value for each.
 
 Every entry names where torch (or the standard library) writes it. Nothing here is imported or
 called by name: the builders below make plain values.
@@ -27,8 +27,14 @@ _MAX_DIM = 1 << 50
 class StoredView:
     """A pickled tensor: a view of a storage.
 
-    key: the storage's record ``data/<key>``. storage_bytes: its length. dtype, shape: elements.
-    offset, strides: elements. flags: CONJ and NEG of `ckptcore.core.manifest`.
+    Attributes:
+        key: Key of the storage's record ``data/<key>``.
+        storage_bytes: Length of the storage.
+        dtype: Dtype of the elements.
+        shape: Elements.
+        offset: Elements.
+        strides: Elements.
+        flags: CONJ and NEG of `ckptcore.core.manifest`.
     """
 
     key: str
@@ -41,7 +47,7 @@ class StoredView:
 
 
 def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
-    """Keys of the storages that a tree's tensors view. refused: those of tensors that are not read, too."""
+    """Return the keys of the storages under a tree's tensors; ``refused`` adds those of refused tensors."""
     found: set[str] = set()
     queue, seen = [tree], set[int]()
     while queue:
@@ -105,10 +111,7 @@ def _rebuild_v3(
 def _quantized(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RefusedTensor:
     if type(storage) is not tuple:
         raise ValueError("quantised tensor without a storage")
-    keys = (
-        storage[0],
-        *sorted(storages_in(list(rest), refused=True)),
-    )  # scales and zero points, where they are tensors
+    keys = (storage[0], *sorted(storages_in(list(rest), refused=True)))  # scales and zero points as tensors
     return RefusedTensor(
         "torch._utils._rebuild_qtensor",
         "a quantised tensor",
@@ -132,8 +135,10 @@ def _meta(dtype: Any, size: Any, *rest: Any) -> RefusedTensor:
 
 
 def _sparse(layout: Any, data: Any) -> RefusedTensor:
-    """torch/_tensor.py, Tensor._reduce_ex_internal: (indices, values, size, ...), or with two kinds of
-    indices."""
+    """Refuse a sparse tensor: (indices, values, size, ...), or with two kinds of indices.
+
+    torch/_tensor.py, Tensor._reduce_ex_internal, pickles these.
+    """
     parts = data if type(data) is tuple else ()
     tensors = [p for p in parts if isinstance(p, (StoredView, RefusedTensor))]
     size = next((p for p in parts if type(p) is Named and p.kind == "size"), None)
@@ -162,10 +167,10 @@ def _nested_tensor(buffer: Any, *rest: Any) -> RefusedTensor:
 
 
 def of_class(kind: Refused, function: Any, args: Any, *state: Any) -> RefusedTensor:
-    """A tensor of a class that may give its bytes another meaning, as ``function`` makes it of ``args``.
+    """Refuse a tensor of a class that may give its bytes another meaning.
 
-    Its dtype and shape are those of the plain tensor that it is made of, or what `_rebuild_wrapper_subclass`
-    is given first.
+    ``function`` makes it from ``args``. Its dtype and shape are those of the plain tensor that it wraps, or
+    the first arguments of `_rebuild_wrapper_subclass`.
     """
     dtype, shape = "", None
     if type(function) is Call and any(function is call for call in REBUILDS.values()) and type(args) is tuple:
@@ -208,7 +213,7 @@ def _plain_set(values: Any = ()) -> Any:
         raise ValueError(f"set of {short_repr(values, 40)}")
     refused = next((v for v in values if type(v) is Refused), None)
     if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
-        refused = Refused("builtins.set")  # of tuples, say: no more than this value is lost
+        refused = Refused("builtins.set")  # of tuples, for example: only this value is lost
     return refused or set(keys(list(values), Far(100), "a set"))
 
 
@@ -236,14 +241,14 @@ def _device(*parts: Any) -> Named:
 
 
 def _no_bytes(*args: Any) -> bytes:
-    # How protocol 2 spells b"".
+    # Protocol 2 encodes b"" like this.
     if args:
         raise ValueError("bytes with arguments")
     return b""
 
 
 def _latin1(text: Any, encoding: Any) -> bytes:
-    # How protocol 2 spells bytes: _codecs.encode(text, "latin1").
+    # Protocol 2 encodes bytes like this: _codecs.encode(text, "latin1").
     if type(text) is not str or encoding != "latin1":
         raise ValueError("encode of something else than latin-1 text")
     return text.encode("latin1")
@@ -269,7 +274,7 @@ STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if
     "torch.storage.UntypedStorage": Named("storage", "UntypedStorage"),
     **{f"torch.{name}": Named("storage", name) for name in UNHELD_STORAGE},
 }
-# torch.dtype.__reduce__ gives its name: a global of module torch.
+# torch.dtype.__reduce__ returns its name: a global of module torch.
 DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNHELD))}
 # torch/_utils.py.
 REBUILDS = {
@@ -278,7 +283,7 @@ REBUILDS = {
     "torch._utils._rebuild_parameter": Call("_rebuild_parameter", _parameter),
     "torch._utils._rebuild_parameter_with_state": Call("_rebuild_parameter_with_state", _parameter),
 }
-# torch/_utils.py: tensors that are known by their kind, and are not read.
+# torch/_utils.py: tensors of known kinds that are not read.
 REFUSED_REBUILDS = {
     "torch._utils._rebuild_qtensor": Call("_rebuild_qtensor", _quantized),
     "torch._utils._rebuild_sparse_tensor": Call("_rebuild_sparse_tensor", _sparse),
@@ -311,7 +316,7 @@ COMMON: dict[str, Any] = {
     "torch.serialization._get_layout": Call("_get_layout", _layout),
     "torch.device": Call("torch.device", _device),
 }
-# Classes of plain tensors; only `_with_attributes` takes them.
+# Classes of plain tensors; only `_with_attributes` accepts them.
 _PLAIN = {
     f"torch.{name}": Refused(f"torch.{name}")
     for name in ("Tensor", "_tensor.Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")
@@ -320,7 +325,7 @@ _PLAIN = {
 
 def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
     # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes (FSDP marks its clones
-    # with one), which are left out. Another class may give its bytes another meaning.
+    # with one), which are dropped. Another class may give its bytes another meaning.
     if type(kind) is Refused and kind.name not in _PLAIN:
         return of_class(kind, function, args, *state)
     if type(function) is Refused:
