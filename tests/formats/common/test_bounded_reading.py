@@ -209,7 +209,7 @@ def test_values_shared_through_the_memo(name: str, file: str, tmp_path: Path) ->
     """A value of many references, and calls that would copy it each time."""
     tree: dict[str, Any] = {"state_dict": plain(), "pytorch-lightning_version": "2.6", "x": _SHARED[name]()}
     save(tmp_path / "c" / file, tree, s0=bytes(8))
-    cheap(tmp_path / "c", "stands for|call for|device|layout")
+    cheap(tmp_path / "c", "expands to|calls for|device|layout")
 
 
 def test_ranks_that_names_tell(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_zarray_that_says_two_things(tmp_path: Path) -> None:
     zarray(zarr(tmp_path) / "w", shape=[4], chunks=[4])
     file = tmp_path / "w" / ".zarray"
     file.write_text(file.read_text().replace('"shape"', '"shape": [8], "shape"'))
-    cheap(tmp_path, "stands twice")
+    cheap(tmp_path, "has a name twice")
 
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
@@ -396,7 +396,7 @@ def test_views_that_expand_one_element(tmp_path: Path) -> None:
     }
     for name, tree in trees.items():
         save(tmp_path / name, tree, s0=bytes(4))
-        cheap(tmp_path / name.split("/")[0], "stand for tensors")
+        cheap(tmp_path / name.split("/")[0], "expand to tensors")
     save(zarr(tmp_path / "c") / "common.pt", {"x": wide}, s0=bytes(4))
     found = ckptcore.open(str(tmp_path / "c"))
     assert not found.tensors
