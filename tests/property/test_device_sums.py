@@ -52,7 +52,7 @@ def elements(dtype: str, shape: Shape, seed: int = 0) -> np.ndarray:
 def both(lane: Lane, dtype: str, shape: Shape, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
     """(sum of random elements of a box on the host, sum on the device)."""
     raw = elements(dtype, box.shape)
-    return box_sum(dtype, shape, box, raw), lane.sum_held(dtype, shape, box, raw)
+    return box_sum(dtype, shape, box, raw), lane.host_sum(dtype, shape, box, raw)
 
 
 @settings(max_examples=300, deadline=None)
@@ -78,7 +78,7 @@ def test_many_rows_have_several_pages_of_multipliers(dtype: str) -> None:
     assert len(set(both(lane, dtype, tall, column))) == 1
     for at in range(3):
         part = np.ascontiguousarray(data[at]).reshape(-1).view(np.uint8)
-        total = add(total, lane.sum_held(dtype, shape, Box((at, 0, 0), (1, *shape[1:])), part))
+        total = add(total, lane.host_sum(dtype, shape, Box((at, 0, 0), (1, *shape[1:])), part))
     assert total == box_sum(dtype, shape, Box.full(shape), data.reshape(-1))
 
 
@@ -88,7 +88,7 @@ def test_extreme_bits_wrap_around_alike(dtype: str) -> None:
     shape, lane = (70, 513), Lane("cpu", 1 << 20)
     for box in (Box.full(shape), Box((3, 1), (60, 500))):
         raw = np.full(box.numel * BY_NAME[dtype].itemsize, 255, np.uint8)
-        assert lane.sum_held(dtype, shape, box, raw) == box_sum(dtype, shape, box, raw)
+        assert lane.host_sum(dtype, shape, box, raw) == box_sum(dtype, shape, box, raw)
 
 
 @pytest.mark.gpu
