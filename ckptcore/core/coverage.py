@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, TensorSpec
 from ckptcore.errors import Finding, finding
+from ckptcore.utils.text import count
 
 _MAX_PAIRWISE = 4096
 _MAX_EXPLAINED = 1000  # tensors with an exact explanation; later ones are reported as not tiled
@@ -233,7 +234,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     missing = sum(h.numel for h in holes)
     if missing:
         listed = ", ".join(_show(h) for h in holes[:_MAX_LISTED])
-        more = f" and {len(holes) - _MAX_LISTED} more boxes" if len(holes) > _MAX_LISTED else ""
+        more = f" and {len(holes) - _MAX_LISTED} more" if len(holes) > _MAX_LISTED else ""
         found.append(_hole(spec, missing, f"{listed}{more}"))
     if not found:  # too many boxes to find the wrong one, but the volumes do not add up
         found.append(_untiled(spec, len(boxes)))
@@ -246,7 +247,7 @@ def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
 
 
 def _untiled(spec: TensorSpec, chunks: int) -> Finding:
-    message = f"{spec.fqn}: its {chunks} chunks do not tile {list(spec.shape)}"
+    message = f"{spec.fqn}: {count(chunks, 'chunk')} cannot tile {list(spec.shape)}"
     return finding("overlap", "cover", message, fqn=spec.fqn)
 
 

@@ -106,8 +106,8 @@ def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
         part = max(here, key=lambda p: p.nbytes)
         if part.pending:
             raise UsageError(
-                f"cannot join {plan.path}: {len(part.pending)} source records of bytes {at} to "
-                f"{at + part.nbytes} are not verified yet",
+                f"cannot join {plan.path}: bytes {at} to {at + part.nbytes} have unverified source records "
+                f"(got {len(part.pending)})",
                 hint="write the part again; existing bytes are reused",
             )
         found.append(part)

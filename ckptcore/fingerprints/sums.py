@@ -6,7 +6,8 @@ and ties do not matter; names, dtypes, shapes and every bit do (NaN payloads, -0
 
 The sum. A tensor in row-major order is cut into *rows* (`Rows`): as many complete indices of one dim as make
 up at most 4096 words of 8 bytes. The elements of a row fill its words as in little-endian memory, and zeros
-fill the rest of the last word; a complex128 is two elements of 8 bytes. Modulo 2**64, over rows q and words r:
+fill the rest of the last word. A complex128 is two elements of 8 bytes. Modulo 2**64, over rows q and words
+r:
 
     lane 0    sum of U0[q] * V0[r] * word[q, r]
     lane 1    sum of U1[q] * V1[r] * reversed[q, r], the word with its 8 bytes in reverse order
@@ -17,10 +18,10 @@ numbers from BLAKE3's extendable output, one stream per table.
 The probability that two different tensors of equal dtype and shape have equal sums, with the numbers taken as
 random: let v be the lowest bit in which they differ anywhere, counted within words, and w the same of the
 reversed words. Lane 0 misses the difference with probability at most (65 - v) / 2**(64 - v), and lane 1
-independently with w for v. Unrelated numbers have v = w = 0: below 2**-115. The worst case is a difference in only the
-highest bit of one and the same byte of words (signs of every fourth bfloat16, for example): v + w = 70, below
-2**-48. This protects against accidents. It does not protect against an attacker who constructs two tensors
-with one sum: the multipliers are public. Files have BLAKE3 digests for that.
+independently with w for v. Unrelated numbers have v = w = 0: below 2**-115. The worst case is a difference in
+only the highest bit of one and the same byte of words (signs of every fourth bfloat16, for example):
+v + w = 70, below 2**-48. This protects against accidents. It does not protect against an attacker who
+constructs two tensors with one sum: the multipliers are public. Files have BLAKE3 digests for that.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import tile_view
 from ckptcore.store import Store, open_store
+from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def require_readable(manifest: Manifest, names: Iterable[str]) -> None:
     lost = [n for n in names if n in manifest.unread]
     if lost:
         why = manifest.unread[lost[0]]
-        more = f" (and {len(lost) - 1} more tensors)" if lost[1:] else ""
+        more = f" (and {count(len(lost) - 1, 'more tensor')})" if lost[1:] else ""
         raise UnreadablePart(
             f"cannot read {lost[0]}: {why.reason}{more}",
             hint="leave it out of the request; everything else can be read",

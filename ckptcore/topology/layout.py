@@ -217,7 +217,8 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
             strided shards elsewhere than in the memory that it makes for them.
     """
     if len(placements) != len(mesh.axes):
-        raise UsageError(f"a mesh of {len(mesh.axes)} axes needs as many placements (got {len(placements)})")
+        names = [name for name, _ in mesh.axes]
+        raise UsageError(f"a mesh needs one placement per axis (got {len(placements)} for the axes {names})")
     if any(not 0 <= getattr(p, "dim", 0) < max(len(shape), 1) for p in placements):
         raise UsageError(
             f"placements must cut dims of the tensor {list(shape)} (got {list(map(str, placements))})"

@@ -55,7 +55,7 @@ def place_stages(
         n = shapes[name][0]
         if n % pp:
             raise UsageError(
-                f"{short_repr(name)}: {n} layers in one tensor are not a multiple of pp={pp}",
+                f"{short_repr(name)}: layers in one tensor must be a multiple of pp={pp} (got {n})",
                 hint=f"a size that divides {n}",
             )
     found: dict[str, tuple[int, ...] | None] = {}
@@ -110,7 +110,7 @@ def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: ShardingRules, e
     for name, n in count.items():
         if n % ep:
             raise UsageError(
-                f"{short_repr(name)}: {n} experts are not a multiple of ep={ep}",
+                f"{short_repr(name)}: the number of experts must be a multiple of ep={ep} (got {n})",
                 hint=f"a size that divides {n}",
             )
     return {name: n * ep // count[group] for name, (group, n) in number.items()}

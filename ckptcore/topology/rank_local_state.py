@@ -16,6 +16,7 @@ from ckptcore.core.subset import select
 from ckptcore.errors import UnreadablePart
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.text import count
 
 _RANDOM = re.compile(
     r"(?:^|[./])(?:rng|rng_states?|random_states?|np_rng_state|random_rng_state|torch_rng_state"
@@ -61,7 +62,7 @@ def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
     lost = [name for name in kept if _FLAT.search(name)]
     if lost:
         others = {*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)} - set(lost)
-        more = f" and {len(lost) - 1} more tensors" if lost[1:] else ""
+        more = f" and {count(len(lost) - 1, 'more tensor')}" if lost[1:] else ""
         raise UnreadablePart(
             f"cannot reshard {lost[0]}{more}: each is a flat run of the optimizer on one rank",
             hint=f"{leave_out(lost, others)}; sharded state dicts of an optimizer can be resharded",

@@ -15,7 +15,7 @@ from importlib import resources
 from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
 from ckptcore.topology.rules_file import ShardingFile, ShardingRule, Stages, load
-from ckptcore.utils.text import some
+from ckptcore.utils.text import count, some
 
 FAMILIES = ("hf", "torchtitan", "olmo", "megatron")
 _EVERYWHERE = "buffers"  # rules that come after all others
@@ -98,7 +98,7 @@ def _family_by_names(names: Sequence[str], needed: bool) -> str | None:
         return found[0] if len(found) == 1 else None
     fit = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"
     raise UsageError(
-        f"cannot choose rules for this mesh: the names of the {len(names)} parameters {fit} "
+        f"cannot choose rules for this mesh: the names of {count(len(names), 'parameter')} {fit} "
         f"(got {some(names)})",
         hint='give rules: --sharding FILE with [[rule]] tables, or with family = "NAME" alone',
     )

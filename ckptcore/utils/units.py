@@ -49,7 +49,7 @@ def parse_size(text: str) -> int:
 
 
 def show_size(nbytes: float) -> str:
-    """Format a size with a binary unit.
+    """Return a number of bytes in binary units, as every message, table and report shows it.
 
     >>> show_size(1536), show_size(5_000_000_000)
     ('1.5 KiB', '4.7 GiB')

@@ -128,7 +128,7 @@ def test_a_part_that_is_missing_is_named(source: Path, tmp_path: Path) -> None:
 def test_a_part_of_other_settings_is_refused(source: Path, tmp_path: Path) -> None:
     plan = prepared(source, tmp_path / "out.safetensors")
     found = parts(plan, 0, 1, SETTINGS)
-    with pytest.raises(UsageError, match="no part under these settings"):
+    with pytest.raises(UsageError, match="not a part under these settings"):
         execute_part(plan, replace(found[1], end=found[1].end + 1), SETTINGS)
 
 
@@ -139,7 +139,7 @@ def test_what_is_finished_or_cannot_be_shared_has_no_parts(source: Path, tmp_pat
     assert parts(plan, 0, 1, SETTINGS) == ()
     remote = prepare(Request(str(source), "memory://parts/out.safetensors"), SETTINGS).plan_uri
     assert parts(remote, 0, 1, SETTINGS) == ()
-    with pytest.raises(UsageError, match="does not let several processes"):
+    with pytest.raises(UsageError, match="several processes cannot write"):
         execute_part(remote, FilePart(0, 0, 10), SETTINGS)
 
 

@@ -34,7 +34,7 @@ def test_what_was_left_open_is_proven_when_the_run_goes_on(tmp_path: Path) -> No
     staging = Staging.of_plan(prepared.plan_uri)
     # As a run leaves it that is killed when the file stands and its record is not whole yet.
     write_receipt(staging.receipts, prepared.plan_digest, replace(written[0], pending=(0,)))
-    with pytest.raises(UsageError, match="not proven yet"):
+    with pytest.raises(UsageError, match="unverified source records"):
         finish(prepared.plan_uri)
     again = execute(prepared.plan_uri)
     assert (again[0].reused, again[0].pending) == (True, ())

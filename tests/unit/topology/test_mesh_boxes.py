@@ -41,5 +41,5 @@ def test_meshes_that_are_none() -> None:
         Mesh((("a", 0),))
     with pytest.raises(UsageError):
         Mesh((("a", 2), ("a", 2)))
-    with pytest.raises(UsageError, match=r"a mesh of 1 axes needs as many placements \(got 0\)"):
+    with pytest.raises(UsageError, match=r"one placement per axis \(got 0 for the axes"):
         boxes((2,), Mesh((("a", 2),)), [])

@@ -149,7 +149,7 @@ def test_layers_in_one_tensor_are_cut_by_pp() -> None:
     with pytest.raises(UsageError, match=r"4 layers into 5 pipeline stages \(pp=5\)"):
         lay_out(manifest_of(MEGATRON), "pp=5")
     with pytest.raises(
-        UsageError, match=r"'decoder\.layers\..*': 4 layers in one tensor are not a multiple of pp=3"
+        UsageError, match=r"'decoder\.layers\..*': layers in one tensor must be a multiple of pp=3 \(got 4\)"
     ):
         lay_out(manifest_of(MEGATRON), "pp=3")
     rules = 'family = "megatron"\n[stages]\nstacked = "decoder.layers.*"\nfirst = "*"\nvirtual = 2'
@@ -194,11 +194,11 @@ def test_stacked_experts_are_cut_by_ep_then_fsdp() -> None:
 def test_experts_that_do_not_divide() -> None:
     with pytest.raises(
         UsageError,
-        match=r"'model\.layers\.0\.block_sparse_moe\.experts\.': 6 experts are not "
-        r"a multiple of ep=4",
+        match=r"'model\.layers\.0\.block_sparse_moe\.experts\.': the number of experts "
+        r"must be a multiple of ep=4 \(got 6\)",
     ):
         lay_out(manifest_of(mixtral(6)), "ep=4")
-    with pytest.raises(UsageError, match=r"6 experts are not a multiple of ep=4"):
+    with pytest.raises(UsageError, match=r"experts must be a multiple of ep=4 \(got 6\)"):
         lay_out(
             manifest_of({"layers.0.moe.experts.w1": (6, 4, 4), "layers.0.attention.wq.weight": (4, 4)}),
             "ep=4",

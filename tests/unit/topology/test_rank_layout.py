@@ -199,7 +199,7 @@ def test_parameters_without_a_rule_are_named() -> None:
 
 def test_names_of_no_family_and_of_two() -> None:
     with pytest.raises(
-        UsageError, match=r"the 1 parameters fit none of: hf, torchtitan, olmo, .*\(got a.weight\)"
+        UsageError, match=r"the names of 1 parameter fit none of: hf, torchtitan, olmo, .*\(got a.weight\)"
     ):
         lay_out(manifest_of({"a.weight": (4, 4)}), "tp=2")
     two = {**hf(), "tok_embeddings.weight": (16, 8)}
