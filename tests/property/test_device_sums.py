@@ -1,4 +1,4 @@
-"""Sums on a device: are they those of the host, bit for bit, for every dtype and any box?"""
+"""Sums on a device equal those of the host, bit for bit, for every dtype and any box."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_cuda_as_on_the_host(dtype: str) -> None:
     assert torch.cuda.max_memory_allocated() - before <= devicesums.ROOM
 
 
-class Held(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """What torch holds beside a tensor: ``most`` bytes at once."""
 
     def __init__(self, beside: torch.Tensor) -> None:
@@ -125,8 +125,8 @@ class Held(TorchDispatchMode):
         if isinstance(found, torch.Tensor):
             self._made.append(weakref.ref(found))
         alive = [t.untyped_storage() for t in (ref() for ref in self._made) if t is not None]
-        held = {s.data_ptr(): s.nbytes() for s in alive if s.data_ptr() != self._beside}
-        self.most = max(self.most, sum(held.values()))
+        peak = {s.data_ptr(): s.nbytes() for s in alive if s.data_ptr() != self._beside}
+        self.most = max(self.most, sum(peak.values()))
         return found
 
 
@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_the_elements(dtype: str, column: int) -> None
     box = Box((0, column), (4096, shape[1] - 2 * column))
     raw = elements(dtype, box.shape)
     there = torch.from_numpy(raw)
-    with Held(there) as held:
+    with PeakMemory(there) as peak:
         found = DeviceSums(torch, "cpu").box_sum(dtype, shape, box, there)
     assert found == box_sum(dtype, shape, box, raw)
-    assert 4 << 20 < held.most < devicesums.ROOM
+    assert 4 << 20 < peak.most < devicesums.ROOM

@@ -1,4 +1,4 @@
-"""Maps of names: does a rule make what numpy makes of the stored tensors, however these are cut?
+"""Maps of names: a rule makes what numpy makes of the stored tensors, however these are cut.
 
 Every stored tensor is cut into random boxes, each written raw, as a torch zip (with strides of its own) or
 into a safetensors blob, some of them twice.

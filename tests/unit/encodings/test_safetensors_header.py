@@ -50,8 +50,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_headers_that_the_format_forbids(name: str, tmp_path: Path) -> None:
-    header, told = REFUSED[name]
-    with pytest.raises(CkptError, match=told) as caught:
+    header, message = REFUSED[name]
+    with pytest.raises(CkptError, match=message) as caught:
         ckptcore.open(written(tmp_path / "x.safetensors", header))
     assert caught.value.code in {"malformed", "unsupported-dtype"}
     assert "x.safetensors" in caught.value.message

@@ -1,4 +1,4 @@
-"""Devices: is what a lane scatters and casts the same to the bit as what the host does?"""
+"""Devices: a lane scatters and casts to the same bits as the host."""
 
 from __future__ import annotations
 

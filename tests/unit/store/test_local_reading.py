@@ -1,4 +1,4 @@
-"""Reading local files: exact or an error, never out of the folder, and is a write always seen?"""
+"""Reading local files: exact or an error, never out of the folder, and a write is always detected."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_a_listing_is_sorted_and_of_a_folder(tmp_path: Path) -> None:
         store.put(name, name.encode())
     (tmp_path / "dangling").symlink_to("nowhere")
     assert store.list() == {"a/b/c": 5, "a/z": 3, "b": 1}
-    for path, words in ((tmp_path / "b", "is a file, not a folder"), (tmp_path / "c", "does not exist")):
-        with pytest.raises(SourceUnreadable, match=words):
+    for path, message in ((tmp_path / "b", "is a file, not a folder"), (tmp_path / "c", "does not exist")):
+        with pytest.raises(SourceUnreadable, match=message):
             LocalStore(path).list()
 
 

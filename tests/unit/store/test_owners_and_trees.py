@@ -1,4 +1,4 @@
-"""Owners and folder trees: whose files may be used, and is nothing else walked into or removed?"""
+"""Owners and folder trees: only trusted users' files are used, and nothing else is walked into or removed."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_below_a_root_means_below_it(fd: int, tmp_path: Path) -> None:
         f"{root}/link": "link",
         f"{root}/nothing": "No such file",
     }
-    for uri, words in wrong.items():
-        with pytest.raises(UsageError, match=words):
+    for uri, message in wrong.items():
+        with pytest.raises(UsageError, match=message):
             open_above(root, uri)
     with pytest.raises(UsageError, match="reached through a link"):
         open_below(f"{root}/link", f"{root}/link/deep", "x")

@@ -1,4 +1,4 @@
-"""Sharding: do the boxes of a mesh hold every element, as often as the placements say?"""
+"""Sharding: the boxes of a mesh hold every element, as often as the placements require."""
 
 from __future__ import annotations
 

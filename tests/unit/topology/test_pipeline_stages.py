@@ -1,4 +1,4 @@
-"""Stages and experts: which ranks have a tensor at all?"""
+"""Stages and experts: only their ranks have a tensor at all."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_the_ends_of_the_model() -> None:
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     topology = lay_out(manifest_of(hf()), "pp=2,fsdp=2")
     assert list(stages_of(topology, names).values()) == [(0,), (1,), (1,)]
-    held = topology.boxes("lm_head.weight", (16, 8))
-    assert held[:2] == (None, None)
-    assert [box.offset for box in held[2:] if box] == [(0, 0), (8, 0)]
+    boxes = topology.boxes("lm_head.weight", (16, 8))
+    assert boxes[:2] == (None, None)
+    assert [box.offset for box in boxes[2:] if box] == [(0, 0), (8, 0)]
     assert [rank for rank, _ in topology.owners("lm_head.weight", (16, 8))] == [2, 3]
 
 
@@ -91,7 +91,7 @@ last = ["model.norm.*", "lm_head.*"]
 
 def test_splits_and_virtual_stages() -> None:
     assert layers_at("pp=2", 4, STAGES + "split = [[0, 1], [1, 4]]") == [(0,), (1,), (1,), (1,)]
-    # Stage s lies on rank s % pp: layers 0 and 2, as interleaved schedules have them.
+    # Stage s is on rank s % pp: layers 0 and 2, as interleaved schedules have them.
     assert layers_at("pp=2", 4, STAGES + "virtual = 2") == [(0,), (1,), (0,), (1,)]
     assert layers_at("pp=2", 5, STAGES + "virtual = 2\nsplit = [[0, 1], [1, 2], [2, 3], [3, 5]]") == [
         (0,),
@@ -105,7 +105,7 @@ def test_splits_and_virtual_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more", "told"),
+    ("mesh", "more", "message"),
     [
         ("pp=5", "", r"4 layers into 5 pipeline stages \(pp=5\)"),
         ("pp=2", "virtual = 3", r"4 layers into 6 pipeline stages \(pp=2, virtual=3\)"),
@@ -115,8 +115,8 @@ def test_splits_and_virtual_stages() -> None:
         ("pp=2", "split = [[0, 4], [4, 4]]", "must cut 4 layers"),
     ],
 )
-def test_stages_that_cannot_be(mesh: str, more: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_stages_that_cannot_be(mesh: str, more: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         lay_out(manifest_of(hf()), mesh, STAGES + more)
 
 
@@ -167,12 +167,12 @@ def mixtral(experts: int) -> dict[str, tuple[int, ...]]:
     return hf(2) | layer_of("model.layers.", moe, 2)
 
 
-def test_experts_by_name_lie_on_neighbouring_ranks() -> None:
+def test_experts_by_name_are_on_neighbouring_ranks() -> None:
     topology = lay_out(manifest_of(with_adam(mixtral(4))), "fsdp=2,ep=2,tp=2")
     name = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
-    told = [described(topology, "model." + name.format(n)) for n in range(4)]
-    assert told == [f"fsdp:S2(0) tp:S(0) @ep[{n // 2}]" for n in range(4)]
-    assert described(topology, f"optim.state.{name.format(3)}.exp_avg") == told[3]
+    layouts = [described(topology, "model." + name.format(n)) for n in range(4)]
+    assert layouts == [f"fsdp:S2(0) tp:S(0) @ep[{n // 2}]" for n in range(4)]
+    assert described(topology, f"optim.state.{name.format(3)}.exp_avg") == layouts[3]
     assert described(topology, f"optim.state.{name.format(3)}.step") == "@ep[1]"
     # Along ep, what is no expert is sharded as by further ranks of fsdp.
     assert described(topology, "model.model.norm.weight") == "fsdp+ep:S(0)"

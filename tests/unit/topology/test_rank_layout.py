@@ -1,4 +1,4 @@
-"""Topologies: does every family, mesh and file of rules lead where trainers put a tensor?"""
+"""Topologies: every family, mesh and file of rules leads to where trainers put a tensor."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ FAMILIES = {
 def test_families(family: str) -> None:
     rows = FAMILIES[family]
     topology = lay_out(manifest_of({n: shape for n, (shape, _) in rows.items()}), "fsdp=2,tp=2")
-    assert {n: described(topology, n) for n in rows} == {n: told for n, (_, told) in rows.items()}
+    assert {n: described(topology, n) for n in rows} == {n: layout for n, (_, layout) in rows.items()}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_mesh_texts(mesh: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "told"),
+    ("mesh", "message"),
     [
         ("", r"must be AXIS=SIZE \(got ''\)"),
         ("fsdp", "must be AXIS=SIZE"),
@@ -130,13 +130,13 @@ def test_mesh_texts(mesh: str, axes: dict[str, int]) -> None:
         ("fsdp=9999999999", "must be AXIS=SIZE"),
     ],
 )
-def test_meshes_that_are_none(mesh: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told) as caught:
+def test_meshes_that_are_none(mesh: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         parse_mesh(mesh)
-    assert "pp, dp_replicate, fsdp, cp, ep, tp" in caught.value.hint or told != "unknown axis 'sdp'"
+    assert "pp, dp_replicate, fsdp, cp, ep, tp" in caught.value.hint or message != "unknown axis 'sdp'"
 
 
-def test_state_lies_where_its_parameter_does() -> None:
+def test_state_is_where_its_parameter_is() -> None:
     shapes = with_adam(hf(layers=2))
     factor = "optim.state.lm_head.weight.exp_avg_sq_row"  # Adafactor's
     topology = lay_out(manifest_of(shapes | {factor: (16,), "rng": (7,)}), "pp=2,fsdp=2,tp=2")
@@ -228,7 +228,7 @@ fsdp = "shard(1)"
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "message"),
     [
         ("[[rule]\n", "cannot read --sharding as TOML"),
         ("[[rule]]\ntp = 'shard(0)'", "rule 1, fqn: Field required"),
@@ -244,8 +244,8 @@ fsdp = "shard(1)"
         ("a = " + "[" * 100_000, "nested too deeply"),
     ],
 )
-def test_files_that_are_wrong(rules: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_files_that_are_wrong(rules: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         lay_out(manifest_of({"a.w": (4, 4)}), "fsdp=2,tp=2", rules)
 
 
@@ -280,15 +280,15 @@ def test_bytes_per_rank() -> None:
     manifest = manifest_of(shapes)
     topology = lay_out(manifest, "dp_replicate=2,fsdp=2")
     assert rank_bytes(topology, manifest) == [(9 + 1 + 1) * 4, (6 + 1 + 1) * 4] * 2
-    told = balance(topology, manifest.tensors)
-    assert (told.total, round(told.ratio, 4)) == ((15 + 2 + 1) * 4, round(11 / 9.5, 4))
-    assert told.as_dict()["bytes_max"] == 44
+    found = balance(topology, manifest.tensors)
+    assert (found.total, round(found.ratio, 4)) == ((15 + 2 + 1) * 4, round(11 / 9.5, 4))
+    assert found.as_dict()["bytes_max"] == 44
     assert Balance((0, 0), 0).ratio == 1.0
 
 
 def test_hundreds_of_ranks_take_seconds() -> None:
     """Llama 3.1 405B with AdamW on 512 ranks; its vocabulary does not divide by 512."""
-    wide, inner, kv, words = 16384, 53248, 1024, 128256
+    wide, inner, kv, vocabulary = 16384, 53248, 1024, 128256
     layer = {
         "self_attn.q_proj.weight": (wide, wide),
         "self_attn.k_proj.weight": (kv, wide),
@@ -301,7 +301,7 @@ def test_hundreds_of_ranks_take_seconds() -> None:
         "post_attention_layernorm.weight": (wide,),
     }
     model = {f"model.layers.{n}.{k}": s for n in range(126) for k, s in layer.items()}
-    model |= {"model.embed_tokens.weight": (words, wide), "lm_head.weight": (words, wide)}
+    model |= {"model.embed_tokens.weight": (vocabulary, wide), "lm_head.weight": (vocabulary, wide)}
     manifest = manifest_of(with_adam(model | {"model.norm.weight": (wide,)}))
     import torch.distributed.tensor  # noqa: F401
 
