@@ -68,7 +68,7 @@ BY_ZARR = {d.zarr: d for d in DTYPES if d.zarr}
 
 # torch's dtypes that no row supports: several elements in a byte, or numbers whose scale is kept elsewhere.
 # Storage classes are those of torch/storage.py.
-UNHELD = frozenset(
+UNSUPPORTED = frozenset(
     {
         "qint8",
         "quint8",
@@ -90,7 +90,7 @@ UNHELD = frozenset(
         "uint128",
     }
 )
-UNHELD_STORAGE = {
+UNSUPPORTED_STORAGES = {
     "QInt8Storage": ("qint8", 1),
     "QUInt8Storage": ("quint8", 1),
     "QInt32Storage": ("qint32", 4),

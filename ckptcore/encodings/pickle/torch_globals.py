@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ckptcore.core.dtype import BY_NAME, DTYPES, UNHELD, UNHELD_STORAGE
+from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
 from ckptcore.core.manifest import CONJ, NEG
 from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.container_items import Far, keys
@@ -272,10 +272,10 @@ def _windows_path(*parts: Any) -> Named:
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
 STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
     "torch.storage.UntypedStorage": Named("storage", "UntypedStorage"),
-    **{f"torch.{name}": Named("storage", name) for name in UNHELD_STORAGE},
+    **{f"torch.{name}": Named("storage", name) for name in UNSUPPORTED_STORAGES},
 }
 # torch.dtype.__reduce__ returns its name: a global of module torch.
-DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNHELD))}
+DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNSUPPORTED))}
 # torch/_utils.py.
 REBUILDS = {
     "torch._utils._rebuild_tensor_v2": Call("_rebuild_tensor_v2", _rebuild_v2),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNHELD_STORAGE
+from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNSUPPORTED_STORAGES
 from ckptcore.core.manifest import SWAPPED, View, is_row_major
 from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
@@ -361,8 +361,8 @@ def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":
         return key, "", numel, numel
-    if kind.value in UNHELD_STORAGE:
-        name, width = UNHELD_STORAGE[kind.value]
+    if kind.value in UNSUPPORTED_STORAGES:
+        name, width = UNSUPPORTED_STORAGES[kind.value]
         return key, name, numel, numel * width
     found = BY_STORAGE.get(kind.value)
     if found is None:
