@@ -477,7 +477,13 @@ def items_table(
     codecs: Sequence[str] = ("",),
     member: Mapping[int, str] | None = None,
 ) -> Items:
-    """Return the columnar form of rows (file, start, length, envelope, codec, crc32)."""
+    """Return the columnar form of rows (file, start, length, envelope, codec, crc32).
+
+    Args:
+        rows: int64 [n, 6]; the codec is an index into ``codecs``, crc32 is -1 for none.
+        codecs: Names of stream codecs.
+        member: Row -> name inside the envelope, where it has one.
+    """
     table = np.asarray(rows, np.int64).reshape(-1, 6)
     f, s, n, e, c, crc = (np.ascontiguousarray(table[:, k]) for k in range(6))
     return Items(f, s, n, e.astype(np.int8), c.astype(np.int8), crc, tuple(codecs), member or {})

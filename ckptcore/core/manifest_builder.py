@@ -73,7 +73,12 @@ class Builder:
         self._sizes: list[int | None] = []
 
     def file(self, path: str, size: int | None) -> int:
-        """Return the index of a file, which is added the first time."""
+        """Return the index of a file, which is added the first time.
+
+        Args:
+            path: Relative to the checkpoint's root.
+            size: Bytes, or None if the file is missing.
+        """
         at = self._files.get(path)
         if at is None:
             self._count.keep(_FILE + _CHAR * len(path), path)
@@ -208,7 +213,15 @@ class Builder:
         item: int,
         view: View | None = None,
     ) -> None:
-        """Add a chunk of a tensor added before. Item -1: no storage. Tensor -1: the chunk is skipped."""
+        """Add a chunk of a tensor added before.
+
+        Args:
+            tensor: Index of the tensor, from `tensor`; the chunk is skipped for -1.
+            offset: First index per dim, elements.
+            shape: Extent per dim, elements.
+            item: Index of the item, from `item`; -1 if no file stores the chunk.
+            view: The chunk's layout in its item, or None to resolve it when it is read.
+        """
         if tensor < 0:
             return
         self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
@@ -243,7 +256,13 @@ class Builder:
         self._rank.frombytes(rank.astype(np.int8).tobytes())
 
     def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
-        """Return the manifest; chunks are grouped by tensor and keep their order in it."""
+        """Return the manifest; chunks are grouped by tensor and keep their order in it.
+
+        Args:
+            format: Name of the format.
+            root: URL of the checkpoint's folder.
+            origin: What the writer recorded about itself: versions, step, mesh.
+        """
         rank = max((len(t.shape) for t in self.tensors), default=0)
         owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
         item = np.frombuffer(self._item, np.int64) if self._item else np.zeros(0, np.int64)

@@ -11,7 +11,13 @@ from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec
 
 
 def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None = None) -> Manifest:
-    """Return the manifest of some tensors, in the given order, under new names; items stay shared."""
+    """Return the manifest of some tensors; items stay shared.
+
+    Args:
+        manifest: Holds the tensors.
+        rows: Indices of the tensors, in the new order.
+        names: Their new names, or None to keep them.
+    """
     tensors = tuple(
         manifest.tensors[t]
         if names is None
