@@ -396,7 +396,7 @@ def test_views_that_expand_one_element(tmp_path: Path) -> None:
     }
     for name, tree in trees.items():
         save(tmp_path / name, tree, s0=bytes(4))
-        cheap(tmp_path / name.split("/")[0], "expand to tensors")
+        cheap(tmp_path / name.split("/")[0], "tensors of [0-9]+ bytes")
     save(zarr(tmp_path / "c") / "common.pt", {"x": wide}, s0=bytes(4))
     found = ckptcore.open(str(tmp_path / "c"))
     assert not found.tensors
