@@ -132,7 +132,7 @@ def require_kind(fqn: str, tensor: Any) -> None:
     elif torch.nn.parameter.is_lazy(tensor):
         reason = "its parameter has no shape yet"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        reason = f"the memory layout of a {type(tensor).__name__} is unknown"
+        reason = f"the memory layout of {type(tensor).__name__} is unknown"
     elif tensor.is_quantized:
         reason = f"it is quantised ({tensor.dtype})"
     elif tensor.is_nested or tensor.layout != torch.strided:

@@ -284,7 +284,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CkptError], str]] = {
     "fake": (fake, UsageError, "x.w: it is a FakeTensor"),
     "expanded": (lambda: torch.zeros(1).expand(4), UsageError, "x.w: several of its elements"),
     "lazy": (lambda: torch.nn.UninitializedParameter(), UsageError, "x.w: its parameter has no shape"),
-    "unknown kind": (lambda: torch.zeros(4).as_subclass(Odd), UsageError, "x.w: nothing is known of .* Odd"),
+    "unknown kind": (
+        lambda: torch.zeros(4).as_subclass(Odd),
+        UsageError,
+        "x.w: the memory layout of Odd is unknown",
+    ),
     "refused class": (lambda: Options(), NameMismatch, "x.options .*Options"),
     "meta in a module": (
         lambda: torch.nn.Linear(2, 2, device="meta"),
