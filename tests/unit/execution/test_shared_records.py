@@ -34,7 +34,7 @@ def test_what_was_left_open_is_proven_when_the_run_goes_on(tmp_path: Path) -> No
     staging = Staging.of_plan(prepared.plan_uri)
     # The state after a run is killed when the file exists and its record is incomplete.
     write_receipt(staging.receipts, prepared.plan_digest, replace(written[0], pending=(0,)))
-    with pytest.raises(UsageError, match=r"__0_0\.distcp .*1 source record"):
+    with pytest.raises(UsageError, match=r"__0_0\.distcp .*source records"):
         finish(prepared.plan_uri)
     repeated = execute(prepared.plan_uri)
     assert (repeated[0].reused, repeated[0].pending) == (True, ())
