@@ -135,7 +135,7 @@ def test_a_meta_pt_that_is_no_dict(tmp_path: Path) -> None:
 def test_values_that_stand_for_more_than_is_there(tmp_path: Path) -> None:
     """Each of them is within its bounds, all together are not."""
     wide = torch.zeros(1).expand(15_000_000)
-    with pytest.raises(MalformedCheckpoint, match="tensors of [0-9]+ bytes"):
+    with pytest.raises(MalformedCheckpoint, match=r"tensors of [0-9]+ bytes"):
         read(tmp_path, {**VERSION, "a": wide, "b": wide})
 
 

@@ -88,7 +88,7 @@ def test_a_storage_that_is_not_there(tmp_path: Path) -> None:
 
 def test_tensors_that_stand_for_more_than_is_there(tmp_path: Path) -> None:
     wide = torch.zeros(1).expand(30_000_000)
-    with pytest.raises(MalformedCheckpoint, match="tensors of [0-9]+ bytes"):
+    with pytest.raises(MalformedCheckpoint, match=r"tensors of [0-9]+ bytes"):
         read(ranks(tmp_path / "a", [{"w": wide}] * 2))
 
 

@@ -121,7 +121,7 @@ def test_tensors_in_a_class_of_the_user(tmp_path: Path) -> None:
 def test_one_view_under_many_names(tmp_path: Path) -> None:
     """Each within its bounds, all together far more than the file."""
     wide = torch.zeros(1).expand(15_000_000)
-    with pytest.raises(MalformedCheckpoint, match="tensors of [0-9]+ bytes"):
+    with pytest.raises(MalformedCheckpoint, match=r"tensors of [0-9]+ bytes"):
         ckptcore.open(str(saved(tmp_path, {"a": wide, "b": wide})))
 
 
