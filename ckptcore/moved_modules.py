@@ -1,9 +1,9 @@
-"""Answer for modules of release 0.1, which lay flat in `ckptcore` before they moved into rooms.
+"""Import modules of release 0.1 by their old names, from when `ckptcore` was a flat package.
 
-What a plug-in format imported, after the example in CONTRIBUTING, is still found for one release, with a
-DeprecationWarning. Any other old path fails with the room that its content is in. Only a module that is not
-found otherwise is looked for here: see `ckptcore._Moved`, which imports this module then. To be removed
-in 0.3.
+Modules that a plug-in format imported, following the example in CONTRIBUTING, are found for one more release,
+with a DeprecationWarning. Any other old path fails with the package that its content moved to. Only names of
+modules that are not found otherwise get here: see `ckptcore._Moved`, which imports this module then. To be
+removed in 0.3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Old -> new, below `ckptcore`: what a format's reader and writer were told to use.
+# Old -> new, below `ckptcore`: modules that plug-in readers and writers were documented to use.
 ALIASES: Mapping[str, str] = {
     "box": "core.box",
     "builder": "core.manifest_builder",
@@ -30,7 +30,7 @@ ALIASES: Mapping[str, str] = {
     "formats._torchzip": "encodings.torchzip.reader",
 }
 
-# Room -> the old modules whose content is in it.
+# Package -> the old modules whose content is in it.
 ROOMS: Mapping[str, str] = {
     "catalog": "catalog.readonly catalog.roots catalog.tending catalog.text catalog.values",
     "checking": "check filedigests scan verdicts",
@@ -56,7 +56,7 @@ ROOMS: Mapping[str, str] = {
     "utils": "crc crew durations globs shown sizes steps terminal",
 }
 
-# Old modules whose name is a room's now: a name that is imported from one of them is not there any more.
+# Old modules whose name is now a package: names imported from one of them are gone.
 _BECAME_ROOMS = frozenset({"cli", "loading", "reading", "topology"}) | {
     f"formats.{family}" for family in ("accelerate", "dcp", "lightning", "torch_ranks", "torch_save")
 }
@@ -67,33 +67,40 @@ _PUBLIC = (
 
 
 def find(name: str) -> ModuleSpec | None:
-    """The spec of an old module that is still found; None for what never was one.
+    """Return the spec of an old module that is still available; None for any other name.
 
-    name: full, as in ``import ckptcore.builder``. Raises ModuleNotFoundError that says where an old module's
-    content is now. That error has no ``name``: with it, ``from ckptcore import staging`` would lose its text.
+    The error has no ``name``: with it, ``from ckptcore import staging`` would lose its text.
+
+    Args:
+        name: The full name, as in ``import ckptcore.builder``.
+
+    Raises:
+        ModuleNotFoundError: An old module has moved; the text names its package.
     """
     old = name.removeprefix("ckptcore.")
     if old in ALIASES:
         return ModuleSpec(name, _Alias(f"ckptcore.{ALIASES[old]}"))
     room = next((room for room, modules in ROOMS.items() if old in modules.split()), None)
     if room is not None:
-        raise ModuleNotFoundError(f"{name} has moved into the room ckptcore.{room}; {_PUBLIC}")
+        raise ModuleNotFoundError(f"{name} has moved into the package ckptcore.{room}; {_PUBLIC}")
     above, _, last = old.rpartition(".")
     if above in _BECAME_ROOMS and not last.startswith("__"):
-        raise ModuleNotFoundError(f"cannot import {last} from ckptcore.{above}: it is a room now; {_PUBLIC}")
+        raise ModuleNotFoundError(
+            f"cannot import {last} from ckptcore.{above}: it is a package now; {_PUBLIC}"
+        )
     if above == "formats" and last.startswith("_") and not last.startswith("__"):
         raise ModuleNotFoundError(f"{name} was private, and is gone; {_PUBLIC}")
     return None
 
 
 class _Alias(Loader):
-    """Loads the module of today under its old name; both names give the same object."""
+    """Loads a current module under its old name; both names give the same object."""
 
     def __init__(self, target: str) -> None:
         self._target = target
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of today in the place of the one that the import system made."""
+        """Replace the module that the import system made by the current one."""
         old, new = module.__name__, self._target
         hint = "plug-ins import from ckptcore.formats"
         warnings.warn(f"{old} has moved to {new}; {hint}", DeprecationWarning, stacklevel=2)

@@ -1,8 +1,8 @@
-"""Redaction: which parts of a text let whoever reads it in?
+"""Remove credentials from texts and URLs.
 
 A URL may carry a user and a password, or a signature that works for anybody; so may the message of a library
 that was given one. `redacted` is for texts that people read: errors, logs, rows of the catalog, run names.
-`bare_url` is for a URL that stays one: the place without its credentials, the same whoever names it.
+`bare_url` is for a URL that stays one: the place without its credentials, the same for every user.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from urllib.parse import unquote
 
 GONE = "..."  # in place of a secret
-_SHORTEST = 4  # characters of a secret that is looked for by itself
+_SHORTEST = 4  # characters of a secret that is searched for on its own
 
-# What a parameter of a URL's query is called when its value opens the door: any name with one of these in it.
+# Parts of the names of query parameters whose values grant access.
 _OPENS = r"sig|token|secret|passw|pwd|passphrase|cred|auth|key|jwt|session|policy|accessid"
-# Every repeat is bounded: a text of a million letters must not cost the square of it.
+# Every repeat is bounded: a text of a million letters must not take quadratic time.
 _QUERY = (
     rf"(?i)((?:[?&;]|%3F|%26)[\w.~\[\]%-]{{0,80}}?(?:{_OPENS})[\w.~\[\]-]{{0,80}}(?:=|%3D))"
     r"(?:(?!%26)[^&\s\"'<>;])+"
 )
-# The same outside of a URL, where common words must not be taken for one: connection strings, options, XML.
+# The same outside of a URL, where common words must not match: connection strings, options, XML.
 _NAMED = (
     r"(?:x-(?:amz|goog|oss|cos|ms)-(?:signature|credential|security-token|access-token)"
     r"|(?:aws|oss|google)?[_-]?access[_-]?(?:key[_-]?)?id|account[_-]?key"
@@ -40,20 +40,20 @@ _HEADER = (
     r"(?i)(\bauthorization['\"]?\s{0,9}[:=]\s{0,9}b?['\"]?(?:[\w-]{1,20} +)?)[^'\"\r\n]+"
     r"|((?-i:\bBearer)\s{1,9})[\w.~+/=-]{12,}"
 )
-# Keys that are known by their shape: AWS, Hugging Face, GitHub.
+# Keys with a known shape: AWS, Hugging Face, GitHub.
 _SHAPED = r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}))\w+"
 
-# user:password@ of a URL. Passwords are pasted with a slash in them, or a question mark: up to the last @ of
-# the word all goes, unless what follows the colon is the port of a host.
+# user:password@ of a URL. Users paste passwords with a slash or a question mark in them: everything up to the
+# last @ of the word is removed, unless the colon is followed by the port of a host.
 _USERINFO = (
     r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})"
-    # One slash is what a path makes of two.
+    # A path turns two slashes into one.
     r"(?P<sep>://|%3A%2F%2F|:/(?=[^\s/:@]{1,512}:[^\s@]{1,2048}@))"
     r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"
     r"|[^:/?#@\s\"'<>]{0,512}:(?!:)(?!\d{1,5}(?:[/?#\s,;'\")]|$))[^\s@]{0,2048}@)"
 )
-_NO_SECRET = r"(?i)[^:@]*:\*\*\*@"  # as SQLAlchemy writes it
-# Where a user alone is a name, and no key that opens something.
+_NO_SECRET = r"(?i)[^:@]*:\*\*\*@"  # SQLAlchemy writes this
+# Schemes where a user alone is a name, and not a key that grants access.
 _BY_NAME = r"(?i)(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)"
 
 _STRICT_USERINFO = r"(?<=://)[^/@\s]+@"
@@ -61,7 +61,7 @@ _MAY_HOLD = r"(?i):/|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|
 
 
 def redacted(text: str) -> str:
-    """`text` without what opens a door: userinfo of URLs, signatures, tokens, passwords.
+    """Return ``text`` without credentials: userinfo of URLs, signatures, tokens, passwords.
 
     >>> redacted("cannot read s3://me:my/secret@bucket/a")
     'cannot read s3://bucket/a'
@@ -82,7 +82,7 @@ def redacted(text: str) -> str:
 
 
 def beginning(text: str, length: int) -> str:
-    """The first characters of a text, `redacted` before it is cut: what is left of a URL is no URL any more.
+    """Return the first characters of a text, `redacted` before the cut: a cut URL is no longer one.
 
     >>> beginning("cannot read s3://me:secret@bucket/a", 24)
     'cannot read s3://bucket/'
@@ -91,7 +91,7 @@ def beginning(text: str, length: int) -> str:
 
 
 def ending(text: str, length: int) -> str:
-    """The last characters of a text, `redacted` before it is cut.
+    """Return the last characters of a text, `redacted` before the cut.
 
     >>> ending("nope://me:secret@host/x", 8)
     '//host/x'
@@ -100,7 +100,7 @@ def ending(text: str, length: int) -> str:
 
 
 def redacted_of(text: str, url: str) -> str:
-    """`text` redacted, and without what opens `url`, wherever it is: libraries take URLs apart.
+    """Return ``text`` redacted, and without the credentials of ``url`` anywhere: libraries split URLs.
 
     >>> redacted_of('Invalid bucket name "me:secret@bucket"', "s3://me:secret@bucket/a")
     'Invalid bucket name "...bucket"'
@@ -116,7 +116,7 @@ def redacted_of(text: str, url: str) -> str:
 
 
 def redacted_value(value: Any) -> Any:
-    """A plain value with every text in it `redacted`; what is no plain value stays as it is."""
+    """Return a plain value with every text in it `redacted`; other values stay as they are."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, Mapping):
@@ -127,9 +127,9 @@ def redacted_value(value: Any) -> Any:
 
 
 def bare_url(url: str) -> str:
-    """The place that a URL names, without credentials: one spelling for all who may open it.
+    """Return the place that a URL names, without credentials: one spelling for all users.
 
-    Names in its path are left alone, whatever they look like.
+    Names in its path are kept, whatever they look like.
 
     >>> bare_url("s3://me:secret@bucket/token=1/a"), bare_url("https://h/a?part=1&sig=x")
     ('s3://bucket/token=1/a', 'https://h/a?part=1&sig=...')
@@ -147,5 +147,5 @@ def _without_user(found: re.Match[str]) -> str:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern, compiled when it is first needed: all of them take 4 ms, and most commands need one."""
+    """Compile a pattern on first use: all of them take 4 ms, and most commands need one."""
     return re.compile(pattern)

@@ -26,7 +26,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import make_views
 from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageError
-from ckptcore.utils.text import shown as quoted
+from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
 REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")

@@ -179,7 +179,7 @@ def _unread(manifest: Manifest) -> Iterable[Finding]:
     for name, why in manifest.unread.items():
         if name in needs:
             continue
-        message = f"{name} cannot be read ({why.told()})"
+        message = f"{name} cannot be read ({why.describe()})"
         yield finding("unreadable-part", "files", message, fqn=name, file=why.file, hint=leave_out([name]))
 
 

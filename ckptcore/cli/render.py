@@ -36,7 +36,7 @@ _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (), *, as_json: bool) -> None:
     """The answer of `inspect`."""
-    from ckptcore.core.subset import told_of
+    from ckptcore.core.subset import describe_derived
     from ckptcore.naming.rename import matches
 
     tensors = [
@@ -48,7 +48,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
     for t in value.tensors:
         dtypes[t.dtype] += t.nbytes
     chunks = (value.chunks.first[1:] - value.chunks.first[:-1]).tolist()
-    computed = {i: told_of(value, i) for i in value.derived}
+    computed = {i: describe_derived(value, i) for i in value.derived}
     stored = len(value.chunks) + (len(value.inputs.chunks) if value.inputs is not None else 0)
     used = sorted({int(f) for f in value.items.file.tolist()})
     if as_json:
@@ -84,7 +84,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {stored} chunks in "
         f"{len(used)} files; {len(value.blobs) - len(value.unread)} objects"
     )
-    _print_pairs(out, "cannot be read", [(name, why.told()) for name, why in value.unread.items()])
+    _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()])
     table = _table("tensor", "dtype", "shape", "chunks")
     for i, t in tensors[:_LIMIT]:
         _add_row(table, t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
@@ -164,9 +164,9 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}"
     )
     if value.ranks:
-        low, high = min(value.ranks.held), max(value.ranks.held)
+        low, high = min(value.ranks.per_rank), max(value.ranks.per_rank)
         held = f"hold {show_size(low)} to {show_size(high)} each"
-        ranks = f"{len(value.ranks.held)} ranks ({p.target.mesh}) {held}"
+        ranks = f"{len(value.ranks.per_rank)} ranks ({p.target.mesh}) {held}"
         out.print(terminal.text(f"{ranks}, the fullest {value.ranks.ratio:.3f} of the mean"))
     table = _table("file", "bytes", "tensors")
     for f in p.files[:_LIMIT]:

@@ -73,7 +73,7 @@ def walk_boxes(
             with lock:
                 under_way.add(each)
             spec = each.spec
-            for box in Box.whole(spec.shape).tiles(budget.step(each.across) // BY_NAME[spec.dtype].itemsize):
+            for box in Box.full(spec.shape).tiles(budget.step(each.across) // BY_NAME[spec.dtype].itemsize):
                 with lock:
                     each.under_way += 1
                 yield each, box

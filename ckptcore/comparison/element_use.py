@@ -194,7 +194,7 @@ def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
         for n, s in reversed(dims):
             simple &= n == 1 or s >= reach
             reach += (n - 1) * s
-        for box in Box.whole(shape).tiles(_TILE):
+        for box in Box.full(shape).tiles(_TILE):
             at = start + sum(o * s for o, s in zip(box.offset, stride, strict=True))
             found.append(_Tile(name, at, box.shape, stride, simple, bool(uses.copy[row])))
     return found

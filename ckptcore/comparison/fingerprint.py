@@ -21,7 +21,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
-from ckptcore.execution.device import host_buffer, lane_on, sum_held
+from ckptcore.execution.device import host_buffer, host_sum, lane_on
 from ckptcore.execution.tiles import Budget
 from ckptcore.fingerprints.sums import (
     ZERO,
@@ -134,7 +134,7 @@ def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> t
             with labelled(opened.label):
                 each.readers[0].read(box, tile_view(tile, box.shape, spec.dtype), scratch)
             elements = tile[: box.numel * BY_NAME[spec.dtype].itemsize]
-            found = sum_held(lane, spec.dtype, spec.shape, box, elements, scratch)
+            found = host_sum(lane, spec.dtype, spec.shape, box, elements, scratch)
             with lock:
                 sums[each.row] = add(sums[each.row], found)
 

@@ -19,7 +19,7 @@ from ckptcore.comparison.result import ONLY_A, ONLY_B, VALUES, ObjectDifference
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob
 from ckptcore.core.object_tree import Named, Refused, decode
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _SHOWN = 60
 _WRAPPERS = ("namespace", "path", "bytesio", "bytetensor")  # kinds of `Named`
@@ -136,5 +136,5 @@ def _words(values: list[Any] | None) -> str:
 
 def _word(value: Any) -> str:
     if isinstance(value, Named):
-        return f"{value.kind} {shown(value.value, _SHOWN)}"
-    return f"not built: {value.name}" if isinstance(value, Refused) else shown(value, _SHOWN)
+        return f"{value.kind} {short_repr(value.value, _SHOWN)}"
+    return f"not built: {value.name}" if isinstance(value, Refused) else short_repr(value, _SHOWN)

@@ -67,7 +67,7 @@ class Opened:
     def read(self, row: int) -> bytes:
         """The bytes of a small tensor."""
         spec = self.manifest.tensors[row]
-        data, box = np.empty(spec.nbytes, np.uint8), Box.whole(spec.shape)
+        data, box = np.empty(spec.nbytes, np.uint8), Box.full(spec.shape)
         with labelled(self.label):
             reader = self.reader(row)
             try:

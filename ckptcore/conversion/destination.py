@@ -22,7 +22,7 @@ from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _ELSEWHERE = "choose another destination"
 # The machine's own, by the Filesystem Hierarchy Standard and its macOS counterparts. No word replaces these
@@ -160,7 +160,7 @@ def _is_link(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise DestinationUnwritable(f"cannot write {shown(str(path))}: {error.strerror}") from error
+        raise DestinationUnwritable(f"cannot write {short_repr(str(path))}: {error.strerror}") from error
 
 
 def is_free(destination: str, *, single: bool) -> bool:

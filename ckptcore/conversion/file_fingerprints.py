@@ -53,7 +53,7 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     for name, (dtype, full), held_elements, (one, two) in zip(
         names, specs, volume.tolist(), total.tolist(), strict=True
     ):
-        if held_elements != Box.whole(full).numel:
+        if held_elements != Box.full(full).numel:
             _log.warning("no fingerprint: the boxes of %s in the files are no partition of it", name)
             return None
         found.append((name, dtype, full, tensor_fingerprint(dtype, full, (one, two))))

@@ -1,7 +1,7 @@
-"""Boxes: which elements of an n-d tensor does a piece hold?
+"""Describe regions of n-d tensors as boxes.
 
 A `Box` is a half-open n-d interval in the index space of one tensor: dim ``d`` covers
-``[offset[d], offset[d] + shape[d])``. Every other module speaks of tensor pieces in boxes alone.
+``[offset[d], offset[d] + shape[d])``. Every other module describes regions of tensors with boxes alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from math import prod
 class Box:
     """Half-open n-d interval of one tensor's index space; rank 0 is ``Box((), ())``.
 
-    offset: first index per dim, elements.
-    shape: extent per dim, elements.
+    Attributes:
+        offset: First index per dim, elements.
+        shape: Extent per dim, elements.
 
     >>> Box((2, 0), (4, 8)).intersect(Box((4, 4), (4, 8)))
     Box(offset=(4, 4), shape=(2, 4))
@@ -27,28 +28,30 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
-            raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
+            raise ValueError(f"box offset {self.offset} and shape {self.shape} must have the same rank")
         # min() of a tuple: a generator here would be a tenth of the cost of moving a small tensor.
         if self.offset and (min(self.offset) < 0 or min(self.shape) < 0):
-            raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")
+            raise ValueError(f"box offset {self.offset} and shape {self.shape} must not be negative")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that covers a whole tensor of ``shape``."""
+    def full(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box that covers a whole tensor of ``shape``."""
         return cls((0,) * len(shape), shape)
+
+    whole = full  # what release 0.1 calls it: plug-ins of formats use it
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for rank 0."""
+        """Count the elements; 1 for rank 0."""
         return prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """One past the last index, per dim."""
+        """Return one past the last index, per dim."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements, or None where there are none.
+        """Return the common elements, or None where there are none.
 
         >>> Box((0,), (2,)).intersect(Box((2,), (2,))) is None
         True
@@ -62,14 +65,14 @@ class Box:
         return Box(lo, tuple(h - o for o, h in zip(lo, hi, strict=True)))
 
     def contains(self, other: Box) -> bool:
-        """Whether every index of ``other`` lies in this box."""
+        """Report whether every index of ``other`` is in this box."""
         return all(
             a <= b and y <= x
             for a, b, x, y in zip(self.offset, other.offset, self.end, other.end, strict=True)
         )
 
     def translate(self, by: tuple[int, ...]) -> Box:
-        """The box moved by ``by`` elements per dim.
+        """Return the box moved by ``by`` elements per dim.
 
         >>> Box((4, 4), (2, 2)).translate((-4, 0))
         Box(offset=(0, 4), shape=(2, 2))
@@ -77,13 +80,13 @@ class Box:
         return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
 
     def within(self, other: Box) -> Box:
-        """This box in the coordinates of ``other``, which must contain it."""
+        """Return this box in the coordinates of ``other``, which must contain it."""
         if not any(other.offset):
             return self
         return self.translate(tuple(-o for o in other.offset))
 
     def subtract(self, other: Box) -> list[Box]:
-        """Disjoint boxes that cover exactly the elements of this box that are not in ``other``.
+        """Return disjoint boxes that cover exactly the elements of this box that are not in ``other``.
 
         >>> Box((0, 0), (2, 4)).subtract(Box((0, 1), (2, 2)))
         [Box(offset=(0, 0), shape=(2, 1)), Box(offset=(0, 3), shape=(2, 1))]
@@ -107,8 +110,8 @@ class Box:
     def tiles(self, max_elements: int) -> Iterator[Box]:
         """Cut into boxes that are each one run of this box's row-major order, in that order.
 
-        Every tile but a last one per run holds as many whole rows as fit into ``max_elements``
-        (at least one element).
+        A tile holds as many complete rows as fit into ``max_elements`` (at least one element). The last
+        tile of a run may hold fewer.
 
         >>> [t.shape for t in Box((0, 0), (3, 4)).tiles(8)]
         [(2, 4), (1, 4)]
@@ -121,7 +124,7 @@ class Box:
         if self.numel <= limit:
             yield self
             return
-        # The first dim whose rows (everything behind it) fit is the one that is cut.
+        # The cut is at the first dim whose rows (all dims after it) fit.
         cut = next(d for d in range(len(self.shape)) if prod(self.shape[d + 1 :]) <= limit)
         step = limit // prod(self.shape[cut + 1 :])
         for lead in _indices(self.shape[:cut]):
@@ -135,7 +138,7 @@ class Box:
 
 
 def from_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The boxes, in order, that the row-major elements ``[start, stop)`` of ``shape`` make up.
+    """Return the boxes, in order, of the row-major elements ``[start, stop)`` of ``shape``.
 
     A flat range of an n-d tensor is at most ``2n - 1`` boxes.
 
@@ -143,7 +146,7 @@ def from_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     [Box(offset=(0, 2), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 4)), Box(offset=(2, 0), shape=(1, 1))]
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"flat range [{start}, {stop}) is outside a tensor of shape {shape}")
+        raise ValueError(f"flat range must be inside a tensor of shape {shape} (got [{start}, {stop}))")
     if start == stop:
         return []
     if len(shape) <= 1:
@@ -165,7 +168,7 @@ def from_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def flat_start(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
-    """Row-major element number of index ``offset`` in a tensor of ``shape``.
+    """Return the row-major element number of index ``offset`` in a tensor of ``shape``.
 
     >>> flat_start((3, 4), (1, 2))
     6
@@ -177,7 +180,7 @@ def flat_start(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
 
 
 def is_run(shape: tuple[int, ...], inner: tuple[int, ...]) -> bool:
-    """Whether a box of shape ``inner`` inside a row-major tensor of ``shape`` is one run of bytes.
+    """Report whether a box of shape ``inner`` inside a row-major tensor of ``shape`` is one run of bytes.
 
     >>> is_run((3, 4), (2, 4)), is_run((3, 4), (2, 3)), is_run((3, 4), (1, 3))
     (True, False, True)

@@ -1,8 +1,8 @@
-"""Frames: how does a value with large columns become one small file, and come back safely?
+r"""Save and load a value with large columns as one small file.
 
-A frame is ``b"CKPF1\\n"``, then one zstd stream of: u64 head length, canonical JSON head, then the
-arrays' bytes one after the other in the order the head lists them (little-endian, C order).
-Nothing in a frame is executed, and every length is bounded by the bytes that are there.
+A frame is ``b"CKPF1\n"``, then one zstd stream of: u64 head length, canonical JSON head, then the
+arrays' bytes one after the other in the order of the head (little-endian, C order).
+Loading a frame executes nothing, and the file's size bounds every length.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Array = npt.NDArray[Any]
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte spelling of a JSON value: sorted keys, no spaces, ASCII.
+    """Return the one byte spelling of a JSON value: sorted keys, no spaces, ASCII.
 
-    File names need not be UTF-8; what is left of them in a str has no other encoding than escapes.
+    File names need not be UTF-8; Python keeps such bytes as surrogates, which only escapes can encode.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
-    """One frame; equal inputs give equal bytes."""
+    """Return one frame; equal inputs give equal bytes."""
     return _MAGIC + zstandard.ZstdCompressor(level=3).compress(b"".join(_encoded(head, arrays)))
 
 
 def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
-    """BLAKE3 of what a frame holds, before compression."""
-    whole = blake3()
+    """Return the BLAKE3 digest of a frame's content before compression."""
+    total = blake3()
     for part in _encoded(head, arrays):
-        whole.update(part)
-    return whole.digest()
+        total.update(part)
+    return total.digest()
 
 
 def _encoded(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
@@ -51,17 +51,17 @@ def _encoded(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
 
 
 def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The head and the arrays of a frame.
+    """Return the head and the arrays of a frame.
 
-    Raises `MalformedCheckpoint` when the bytes are not a whole frame or claim more than
-    ``max_bytes`` of content.
+    Raises:
+        MalformedCheckpoint: The bytes are not a complete frame, or claim more than ``max_bytes`` of content.
     """
     if not data.startswith(_MAGIC):
         raise MalformedCheckpoint("not a ckptcore frame", hint="make the plan again")
     try:
         size = zstandard.frame_content_size(data[len(_MAGIC) :])
         if not 0 <= size <= max_bytes:
-            raise MalformedCheckpoint(f"frame claims {size} bytes of content")
+            raise MalformedCheckpoint(f"frame content must be at most {max_bytes} bytes (got {size})")
         raw = zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :], max_output_size=size)
         length = int.from_bytes(raw[:8], "little")
         parsed = json.loads(raw[8 : 8 + length])
@@ -72,9 +72,9 @@ def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict
             arrays[row["name"]] = np.frombuffer(raw, kind, count, at).reshape(shape)
             at += count * kind.itemsize
     except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
-        raise MalformedCheckpoint(f"frame is damaged: {error}", hint="make the plan again") from error
+        raise MalformedCheckpoint(f"cannot read frame: {error}", hint="make the plan again") from error
     if at != len(raw):
-        raise MalformedCheckpoint(f"frame holds {len(raw)} bytes, {at} expected")
+        raise MalformedCheckpoint(f"frame must hold {at} bytes (got {len(raw)})")
     return parsed["head"], arrays
 
 
@@ -82,4 +82,4 @@ def _kind(array: Array) -> str:
     for name, kind in _KINDS.items():
         if array.dtype == kind:
             return name
-    raise TypeError(f"frames do not hold {array.dtype}")
+    raise TypeError(f"cannot store dtype {array.dtype} in a frame")

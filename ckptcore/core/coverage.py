@@ -1,12 +1,12 @@
-"""Coverage: do the chunks of every tensor hold each element, and none of them twice?
+"""Check that the chunks of every tensor hold each element exactly once.
 
-1. Tensors cut along one dim only (nearly all of them) are proven all at once, in sorted columns.
-2. For the others, one by one: bounds; identical boxes are replicas and count once; the volumes must add up to
-   the tensor's; and no two boxes may share an element.
-3. "No two share" is decided by cutting the set of boxes wherever a plane separates it (a grid, or
-   any guillotine partition, falls apart in n log n); what no plane cuts is compared pairwise.
+1. Tensors cut along one dim only (nearly all of them) are checked all at once, in sorted columns.
+2. The others are checked one by one: chunks are in bounds, identical boxes are replicas and count once, the
+   volumes add up to the tensor's, and no two boxes share an element.
+3. To check that no two boxes share an element, the set is cut wherever a plane separates it (a grid, or
+   any guillotine partition, falls apart in n log n). What no plane cuts is compared pairwise.
 
-Only where something is wrong is the exact hole computed, to be told to the user.
+The exact hole is computed for a report, only where something is wrong.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, TensorSpec
 from ckptcore.errors import Finding, finding
+from ckptcore.utils.text import count
 
 _MAX_PAIRWISE = 4096
-_MAX_EXPLAINED = 1000  # tensors whose chunks are looked at closely; of others it is said that they do not fit
-_MAX_TOLD = 3  # holes or overlaps told per tensor; the count is always exact in the message
+_MAX_EXPLAINED = 1000  # tensors with an exact explanation; later ones are reported as not tiled
+_MAX_LISTED = 3  # holes or overlaps listed per tensor; the count in the message is always exact
 
 
 def coverage(manifest: Manifest) -> list[Finding]:
-    """Findings ``hole``, ``overlap``, ``out-of-bounds`` for every tensor of a manifest.
+    """Return findings ``hole``, ``overlap`` and ``out-of-bounds`` for every tensor of a manifest.
 
-    A computed tensor is held when what it is computed from is.
+    A computed tensor is complete when its inputs are.
     Peak memory: a few int64 columns as long as the number of chunks.
     """
     chunks, tensors = manifest.chunks, manifest.tensors
@@ -37,16 +38,16 @@ def coverage(manifest: Manifest) -> list[Finding]:
     want = np.ones((len(tensors), rank), np.int64)
     for i, spec in enumerate(tensors):
         want[i, : len(spec.shape)] = spec.shape
-    held = _strips(manifest, want)
-    held[list(manifest.derived)] = True
-    suspects = np.flatnonzero(~held)
+    complete = _strips(manifest, want)
+    complete[list(manifest.derived)] = True
+    suspects = np.flatnonzero(~complete)
     found: list[Finding] = below
     explained = 0
     for t in suspects.tolist():
         a, b = int(chunks.first[t]), int(chunks.first[t + 1])
         lo, shape = chunks.lo[a:b], chunks.shape[a:b]
         if a == b and tensors[t].numel:
-            found.append(_hole(tensors[t], tensors[t].numel, _show(Box.whole(tensors[t].shape))))
+            found.append(_hole(tensors[t], tensors[t].numel, _show(Box.full(tensors[t].shape))))
         elif not _covers(lo, shape, want[t]):
             explained += 1
             close = explained <= _MAX_EXPLAINED
@@ -55,19 +56,19 @@ def coverage(manifest: Manifest) -> list[Finding]:
 
 
 def replicas(manifest: Manifest) -> list[tuple[int, int]]:
-    """(first, copy) chunk rows of one tensor with equal boxes that lie in different items."""
+    """Return (first, copy) chunk rows of one tensor with equal boxes in different items."""
     chunks = manifest.chunks
     return [(first, row) for first, row in equal_boxes(manifest) if chunks.item[row] != chunks.item[first]]
 
 
 def repeated(manifest: Manifest) -> list[int]:
-    """Chunk rows that name the box and the item of an earlier row once more."""
+    """Return the chunk rows that repeat the box and the item of an earlier row."""
     chunks = manifest.chunks
     return [row for first, row in equal_boxes(manifest) if chunks.item[row] == chunks.item[first]]
 
 
 def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
-    """(first, later) rows of one tensor with equal, non-empty boxes; all tensors at once."""
+    """Return (first, later) rows of one tensor with equal, non-empty boxes; all tensors at once."""
     chunks = manifest.chunks
     if not len(chunks):
         return []
@@ -87,7 +88,7 @@ def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
 
 
 def _unordered(manifest: Manifest) -> npt.NDArray[np.bool_]:
-    """Per tensor, whether a chunk does not begin behind the one before it; only there two can be equal."""
+    """Mark tensors with a chunk that does not begin behind the one before it; only there two can be equal."""
     chunks = manifest.chunks
     later = np.zeros(max(len(chunks) - 1, 0), np.bool_)
     level = ~later
@@ -102,7 +103,7 @@ def _unordered(manifest: Manifest) -> npt.NDArray[np.bool_]:
 
 
 def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
-    """Per tensor, whether its chunks are whole in every dim but one and follow each other there."""
+    """Mark the tensors whose chunks are cut in at most one dim and follow each other there."""
     chunks = manifest.chunks
     owner = chunks.tensor
     proven = np.zeros(len(want), np.bool_)
@@ -114,7 +115,7 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
     cut[present] = np.logical_or.reduceat(partial, chunks.first[present], axis=0)
     simple = np.zeros(len(want), np.bool_)
     simple[present] = cut[present].sum(axis=1) <= 1
-    if want.shape[1] == 0:  # only rank 0 tensors: a chunk is the whole
+    if want.shape[1] == 0:  # only rank 0 tensors: a chunk is the complete tensor
         return simple
     dim = np.argmax(cut, axis=1)
     rows = np.flatnonzero(simple[owner])
@@ -136,18 +137,18 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
         follows[1:] &= head[1:] | (start[1:] == (start + count)[:-1])
         follows &= np.where(tail, start + count == want[owner, dim[owner]], True)
         proven[owner[head]] = np.logical_and.reduceat(follows, np.flatnonzero(head))
-    return proven & (want > 0).all(axis=1)  # what holds nothing is looked at by itself
+    return proven & (want > 0).all(axis=1)  # empty tensors are checked separately
 
 
 def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
-    if 0 in want.tolist():  # nothing to hold: what chunks there are must reach as far as the shape says
+    if 0 in want.tolist():  # an empty tensor: its chunks, if any, must reach exactly as far as its shape
         return not len(lo) or bool(((lo + shape).max(axis=0) == want).all())
-    kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, wherever it says it lies
+    kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, whatever its offset
     if (lo[kept] < 0).any() or (lo[kept] + shape[kept] > want).any():
         return False
     both = np.unique(np.concatenate([lo[kept], shape[kept]], axis=1), axis=0)
     lo, shape = both[:, : lo.shape[1]], both[:, lo.shape[1] :]
-    # Python integers: a lying header could make int64 volumes wrap around.
+    # Python integers: a false header could make int64 volumes wrap around.
     volume = _volume(shape)
     total = 1
     for n in want.tolist():
@@ -164,7 +165,7 @@ def _volume(shape: Ints) -> int:
 
 
 def _disjoint(lo: Ints, hi: Ints) -> bool:
-    """Whether no two of the non-empty boxes [lo, hi) share an element."""
+    """Report whether no two of the non-empty boxes [lo, hi) share an element."""
     queue = [np.arange(len(lo))]
     while queue:
         rows = queue.pop()
@@ -187,7 +188,7 @@ def _dims_by_variety(lo: Ints) -> list[int]:
 
 
 def _separated(rows: Ints, lo: Ints, hi: Ints) -> list[Ints]:
-    """Groups of rows with a plane between each two: no interval of a group reaches the next."""
+    """Group the rows so that a plane separates each two groups: no interval of a group reaches the next."""
     order = rows[np.argsort(lo[rows], kind="stable")]
     reach = np.maximum.accumulate(hi[order])
     gaps = np.flatnonzero(lo[order][1:] >= reach[:-1]) + 1
@@ -207,40 +208,35 @@ def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
 def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Finding]:
     spec = manifest.tensors[tensor]
     rank = len(spec.shape)
-    whole = Box.whole(spec.shape)
+    full = Box.full(spec.shape)
     boxes = sorted(
         {Box(tuple(a[:rank]), tuple(n[:rank])) for a, n in zip(lo.tolist(), shape.tolist(), strict=True)},
         key=lambda b: (b.offset, b.shape),
     )
     found: list[Finding] = []
-    outside = [b for b in boxes if not whole.contains(b)]
+    outside = [b for b in boxes if not full.contains(b)]
     found += [
         finding(
             "out-of-bounds",
             "cover",
-            f"{spec.fqn}: a chunk holds {_show(b)}, the tensor is {list(spec.shape)}",
+            f"{spec.fqn}: chunk {_show(b)} exceeds the tensor's shape {list(spec.shape)}",
             fqn=spec.fqn,
         )
-        for b in outside[:_MAX_TOLD]
+        for b in outside[:_MAX_LISTED]
     ]
-    inside = [b for b in boxes if b.numel and whole.contains(b)]
+    inside = [b for b in boxes if b.numel and full.contains(b)]
     shared = _overlaps(inside)
     found += [
-        finding(
-            "overlap",
-            "cover",
-            f"{spec.fqn}: chunks {_show(a)} and {_show(b)} both hold the same elements",
-            fqn=spec.fqn,
-        )
-        for a, b in shared[:_MAX_TOLD]
+        finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} overlap", fqn=spec.fqn)
+        for a, b in shared[:_MAX_LISTED]
     ]
-    holes = _holes(whole, inside)
+    holes = _holes(full, inside)
     missing = sum(h.numel for h in holes)
     if missing:
-        shown = ", ".join(_show(h) for h in holes[:_MAX_TOLD])
-        more = f" and {len(holes) - _MAX_TOLD} more boxes" if len(holes) > _MAX_TOLD else ""
-        found.append(_hole(spec, missing, f"{shown}{more}"))
-    if not found:  # too many pieces to name one, but the volumes do not add up
+        listed = ", ".join(_show(h) for h in holes[:_MAX_LISTED])
+        more = f" and {len(holes) - _MAX_LISTED} more" if len(holes) > _MAX_LISTED else ""
+        found.append(_hole(spec, missing, f"{listed}{more}"))
+    if not found:  # too many boxes to find the wrong one, but the volumes do not add up
         found.append(_untiled(spec, len(boxes)))
     return found
 
@@ -251,7 +247,7 @@ def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
 
 
 def _untiled(spec: TensorSpec, chunks: int) -> Finding:
-    message = f"{spec.fqn}: its {chunks} chunks do not tile {list(spec.shape)}"
+    message = f"{spec.fqn}: {count(chunks, 'chunk')} cannot tile {list(spec.shape)}"
     return finding("overlap", "cover", message, fqn=spec.fqn)
 
 
@@ -263,13 +259,13 @@ def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
                 break  # sorted by first dim: no later box reaches back
             if a.intersect(b):
                 found.append((a, b))
-                if len(found) >= _MAX_TOLD:
+                if len(found) >= _MAX_LISTED:
                     return found
     return found
 
 
-def _holes(whole: Box, boxes: list[Box]) -> list[Box]:
-    left = [whole] if whole.numel else []
+def _holes(full: Box, boxes: list[Box]) -> list[Box]:
+    left = [full] if full.numel else []
     for box in boxes[:_MAX_PAIRWISE]:
         left = [part for piece in left for part in piece.subtract(box)]
     if len(boxes) > _MAX_PAIRWISE:
@@ -278,7 +274,8 @@ def _holes(whole: Box, boxes: list[Box]) -> list[Box]:
 
 
 def _show(box: Box) -> str:
-    """
+    """Format a box as slices.
+
     >>> _show(Box((0, 4), (2, 4)))
     '[0:2, 4:8]'
     """

@@ -1,18 +1,18 @@
-"""Deriving: how are the elements of a box computed from stored values? A closed table of functions.
+"""Compute the elements of a box from stored values, with a closed table of functions.
 
-A function says which boxes of its inputs a box of its output needs, and fills the output from
-them. Every element depends on a few input elements near it, so that any box can be computed by itself,
-and the cut into boxes changes no bit.
+A function names the boxes of its inputs that a box of its output needs, and fills the output from them.
+Every element depends on a few input elements near it. Any box can therefore be computed separately, and the
+cut into boxes changes no bit.
 
 - ``fp8_block``: inputs weight [R, C] of a dtype of one byte, scale [ceil(R / r), ceil(C / c)]; params
   (r, c), the block. out[i, j] = weight[i, j] * scale[i // r, j // c] in float32
   (torch/distributed/checkpoint/quantized_hf_storage.py, `_dequantize_tensor`; DeepSeek-V3's
   ``weight_scale_inv``).
-- ``mxfp4``: inputs blocks uint8 [..., G, 16], two 4-bit floats a byte, low nibble first; scales uint8
+- ``mxfp4``: inputs blocks uint8 [..., G, 16], two 4-bit floats per byte, low nibble first; scales uint8
   [..., G]; out [..., 32 G] = value * 2 ** (scale - 127) in float32 (the same file,
   `_dequantize_tensor_mxfp4`; gpt-oss's ``*_blocks`` and ``*_scales``).
 - ``add_DTYPE``: one input of that dtype; params (c,). out = input + c, computed in float32 (float64 for
-  float64) and rounded once to the dtype, as torch does ``weight + c``.
+  float64) and rounded once to the dtype, like torch's ``weight + c``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 
 Shape = tuple[int, ...]
-# The 4-bit floats E2M1, by their bits.
+# The 4-bit floats E2M1, indexed by their bits.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 GROUP = 32  # values of MXFP4 that share a scale
-_PIECE = 4096  # groups decoded at once: temporaries stay within a megabyte or two
+_PIECE = 4096  # groups decoded per step, which keeps temporaries within 1 or 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
     """One way to compute a tensor.
 
-    dtype: of its output. shape: the output's shape for inputs that fit, else None.
-    needs: the boxes of the inputs that a box of the output needs. width: bytes of those boxes per
-    element of the output, at most. fill: (torch, box, inputs over the needed boxes, params, out):
-    fills ``out``, a contiguous tensor over the box.
+    Attributes:
+        title: What it computes, for people.
+        dtype: Dtype of the output.
+        shape: Shape of the output for inputs that fit, else None.
+        needs: Boxes of the inputs that a box of the output needs.
+        width: Most bytes of those boxes per element of the output.
+        fill: Called as (torch, box, inputs over the needed boxes, params, out). Fills ``out``, a contiguous
+            tensor over the box.
     """
 
     title: str
@@ -72,7 +76,7 @@ def _fill_block(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out:
     (row, column), (rows, columns) = box.offset, params
     skipped = column % columns
     for n, line in enumerate(scale.to(out.dtype)):
-        # A row of blocks at a time: one factor a column.
+        # One row of blocks at a time: one factor per column.
         begin = max((row // rows + n) * rows - row, 0)
         end = (row // rows + n + 1) * rows - row
         factors = line.repeat_interleave(columns)[skipped : skipped + box.shape[1]]
@@ -100,7 +104,7 @@ def _fill_fp4(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
     lines = out.view(-1, box.shape[-1])
     values = torch.tensor(FP4, dtype=out.dtype, device=out.device)
     byte = torch.arange(256, device=out.device)
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)  # of every byte
+    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)  # of every byte value
     skipped = box.offset[-1] % GROUP
     step, wide = max(1, _PIECE // max(groups, 1)), min(groups, _PIECE)
     for a in range(0, len(lines), step):
@@ -119,7 +123,7 @@ def _fill_sum(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: A
     out.copy_(inputs[0]).add_(params[0])
 
 
-ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes that a constant is added in
+ADDED = ("float16", "bfloat16", "float32", "float64")  # dtypes with an add_DTYPE function
 FUNCTIONS: dict[str, Function] = {
     "fp8_block": Function(
         "weights times the scale of their block",
@@ -135,7 +139,7 @@ FUNCTIONS: dict[str, Function] = {
         "float32",
         _fp4_shape,
         _fp4_needs,
-        # One element takes its whole group.
+        # One element needs its complete group.
         lambda dtypes: GROUP // 2 + 1,
         _fill_fp4,
     ),

@@ -1,8 +1,7 @@
-"""Dtypes: one table of names, widths and spellings.
+"""Map dtypes to their names, widths and spellings in one table.
 
-The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``); every other world's spelling of
-the same element is a column. A dtype without a spelling in a target format cannot be written
-there, and the writer says so.
+The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``). Each other format's spelling of
+the same element type is a column. A writer refuses a dtype without a spelling in its format.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from ckptcore.errors import UnsupportedDtype
 class DType:
     """One element type.
 
-    name: torch's name, without ``torch.``.
-    itemsize: bytes an element.
-    kind: ``f`` float, ``i`` signed, ``u`` unsigned, ``b`` bool, ``c`` complex.
-    safetensors: the spelling in a safetensors header (safetensors 0.8 `Dtype`), or None.
-    storage: the legacy torch storage class that a pickle names (torch/storage.py), or None for
-        those that are pickled as `UntypedStorage` with `_rebuild_tensor_v3`.
-    zarr: the zarr v2 dtype string, little-endian, or None.
+    Attributes:
+        name: torch's name, without ``torch.``.
+        itemsize: Bytes per element.
+        kind: ``f`` float, ``i`` signed, ``u`` unsigned, ``b`` bool, ``c`` complex.
+        safetensors: The spelling in a safetensors header (safetensors 0.8 `Dtype`), or None.
+        storage: The legacy torch storage class that a pickle names (torch/storage.py), or None for
+            those that are pickled as `UntypedStorage` with `_rebuild_tensor_v3`.
+        zarr: The zarr v2 dtype string, little-endian, or None.
     """
 
     name: str
@@ -34,6 +34,7 @@ class DType:
 
     @property
     def is_float(self) -> bool:
+        """Report whether the elements are floats."""
         return self.kind == "f"
 
 
@@ -65,9 +66,9 @@ BY_SAFETENSORS = {d.safetensors: d for d in DTYPES if d.safetensors}
 BY_STORAGE = {d.storage: d for d in DTYPES if d.storage}
 BY_ZARR = {d.zarr: d for d in DTYPES if d.zarr}
 
-# torch's dtypes that no row holds: several elements in a byte, or numbers whose scale is kept elsewhere.
+# torch's dtypes that no row supports: several elements in a byte, or numbers whose scale is kept elsewhere.
 # Storage classes are those of torch/storage.py.
-UNHELD = frozenset(
+UNSUPPORTED = frozenset(
     {
         "qint8",
         "quint8",
@@ -89,7 +90,7 @@ UNHELD = frozenset(
         "uint128",
     }
 )
-UNHELD_STORAGE = {
+UNSUPPORTED_STORAGES = {
     "QInt8Storage": ("qint8", 1),
     "QUInt8Storage": ("quint8", 1),
     "QInt32Storage": ("qint32", 4),
@@ -110,17 +111,16 @@ _SHORT = {
 
 
 def get(name: str) -> DType:
-    """The dtype of a name as people write it: ``bf16``, ``bfloat16``, ``torch.bfloat16``.
-
-    Raises `UnsupportedDtype` for a name that no table row has.
+    """Return the dtype of a name as people write it: ``bf16``, ``bfloat16``, ``torch.bfloat16``.
 
     >>> get("bf16").itemsize
     2
+
+    Raises:
+        UnsupportedDtype: No row of the table has this name.
     """
     plain = name.removeprefix("torch.")
     found = BY_NAME.get(_SHORT.get(plain, plain))
     if found is None:
-        raise UnsupportedDtype(
-            f"no dtype is called {name!r}", hint=f"one of: {', '.join(BY_NAME)}", dtype=name
-        )
+        raise UnsupportedDtype(f"unknown dtype {name!r}", hint=f"one of: {', '.join(BY_NAME)}", dtype=name)
     return found

@@ -1,9 +1,9 @@
-"""Manifests: what is stored, and where is every byte of it?
+"""Describe what a checkpoint stores, and where every byte of it is.
 
-A checkpoint is a manifest of boxes over byte ranges. A logical tensor (FQN, dtype, shape) is
-tiled by *chunks*; a chunk is a box of that tensor and the *item* that holds its bytes: a range of
-a file, with an envelope around the payload (a torch zip, a safetensors blob, or nothing) and
-perhaps a codec. Manifests are columnar inside, so that 10^6 chunks are a few arrays.
+A checkpoint is a manifest of boxes over byte ranges. *Chunks* tile a logical tensor (FQN, dtype, shape). A
+chunk is a box of that tensor and the *item* that holds its bytes. An item is a range of a file, with an
+envelope around the payload (a torch zip, a safetensors blob, or nothing) and perhaps a codec. Manifests are
+columnar inside, so that 10^6 chunks are a few arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte orde
 
 
 class Envelope(IntEnum):
-    """What stands between an item's range and the payload bytes."""
+    """The container between an item's byte range and the payload bytes."""
 
     RAW = 0
     TORCHZIP = 1
@@ -40,9 +40,10 @@ class Envelope(IntEnum):
 class TensorSpec:
     """A logical tensor.
 
-    fqn: dotted name, unique in its manifest.
-    dtype: canonical dtype name (see `ckptcore.core.dtype`).
-    shape: global shape, elements.
+    Attributes:
+        fqn: Dotted name, unique in its manifest.
+        dtype: Canonical dtype name (see `ckptcore.core.dtype`).
+        shape: Global shape, elements.
     """
 
     fqn: str
@@ -51,6 +52,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """Count the elements."""
         count = 1
         for n in self.shape:
             count *= n
@@ -58,12 +60,13 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Count the bytes of the elements."""
         return self.numel * BY_NAME[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of the checkpoint: path relative to the root, size in bytes (None: not there)."""
+    """A file of the checkpoint: path relative to the root, size in bytes (None: the file is missing)."""
 
     path: str
     size: int | None
@@ -71,13 +74,18 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Where a payload lies.
+    """The byte range of a file that holds a payload.
 
-    file: index into `Manifest.files`. start, length: the byte range in that file.
-    envelope: what to unwrap. codec: name of the stream codec around the whole item, or "".
-    crc32: CRC-32 of the range, for raw items whose format stores one, else None.
-    member: name inside the envelope (safetensors), or "".
-    holds: shape of the tensor in it, where chunks are views into that and do not say; None otherwise.
+    Attributes:
+        file: Index into `Manifest.files`.
+        start: First byte in that file.
+        length: Bytes.
+        envelope: Container to unwrap.
+        codec: Name of the stream codec around the complete item, or "".
+        crc32: CRC-32 of the range, for raw items whose format stores one, else None.
+        member: Name inside the envelope (safetensors), or "".
+        holds: Shape of the stored tensor, where chunks are views into it without offsets of their own; else
+            None.
     """
 
     file: int
@@ -92,7 +100,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a chunk lies in its payload: first byte, element strides (None: row-major), flags."""
+    """A chunk's layout in its payload: first byte, element strides (None: row-major), flags."""
 
     start: int = 0
     strides: tuple[int, ...] | None = None
@@ -101,7 +109,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a tensor in storage. view None: not resolved yet."""
+    """A box of a tensor and the item that stores it; ``view`` is None until it is resolved."""
 
     tensor: int
     box: Box
@@ -111,10 +119,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Why a tensor is a part that cannot be read, and what is known of it all the same.
+    """Why a tensor cannot be read, and what is known about it.
 
-    reason: a clause. dtype: as its writer spells it, "" where that is not known. shape: global shape,
-    elements, or None. file: where it lies, or where that is said; None where nothing says.
+    Attributes:
+        reason: A clause.
+        dtype: As its writer spells it, or "" if unknown.
+        shape: Global shape, elements, or None.
+        file: The file that stores it or refers to it, or None if unknown.
     """
 
     reason: str
@@ -123,24 +134,27 @@ class Unread:
     file: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face; null for what is not known."""
+        """Return the JSON form; null for what is not known."""
         shape = None if self.shape is None else list(self.shape)
         return {"dtype": self.dtype or None, "shape": shape, "file": self.file, "reason": self.reason}
 
-    def told(self) -> str:
-        """The same for people."""
+    def describe(self) -> str:
+        """Return one line for people."""
         shape = "" if self.shape is None else str(list(self.shape))
         return ": ".join(p for p in (" ".join(p for p in (self.dtype, shape) if p), self.reason) if p)
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A non-tensor object: plain values, references to tensors inside it, what was refused.
+    """A non-tensor object: plain values, references to tensors in it, refused globals.
 
-    key: its name. item: index into the items; -1 where the format keeps it elsewhere.
-    tree: the value in `ckptcore.core.object_tree` JSON form. refused: globals not on the allow-list.
-    known: whether the tree is the value; False when it was refused or could not be read.
-    unread: set for a tensor that cannot be read, which is no row of ``Manifest.tensors``.
+    Attributes:
+        key: Its name.
+        item: Index into the items; -1 where the format keeps it elsewhere.
+        tree: The value in `ckptcore.core.object_tree` JSON form.
+        refused: Globals that are not on the allow-list.
+        known: Whether the tree is the value; False when it was refused or could not be read.
+        unread: Set for a tensor that cannot be read, which is no row of ``Manifest.tensors``.
     """
 
     key: str
@@ -153,10 +167,12 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """How the elements of a tensor come from stored ones; a closed set, see `ckptcore.core.dequantize`.
+    """How to compute a tensor from stored ones, with a function of `ckptcore.core.dequantize`.
 
-    fn: name in `ckptcore.core.dequantize.FUNCTIONS`. inputs: what it is computed from, as positions in
-    ``Manifest.inputs`` (or ``FilePlan.inputs``). params: integers, as the function defines them.
+    Attributes:
+        fn: Name in `ckptcore.core.dequantize.FUNCTIONS`.
+        inputs: Its inputs, as positions in ``Manifest.inputs`` (or ``FilePlan.inputs``).
+        params: Integers, as the function defines them.
     """
 
     fn: str
@@ -168,12 +184,14 @@ class Derived:
 class Chunks:
     """All chunks, grouped by tensor; row c is chunk c.
 
-    first: int64 [T + 1], chunks of tensor t are rows first[t]:first[t + 1].
-    lo, shape: int64 [n, R] box offset and extent, elements; R is the highest rank, and dims behind
-        a tensor's own rank are offset 0, extent 1.
-    item: int64 [n].
-    view: int64 [n, 2 + R] (start, flags, strides...), or None when no chunk is resolved; start -1
-        marks a chunk that is not; flags -1 would never be valid.
+    Attributes:
+        first: int64 [T + 1]; the chunks of tensor t are rows first[t]:first[t + 1].
+        lo: int64 [n, R], box offsets, elements. R is the highest rank; dims behind a tensor's own rank have
+            offset 0.
+        shape: int64 [n, R], box extents, elements. Dims behind a tensor's own rank have extent 1.
+        item: int64 [n].
+        view: int64 [n, 2 + R] (start, flags, strides...), or None when no chunk is resolved. Start -1
+            marks a chunk that is not; flags -1 would never be valid.
     """
 
     first: Ints
@@ -187,15 +205,24 @@ class Chunks:
 
     @cached_property
     def tensor(self) -> Ints:
-        """int64 [n]: the tensor of each chunk."""
+        """Return the tensor of each chunk, int64 [n]."""
         return np.repeat(np.arange(len(self.first) - 1, dtype=np.int64), np.diff(self.first))
 
 
 @dataclass(frozen=True)
 class Items:
-    """All items, columnar; row i is item i. crc32 -1: none.
+    """All items, columnar; row i is item i.
 
-    member: item -> name, where not "". holds: int64 [n, 1 + R] (rank, shape...), see `Item`; rank -1: None.
+    Attributes:
+        file: int64 [n], index into `Manifest.files`.
+        start: int64 [n], first byte.
+        length: int64 [n], bytes.
+        envelope: int8 [n], `Envelope`.
+        codec: int8 [n], index into ``codecs``.
+        crc32: int64 [n], or -1 for none.
+        codecs: Names of stream codecs.
+        member: Item -> name, where not "".
+        holds: int64 [n, 1 + R] (rank, shape...), see `Item`; rank -1: None.
     """
 
     file: Ints
@@ -235,8 +262,8 @@ class Items:
 class Manifest:
     """Everything that is known about a checkpoint without reading tensor bytes.
 
-    ``stamps``, ``beside`` and ``read`` describe the place, not the checkpoint: they are neither saved nor
-    digested.
+    ``stamps``, ``beside`` and ``read`` describe the place, not the checkpoint. They are neither saved nor
+    part of the digest.
 
     Attributes:
         format: Name in `ckptcore.formats.FORMATS`.
@@ -248,7 +275,7 @@ class Manifest:
         blobs: Objects that are not tensors.
         origin: What the writer recorded about itself: versions, step, mesh.
         findings: What the reader saw that a check must report.
-        derived: Tensor -> how it is computed; such a tensor has no chunks.
+        derived: Tensor -> how to compute it; such a tensor has no chunks.
         inputs: The stored tensors that derived ones are computed from, over the same items and files, or
             None.
         stamps: Path -> stamp and ctime (`ckptcore.store.Stamped`) of files before the first byte was read,
@@ -256,8 +283,8 @@ class Manifest:
         beside: Other files of the place, which hold nothing of the checkpoint and do not describe it.
         read: Paths of the files that the format's reader read. Files opened only to recognise a format are
             not among them (`ckptcore.core.used_files`).
-        order: Names of tensors in the order of the saved state dict, where ``tensors`` has another order. It
-            is in no digest, and a dump is without it.
+        order: Names of tensors in the order of the saved state dict, where ``tensors`` has another order.
+            Neither a digest nor a dump includes it.
         own: (items, files) of the checkpoint itself, where later ones are second copies
             (`ckptcore.core.redundant_copies`); None without such copies.
     """
@@ -281,25 +308,26 @@ class Manifest:
 
     @property
     def num_tensors(self) -> int:
+        """Count the logical tensors."""
         return len(self.tensors)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all logical tensors."""
+        """Count the bytes of all logical tensors."""
         return sum(t.nbytes for t in self.tensors)
 
     @cached_property
     def unread(self) -> dict[str, Unread]:
-        """Name -> why, of the tensors that cannot be read."""
+        """Map the name of each tensor that cannot be read to the reason."""
         return {b.key: b.unread for b in self.blobs if b.unread is not None}
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """FQN -> position in `tensors`."""
+        """Map each FQN to its position in `tensors`."""
         return {t.fqn: i for i, t in enumerate(self.tensors)}
 
     def chunks_of(self, tensor: int) -> Iterator[Chunk]:
-        """The chunks of one tensor, in stored order."""
+        """Yield the chunks of one tensor, in stored order."""
         rank = len(self.tensors[tensor].shape)
         c = self.chunks
         for row in range(int(c.first[tensor]), int(c.first[tensor + 1])):
@@ -307,7 +335,7 @@ class Manifest:
             yield Chunk(tensor, box, int(c.item[row]), view_of(c, row, rank))
 
     def dump(self) -> bytes:
-        """The compact file form; equal manifests give equal bytes."""
+        """Return the compact file form; equal manifests give equal bytes."""
         c, i = self.chunks, self.items
         arrays: dict[str, frame.Array] = {
             "chunk.first": c.first,
@@ -334,7 +362,7 @@ class Manifest:
             "codecs": list(i.codecs),
             "member": [[k, v] for k, v in sorted(i.member.items())],
         }
-        # Left out where there is none: digests of other manifests stay what they were.
+        # Optional keys are omitted when empty, which keeps the digests of other manifests unchanged.
         if unread := [[n, *astuple(b.unread)] for n, b in enumerate(self.blobs) if b.unread is not None]:
             head["unread"] = unread
         if i.holds is not None:
@@ -352,9 +380,9 @@ class Manifest:
 
     @classmethod
     def load(cls, data: bytes) -> Manifest:
-        """The manifest of `dump`'s bytes; raises `MalformedCheckpoint`."""
+        """Return the manifest of `dump`'s bytes; raises `MalformedCheckpoint`."""
         h, a = frame.load(data)
-        whole = cls(
+        manifest = cls(
             h["format"],
             h["root"],
             tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["tensors"]),
@@ -377,22 +405,22 @@ class Manifest:
             own=(h["own"][0], h["own"][1]) if "own" in h else None,
         )
         if "inputs" not in h:
-            return whole
+            return manifest
         chunks = Chunks(
             a["input.first"], a["input.lo"], a["input.shape"], a["input.item"], a.get("input.view")
         )
         tensors = tuple(TensorSpec(f, d, tuple(s)) for f, d, s in h["inputs"])
-        return whole.deriving(load_derived(h["derived"]), tensors, chunks)
+        return manifest.deriving(load_derived(h["derived"]), tensors, chunks)
 
     def deriving(
         self, derived: Mapping[int, Derived], inputs: tuple[TensorSpec, ...], chunks: Chunks
     ) -> Manifest:
-        """This manifest with tensors that are computed from ``inputs``, which lie in its items."""
+        """Return this manifest with tensors computed from ``inputs``, which are stored in its items."""
         stored = replace(self, tensors=inputs, chunks=chunks, blobs=(), findings=(), derived={}, inputs=None)
         return replace(self, derived=dict(derived), inputs=stored)
 
     def without_copies(self) -> Manifest:
-        """This manifest without second copies: what the checkpoint is, whatever lies beside it."""
+        """Return this manifest without second copies: the checkpoint alone."""
         if self.own is None:
             return self
         items, files = self.own
@@ -408,12 +436,12 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE3 of everything but the place (root) the checkpoint lies in, and second copies, hex."""
+        """Return the BLAKE3 digest, in hex, of everything but the root and second copies."""
         return blake3(replace(self.without_copies(), root="").dump()).hexdigest()
 
 
 def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
-    """The chunks that lie in the first items, or in none."""
+    """Return the chunks that are stored in the first ``items`` items, or in none."""
     kept = chunks.item < items
     count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
     view = None if chunks.view is None else chunks.view[kept]
@@ -449,24 +477,30 @@ def items_table(
     codecs: Sequence[str] = ("",),
     member: Mapping[int, str] | None = None,
 ) -> Items:
-    """The columnar form of rows (file, start, length, envelope, codec, crc32)."""
+    """Return the columnar form of rows (file, start, length, envelope, codec, crc32).
+
+    Args:
+        rows: int64 [n, 6]; the codec is an index into ``codecs``, crc32 is -1 for none.
+        codecs: Names of stream codecs.
+        member: Row -> name inside the envelope, where it has one.
+    """
     table = np.asarray(rows, np.int64).reshape(-1, 6)
     f, s, n, e, c, crc = (np.ascontiguousarray(table[:, k]) for k in range(6))
     return Items(f, s, n, e.astype(np.int8), c.astype(np.int8), crc, tuple(codecs), member or {})
 
 
 def dump_derived(derived: Mapping[int, Derived]) -> list[Any]:
-    """The JSON form of a table of derived tensors."""
+    """Return the JSON form of a table of derived tensors."""
     return [[t, d.fn, list(d.inputs), list(d.params)] for t, d in sorted(derived.items())]
 
 
 def load_derived(rows: list[Any]) -> dict[int, Derived]:
-    """The table of `dump_derived`'s form."""
+    """Return the table of `dump_derived`'s form."""
     return {t: Derived(fn, tuple(inputs), tuple(params)) for t, fn, inputs, params in rows}
 
 
 def view_of(chunks: Chunks, row: int, rank: int) -> View | None:
-    """The view of a chunk row, or None when it is not resolved."""
+    """Return the view of a chunk row, or None when it is not resolved."""
     if chunks.view is None or chunks.view[row, 0] < 0:
         return None
     start, flags, *strides = chunks.view[row].tolist()
@@ -474,7 +508,7 @@ def view_of(chunks: Chunks, row: int, rank: int) -> View | None:
 
 
 def with_dims(table: Ints, rank: int, fill: int) -> Ints:
-    """A table of one column a dim, brought to ``rank`` columns.
+    """Pad a table of one column per dim to ``rank`` columns.
 
     >>> with_dims(np.array([[2, 3]]), 4, 1).tolist()
     [[2, 3, 1, 1]]
@@ -483,7 +517,7 @@ def with_dims(table: Ints, rank: int, fill: int) -> Ints:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Element strides of a contiguous tensor.
+    """Return the element strides of a contiguous tensor.
 
     >>> row_major((2, 3, 4))
     (12, 4, 1)
@@ -496,7 +530,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
-    """Whether the strides are those of a contiguous tensor; dims of extent 1 do not matter."""
+    """Report whether the strides are those of a contiguous tensor; dims of extent 1 do not matter."""
     if strides is None or 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major(shape), strict=True))

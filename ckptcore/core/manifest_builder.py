@@ -1,4 +1,4 @@
-"""Building manifests: how does a reader put one together, row by row, without a row costing much?"""
+"""Build manifests row by row, at a small cost per row."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ckptcore.core.manifest import (
 from ckptcore.core.metadata_budget import CHUNK, FINDING, TENSOR, Meter, meter
 from ckptcore.errors import Finding, MalformedCheckpoint
 
-_FILE, _ITEM, _VIEW, _CHAR = 400, 100, 200, 4  # bytes of what is collected, with its later forms
+_FILE, _ITEM, _VIEW, _CHAR = 400, 100, 200, 4  # bytes of each collected value, with its later forms
 
 
 class _Findings(list[Finding]):
-    """Findings that count: damage may be as large as what is damaged."""
+    """Findings that count against the metadata budget: there may be as many as damaged chunks."""
 
     def __init__(self, count: Meter) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Findings(list[Finding]):
 
 
 class Builder:
-    """Collects tensors, chunks and items row by row, and gives the columnar manifest."""
+    """Collects tensors, chunks and items row by row, and returns the columnar manifest."""
 
     def __init__(self) -> None:
         self._count = meter()
@@ -62,18 +62,23 @@ class Builder:
         self._withdrawn: dict[str, Unread] = {}
         self.blobs: list[Blob] = []
         self.findings: list[Finding] = _Findings(self._count)
-        # Flat columns from the start: a row of Python objects each would cost gigabytes at 10^6.
+        # Flat columns from the start: a row of Python objects each would take gigabytes at 10^6 rows.
         self._owner, self._item, self._rank = array("q"), array("q"), array("b")
         self._dims = array("q")  # offset then shape of each chunk, back to back
         self._views: dict[int, View] = {}
-        self._items = array("q")  # six fields an item
+        self._items = array("q")  # six fields per item
         self._member: dict[int, str] = {}
         self._codecs: list[str] = [""]
         self._files: dict[str, int] = {}
         self._sizes: list[int | None] = []
 
     def file(self, path: str, size: int | None) -> int:
-        """The index of a file, added on first sight."""
+        """Return the index of a file, which is added the first time.
+
+        Args:
+            path: Relative to the checkpoint's root.
+            size: Bytes, or None if the file is missing.
+        """
         at = self._files.get(path)
         if at is None:
             self._count.keep(_FILE + _CHAR * len(path), path)
@@ -82,20 +87,20 @@ class Builder:
         return at
 
     def file_names(self) -> list[str]:
-        """Paths of the files added so far, by index."""
+        """Return the paths of the files added so far, by index."""
         return list(self._files)
 
     def file_sizes(self) -> list[int | None]:
-        """Sizes of the files added so far, by index."""
+        """Return the sizes of the files added so far, by index."""
         return list(self._sizes)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of all items added so far."""
+        """Count the bytes of all items added so far."""
         return sum(self._items[2::6])
 
     def item(self, item: Item) -> int:
-        """Adds an item; gives its index."""
+        """Add an item and return its index."""
         row = len(self._items) // 6
         if item.codec not in self._codecs:
             self._codecs.append(item.codec)
@@ -116,9 +121,10 @@ class Builder:
         return None if crc < 0 else crc
 
     def plain_item(self, file: int, start: int, length: int, envelope: Envelope) -> int:
-        """Adds an item without codec, checksum and member; the quick way for millions.
+        """Add an item without codec, checksum and member; the fast way for millions.
 
-        Raises `MalformedCheckpoint` for places that no file has.
+        Raises:
+            MalformedCheckpoint: No file has such a range.
         """
         try:
             self._items.extend((file, start, length, envelope, 0, -1))
@@ -135,10 +141,18 @@ class Builder:
         member: Mapping[int, str],
         kept: npt.NDArray[np.bool_],
     ) -> Ints:
-        """Adds an item per row that is kept; gives their indices, -1 for the other rows.
+        """Add an item per row that is kept.
 
-        places: int64 [n, 3], file, start, length. envelope, codec: int64 [n], the latter into ``codecs``.
-        member: row -> name, where it has one.
+        Args:
+            places: int64 [n, 3]: file, start, length.
+            envelope: int64 [n], `Envelope`.
+            codec: int64 [n], index into ``codecs``.
+            codecs: Names of stream codecs.
+            member: Row -> name inside the envelope, where it has one.
+            kept: bool [n], the rows to add.
+
+        Returns:
+            int64 [n], the index of each item, -1 for rows that are not kept.
         """
         first = len(self._items) // 6
         number = np.where(kept, first + np.cumsum(kept) - 1, -1)
@@ -155,29 +169,44 @@ class Builder:
         return number
 
     def tensor(self, spec: TensorSpec, file: str | None = None) -> int:
-        """Adds a tensor; gives its index, or -1 for a dtype that is not held: such a tensor is a part that
-        cannot be read, and its chunks are left out. file: where it lies, for messages."""
+        """Add a tensor and return its index, or -1 for an unsupported dtype.
+
+        A tensor of an unsupported dtype cannot be read, and its chunks are skipped.
+
+        Args:
+            spec: The tensor.
+            file: Where it is stored, for messages.
+        """
         self._count.keep(TENSOR + _CHAR * len(spec.fqn), "a checkpoint's tensors")
         if spec.dtype not in BY_NAME:
-            self.unread(spec.fqn, Unread(f"dtype {spec.dtype} is not held", spec.dtype, spec.shape, file))
+            self.unread(
+                spec.fqn, Unread(f"dtype {spec.dtype} is not supported", spec.dtype, spec.shape, file)
+            )
             return -1
         self.tensors.append(spec)
         return len(self.tensors) - 1
 
     def unread(self, name: str, why: Unread, refused: tuple[str, ...] = ()) -> None:
-        """Adds a tensor that cannot be read; a name that was added before stays as it is. refused: the
-        globals that it needs, where those are what makes it so."""
+        """Add a tensor that cannot be read; a name that was added before stays as it is.
+
+        Args:
+            name: FQN of the tensor.
+            why: The reason.
+            refused: The globals that it needs, if they are the reason.
+        """
         if name not in self._unread:
             self._unread.add(name)
             self.blobs.append(Blob(name, -1, None, refused, known=False, unread=why))
 
     def unread_instead(self, why: Mapping[str, Unread]) -> None:
-        """Says of objects that were added that they are tensors which cannot be read."""
+        """Mark objects that were added before as tensors that cannot be read."""
         self.blobs = [replace(b, unread=why[b.key]) if b.key in why else b for b in self.blobs]
 
     def withdraw(self, name: str, why: Unread) -> None:
-        """Says of a tensor, added before or later, that it cannot be read: some part of it cannot. The
-        first reason counts, and none of its chunks is kept."""
+        """Mark a tensor, added before or later, as one that cannot be read because a part of it cannot.
+
+        The first reason counts, and none of its chunks is kept.
+        """
         self._count.keep(TENSOR + _CHAR * len(name), "a checkpoint's tensors")
         self._withdrawn.setdefault(name, why)
 
@@ -189,7 +218,15 @@ class Builder:
         item: int,
         view: View | None = None,
     ) -> None:
-        """Adds a chunk of a tensor added before; item -1: it has no place. tensor -1: it is not added."""
+        """Add a chunk of a tensor added before.
+
+        Args:
+            tensor: Index of the tensor, from `tensor`; the chunk is skipped for -1.
+            offset: First index per dim, elements.
+            shape: Extent per dim, elements.
+            item: Index of the item, from `item`; -1 if no file stores the chunk.
+            view: The chunk's layout in its item, or None to resolve it when it is read.
+        """
         if tensor < 0:
             return
         self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
@@ -202,12 +239,19 @@ class Builder:
         self._dims.extend(shape)
 
     def chunks(self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints, item: Ints) -> None:
-        """Adds a chunk per row. offset, shape: int64 [n, r], of which the first ``rank`` count. Rows of
-        tensor -1 are not added."""
+        """Add a chunk per row; rows of tensor -1 are skipped.
+
+        Args:
+            tensor: int64 [n], index of each chunk's tensor.
+            offset: int64 [n, r], of which the first ``rank`` columns count.
+            shape: int64 [n, r], of which the first ``rank`` columns count.
+            rank: int64 [n].
+            item: int64 [n], index of each chunk's item.
+        """
         if (tensor < 0).any():
-            held = tensor >= 0
-            tensor, offset, shape = tensor[held], offset[held], shape[held]
-            rank, item = rank[held], item[held]
+            added = tensor >= 0
+            tensor, offset, shape = tensor[added], offset[added], shape[added]
+            rank, item = rank[added], item[added]
         self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
         dims = np.concatenate([offset, shape], axis=1)
         real = np.arange(offset.shape[1]) < rank[:, None]
@@ -217,7 +261,13 @@ class Builder:
         self._rank.frombytes(rank.astype(np.int8).tobytes())
 
     def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
-        """The manifest; chunks are grouped by tensor, keeping their order inside one."""
+        """Return the manifest; chunks are grouped by tensor and keep their order in it.
+
+        Args:
+            format: Name of the format.
+            root: URL of the checkpoint's folder.
+            origin: What the writer recorded about itself: versions, step, mesh.
+        """
         rank = max((len(t.shape) for t in self.tensors), default=0)
         owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
         item = np.frombuffer(self._item, np.int64) if self._item else np.zeros(0, np.int64)
@@ -232,7 +282,7 @@ class Builder:
             view = None if view is None else view[rows]
             for name, why in self._withdrawn.items():
                 self.unread(name, why)
-        # Most readers add tensor by tensor: then nothing moves, and nothing is copied.
+        # Most readers add tensor by tensor: then nothing moves and nothing is copied.
         order = slice(None) if bool((np.diff(owner) >= 0).all()) else np.argsort(owner, kind="stable")
         counts = np.bincount(owner, minlength=len(tensors)).astype(np.int64)
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)
@@ -279,4 +329,4 @@ class Builder:
 
 
 def _too_large(length: int) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"the metadata claims a range of {length} bytes, more than any file has")
+    return MalformedCheckpoint(f"metadata claims a range that no file has (got {length} bytes)")

@@ -1,12 +1,12 @@
-"""Meters: how much memory may it take to learn what a checkpoint is?
+"""Bound the memory that reading a checkpoint's metadata takes.
 
-A few bytes of metadata can stand for gigabytes of values, so what readers build is counted while they build
-it, and a checkpoint whose metadata would take more than a budget is refused. Costs are estimates from above
-of all stages together (the parsed value, its form in the manifest, its text), and cover the time of those
-stages as well: what is within the default budget is read in seconds.
+A few bytes of metadata can expand to gigabytes of values. Readers therefore count what they build, and
+refuse a checkpoint whose metadata would take more than a budget. Costs are upper estimates of all stages
+together (the parsed value, its form in the manifest, its text). They bound the time of those stages as well:
+metadata within the default budget is read in seconds.
 
-The budget is `DEFAULT`, or what the environment variable `VARIABLE` says. It is not the budget of
-``--memory``, which is for moving tensors.
+The budget is `DEFAULT`, or the value of the environment variable `VARIABLE`. It is separate from
+``--memory``, the budget for moving tensors.
 """
 
 from __future__ import annotations
@@ -21,32 +21,37 @@ from ckptcore.utils.units import parse_size, show_size
 
 VARIABLE = "CKPTCORE_METADATA_MEMORY"
 DEFAULT = 2 << 30  # 3.5 million chunks of a job of 1024 ranks take 1.5 GiB of it
-# What a value costs, bytes. A container that holds nothing takes as much as one that holds a little.
+# Cost of a value, bytes. An empty container takes as much as a small one.
 CONTAINER, SLOT, SCALAR = 1024, 40, 32
 TENSOR, CHUNK, FINDING = 640, 150, 640
 
 
 class Meter:
-    """What one reading has taken of its budget, bytes."""
+    """The part of its budget that one reading has used, bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.taken, self.kept = limit, 0, 0
 
     def take(self, nbytes: int, what: str) -> None:
-        """Counts what is there until the reading, or the `passing` around it, ends.
+        """Count memory that is in use until the reading, or the `passing` around it, ends.
 
-        what: the file, for the message. Raises `MetadataTooLarge`.
+        Args:
+            nbytes: Bytes.
+            what: The file, for the message.
+
+        Raises:
+            MetadataTooLarge: The budget is exceeded.
         """
         self.require(nbytes, what)
         self.taken += nbytes
 
     def keep(self, nbytes: int, what: str) -> None:
-        """Counts what is there until the reading ends, whatever it was read in. Raises as `take`."""
+        """Count memory that is in use until the reading ends, inside `passing` too. Raises as `take`."""
         self.require(nbytes, what)
         self.kept += nbytes
 
     def require(self, nbytes: int, what: str) -> None:
-        """Raises `MetadataTooLarge` unless so much is left; for what is gone again soon."""
+        """Raise `MetadataTooLarge` unless so much is left; for memory that is freed soon."""
         got = self.taken + self.kept + nbytes
         if got > self.limit:
             raise MetadataTooLarge(
@@ -59,30 +64,30 @@ class Meter:
 
 
 def meter() -> Meter:
-    """The meter of the reading under way, or a fresh one.
+    """Return the meter of the current reading, or a fresh one.
 
-    It is found in the context, not passed: every reader, and every encoding that readers share, counts on it.
+    The meter is in the context and not a parameter: every reader and every shared encoding counts on it.
     """
     return _current.get() or Meter(budget())
 
 
 def budget() -> int:
-    """The budget, bytes; raises `UsageError` when the environment says no size."""
-    told = os.environ.get(VARIABLE, "").strip()
-    if not told:
+    """Return the budget, bytes; raises `UsageError` when the environment variable is not a size."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
         return DEFAULT
     try:
-        found = parse_size(told)
+        found = parse_size(text)
     except UsageError as error:
         raise UsageError(f"{VARIABLE}: {error.message}", hint=error.hint) from None
     if found < 1 << 20:
-        raise UsageError(f"{VARIABLE} is {told}, less than 1 MiB", hint="write 512MiB or 4GiB")
+        raise UsageError(f"{VARIABLE} must be at least 1 MiB (got {text!r})", hint="try 512MiB or 4GiB")
     return found
 
 
 @contextmanager
 def metered() -> Iterator[Meter]:
-    """One reading: everything inside counts on one meter. Inside another reading, on that one's."""
+    """Count everything inside on one meter; inside another reading, on that one's."""
     outer = _current.get()
     if outer is not None:
         yield outer
@@ -96,7 +101,7 @@ def metered() -> Iterator[Meter]:
 
 @contextmanager
 def passing() -> Iterator[None]:
-    """What is taken inside is gone behind it, what is kept is not: one of many files read in turn, say."""
+    """Free at the end what is taken inside, not what is kept: for one of many files read in turn."""
     current = _current.get()
     taken = 0 if current is None else current.taken
     try:
@@ -107,7 +112,8 @@ def passing() -> Iterator[None]:
 
 
 def _larger(nbytes: int) -> str:
-    """
+    """Return a budget to try, twice as large.
+
     >>> _larger(3 << 30)
     '6GiB'
     """

@@ -1,7 +1,7 @@
 """Encode trees of plain values as JSON, so that they never travel as a pickle.
 
-Everything that is not a tensor is kept as JSON. JSON's own values stand for themselves, except
-that an object ``{"$": kind, ...}`` stands for a Python value JSON does not have. A reference to a
+Everything that is not a tensor is kept as JSON. JSON's own values are themselves. An object
+``{"$": kind, ...}`` represents a Python value that JSON does not have. A reference to a
 tensor is ``{"$": "tensor", "fqn": name}``. ``docs/reference/objects.md`` is the specification.
 """
 
@@ -16,28 +16,30 @@ from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
 
-# Of the JSON form, where it is stored outside of this project's own files. A kind that an older reader would
-# misread makes a new version.
+# The version of the JSON form, where it is stored outside of this project's own files. A new kind that an
+# older reader would misread needs a new version.
 VERSION = 1
 # Values that hold no others; long runs of them are encoded and decoded at once.
 SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
-_AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has them
+_AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has these types
 _NUMBERS: frozenset[type] = frozenset({bool, int})
-_WIDE = 1 << 53  # integers from here on are not what every JSON reader makes of them
+_WIDE = 1 << 53  # JSON readers that use doubles lose integers from here on
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A place in a tree where the tensor of this FQN stands."""
+    """A reference in a tree to the tensor of this FQN."""
 
     fqn: str
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A value that torch or the standard library has a name for: ``torch.Size``, a dtype, a path.
+    """A value with a name in torch or the standard library: ``torch.Size``, a dtype, a path.
 
-    kind: ``size``, ``dtype``, ``path``, ... (``docs/reference/objects.md`` lists them). value: plain.
+    Attributes:
+        kind: ``size``, ``dtype``, ``path``, ... (``docs/reference/objects.md`` lists them).
+        value: A plain value.
     """
 
     kind: str
@@ -53,10 +55,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class RefusedTensor(Refused):
-    """A tensor whose elements are not plain: quantised, sparse, nested, of a class or dtype that is not held.
+    """A tensor whose elements are not plain: quantised, sparse, nested, of an unsupported class or dtype.
 
-    name: the global that makes it so. what: the same in words. foreign: whether that is a class that is not
-    on the allow-list. dtype, shape: as far as they are known. storages: keys of the storages under it.
+    Attributes:
+        name: The global that is the reason.
+        what: The reason as a text.
+        foreign: Whether the reason is a class that is not on the allow-list.
+        dtype: As far as it is known.
+        shape: As far as it is known.
+        storages: Keys of the storages under it.
     """
 
     what: str = ""
@@ -67,14 +74,16 @@ class RefusedTensor(Refused):
 
 
 def encode(value: Any, _left: list[int] | None = None) -> Any:
-    """The JSON form of a tree of plain values, `TensorRef`, `Named` and `Refused`.
-
-    Raises TypeError for anything else, `MetadataTooLarge` for a tree over the budget of metadata.
+    """Return the JSON form of a tree of plain values, `TensorRef`, `Named` and `Refused`.
 
     >>> encode({"betas": (0.9, 0.95), 3: None})
     {'$': 'dict', 'items': [['betas', {'$': 'tuple', 'items': [0.9, 0.95]}], [3, None]]}
+
+    Raises:
+        TypeError: The tree holds anything else.
+        MetadataTooLarge: The tree is over the budget of metadata.
     """
-    # Values shared through a pickle's memo can make a small file an endless tree.
+    # A pickle's memo shares values, so that a small file can be an endless tree.
     budget = [meter().limit] if _left is None else _left
     if budget[0] < 0:
         meter().require(meter().limit - budget[0], "an object")
@@ -107,17 +116,17 @@ def encode(value: Any, _left: list[int] | None = None) -> Any:
         if isinstance(value, seq):
             items = _encoded(value, budget)
             return {"$": kind, "items": items if kind == "tuple" else sorted(items, key=repr)}
-    raise TypeError(f"{type(value).__name__} is not a plain value")
+    raise TypeError(f"cannot encode {type(value).__name__}: not a plain value")
 
 
 def _encoded(values: Collection[Any], budget: list[int]) -> list[Any]:
-    """The forms of several values; those of many numbers or texts are found at once."""
+    """Encode several values; runs of numbers or texts are encoded at once."""
     budget[0] -= CONTAINER + SLOT * len(values)
     return list(values) if are_their_forms(values) else [encode(v, budget) for v in values]
 
 
 def are_their_forms(values: Collection[Any]) -> bool:
-    """Whether JSON has all of these values, as it has most numbers and texts; False for some it has."""
+    """Report whether JSON has all of these values, like most numbers and texts; False for some it has."""
     kinds = set(map(type, values))
     if kinds <= _AS_IS:
         return True
@@ -127,14 +136,14 @@ def are_their_forms(values: Collection[Any]) -> bool:
 
 
 def is_its_form(value: Any) -> bool:
-    """Whether JSON has this value: no object stands for it."""
+    """Report whether JSON has this value, so that its form is the value itself."""
     if type(value) is int:
         return -_WIDE < value < _WIDE
     return type(value) in _AS_IS or (type(value) is float and math.isfinite(value))
 
 
 def weight(form: Any) -> int:
-    """About as many bytes as a JSON form and what is made of it take.
+    """Estimate the bytes that a JSON form and its decoded value take.
 
     >>> weight({"a": [True] * 10}), weight("abc")
     (2532, 52)
@@ -172,7 +181,7 @@ _DECODE: dict[str, Any] = {
 
 
 def decode(form: Any) -> Any:
-    """The tree of `encode`'s JSON form.
+    """Return the tree of `encode`'s JSON form.
 
     >>> decode(encode({"a": (1, float("inf")), 2: b"x"}))
     {'a': (1, inf), 2: b'x'}
@@ -190,7 +199,7 @@ def decode(form: Any) -> Any:
 
 
 def references(form: Any) -> list[str]:
-    """FQNs of the tensors that a JSON form refers to."""
+    """Return the FQNs of the tensors that a JSON form refers to."""
     found, queue = [], [form]
     while queue:
         value = queue.pop()
@@ -205,7 +214,7 @@ def references(form: Any) -> list[str]:
 
 
 def tensors_in(value: Any) -> list[str]:
-    """FQNs of the tensors that a decoded tree refers to, each once, in the tree's order."""
+    """Return the FQNs of the tensors that a decoded tree refers to, each once, in the tree's order."""
     found: dict[str, None] = {}
     queue = [value]
     while queue:

@@ -1,9 +1,9 @@
-"""Copies: where else do the elements of a checkpoint lie, to be held against it?
+"""Add second copies of a checkpoint's elements to its manifest, to compare them.
 
-Some writers leave the same elements twice: ranks' shards, and whole files made of them. One of the two is
-read; the other is added to its manifest box by box, and every reader meets it as a replica: it is compared
-at level ``bytes``, while a conversion moves, and by whoever reads through the manifest. A manifest's digest
-does not know copies: a checkpoint is the same with and without them.
+Some writers store the same elements twice: in shards per rank, and in full files made of them. One of the
+two is read. The other is added to the manifest box by box, as replicas. Replicas are compared at level
+``bytes``, during a conversion, and by every reader of the manifest. A manifest's digest ignores copies: a
+checkpoint is the same with and without them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from ckptcore.core.manifest import Chunks, Ints, Items, Manifest, StoredFile, Te
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A whole tensor, row-major in one file. start: its first byte there."""
+class FullTensor:
+    """A full tensor, row-major in one file; ``start`` is its first byte there."""
 
     path: str
     start: int
 
 
-def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[str, int]) -> Manifest:
-    """The manifest with a copy of every chunk of some tensors, as it lies in a whole one.
+def with_copies(manifest: Manifest, copies: Mapping[str, FullTensor], sizes: Mapping[str, int]) -> Manifest:
+    """Return the manifest with a copy of every chunk of some tensors, stored in a full tensor.
 
-    manifest: its chunks lie inside their tensors. wholes: FQN -> the tensor in another
-    file, of equal dtype and shape. sizes: of those files.
+    Args:
+        manifest: Its chunks are inside their tensors.
+        copies: FQN -> the tensor in another file, of equal dtype and shape.
+        sizes: Path -> bytes of those files.
     """
     own, tensors = manifest.chunks, manifest.tensors
-    copied = [t for t, spec in enumerate(tensors) if spec.fqn in wholes and spec.nbytes]
+    copied = [t for t, spec in enumerate(tensors) if spec.fqn in copies and spec.nbytes]
     if not copied:
         return manifest
     assert manifest.own is None
     assert manifest.inputs is None
-    places = [wholes[tensors[t].fqn] for t in copied]
+    places = [copies[tensors[t].fqn] for t in copied]
     paths = list(dict.fromkeys(place.path for place in places))
     number = {path: len(manifest.files) + n for n, path in enumerate(paths)}
     added = np.array(
@@ -55,7 +57,7 @@ def with_copies(manifest: Manifest, wholes: Mapping[str, Whole], sizes: Mapping[
 def _copied_rows(
     own: Chunks, tensors: Sequence[TensorSpec], copied: Sequence[int], items: int
 ) -> tuple[Ints, Ints, Ints]:
-    """(row, item, view) of the copies. row: the chunk that is copied; item: of its whole tensor."""
+    """Return (row, item, view) of the copies: the copied chunk, and its full tensor's item and view."""
     rank = own.lo.shape[1]
     item = np.full(len(tensors), -1, np.int64)
     item[copied] = items + np.arange(len(copied))
@@ -73,7 +75,7 @@ def _copied_rows(
 
 
 def _with_rows(own: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
-    """The chunks, with copies of some of them behind all chunks of the same tensor."""
+    """Return the chunks, with copies of some of them behind all chunks of the same tensor."""
     known = own.view if own.view is not None else np.full((len(own), 2 + own.lo.shape[1]), -1, np.int64)
     owner = np.concatenate([own.tensor, own.tensor[rows]])
     order = np.argsort(owner, kind="stable")
@@ -89,7 +91,7 @@ def _with_rows(own: Chunks, rows: Ints, item: Ints, view: Ints) -> Chunks:
 
 
 def _longer(items: Items, added: Ints) -> Items:
-    """The items, with raw ones of (file, start, length) behind them."""
+    """Return the items, with raw ones of (file, start, length) behind them."""
     none = np.zeros(len(added), np.int8)
     return replace(
         items,

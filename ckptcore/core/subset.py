@@ -1,4 +1,4 @@
-"""Selecting: the manifest of some of the tensors, or one in which some are computed from others."""
+"""Select some of a manifest's tensors, or replace some by tensors computed from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from ckptcore.core.manifest import Chunks, Derived, Ints, Manifest, TensorSpec
 
 
 def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None = None) -> Manifest:
-    """The manifest of some tensors, in the given order, under new names; items stay shared."""
+    """Return the manifest of some tensors; items stay shared.
+
+    Args:
+        manifest: Holds the tensors.
+        rows: Indices of the tensors, in the new order.
+        names: Their new names, or None to keep them.
+    """
     tensors = tuple(
         manifest.tensors[t]
         if names is None
         else TensorSpec(names[i], manifest.tensors[t].dtype, manifest.tensors[t].shape)
         for i, t in enumerate(rows)
     )
-    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}  # told of all tensors, in their order
+    origin = {k: v for k, v in manifest.origin.items() if k != "paths"}  # paths are by position
     kept = replace(
         manifest,
         tensors=tensors,
@@ -40,10 +46,12 @@ def select(manifest: Manifest, rows: Sequence[int], names: Sequence[str] | None 
 def derive(
     manifest: Manifest, made: Mapping[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]]
 ) -> Manifest:
-    """The manifest with tensors computed from others, which are then no tensors of it any more.
+    """Return the manifest with tensors computed from others, which are no longer tensors of it.
 
-    made: name of the tensor whose place the computed one takes -> (its spec, function, names of its
-    inputs, params).
+    Args:
+        manifest: Holds the inputs.
+        made: Name of the tensor whose position the computed one takes -> (its spec, function, names of its
+            inputs, params).
     """
     index = manifest.index
     gone = {name for _, _, names, _ in made.values() for name in names}
@@ -61,20 +69,20 @@ def derive(
         elif spec.fqn not in gone:
             tensors.append(spec)
             spans.append(row)
-    whole = replace(manifest, tensors=tuple(tensors), chunks=_chunks_of_rows(manifest.chunks, spans))
+    selected = replace(manifest, tensors=tuple(tensors), chunks=_chunks_of_rows(manifest.chunks, spans))
     specs = tuple(manifest.tensors[t] for t in inputs)
-    return whole.deriving(nodes, specs, _chunks_of_rows(manifest.chunks, inputs))
+    return selected.deriving(nodes, specs, _chunks_of_rows(manifest.chunks, inputs))
 
 
-def told_of(manifest: Manifest, tensor: int) -> str:
-    """From what a derived tensor is computed, in words."""
+def describe_derived(manifest: Manifest, tensor: int) -> str:
+    """Return the function and the inputs of a derived tensor, for people."""
     node = manifest.derived[tensor]
-    assert manifest.inputs is not None  # whoever derives has inputs
+    assert manifest.inputs is not None  # a manifest with derived tensors has inputs
     return f"{node.fn} of {', '.join(manifest.inputs.tensors[i].fqn for i in node.inputs)}"
 
 
 def _chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
-    """The chunks of some tensors; None stands for a tensor without any."""
+    """Return the chunks of some tensors; None is a tensor without any."""
     spans = [np.arange(0) if t is None else np.arange(chunks.first[t], chunks.first[t + 1]) for t in rows]
     picked: Ints = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, np.int64)
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(s) for s in spans])]).astype(np.int64)

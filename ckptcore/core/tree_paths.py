@@ -1,8 +1,8 @@
-"""Paths: where in the saved tree did a name stand?
+"""Record the path of each name in the saved tree.
 
-A name is its path joined with dots, which loses what was a dict key with dots in it and what was a
-list position. Savers that record the path (DCP's ``planner_data``) are kept their word compactly:
-the lengths of a name's elements say where to cut it, and most names share theirs.
+A name is its path joined with dots. It does not show which dots were part of a dict key, or which elements
+were list positions. Paths from savers that record them (DCP's ``planner_data``) are kept compactly: the
+lengths of a name's elements give the cuts, and most names share theirs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MAX_ELEMENTS = 64
 class Paths(Mapping[str, Path]):
     """Name -> path, in the order in which the names were saved.
 
-    Dict keys are text, list positions are ints. A name whose path is not known is not in it.
+    Dict keys are text, list positions are ints. Names whose path is unknown are absent.
     """
 
     def __init__(self) -> None:
-        # Element lengths, negative for a list position; one row for all names that are cut alike.
+        # Element lengths, negative for a list position; one row for all names with the same cuts.
         self._cuts: list[tuple[int, ...]] = []
         self._rows: dict[tuple[int, ...], int] = {}
         self._row_of: dict[str, int] = {}
@@ -48,10 +48,10 @@ class Paths(Mapping[str, Path]):
         return name in self._row_of  # without building its path
 
     def add(self, name: str, path: Any) -> bool:
-        """Notes a path; False when it is none, or not that of this name."""
+        """Record a path; False if it is not a valid path, or not the path of this name."""
         if type(path) is not tuple or not 0 < len(path) <= _MAX_ELEMENTS:
             return False
-        try:  # nearly all: one call each instead of one an element, for millions of names
+        try:  # nearly all names: one call instead of one per element, for millions of names
             text, cuts = ".".join(path), tuple(map(len, path))
         except TypeError:
             if any(type(e) is not str and (type(e) is not int or e < 0) for e in path):
@@ -71,10 +71,10 @@ class Paths(Mapping[str, Path]):
         self._row_of[name] = row
 
     def form(self, tensors: Sequence[str], objects: Sequence[str]) -> dict[str, Any] | None:
-        """The JSON form beside a manifest with these tensors and objects; None when none is known.
+        """Return the JSON form for a manifest with these tensors and objects; None when no path is known.
 
-        cuts: rows of element lengths. tensors, objects: the row of each, -1 where unknown. order:
-        for each known object, how many known names were saved before it.
+        Its keys are ``cuts``, rows of element lengths; ``tensors`` and ``objects``, the row of each, -1 where
+        unknown; ``order``, how many known names were saved before each known object.
         """
         if not self._row_of:
             return None
@@ -89,10 +89,10 @@ class Paths(Mapping[str, Path]):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Paths:
-        """The paths that a manifest's ``origin`` records."""
+        """Return the paths that a manifest's ``origin`` records."""
         found = cls()
         form = manifest.origin.get("paths")
-        # A manifest whose tensors were regrouped is no longer the one that was told of.
+        # The record does not describe a manifest whose tensors were regrouped.
         if not form or (len(form["tensors"]), len(form["objects"])) != (
             len(manifest.tensors),
             len(manifest.blobs),
@@ -118,7 +118,7 @@ class Paths(Mapping[str, Path]):
 
 
 def renamed(path: Path, name: str) -> Path | None:
-    """The path of a name that differs from the path's own inside one dict key; None otherwise.
+    """Return the path of a name that differs from the path's own inside one dict key; None otherwise.
 
     >>> renamed(("model", "net.w"), "model.body.w")
     ('model', 'body.w')

@@ -1,12 +1,12 @@
-"""Used files: which files of a place are a checkpoint's, and what for?
+"""Sort the files that a checkpoint uses by their use.
 
-A file is used when the reader of the checkpoint's own format took something from it. What was opened only to
-find out which format it is, a stranger's file perhaps, is not. One use counts for each file, the first of
-these that holds: tensors or objects of the checkpoint lie in it; what is compared with them, or cannot be
-read, lies in it; the reader read it to know what the others hold.
+A file is used when the reader of the checkpoint's own format took something from it. A file opened only to
+detect the format is not: it may be unrelated. Each file has one use, the first of these that applies: it
+stores tensors or objects of the checkpoint; it stores what is compared with them, or what cannot be
+read; the reader read it to interpret the others.
 
-Who asks: `ckptcore.execution.source_stamps` for what is read during a conversion (`placed`),
-`ckptcore.operations.proven_files` for what proves to be elsewhere (``data``, ``described``),
+Callers: `ckptcore.execution.source_stamps` for the files read during a conversion (`placed`),
+`ckptcore.operations.proven_files` for what is proven to be elsewhere (``data``, ``described``),
 `ckptcore.conversion.foreign_files` for what a format replaces (all three), and `validate` for what nothing
 proves (all files beside these, `Manifest.beside`).
 """
@@ -22,10 +22,12 @@ from ckptcore.core.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The used files of a manifest, by path below its root; no file stands in two of them.
+    """The used files of a manifest, by path below its root; each file has one use.
 
-    data: tensors or objects of the checkpoint itself lie in them. compared: only second copies, or tensors
-    that cannot be read, lie in them. described: the reader read them, and nothing lies in them.
+    Attributes:
+        data: They store tensors or objects of the checkpoint itself.
+        compared: They store only second copies, or tensors that cannot be read.
+        described: The reader read them, and they store nothing.
     """
 
     data: frozenset[str]
@@ -34,12 +36,12 @@ class Used:
 
     @property
     def all(self) -> frozenset[str]:
-        """Every one of them."""
+        """Return all used files."""
         return self.data | self.compared | self.described
 
 
 def used(manifest: Manifest) -> Used:
-    """What each file is used for. A manifest that was loaded, not read, knows no ``described`` ones."""
+    """Return the use of each file. A manifest that was loaded, not read, has no ``described`` ones."""
     own = manifest.without_copies()
     chunks = [own.chunks, *([own.inputs.chunks] if own.inputs is not None else [])]
     items = {blob.item for blob in own.blobs} | {n for c in chunks for n in np.unique(c.item).tolist()}
@@ -50,5 +52,5 @@ def used(manifest: Manifest) -> Used:
 
 
 def placed(manifest: Manifest) -> list[str]:
-    """The files that items lie in, copies included, in the manifest's order: whose bytes are read later."""
+    """Return the files that items are stored in, copies included, in the manifest's order."""
     return [manifest.files[n].path for n in np.unique(manifest.items.file).tolist()]

@@ -1,7 +1,7 @@
-"""Codecs: what were an item's bytes before they were compressed?
+"""Decompress items.
 
 A codec makes an item sequential. Small items are decoded in memory, large ones into an unlinked
-temporary file, so that memory stays what the caller planned for.
+temporary file, so that memory stays within the caller's plan.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Readable
 
 _STEP = 1 << 20
-# A block of 128 KiB may be spelled in 4 bytes: this much input is at most 16 MiB of output.
+# 4 bytes can encode a block of 128 KiB, so this much input gives at most 16 MiB of output.
 _FEED = 512
-_MAX_WINDOW = 128 << 20  # what zstd needs for its highest ordinary levels
+_MAX_WINDOW = 128 << 20  # the window of zstd's highest ordinary levels
 
 
 def decode_small(codec: str, data: bytes, max_bytes: int, what: str) -> bytes:
-    """The plain bytes of a whole compressed item; raises when they are more than ``max_bytes``."""
+    """Return the plain bytes of a complete compressed item; raises when they exceed ``max_bytes``."""
     return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, what))
 
 
 def decode_to_file(
     codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int, folder: str | None
 ) -> tuple[BinaryIO, int]:
-    """The plain bytes in an unlinked temporary file below ``folder``, and their number."""
+    """Write the plain bytes to an unlinked temporary file below ``folder``; return it and their number."""
     out = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  the caller closes it
     total = 0
     try:
@@ -62,7 +62,7 @@ class _Range(io.RawIOBase):
 
 
 def _decoded(codec: str, source: IO[bytes], max_bytes: int, what: str) -> Iterator[bytes]:
-    """The plain bytes in steps; a small input may stand for any number of them."""
+    """Yield the plain bytes in steps; a small input can expand to any number of them."""
     if codec != "zstd":
         raise MalformedCheckpoint(f"{what}: unknown codec {codec!r}")
     decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
@@ -78,6 +78,6 @@ def _decoded(codec: str, source: IO[bytes], max_bytes: int, what: str) -> Iterat
             if decoder.eof:
                 break
     except zstandard.ZstdError as error:
-        raise MalformedCheckpoint(f"{what}: zstd stream is damaged: {error}") from error
+        raise MalformedCheckpoint(f"{what}: cannot decode the zstd stream: {error}") from error
     if not decoder.eof or decoder.unused_data or source.read(1):
-        raise MalformedCheckpoint(f"{what}: zstd stream does not end where its item ends")
+        raise MalformedCheckpoint(f"{what}: the zstd stream does not end where its item ends")

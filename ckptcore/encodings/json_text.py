@@ -1,7 +1,7 @@
-"""JSON that a checkpoint holds: headers, indices, configs. What does it say, and what may it cost to read?
+"""Parse JSON from a checkpoint (headers, indices, configs) within the budget of metadata.
 
-Costs are counted from the bytes before anything is parsed: each object, list and item takes memory that its
-few characters do not show, and a header of 90 MB can stand for a million tensors.
+Costs are counted from the bytes before anything is parsed. Each object, list and item takes memory that its
+few characters do not show, and a header of 90 MB can describe a million tensors.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, meter
 
-# Bytes in all stages, and the time of them: a list, a named value, what follows a comma, a character.
+# Bytes in all stages, and their time: for a list, a named value, an item after a comma, a character.
 _LIST, _NAMED, _ITEM, _CHAR = 512, 512, 48, 6
 
 
 def parse(raw: bytes | str, what: str) -> Any:
-    """The value of a JSON text, counted on the reading's meter.
+    """Return the value of a JSON text, counted on the reading's meter.
 
-    what: the file, for messages. Raises ValueError (or RecursionError) for what is no JSON, and for names
-    that stand twice in an object; `MetadataTooLarge` before anything is built.
+    Args:
+        raw: The text.
+        what: The file, for messages.
+
+    Raises:
+        ValueError: It is not JSON (also RecursionError), or an object has a name twice.
+        MetadataTooLarge: It costs too much; nothing was built.
     """
     meter().take(cost(raw), what)
     return loads(raw)
 
 
 def loads(raw: bytes | str) -> Any:
-    """As `parse`, without counting: for whoever has looked at `cost`."""
+    """Parse without counting, after the caller has checked `cost`."""
     return json.loads(raw, object_pairs_hook=_no_duplicates)
 
 
 def cost(raw: bytes | str) -> int:
-    """About as many bytes as it takes to parse a text and to work with the value.
+    """Estimate the bytes that parsing a text and working with its value take.
 
     >>> cost('{"a": [1, 2]}')
     2174
@@ -47,5 +52,5 @@ def cost(raw: bytes | str) -> int:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("an object has a name twice")
     return found

@@ -1,4 +1,4 @@
-"""Bounds: is what a checkpoint stands for far larger than its bytes, and what of it was refused?"""
+"""Refuse metadata that is far larger than its bytes, and list refused values in a tree."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ckptcore.core.object_tree import SCALARS, Named, Refused, are_their_forms, 
 from ckptcore.errors import MalformedCheckpoint
 
 _MAX_DEPTH = 150  # nesting of containers
-_TEXT = 64  # characters that text shared through the memo may stand for, per byte of pickle
-_VALUES = 16  # values that are shared through it may stand for, per byte of pickle
+_TEXT = 64  # characters of text, counted at each reference through the memo, per byte of pickle
+_VALUES = 16  # values, counted at each reference through the memo, per byte of pickle
 _CHAR, _BYTE = 4, 6  # bytes that a character or a byte of a value takes in all stages
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def absent(present: Collection[int], stop: int, limit: int) -> list[int]:
-    """The first ``limit`` numbers of ``[0, stop)`` that are not there.
+    """Return the first ``limit`` numbers of ``[0, stop)`` that are not present.
 
-    Costs as much as what is there, however large a number some file's name tells.
+    The cost depends on how many are present, however large a number in a file's name is.
 
     >>> absent({0, 2, 5}, 10**30, 3)
     [1, 3, 4]
@@ -30,23 +30,31 @@ def absent(present: Collection[int], stop: int, limit: int) -> list[int]:
 
 
 def bound_tree(tree: Any, nbytes: int, what: str) -> None:
-    """Counts a tree, written out, on the reading's meter; refuses one that is far larger than its pickle.
+    """Count a tree, written out, on the reading's meter; refuse one that is far larger than its pickle.
 
     Values shared through the memo make a few bytes an endless tree, or endless names. Both are summed over
     the shared values, each visited once; plain values inside one container are summed at once.
-    Raises `MalformedCheckpoint`, `MetadataTooLarge`.
+
+    Args:
+        tree: The unpickled tree.
+        nbytes: Bytes of the pickle.
+        what: The file, for messages.
+
+    Raises:
+        MalformedCheckpoint: The tree is far larger than its pickle.
+        MetadataTooLarge: The tree is over the budget of metadata.
     """
     below = _Sums(what).of(tree)
     if below.text > _TEXT * nbytes + (1 << 20):
         raise MalformedCheckpoint(
-            f"{what}: a pickle of {nbytes} bytes stands for {below.text} characters of text"
+            f"{what}: a pickle of {nbytes} bytes expands to {below.text} characters of text"
         )
     if below.raw > 4 * nbytes + (1 << 20):
         raise MalformedCheckpoint(
-            f"{what}: a pickle of {nbytes} bytes stands for {below.raw} bytes of binary values"
+            f"{what}: a pickle of {nbytes} bytes expands to {below.raw} bytes of binary values"
         )
     if below.values > _VALUES * nbytes + 10_000:
-        raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes stands for {below.values} values")
+        raise MalformedCheckpoint(f"{what}: a pickle of {nbytes} bytes expands to {below.values} values")
     cost = CONTAINER * (below.named + below.containers) + CONTAINER // 2 * below.forms
     cost += SLOT * below.values
     cost += _CHAR * below.text + _BYTE * below.raw
@@ -55,11 +63,16 @@ def bound_tree(tree: Any, nbytes: int, what: str) -> None:
 
 
 class _Below(NamedTuple):
-    """What a value stands for.
+    """Sums over a value and everything below it, counted at each reference.
 
-    named: itself and the values below that are no plain scalars, which get names. containers: those of
-    them that hold others. forms: values whose JSON form is an object or a list. chars: of all names. raw,
-    text: bytes of binary values, characters of text.
+    Attributes:
+        values: Values.
+        named: Values that are not plain scalars and therefore get names.
+        containers: Those of them that hold others.
+        forms: Values whose JSON form is an object or a list.
+        chars: Characters of all names.
+        raw: Bytes of binary values.
+        text: Characters of text.
     """
 
     values: int
@@ -81,9 +94,9 @@ class _Sums:
         self._count, self._seen = meter(), 0
 
     def of(self, value: Any, depth: int = 0) -> _Below:
-        """What a value and everything below it stand for."""
+        """Return the sums of a value and everything below it."""
         while type(value) is Named and isinstance(value.value, (dict, list, tuple, str, bytes)):
-            value = value.value  # a namespace or an array, say
+            value = value.value  # such as a namespace or an array
         if not isinstance(value, _CONTAINERS):
             return _of_scalars([value]) if type(value) in SCALARS else _ONE
         known = self._known.get(id(value))
@@ -107,7 +120,7 @@ class _Sums:
             pairs = 0 if set(map(type, value)) <= {str} else len(value)
         inside = value.values() if is_dict else value
         self._seen += len(inside) - sum(map(SCALARS.__contains__, map(type, inside)))
-        self._count.require(CONTAINER * self._seen, self._what)  # before millions are looked at one by one
+        self._count.require(CONTAINER * self._seen, self._what)  # before millions are visited one by one
         if set(map(type, inside)) <= SCALARS:
             plain.append(_of_scalars(inside))
         else:
@@ -127,7 +140,7 @@ class _Sums:
 
 
 def _of_scalars(values: Collection[Any]) -> _Below:
-    """Of scalars alone, all at once."""
+    """Return the sums of scalars, all at once."""
     kinds = set(map(type, values))
     text = sum(len(v) for v in values if type(v) is str) if str in kinds else 0
     raw = sum(len(v) for v in values if type(v) is bytes) if bytes in kinds else 0
@@ -136,16 +149,16 @@ def _of_scalars(values: Collection[Any]) -> _Below:
 
 
 def bound_views(nbytes: int, stored: int, what: str) -> None:
-    """Refuses tensors of far more bytes than are stored: expanded views of one element, say."""
+    """Refuse tensors of far more bytes than are stored, such as expanded views of one element."""
     if nbytes > 1024 * stored + (64 << 20):
-        raise MalformedCheckpoint(f"{what}: {stored} bytes stand for tensors of {nbytes} bytes")
+        raise MalformedCheckpoint(f"{what}: {stored} stored bytes expand to tensors of {nbytes} bytes")
 
 
 _ONE = _Below(1, 1, 0, 0, 0, 0, 0)
 
 
 def _key_length(key: Any) -> int:
-    """About as many characters as a key has in a name; a tuple of text may share its parts."""
+    """Estimate the characters of a key in a name; a tuple of text may share its parts."""
     if isinstance(key, (str, bytes)):
         return len(key) if isinstance(key, str) else 4 * len(key)
     if isinstance(key, Named):
@@ -154,9 +167,11 @@ def _key_length(key: Any) -> int:
 
 
 def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[str, ...]:
-    """What was refused in a tree: globals by name, and numpy arrays of something else than numbers.
+    """Return what was refused in a tree: globals by name, and numpy arrays of non-numbers.
 
-    kinds: classes with a ``name`` whose instances are refused.
+    Args:
+        tree: An unpickled tree.
+        kinds: Classes with a ``name`` whose instances are refused.
     """
     found: set[str] = set()
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""safetensors headers: which tensors does a file hold, and where are their bytes?
+"""Read and write safetensors headers: the tensors of a file, and the positions of their bytes.
 
 A file is: u64 little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
 and the tensors' bytes without holes (https://github.com/huggingface/safetensors).
@@ -15,7 +15,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import cost, loads
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Readable
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
 _MAX_DIM = 1 << 50
@@ -23,25 +23,38 @@ _MAX_DTYPE = 40  # characters of a dtype's name
 
 
 def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """(tensors, metadata) as `parse_header` gives them, and the first byte of the data.
+    """Read a file's header: (tensors, metadata) of `parse_header`, and the first byte of the data.
 
-    Raises `MalformedCheckpoint`.
+    Raises:
+        MalformedCheckpoint: The file is not a complete safetensors file.
     """
     if size < 8:
-        raise MalformedCheckpoint(f"{path}: {size} bytes are no safetensors file", file=path)
+        raise MalformedCheckpoint(f"{path}: a safetensors file must have 8 bytes (got {size})", file=path)
     length = int.from_bytes(store.read(path, 0, 8), "little")
     if length > min(MAX_HEADER, size - 8):
-        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes, has {size}", file=path)
+        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes (got {size})", file=path)
     header = store.read(path, 8, length)
     tensors, metadata = parse_header(header, size - 8 - length, path)
     return tensors, metadata, 8 + length
 
 
 def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(name -> (dtype, shape, start, stop)), metadata of a header; start and stop are relative to
-    the data. A dtype that is not held is given as it is spelled. Raises `MalformedCheckpoint` unless the
-    tensors tile ``data_length`` bytes exactly, and `MetadataTooLarge`."""
-    meter().require(cost(raw), what)  # what is kept of it is counted where it is kept
+    """Parse a header.
+
+    Args:
+        raw: The JSON text.
+        data_length: Bytes behind the header.
+        what: The file, for messages.
+
+    Returns:
+        (name -> (dtype, shape, start, stop), metadata). Start and stop are relative to the data. An
+        unsupported dtype is returned as it is spelled.
+
+    Raises:
+        MalformedCheckpoint: The tensors do not tile ``data_length`` bytes exactly.
+        MetadataTooLarge: The header is over the budget of metadata.
+    """
+    meter().require(cost(raw), what)  # what the caller keeps is counted there
     try:
         top = loads(raw)
     except (ValueError, RecursionError) as error:
@@ -55,7 +68,7 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     end = 0
     for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
         if start != end:
-            raise MalformedCheckpoint(f"{what}: {name} starts at {start}, the data before ends at {end}")
+            raise MalformedCheckpoint(f"{what}: {name} must start at {end}, behind other data (got {start})")
         end = stop
     if end != data_length:
         cut = next((name for name, row in tensors.items() if row[3] > data_length), None)
@@ -76,23 +89,23 @@ def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...
         raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
     dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
     if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
-        raise MalformedCheckpoint(f"{what}: {name} has dtype {shown(spelled, 40)}")
+        raise MalformedCheckpoint(f"{what}: {name} has an invalid dtype (got {short_repr(spelled, 40)})")
     if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
-        raise MalformedCheckpoint(f"{what}: {name} has shape {shown(list(shape), 120)}")
+        raise MalformedCheckpoint(f"{what}: {name} has an invalid shape (got {short_repr(list(shape), 120)})")
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
-        raise MalformedCheckpoint(f"{what}: {name} has offsets {shown([start, stop])}")
-    if dtype is None:  # of how many bits an element is, nothing tells
+        raise MalformedCheckpoint(f"{what}: {name} has invalid offsets (got {short_repr([start, stop])})")
+    if dtype is None:  # the bits of an element are unknown
         return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
     spec = TensorSpec(name, dtype.name, shape)
     if stop - start != spec.nbytes:
         raise MalformedCheckpoint(
-            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes, has {stop - start}"
+            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes (got {stop - start})"
         )
     return dtype.name, shape, start, stop
 
 
 def pack_header(entries: dict[str, Any], align: int) -> bytes:
-    """The bytes before the data: length and JSON, padded with spaces to a multiple of ``align``."""
+    """Return the bytes before the data: length and JSON, padded with spaces to a multiple of ``align``."""
     body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     body += b" " * (-(8 + len(body)) % align)
     return len(body).to_bytes(8, "little") + body

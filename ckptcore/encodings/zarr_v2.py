@@ -1,8 +1,8 @@
-"""zarr version 2 arrays: where do the chunks of an array lie, and how are they laid out?
+"""Read and write zarr version 2 arrays: the positions and layout of their chunks.
 
 An array is a folder with ``.zarray`` (JSON) and one file per chunk, named by its grid index. Every
-chunk has the full chunk shape, also at the edge of the array; what sticks out is no data
-(zarr specification, storage v2). Uncompressed chunks are byte ranges, and nothing else is read.
+chunk has the full chunk shape, also at the edge of the array, where the excess is not data
+(zarr specification, storage v2). Only uncompressed chunks are read, which are byte ranges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptcore.core.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.encodings.json_text import loads
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 ARRAY = ".zarray"
 MAX_ARRAY = 64 << 10  # bytes of a .zarray
@@ -28,10 +28,15 @@ _MAX_RANK, _MAX_DIM = 64, 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """What a ``.zarray`` says.
+    """The content of a ``.zarray``.
 
-    dtype: the element type. shape, chunks: elements. order: C or F, inside a chunk. separator:
-    between the numbers of a chunk's name. swapped: whether elements are big-endian.
+    Attributes:
+        dtype: The element type.
+        shape: Elements.
+        chunks: Shape of a chunk, elements.
+        order: C or F, inside a chunk.
+        separator: Between the numbers of a chunk's name.
+        swapped: Whether elements are big-endian.
     """
 
     dtype: DType
@@ -43,25 +48,25 @@ class Array:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Number of chunks per dim."""
+        """Count the chunks per dim."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
 
     @property
     def count(self) -> int:
-        """Number of chunk files."""
+        """Count the chunk files."""
         return prod(self.grid)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of every chunk file."""
+        """Count the bytes of every chunk file."""
         return prod(self.chunks) * self.dtype.itemsize
 
     def name(self, index: tuple[int, ...]) -> str:
-        """The file of a chunk; an array of rank 0 has one, called 0."""
+        """Return the file of a chunk; an array of rank 0 has one, called 0."""
         return self.separator.join(map(str, index)) or "0"
 
     def index(self, name: str) -> tuple[int, ...] | None:
-        """The grid index that a file name tells, or None when it is no chunk of the grid."""
+        """Return the grid index in a file name, or None when it is no chunk of the grid."""
         if not self.shape:
             return () if name == "0" else None
         parts = name.split(self.separator)
@@ -71,24 +76,24 @@ class Array:
         return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
 
     def outside(self, name: str) -> bool:
-        """Whether a file is named like a chunk of an array of this rank, but of a larger one."""
+        """Report whether a file is named like a chunk of an array of this rank, but of a larger one."""
         parts = name.split(self.separator)
         named = bool(self.shape) and len(parts) == len(self.shape) and all(_INDEX.match(p) for p in parts)
         return named and self.index(name) is None
 
     def place(self, index: tuple[int, ...]) -> tuple[Box, View | None]:
-        """The box that a chunk holds, and how its elements lie in its file."""
+        """Return the box of a chunk, and the layout of its elements in its file."""
         offset = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
-        shape = tuple(
+        shape = tuple(  # an edge chunk has excess elements
             min(c, n - o) for o, c, n in zip(offset, self.chunks, self.shape, strict=True)
-        )  # an edge chunk sticks out
+        )
         strides = row_major(self.chunks) if self.order == "C" else _column_major(self.chunks)
         flags = SWAPPED if self.swapped and self.dtype.itemsize > 1 else 0
         plain = not flags and is_row_major(shape, strides)
         return Box(offset, shape), None if plain else View(0, strides, flags)
 
     def missing(self, present: Iterable[tuple[int, ...]], limit: int) -> Iterator[tuple[int, ...]]:
-        """The first ``limit`` grid indices without a file."""
+        """Yield the first ``limit`` grid indices without a file."""
         there = set(present)
         left = limit if self.count > len(there) else 0
         for number in range(self.count if left else 0):
@@ -101,7 +106,7 @@ class Array:
 
 
 def cell(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
-    """The index of a cell of a grid, counted row by row.
+    """Return the index of a cell of a grid, counted row by row.
 
     >>> cell((2, 3), 4)
     (1, 1)
@@ -117,46 +122,50 @@ _INDEX = re.compile(r"^(?:0|[1-9]\d{0,14})$")
 
 
 def parse(raw: bytes, what: str) -> Array:
-    """The array of a ``.zarray``.
+    """Parse the array of a ``.zarray``.
 
-    Raises `MalformedCheckpoint`, `UnsupportedFormat`, and `UnreadablePart` with dtype and shape for
-    compressed or filtered arrays and for dtypes that are no plain numbers.
+    Raises:
+        MalformedCheckpoint: The text is damaged.
+        UnsupportedFormat: It is another version of zarr.
+        UnreadablePart: The array is compressed or filtered, or its dtype is not a plain number; has dtype
+            and shape.
     """
     form = _form(raw, what)
     if form.get("zarr_format") != 2:
         raise UnsupportedFormat(
-            f"{what} is of zarr format {shown(form.get('zarr_format'), 20)}", hint="known: 2"
+            f"{what} must be zarr format 2 (got {short_repr(form.get('zarr_format'), 20)})", hint="known: 2"
         )
     shape, chunks = (_dims(form.get(field), field, what) for field in ("shape", "chunks"))
     if len(shape) != len(chunks) or any(c < 1 and n for c, n in zip(chunks, shape, strict=True)):
-        raise MalformedCheckpoint(f"{what}: chunks {list(chunks)} of shape {list(shape)}", file=what)
+        raise MalformedCheckpoint(f"{what}: chunks {list(chunks)} do not fit shape {list(shape)}", file=what)
     order, separator = form.get("order", "C"), form.get("dimension_separator", ".")
     if order not in ("C", "F") or separator not in (".", "/"):
         raise MalformedCheckpoint(
-            f"{what}: order {shown(order, 20)}, separator {shown(separator, 20)}", file=what
+            f"{what}: unknown order or separator (got {short_repr(order, 20)}, {short_repr(separator, 20)})",
+            file=what,
         )
     for field in ("compressor", "filters"):
         if form.get(field):
             raise UnreadablePart(
-                f"{what}: chunks pass through {field} {_codec_names(form[field])}",
-                hint="rewrite the array uncompressed with zarr or tensorstore; Megatron-Core writes it so",
+                f"{what}: cannot read chunks with {field} {_codec_names(form[field])}",
+                hint="rewrite the array uncompressed with zarr or tensorstore, like Megatron-Core",
                 shape=shape,
-                dtype=shown(form.get("dtype"), 40),
+                dtype=short_repr(form.get("dtype"), 40),
             )
     found = _dtype(form.get("dtype"))
     if found is None:
         raise UnreadablePart(
-            f"{what}: elements of dtype {shown(form.get('dtype'))}",
+            f"{what}: cannot read elements of dtype {short_repr(form.get('dtype'))}",
             hint=f"known: {', '.join(BY_ZARR)}",
             shape=shape,
-            dtype=shown(form.get("dtype"), 40),
+            dtype=short_repr(form.get("dtype"), 40),
         )
     dtype, swapped = found
     return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
 
 
 def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes:
-    """The ``.zarray`` of an uncompressed array, as zarr 2.18 spells it."""
+    """Return the ``.zarray`` of an uncompressed array, spelled like zarr 2.18."""
     assert dtype.zarr is not None  # the writer has refused others
     form: dict[str, Any] = {
         "chunks": list(chunks),
@@ -177,7 +186,7 @@ def _form(raw: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise MalformedCheckpoint(f"{what} is not JSON: {error}", file=what) from error
     if not isinstance(form, dict):
-        raise MalformedCheckpoint(f"{what} holds no JSON object", file=what)
+        raise MalformedCheckpoint(f"{what} must be a JSON object (got a {type(form).__name__})", file=what)
     return form
 
 
@@ -193,12 +202,12 @@ def _dims(value: Any, field: str, what: str) -> tuple[int, ...]:
         or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in value)
         or prod(value) >= 1 << 62
     ):
-        raise MalformedCheckpoint(f"{what}: {field} {shown(value)}", file=what)
+        raise MalformedCheckpoint(f"{what}: invalid {field} (got {short_repr(value)})", file=what)
     return tuple(value)
 
 
 def _dtype(text: Any) -> tuple[DType, bool] | None:
-    """The element type and whether it is big-endian; None for one that is not held.
+    """Return the element type and whether it is big-endian; None for an unsupported one.
 
     bfloat16 and float8 have no spelling in zarr 2: Megatron-Core writes what tensorstore reads.
     """

@@ -1,9 +1,9 @@
-"""Devices: how does a tile get its elements on an accelerator, through buffers that are reused?
+"""Assemble, sum and cast tiles on an accelerator, through reused buffers.
 
-A worker has one `Lane`: a stream, two tiles on the device, and room for what was read. Ranges that were
-read go over as they are and are scattered there; the tile is summed and cast there, and comes back once. The
-host's side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
-On "cpu" a lane does the same with torch alone, which is how it is tested where there is no device.
+Each worker has one `Lane`: a stream, two tiles on the device, and room for a range that was read. Ranges are
+copied to the device as they are and scattered there; the tile is summed and cast there, and copied back once.
+The host's side of every transfer is pinned memory, so that copies run beside reading and beside other lanes.
+On "cpu" a lane does the same with torch alone, which tests it on machines without a device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from ckptcore.fingerprints.sums import Sum, box_sum
 from ckptcore.reading.casting import torch_on
 
 Bytes = npt.NDArray[np.uint8]
-_WORTH = 512 << 10  # bytes: of fewer, the host knows the sum before a device has begun
+_WORTH = 512 << 10  # bytes: for fewer, the host has the sum before a device has begun
 # Bits move as integers of their width, whatever they mean; 16 bytes are one complex number.
 _UNITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 def host_buffer(nbytes: int, device: str) -> Bytes:
-    """Memory for a tile on the host: pinned where a device copies from it.
+    """Allocate a tile on the host, in pinned memory if a device copies from it.
 
-    Raises `DeviceUnavailable`, and `BudgetTooSmall` when that much cannot be had, or pinned.
+    Raises:
+        DeviceUnavailable: torch cannot use the device.
+        BudgetTooSmall: That much memory cannot be allocated, or pinned.
     """
     if device == "cpu":
         return _paged(nbytes)
@@ -41,28 +43,38 @@ def host_buffer(nbytes: int, device: str) -> Bytes:
     try:
         pinned: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     except RuntimeError as error:
-        raise BudgetTooSmall(f"{nbytes} bytes of memory cannot be pinned: {_first_line(error)}") from error
+        raise BudgetTooSmall(f"cannot pin {nbytes} bytes of memory: {_first_line(error)}") from error
     return pinned
 
 
 def _paged(nbytes: int) -> Bytes:
-    """Memory with small pages where usual tiles lie, so that it takes what they touch (numpy's own would
-    be rounded up to 2 MiB each), and huge ones behind: strided writes over large tiles need them."""
+    """Allocate memory with small pages for usual tiles, and huge pages behind them.
+
+    Small pages take only what tiles touch; numpy's allocator would round up to 2 MiB each. Strided writes
+    over large tiles need huge pages.
+    """
     try:
-        held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise BudgetTooSmall(f"no memory for a buffer of {nbytes} bytes: {error.strerror}") from error
+        raise BudgetTooSmall(f"cannot allocate a buffer of {nbytes} bytes: {error.strerror}") from error
     if nbytes > TILES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without huge pages
-            held.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)
-    return np.frombuffer(held, np.uint8)
+            memory.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)
+    return np.frombuffer(memory, np.uint8)
 
 
 class Lane:
-    """One worker's way through a device. nbytes: of a tile; the device holds three of them, and at most
-    `ckptcore.fingerprints.device_sums.ROOM` bytes more while it sums.
+    """One worker's stream and buffers on a device.
 
-    Raises `DeviceUnavailable`, and `BudgetTooSmall` when the device has no room.
+    The device holds three tiles, and at most `ckptcore.fingerprints.device_sums.ROOM` bytes more during sums.
+
+    Args:
+        device: Name of the device.
+        nbytes: Bytes of a tile.
+
+    Raises:
+        DeviceUnavailable: torch cannot use the device.
+        BudgetTooSmall: The device has no room.
     """
 
     def __init__(self, device: str, nbytes: int) -> None:
@@ -74,25 +86,25 @@ class Lane:
             )
         except RuntimeError as error:
             raise BudgetTooSmall(
-                f"{device} has no room for 3 tiles of {nbytes} bytes: {_first_line(error)}",
-                hint="a smaller --memory or fewer --workers",
+                f"cannot allocate 3 tiles of {nbytes} bytes on {device}: {_first_line(error)}",
+                hint="try a smaller --memory or fewer --workers",
             ) from error
         self._stream = torch.cuda.Stream(device) if device != "cpu" else None
         self._copied = torch.cuda.Event() if device != "cpu" else None
         self._sums: DeviceSums | None = None
 
     def tile(self, shape: tuple[int, ...], dtype: str) -> DeviceTile:
-        """A row-major tile on the device; its elements are undefined until they are placed."""
+        """Return a row-major tile on the device; its elements are undefined until they are placed."""
         unit = getattr(self._torch, _UNITS[BY_NAME[dtype].itemsize])
         nbytes = int(np.prod(shape, dtype=np.int64)) * BY_NAME[dtype].itemsize
         return DeviceTile(self, self._front[:nbytes].view(unit).reshape(shape))
 
     def fetch(self, tile: DeviceTile, into: Bytes) -> None:
-        """Copies a tile's bits to the host."""
+        """Copy a tile's bits to the host."""
         self._home(tile.bits.reshape(-1).view(self._torch.uint8), into)
 
     def fetch_cast(self, tile: DeviceTile, dtype: str, into: Bytes, target_dtype: str) -> None:
-        """Casts a tile of ``dtype`` on the device, and copies the result to the host."""
+        """Cast a tile of ``dtype`` on the device, and copy the result to the host."""
         torch = self._torch
         with self._on():
             values = tile.bits.reshape(-1).view(torch.uint8).view(getattr(torch, dtype))
@@ -101,14 +113,21 @@ class Lane:
         self._home(cast, into)
 
     def sum(self, tile: DeviceTile, dtype: str, shape: tuple[int, ...], box: Box) -> Sum:
-        """What a tile adds to the sum of a tensor of ``shape``, whose elements ``box`` it holds.
+        """Return what a tile adds to the sum of a tensor.
 
-        Raises `BudgetTooSmall` when the device has no room for it.
+        Args:
+            tile: The tile.
+            dtype: Dtype of its elements.
+            shape: Shape of the tensor.
+            box: Box of the tile in the tensor.
+
+        Raises:
+            BudgetTooSmall: The device has no room for sums.
         """
         return self._sum(tile.bits.reshape(-1).view(self._torch.uint8), dtype, shape, box)
 
-    def sum_held(self, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes) -> Sum:
-        """The same of elements on the host: they go over, and whatever tile there was is lost."""
+    def host_sum(self, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes) -> Sum:
+        """Return the same for elements on the host: they are copied over the current tile."""
         with self._on():
             here = self._front[: len(elements)]
             here.copy_(self._torch.from_numpy(elements), non_blocking=True)
@@ -122,12 +141,12 @@ class Lane:
                 return self._sums.box_sum(dtype, shape, box, elements)
         except self._torch.OutOfMemoryError as error:
             raise BudgetTooSmall(
-                f"{self.device} has no room for sums: {_first_line(error)}",
-                hint="a smaller --memory or fewer --workers",
+                f"cannot allocate memory for sums on {self.device}: {_first_line(error)}",
+                hint="try a smaller --memory or fewer --workers",
             ) from error
 
     def values(self, tile: DeviceTile, dtype: str) -> Any:
-        """The tile as a torch tensor of its dtype, on the device."""
+        """Return the tile as a torch tensor of its dtype, on the device."""
         return tile.bits.reshape(-1).view(self._torch.uint8).view(getattr(self._torch, dtype))
 
     def place(
@@ -139,7 +158,7 @@ class Lane:
         dtype: str,
         flags: int,
     ) -> None:
-        """Scatters a range that was read: the elements at ``strides`` of it go to ``target``.
+        """Scatter a range that was read: its elements at ``strides`` go to ``target``.
 
         The buffer may be overwritten when this returns.
         """
@@ -171,21 +190,21 @@ class Lane:
 
 
 def lane_on(device: str, nbytes: int) -> Lane | None:
-    """A worker's lane, or None where tiles stay on the host."""
+    """Return a worker's lane, or None where tiles stay on the host."""
     return None if device == "cpu" else Lane(device, nbytes)
 
 
-def sum_held(
+def host_sum(
     lane: Lane | None, dtype: str, shape: tuple[int, ...], box: Box, elements: Bytes, room: Bytes
 ) -> Sum:
-    """`ckptcore.fingerprints.sums.box_sum` of elements on the host: through a lane where that pays."""
+    """Return `ckptcore.fingerprints.sums.box_sum` of elements on the host, through a lane where faster."""
     if lane is not None and len(elements) >= _WORTH:
-        return lane.sum_held(dtype, shape, box, elements)
+        return lane.host_sum(dtype, shape, box, elements)
     return box_sum(dtype, shape, box, elements, room)
 
 
 class DeviceTile:
-    """A tile, or a part of one, on a device. bits: torch tensor of unsigned-width integers."""
+    """A tile, or a part of one, on a device; ``bits`` is a torch tensor of integers of the same width."""
 
     __slots__ = ("_lane", "bits")
 

@@ -1,13 +1,13 @@
-"""Execute a plan: write its files inside a memory budget, verified and digested on the way.
+"""Execute a plan: write its files within a memory budget, verified and digested on the way.
 
 1. A file is cut into jobs of at most one tile (`ckptcore.execution.tiles`), in file order.
 2. Workers take jobs in order: gather the boxes from the source (CRC-32 of every range read),
    compare replicas, cast on the device, and write the tile at its place.
-3. In file order, whoever completes the next tile also digests it (BLAKE3), fills in checksums that
-   the format stores behind the data, and hands the buffer back.
+3. In file order, the worker that completes the next tile also digests it (BLAKE3), fills in checksums that
+   the format stores behind the data, and frees the buffer.
 4. The last tile's worker makes the file durable and writes its receipt.
 
-Peak memory: the interpreter plus ``Settings.memory``: 2 tiles a worker in flight, one for casts
+Peak memory: the interpreter plus ``Settings.memory``: per worker 2 tiles in flight, one for casts
 and one for strided reads, all reused. Nothing grows with a tensor's or the checkpoint's size.
 """
 
@@ -47,11 +47,11 @@ def execute_files(
     """Write output files of a plan.
 
     Args:
-        run: The plan, and what it is carried out with.
-        indices: Of the files to write.
-        settings: With what means.
-        part: Only this part of the one file that is named; the receipt is the part's.
-        progress: Called with what is written of the whole plan.
+        run: The plan, and the stores it uses.
+        indices: Indices of the files to write.
+        settings: Memory, workers, device and checks.
+        part: Write only this part of the one file in ``indices``; the receipt is the part's.
+        progress: Called with the bytes that are written of the complete plan.
 
     Returns:
         The receipts of the files, in order.
@@ -79,7 +79,7 @@ def execute_files(
         done |= _Run(run, settings, records, meter, part=part).finish(todo)[0]
     records.finish(settings.threads)
     for index, receipt in done.items():
-        if receipt.pending:  # what other files had to be waited for is proven now
+        if receipt.pending:  # verified now by the reads for other files
             more = sum(map(records.verified, receipt.pending))
             bits = receipt.proven if part is None else proven(run.load(index), records)
             done[index] = replace(
@@ -96,12 +96,12 @@ def execute_files(
 def recompute_files(
     run: PlanRun, indices: Sequence[int], settings: Settings, progress: Progress | None = None
 ) -> None:
-    """Compute output files again from the source, and compare them with those that are there.
+    """Compute output files once more from the source, and compare them with the existing files.
 
     Nothing is written.
 
     Raises:
-        OutputMismatch: When a file holds other bytes than the source gives now.
+        OutputMismatch: A file holds other bytes than the source gives now.
     """
     records = Records(run.source, run.items, settings.verify, run.scratch)
     means = replace(settings, digest=False, fingerprint=False)
@@ -113,9 +113,9 @@ def recompute_files(
 
 
 class _Run:
-    """The files that one crowd of workers makes, its buffers, and what is shared.
+    """The files that one group of workers makes, its buffers, and its shared state.
 
-    compare: the files are held against those that are there, and written nowhere.
+    ``compare`` compares the files with the existing ones instead of writing them.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class _Run:
         self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter]]:
-        """Runs to the end; (receipts of files that were made, those that differ). Raises the first error."""
+        """Run to the end; return (receipts of the files, differing files). Raises the first error."""
         tasks = self._tasks(indices)
         try:
             run_jobs(tasks, self._worker, threads=self._settings.threads, stop=self._buffers.close)
-        except BaseException as error:  # also KeyboardInterrupt: the files under way are dropped first
+        except BaseException as error:  # also KeyboardInterrupt: the open files are discarded first
             for work in self._open.values():
                 work.abort()
             explained = self._explained(error)
@@ -152,13 +152,13 @@ class _Run:
         return self._done, self._differing
 
     def _tasks(self, indices: Sequence[int]) -> Iterator[_Task]:
-        """The jobs of all files, each with the buffer that it is done in.
+        """Yield the jobs of all files, each with its buffer.
 
-        Buffers first, then jobs: the oldest job always has a buffer, and nothing can wait in a circle.
+        Buffers first, then jobs: the oldest job always has a buffer, so there is no deadlock.
         """
         for index in indices:
             work, cut = self._opened(index)
-            job: Job | None = next(cut)  # a file has at least one, even an empty file
+            job: Job | None = next(cut)  # every file has a job, even an empty one
             while job is not None:
                 after = next(cut, None)
                 if after is None:
@@ -198,7 +198,7 @@ class _Run:
 
     def _finished(self, work: FileWork, receipt: Receipt) -> None:
         run = self._run
-        # Also behind the last read: a file that was rewritten meanwhile proves nothing.
+        # Once more behind the last read: a file that was rewritten meanwhile proves nothing.
         run.require_unchanged(work.plan)
         writer = work.writer
         if isinstance(writer, CompareWriter):
@@ -222,15 +222,15 @@ class _Run:
         if isinstance(error, DiskFull):
             free = self._run.files.free_bytes()
             error.values.setdefault("free_bytes", free)
-            error.message += f"; {free} bytes are free, {self._run.total} are needed in all"
+            error.message += f"; {free} bytes are free, {self._run.total} are needed in total"
             error.args = (error.message,)
         if isinstance(error, MemoryError):
-            return BudgetTooSmall(f"no memory for the buffers: {error or 'allocation failed'}")
+            return BudgetTooSmall(f"cannot allocate the buffers: {error or 'allocation failed'}")
         return error
 
 
 def _described(work: FileWork, receipt: Receipt) -> str:
-    """What was written, for people."""
+    """Return a log line for what was written."""
     how = f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
     part = work.part
     if part is None:

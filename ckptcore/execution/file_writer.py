@@ -1,6 +1,6 @@
 """Write one output file: fill its jobs in any order, settle them in file order.
 
-`fill` runs on any worker at any time; `settle` passes each filled job on in file order to the
+`fill` runs on any worker at any time; `settle` passes each filled job in file order to the
 digest, to checksums stored behind the data, and to writers that only append.
 """
 
@@ -28,21 +28,21 @@ from ckptcore.reading.gather import Bytes
 from ckptcore.store import FileWriter, Store
 from ckptcore.utils.crc32 import Runs, crc32
 
-_RUN = 64 << 10  # bytes: a kernel copy of less costs more than a read and a write
+_RUN = 64 << 10  # bytes: for less, a kernel copy costs more than a read and a write
 
 
 def open_writer(files: Store, plan: FilePlan, part: FilePart | None = None) -> FileWriter:
-    """The writer of an output file, or of a part of it.
+    """Return the writer of an output file, or of a part of it.
 
     Raises:
-        UsageError: When several processes cannot write one file of this store.
+        UsageError: Several processes cannot write one file of this store.
     """
     if part is None:
         return files.writer(plan.path, plan.nbytes)
     joint = files.joint(joint_name(plan.path), plan.nbytes)
     if joint is None:
         raise UsageError(
-            f"{files.url} does not let several processes write {plan.path}", hint="write the file as a whole"
+            f"several processes cannot write {plan.path} in {files.url}", hint="write the file as a whole"
         )
     return joint
 
@@ -51,13 +51,13 @@ class FileWork:
     """One output file, or one part of one, while it is written.
 
     Args:
-        plan: Of the file.
-        source: Where its tensors are.
-        records: Of the source.
-        writer: Where its bytes go.
-        settings: What is looked at on the way.
-        part: What is written of the file; None for all of it. Checksums that stand in the file are filled in
-            when its parts are joined.
+        plan: Plan of the file.
+        source: The checkpoint's folder.
+        records: Records of the source.
+        writer: Receives the file's bytes.
+        settings: Which checks are on.
+        part: The part to write; None for the complete file. Checksums in a file of parts are filled in when
+            its parts are joined.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FileWork:
         settings: Settings,
         part: FilePart | None = None,
     ) -> None:
-        # What lies in a shared file is proven by digests, also where nobody wants that of the whole.
+        # Parts of a shared file are verified by digests, even where the complete file needs none.
         settings = settings if part is None else replace(settings, digest=True)
         self.plan, self.part = plan, part
         self._source, self._records, self.writer = source, records, writer
@@ -77,7 +77,7 @@ class FileWork:
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
         self._digest = blake3() if settings.digest else None
-        # Where nobody looks at the bytes, the kernel moves them.
+        # When no check needs the bytes, the kernel moves them.
         looked_at = settings.verify or settings.digest or settings.fingerprint
         self._direct = not (looked_at or self._patched or writer.sequential)
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class FileWork:
             self.writer.write(job.start, buffer[: job.nbytes].data)
 
     def settle(self, job: Job, buffer: Bytes, give_back: Callable[[Bytes], None]) -> None:
-        """Pass filled jobs on in file order, as far as they are there."""
+        """Pass filled jobs on in file order, up to the first missing one."""
         with self._lock:
             self._waiting[job.sequence] = (job, buffer, give_back)
             if self._settling:
@@ -119,7 +119,7 @@ class FileWork:
                 if ready is None:
                     self._settling = False
                     return
-            # Only one thread is here at a time, and what settles is in file order.
+            # Only one thread gets here at a time, so jobs settle in file order.
             oldest, filled, free = ready
             if self._patched and self.part is None:
                 self._patch(oldest, filled)
@@ -133,12 +133,12 @@ class FileWork:
                 self._next += 1
 
     def last_is(self, sequence: int) -> None:
-        """Say which job is the file's last."""
+        """Set the file's last job."""
         with self._lock:
             self._last = sequence
 
     def complete(self) -> Receipt | None:
-        """Make the file, or the part, durable when its last job has settled; the receipt, once."""
+        """Make the file, or the part, durable when its last job has settled; return the receipt, once."""
         with self._lock:
             if self._closed or self._last is None or self._next <= self._last or self._settling:
                 return None
@@ -170,13 +170,13 @@ class FileWork:
         )
 
     def abort(self) -> None:
-        """Drop the file."""
+        """Discard the file."""
         self._tensors.close()
         if not self._closed:
             self.writer.abort()
 
     def _copied(self, part: LiteralPart | TensorPart, at: int) -> bool:
-        """Whether the kernel has copied a part from the source to byte ``at`` of the file."""
+        """Report whether the kernel has copied a part from the source to byte ``at`` of the file."""
         if isinstance(part, LiteralPart) or part.nbytes < _RUN:
             return False
         runs = self._tensors.runs(part)
@@ -184,7 +184,7 @@ class FileWork:
             return False
         itemsize = BY_NAME[self.plan.tensors[part.tensor].dtype].itemsize
         for payload, each in runs:
-            assert payload.path is not None  # of a run
+            assert payload.path is not None  # runs are in plain files
             start = (
                 payload.start + flat_start(each.chunk.shape, each.common.within(each.chunk).offset) * itemsize
             )
@@ -196,7 +196,7 @@ class FileWork:
         return True
 
     def _patch(self, job: Job, buffer: Bytes) -> None:
-        """Fills checksums into the job's parts of literals, and writes these again."""
+        """Fill checksums into the job's literals, and write those once more."""
         for first, part in job.parts:
             slots = self.plan.literals[part.literal].crc_at if isinstance(part, LiteralPart) else ()
             if not slots or not isinstance(part, LiteralPart):
@@ -214,12 +214,12 @@ class FileWork:
         if not self.plan.tensors[slot].nbytes:
             return 0
         with self._lock:
-            found = self._slots[slot].whole(self.plan.tensors[slot].nbytes)
-        assert found is not None  # a literal with a checksum stands behind what it is of
+            found = self._slots[slot].total(self.plan.tensors[slot].nbytes)
+        assert found is not None  # a literal with a checksum comes after its tensor
         return found
 
 
 def proven(plan: FilePlan, records: Records) -> str:
-    """Which source records of a file's plan have been proven: a bit each, hex."""
+    """Return which source records of a file's plan are verified: one bit each, hex."""
     bits = np.packbits([records.verified(number) for number in plan.number.tolist()])
     return bits.tobytes().hex()

@@ -1,6 +1,6 @@
-"""Joining: do the parts of a file lie there as they were written, and which file are they?
+"""Join the parts of a file, after verifying each against its receipt.
 
-The shared file is read once. Every part must hash to its receipt; on the way the checksums that the format
+The shared file is read once. Every part must hash to its receipt. On the way, the checksums that the format
 stores behind the data are filled in, and the file's own digest is computed. Only then does it get its name.
 """
 
@@ -30,10 +30,14 @@ _BLOCK = 4 << 20
 
 
 def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) -> Receipt:
-    """Makes one file of its parts; gives its receipt. A file that has one is left alone.
+    """Join the parts of one file, and return its receipt. A file that has a receipt is left alone.
 
-    Raises `UsageError` when parts are missing or their sources are not proven, `OutputMismatch` when the
-    bytes are not those that were written, `Busy` while a part is still being written. Memory: one block.
+    Memory: one block.
+
+    Raises:
+        UsageError: Parts are missing, or their sources are not verified.
+        OutputMismatch: The bytes are not those that were written.
+        Busy: A part is still being written.
     """
     there = read_receipt(receipts, plan_digest, plan.index)
     if there is not None and files.size(plan.path) == there.nbytes:
@@ -42,11 +46,11 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     path = joint_name(plan.path)
     if files.size(path) != plan.nbytes:
         raise OutputMismatch(
-            f"{path} has {files.size(path)} bytes, {plan.nbytes} were planned", hint="write its parts again"
+            f"{path} must have {plan.nbytes} bytes (got {files.size(path)})", hint="write its parts again"
         )
-    # Before it is read: a worker that was given up for lost may still write its part.
+    # Before the file is read: a worker presumed dead may still write its part.
     writer = files.joint(path, plan.nbytes, alone=True)
-    assert writer is not None  # its parts were written so
+    assert writer is not None  # the store has joint files, as its parts were written
     try:
         patches = dict(_patches(plan, parts))
         digest = _joined_digest(files, path, parts, patches)
@@ -76,7 +80,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
 
 
 def _part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
-    """The receipts that tile the file. Parts of another cut may lie beside them."""
+    """Return the receipts that tile the file. The folder may have parts of another cut, too."""
     known: dict[int, list[Receipt]] = {}
     for name in receipts.list():
         head, _, rest = name.partition(".")
@@ -96,15 +100,15 @@ def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
         here = known.get(at)
         if not here:
             raise UsageError(
-                f"no part of {plan.path} that begins at byte {at} has been written",
+                f"cannot join {plan.path}: no part that begins at byte {at} was written",
                 hint="write every part, then join them",
             )
         part = max(here, key=lambda p: p.nbytes)
         if part.pending:
-            written = f"bytes {at} to {at + part.nbytes} of {plan.path} were written"
             raise UsageError(
-                f"{written}, but {len(part.pending)} source records of them are not proven yet",
-                hint="write the part again: what is written is kept",
+                f"cannot join {plan.path}: bytes {at} to {at + part.nbytes} have unverified source records "
+                f"(got {len(part.pending)})",
+                hint="write the part again; existing bytes are reused",
             )
         found.append(part)
         at += part.nbytes
@@ -112,7 +116,7 @@ def _tiling(plan: FilePlan, known: dict[int, list[Receipt]]) -> list[Receipt]:
 
 
 def _patches(plan: FilePlan, parts: Sequence[Receipt]) -> Iterator[tuple[int, bytes]]:
-    """(first byte, bytes) of every checksum that stands in the file."""
+    """Yield (first byte, bytes) of every checksum in the file."""
     slots: dict[int, Runs] = {}
     for part in parts:
         for tensor, offset, nbytes, known in part.crcs:
@@ -120,15 +124,15 @@ def _patches(plan: FilePlan, parts: Sequence[Receipt]) -> Iterator[tuple[int, by
     for literal in plan.literals:
         for at, slot in literal.crc_at:
             nbytes = plan.tensors[slot].nbytes
-            crc: int | None = slots.get(slot, Runs()).whole(nbytes) if nbytes else 0
+            crc: int | None = slots.get(slot, Runs()).total(nbytes) if nbytes else 0
             if crc is None:
                 raise InternalError(f"the parts of {plan.path} do not add up to {plan.tensors[slot].name}")
             yield literal.start + at, crc.to_bytes(4, "little")
 
 
 def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: dict[int, bytes]) -> str:
-    """The digest of the file with its checksums filled in; proves every part on the way."""
-    whole, block = blake3(), bytearray(_BLOCK)
+    """Return the digest of the file with its checksums filled in; verify every part on the way."""
+    total, block = blake3(), bytearray(_BLOCK)
     waiting = sorted(patches.items())
     for part in parts:
         assert part.begin is not None
@@ -141,20 +145,20 @@ def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: d
                 first, data = waiting.pop(0)
                 inside = data[: until - first]
                 view[first - at : first - at + len(inside)] = inside
-                if len(inside) < len(data):  # the rest of it lies in the next block
+                if len(inside) < len(data):  # the rest is in the next block
                     waiting.insert(0, (until, data[len(inside) :]))
-            whole.update(view)
+            total.update(view)
         if own.hexdigest() != part.digest:
-            written = f"bytes {part.begin} to {end} of {path} have BLAKE3 {own.hexdigest()}"
             raise OutputMismatch(
-                f"{written}, {part.digest} was written",
-                hint="run the command again: the part is written anew",
+                f"bytes {part.begin} to {end} of {path} must have BLAKE3 {part.digest} "
+                f"(got {own.hexdigest()})",
+                hint="run the command again; it rewrites the part",
             )
-    return whole.hexdigest()
+    return total.hexdigest()
 
 
 def _sums(parts: Sequence[Receipt]) -> bytes | None:
-    """The sum of what the parts add to the fingerprints, modulo 2^64 (`ckptcore.fingerprints.sums`)."""
+    """Return the sum of what the parts add to the fingerprints, mod 2^64 (`ckptcore.fingerprints.sums`)."""
     total = np.zeros(0, "<u8")
     for n, part in enumerate(parts):
         if part.sums is None:
@@ -165,6 +169,6 @@ def _sums(parts: Sequence[Receipt]) -> bytes | None:
 
 
 def _verified(parts: Sequence[Receipt]) -> int:
-    """How many source records at least one part has proven."""
+    """Count the source records that at least one part has verified."""
     bits = [np.frombuffer(bytes.fromhex(part.proven), np.uint8) for part in parts]
     return int(np.unpackbits(np.bitwise_or.reduce(bits)).sum())

@@ -1,8 +1,8 @@
 """Cut one large file into parts that several machines write.
 
-A part is a range of whole jobs of a file. Its worker writes it at its place in a file that all of them
-share, and leaves a receipt; `ckptcore.execution.join_parts` proves the parts against what lies there, and
-makes them one file. Only stores that write in any order can do that: on an object store a file is one task.
+A part is a range of complete jobs of a file. Its worker writes it at its place in a file that all of them
+share, and writes a receipt. `ckptcore.execution.join_parts` verifies the parts, and makes them one file. This
+needs a store that writes in any order: on an object store a file is one task.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from ckptcore.planning.file_plan import FilePlan
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Bytes [begin, end) of output file ``index``. Its bounds are those of jobs under one `Budget`: whoever
-    writes parts of a file must have the same `Settings`.
+    """Bytes [begin, end) of output file ``index``.
 
-    number, of: for people: which part it is, counted from 1, and how many there are.
+    The bounds are those of jobs under one `Budget`: all writers of a file's parts need the same `Settings`.
+
+    Attributes:
+        index: Index of the file in the plan.
+        begin: First byte.
+        end: Behind the last byte.
+        number: Number of the part, counted from 1, for people.
+        of: Number of parts, for people.
     """
 
     index: int
@@ -31,12 +37,12 @@ class FilePart:
 
     @property
     def nbytes(self) -> int:
-        """How much it is."""
+        """Count its bytes."""
         return self.end - self.begin
 
 
 def cut(plan: FilePlan, nbytes: int, budget: Budget) -> tuple[FilePart, ...]:
-    """The parts of a file, each of about ``nbytes``, in order; one part when the file is hardly larger."""
+    """Return the parts of a file, each of about ``nbytes``, in order; a hardly larger file is one part."""
     bounds: list[tuple[int, int]] = []
     begin = end = 0
     for job in jobs(plan, budget):
@@ -49,7 +55,7 @@ def cut(plan: FilePlan, nbytes: int, budget: Budget) -> tuple[FilePart, ...]:
 
 
 def jobs_of(part: FilePart, plan: FilePlan, budget: Budget) -> Iterator[Job]:
-    """The jobs of one part, counted from 0. Raises `UsageError` when its bounds are not theirs."""
+    """Yield the jobs of one part, counted from 0. Raises `UsageError` when its bounds are not theirs."""
     reached, sequence = part.begin, 0
     for job in jobs(plan, budget):
         end = job.start + job.nbytes
@@ -61,6 +67,6 @@ def jobs_of(part: FilePart, plan: FilePlan, budget: Budget) -> Iterator[Job]:
         reached, sequence = end, sequence + 1
     if reached != part.end:
         raise UsageError(
-            f"bytes {part.begin} to {part.end} of {plan.path} are no part under these settings",
+            f"bytes {part.begin} to {part.end} of {plan.path} are not a part under these settings",
             hint="write the parts of a file with the memory and workers that they were cut with",
         )

@@ -1,6 +1,6 @@
-"""What one plan is carried out with: the value that every step of writing its files shares.
+"""Define what every step of writing a plan's files shares.
 
-A file of its own, because `execute`, and conversions that build the value, import it and not each other.
+A file of its own: `execute`, and conversions that build the value, import it and not each other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class PlanRun:
     """A plan, where its tensors come from, and where its files go.
 
     Attributes:
-        digest: Of the plan; receipts of another one count for nothing.
-        load: Gives the plan of one output file by its index.
+        digest: Digest of the plan; receipts of another plan are ignored.
+        load: Returns the plan of one output file by its index.
         total: Bytes of all output files, for progress.
         source: The checkpoint's folder.
         items: How many items the source's manifest has.
-        unchanged: Raises `SourceChanged` when one of these source files is not as it was planned.
+        unchanged: Raises `SourceChanged` when one of these source files differs from the plan.
         files: Where output files are staged.
         receipts: Where finished files are recorded.
         scratch: Folder for decoded items, None for the default.
@@ -39,5 +39,5 @@ class PlanRun:
     scratch: str | None = None
 
     def require_unchanged(self, plan: FilePlan) -> None:
-        """Raises `SourceChanged` unless the source files of an output file are as they were planned."""
+        """Raise `SourceChanged` unless the source files of an output file are unchanged since the plan."""
         self.unchanged([file.path for file in plan.files])

@@ -1,7 +1,7 @@
-"""Receipts: which output files are finished, and how can that be trusted?
+"""Record finished output files, so that a later run can reuse them.
 
-A receipt is a small JSON file written after its output file is durable. It names the plan's
-digest and the file's BLAKE3 digest; a later run believes it only after hashing the file again.
+A receipt is a small JSON file written after its output file is durable. It holds the plan's
+digest and the file's BLAKE3 digest. A later run trusts it only after hashing the file again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ _BLOCK = 4 << 20
 class Receipt:
     """One finished output file.
 
-    index, path, nbytes: as planned. digest: BLAKE3 hex, or None when digests were off.
-    seconds: wall time it took. verified, unverified: source records whose CRC-32 was checked, and
-    those that have none. reused: an earlier run had written it. pending: source records, by their
-    numbers, that other files read the rest of: a run that ends well leaves none. sums: what the file adds
-    to the fingerprint of each tensor of its plan (`ckptcore.fingerprints.sums.pack`), or None when
-    fingerprints were off. begin: the first byte of a part of a file (`ckptcore.execution.parts`), whose
-    `nbytes` and `digest` are the part's; None for a whole file. crcs: (tensor, first byte in it, bytes,
-    CRC-32) of what a part holds of tensors whose checksums stand in the file. proven: a bit for each source
-    record of the file's plan, hex: which of them the writer of a part has proven. stamp: of the very file
-    that was written (`seen_as`); None in receipts of versions that took none.
+    Attributes:
+        index: As planned.
+        path: As planned.
+        nbytes: As planned; bytes of the part for a part.
+        digest: BLAKE3 in hex, of the part for a part; None when digests were off.
+        seconds: Wall time it took.
+        verified: Source records whose CRC-32 was checked.
+        unverified: Source records without a checksum.
+        reused: Whether an earlier run wrote it.
+        pending: Source records, by number, that other files read the rest of. A run that ends well leaves
+            none.
+        sums: What the file adds to the fingerprint of each tensor of its plan
+            (`ckptcore.fingerprints.sums.pack`), or None when fingerprints were off.
+        begin: First byte of a part of a file (`ckptcore.execution.parts`); None for a complete file.
+        crcs: (tensor, first byte in it, bytes, CRC-32) of a part's bytes of tensors whose checksums are in
+            the file.
+        proven: A bit for each source record of the file's plan, hex: those that the writer of a part has
+            verified.
+        stamp: Stamp of the written file (`seen_as`); None in receipts of versions that took none.
     """
 
     index: int
@@ -55,7 +64,7 @@ class Receipt:
     stamp: str | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face; sums, parts and stamps are for receipts only."""
+        """Return the JSON form; sums, parts and stamps are for receipts only."""
         form = asdict(replace(self, sums=None))
         for name in ("sums", "begin", "crcs", "proven", "stamp"):
             del form[name]
@@ -63,14 +72,15 @@ class Receipt:
 
     @classmethod
     def from_dict(cls, form: dict[str, Any]) -> Receipt:
+        """Return the receipt of a receipt file's JSON."""
         sums = form.get("sums")
-        held = None if sums is None else bytes.fromhex(sums)
+        raw = None if sums is None else bytes.fromhex(sums)
         crcs = tuple((t, o, n, c) for t, o, n, c in form.get("crcs", ()))
-        return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": held, "crcs": crcs})
+        return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs})
 
 
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
-    """Records a finished file, or a finished part of one."""
+    """Record a finished file, or a finished part of one."""
     form = {"plan": plan_digest, **receipt.as_dict()}
     if receipt.stamp is not None:
         form["stamp"] = receipt.stamp
@@ -86,7 +96,7 @@ def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
 def read_receipt(
     store: Store, plan_digest: str, index: int, part: tuple[int, int] | None = None
 ) -> Receipt | None:
-    """The receipt of a file under this very plan, or None. part: that of these bytes of it, [begin, end)."""
+    """Return a file's receipt under this plan, or None; ``part`` is bytes [begin, end) of it."""
     name = receipt_name(index, part)
     size = store.size(name)
     if size is None:
@@ -96,13 +106,13 @@ def read_receipt(
         if form.pop("plan", None) != plan_digest:
             return None
         found = Receipt.from_dict(form)
-    except (ValueError, TypeError, AttributeError):  # cut off by a crash: the file is written again
+    except (ValueError, TypeError, AttributeError):  # truncated by a crash: the file is written again
         return None
     return found if (found.index, found.begin) == (index, part[0] if part is not None else None) else None
 
 
 def every_receipt(store: Store, plan_digest: str, files: Iterable[PlannedFile]) -> tuple[Receipt, ...]:
-    """The receipts of these files of a plan; raises `UsageError` for one that is not written yet."""
+    """Return the receipts of these files of a plan; raises `UsageError` for a file that is not written."""
     found = []
     for file in files:
         receipt = read_receipt(store, plan_digest, file.index)
@@ -113,15 +123,15 @@ def every_receipt(store: Store, plan_digest: str, files: Iterable[PlannedFile]) 
 
 
 def seen_as(files: Readable, receipt: Receipt) -> str | None:
-    """What tells the file of a receipt from any other, also of equal bytes; None when it is away."""
+    """Return a stamp of a receipt's very file, which differs even for equal bytes; None if missing."""
     if receipt.begin is None:
         return files.stamp(receipt.path)
-    # Of a file that is written in parts the inode alone: size and times change while others write.
+    # For a file of parts only the inode: size and times change while others write.
     return (files.stamp(joint_name(receipt.path)) or "").rpartition(", ")[2] or None
 
 
 def is_intact(files: Readable, receipt: Receipt) -> bool:
-    """Whether the file, or the part, is there and has the receipt's digest. Without one nothing is proven."""
+    """Report whether the file, or the part, exists and has the receipt's digest. Without one it is False."""
     if receipt.digest is None:
         return False
     if receipt.begin is not None:
@@ -134,23 +144,23 @@ def is_intact(files: Readable, receipt: Receipt) -> bool:
 
 
 def digest_of(files: Readable, path: str, nbytes: int, start: int = 0) -> str:
-    """BLAKE3 of ``nbytes`` of a file from ``start`` on, hex. Memory: one block."""
-    whole, block = blake3(), bytearray(min(_BLOCK, max(nbytes, 1)))
+    """Return the BLAKE3 of ``nbytes`` of a file from ``start`` on, hex. Memory: one block."""
+    total, block = blake3(), bytearray(min(_BLOCK, max(nbytes, 1)))
     for at in range(0, nbytes, len(block)):
         view = memoryview(block)[: min(len(block), nbytes - at)]
         files.read_into(path, start + at, view)
-        whole.update(view)
-    return whole.hexdigest()
+        total.update(view)
+    return total.hexdigest()
 
 
 def receipt_name(index: int, part: tuple[int, int] | None = None) -> str:
-    """Name of a file's receipt, or of that of a part [begin, end) of it."""
+    """Return the name of the receipt of a file, or of a part [begin, end) of it."""
     return (
         f"file-{index:05d}.json" if part is None else f"file-{index:05d}.{part[0]:015d}-{part[1]:015d}.json"
     )
 
 
 def joint_name(path: str) -> str:
-    """Name of a file while its parts are written."""
+    """Return the name of a file while its parts are written."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/.{name}.joint" if folder else f".{name}.joint"

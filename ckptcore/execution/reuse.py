@@ -1,9 +1,9 @@
-"""Decide which files of an earlier run are kept, and what proves them.
+"""Decide which files of an earlier run are reused.
 
-A receipt proves its file when the file is the very one that it was written for (size, times, inode; on object
-stores the version) and still has its digest. A file with the right digest alone may have been put there
-together with a receipt, or restored from a copy, or finished by a version that took no stamps: what the
-source gives decides then. The file is computed once more, and compared byte by byte (`CompareWriter`).
+A receipt proves its file when the file is the very one it was written for (size, times, inode; on object
+stores the version) and still has its digest. A file with only the right digest may have been put there
+together with a receipt, or restored from a copy, or finished by a version that took no stamps. Then the
+source decides: the file is computed once more, and compared byte by byte (`CompareWriter`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _BLOCK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What an earlier run has left of the files that are wanted.
+    """The files of an earlier run that are requested now.
 
-    kept: those that are proven, by index. doubted: those that have their receipt's digest, and may have been
-    put there; their receipts are stamped as the files are now.
+    Attributes:
+        kept: Proven files, by index.
+        doubted: Files with their receipt's digest that may have been put there; their receipts have the
+            files' current stamps.
     """
 
     kept: dict[int, Receipt] = field(default_factory=dict)
@@ -38,23 +40,23 @@ class Earlier:
 def earlier(
     run: PlanRun, indices: Sequence[int], settings: Settings, part: FilePart | None = None
 ) -> Earlier:
-    """Look at what there is of the files of a plan, and hash it.
+    """Find and hash the existing files of a plan.
 
     Args:
         run: The plan.
-        indices: Which files.
+        indices: Indices of the files.
         settings: What receipts must have.
-        part: Of the one file, where only that is wanted. In doubt it is not listed at all: it is written
-            again, at its place.
+        part: Look only for this part of the one file. A doubtful part is not listed: it is written again, at
+            its place.
     """
     found = Earlier()
     bounds = (part.begin, part.end) if part is not None else None
     for index in indices:
         receipt = read_receipt(run.receipts, run.digest, index, bounds)
-        # A file from before fingerprints were wanted is written again: only its elements give its sums.
+        # Without sums, a file is written again if fingerprints are on: only its elements give its sums.
         if receipt is None or (receipt.sums is None and settings.fingerprint):
             continue
-        seen = seen_as(run.files, receipt)  # before it is read: what is changed behind that is noticed later
+        seen = seen_as(run.files, receipt)  # before it is read, so that a later change is detected
         if not is_intact(run.files, receipt):
             continue
         if receipt.stamp is not None and receipt.stamp == seen:
@@ -65,19 +67,19 @@ def earlier(
 
 
 def confirmed(doubted: Receipt, made: Receipt) -> Receipt:
-    """The receipt of a file in doubt that holds what the source gives."""
+    """Return the receipt of a doubted file that equals what the source gives."""
     return replace(made, reused=True, stamp=doubted.stamp)
 
 
 class CompareWriter:
-    """A writer that writes nothing, and compares what it is given with the file that is there.
+    """A writer that compares bytes with the existing file instead of writing them.
 
     Args:
         files: The store of the file.
         path: The file.
     """
 
-    sequential = True  # what is filled in late, checksums behind the data, is there before it is passed on
+    sequential = True  # late bytes, such as checksums behind the data, are filled in before `write`
 
     def __init__(self, files: Readable, path: str) -> None:
         self._files, self._path = files, path
@@ -86,15 +88,15 @@ class CompareWriter:
 
     @property
     def differs(self) -> bool:
-        """Whether a byte was given that the file does not hold."""
+        """Report whether a byte differed from the file."""
         return self._first is not None
 
     def mismatch(self) -> OutputMismatch:
-        """The error of a file that differs."""
-        return OutputMismatch(f"{self._path} holds another byte {self._first} than the source gives now")
+        """Return the error of a file that differs."""
+        return OutputMismatch(f"{self._path} differs at byte {self._first} from what the source gives now")
 
     def write(self, at: int, data: Buffer | bytes) -> None:
-        """Compare bytes with those at byte ``at`` of the file, as long as none has differed."""
+        """Compare bytes with those at byte ``at`` of the file, until one differs."""
         given = np.frombuffer(data, np.uint8)
         for begin in range(0, len(given), _BLOCK):
             if self._first is not None:
@@ -107,11 +109,11 @@ class CompareWriter:
                 self._first = at + begin + int(np.argmin(same))
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
-        """Nothing is compared in the kernel."""
+        """Return False: bytes are not compared in the kernel."""
         return False
 
     def commit(self) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""
 
     def abort(self) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""

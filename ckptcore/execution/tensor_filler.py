@@ -1,7 +1,7 @@
 """Make the bytes of a tensor part of an output file: read, computed, cast, and summed on the way.
 
-Parts are made by any worker in any order; each worker has a `Workspace` of its own. On an accelerator a part
-that is scattered or cast is put together there, and comes back once.
+Any worker makes parts in any order, with a `Workspace` of its own. Parts that are scattered or cast are
+assembled on the accelerator, if there is one, and copied back once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptcore.core.box import Box, is_run
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
-from ckptcore.execution.device import Lane, sum_held
+from ckptcore.execution.device import Lane, host_sum
 from ckptcore.execution.tiles import TensorPart
 from ckptcore.fingerprints.sums import ZERO, Sum, add, pack
 from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
@@ -30,11 +30,11 @@ from ckptcore.reading.payload import Payload, StoredChunk
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one worker has for itself: two buffers of a tile, and its lane through a device where it has one.
+    """One worker's own buffers of a tile, and its lane through a device, if any.
 
     Attributes:
         scratch: For what is read and not yet in its place.
-        cast: For elements before they are cast, and what derived tensors are computed from.
+        cast: For elements before they are cast, and for inputs of derived tensors.
         lane: None where tiles stay on the host.
     """
 
@@ -54,14 +54,14 @@ class TensorFiller:
 
     @property
     def sums(self) -> bytes | None:
-        """What the file adds to the fingerprint of each tensor, packed; None when they are off."""
+        """Return what the file adds to the fingerprint of each tensor, packed; None when they are off."""
         return pack(self._sums) if self._sums is not None else None
 
     def fill(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
-        """Put the bytes of a part, as the file has them, into ``target``.
+        """Write the bytes of a part, as in the output file, into ``target``.
 
         Raises:
-            DamagedCheckpoint: For holes, checksums that fail, and copies that differ.
+            DamagedCheckpoint: There are holes, wrong checksums, or copies that differ.
         """
         tensor = self._plan.tensors[part.tensor]
         changes = tensor.dtype != tensor.source_dtype
@@ -79,9 +79,9 @@ class TensorFiller:
             self._sum(part, own.cast if changes else target, own)
 
     def runs(self, part: TensorPart) -> list[tuple[Payload, Overlap]] | None:
-        """The chunks that a part is whole runs of, uncast and row-major in plain files; else None.
+        """Return the chunks of a part if it is complete runs of them, uncast, row-major, in plain files.
 
-        `copied` ends what is done with them.
+        Return None otherwise. `copied` ends their use.
         """
         tensor = self._plan.tensors[part.tensor]
         if tensor.dtype != tensor.source_dtype or part.tensor in self._plan.derived:
@@ -103,11 +103,11 @@ class TensorFiller:
             self._chunks.done(self._stored(part.tensor), each)
 
     def close(self) -> None:
-        """Release what was found of the source."""
+        """Close what was resolved of the source."""
         self._chunks.close()
 
     def _stored(self, number: int) -> ChunkedTensor:
-        """A tensor of the plan, or, behind these, one that others are computed from, as it is stored."""
+        """Return a tensor of the plan, or, behind these, an input of derived ones, as it is stored."""
         own = self._plan.tensors
         if number < len(own):
             return ChunkedTensor(number, own[number].name, own[number].source_dtype, once=True)
@@ -115,21 +115,21 @@ class TensorFiller:
         return ChunkedTensor(number, tensor.name, tensor.source_dtype)
 
     def _scatters(self, part: TensorPart) -> bool:
-        """Whether a part is more than runs of what is stored."""
+        """Report whether a part is more than runs of what is stored."""
         return any(
             not is_run(part.box.shape, each.common.shape) or not is_run(each.chunk.shape, each.common.shape)
             for each in self._chunks.overlaps(self._stored(part.tensor), part.box)
         )
 
     def _derive(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
-        """Computes a part: its inputs are gathered into the cast buffer, behind room for the result."""
+        """Compute a part: its inputs are gathered into the cast buffer, behind room for the result."""
         tensor, node = self._plan.tensors[part.tensor], self._plan.derived[part.tensor]
         room = part.box.numel * BY_NAME[tensor.source_dtype].itemsize
         at, inputs = room, []
         for i, box in zip(node.inputs, FUNCTIONS[node.fn].needs(part.box, node.params), strict=True):
             stored = self._stored(len(self._plan.tensors) + i)
             nbytes = box.numel * BY_NAME[stored.dtype].itemsize
-            at += -at % 16  # wide elements are read where the machine likes them
+            at += -at % 16  # aligned for the widest elements
             tile = tile_view(own.cast[at : at + nbytes], box.shape, stored.dtype)
             self._chunks.read(stored, box, tile, own.scratch)
             inputs.append((tile, stored.dtype))
@@ -137,7 +137,7 @@ class TensorFiller:
         derive_into(node, part.box, inputs, target, tensor.dtype, self._device, own.cast[:room])
 
     def _on_device(self, part: TensorPart, target: Bytes, own: Workspace, lane: Lane) -> None:
-        """Scatters, sums and casts a part on the device; copies are compared here, before the cast."""
+        """Scatter, sum and cast a part on the device; copies are compared here, before the cast."""
         tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
         tile = lane.tile(part.box.shape, stored.dtype)
         copies = self._chunks.fill(stored, part.box, tile, own.scratch)
@@ -152,15 +152,15 @@ class TensorFiller:
         else:
             lane.fetch_cast(tile, stored.dtype, target, tensor.dtype)
 
-    def _sum(self, part: TensorPart, held: Bytes, own: Workspace) -> None:
-        """Sums a part that is on the host, as it is before any cast."""
+    def _sum(self, part: TensorPart, source: Bytes, own: Workspace) -> None:
+        """Sum a part on the host, as it is before any cast."""
         tensor = self._plan.tensors[part.tensor]
-        elements = held[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
-        self._add(part, sum_held(own.lane, tensor.source_dtype, tensor.full, part.box, elements, own.scratch))
+        elements = source[: part.box.numel * BY_NAME[tensor.source_dtype].itemsize]
+        self._add(part, host_sum(own.lane, tensor.source_dtype, tensor.full, part.box, elements, own.scratch))
 
     def _add(self, part: TensorPart, found: Sum) -> None:
-        """Adds a part's sum to that of a tensor's box in this file."""
-        assert self._sums is not None  # the caller has looked
+        """Add a part's sum to that of a tensor's box in this file."""
+        assert self._sums is not None  # the caller has checked
         with self._lock:
             self._sums[part.tensor] = add(self._sums[part.tensor], found)
 
@@ -186,7 +186,7 @@ class _PlannedReads:
 
 
 def expect(plan: FilePlan, pending: Sequence[int], records: Records) -> None:
-    """Ask for records to be proven that an earlier run, which wrote this file, had read in part."""
+    """Request the verification of records that an earlier run, which wrote this file, had read in part."""
     rows = {n: row for row, n in reversed(list(enumerate(plan.number[plan.reads.item].tolist())))}
     tensors: tuple[PlannedTensor, ...] = (*plan.tensors, *plan.inputs)
     for number in pending:

@@ -1,8 +1,8 @@
-"""Cut a file into the steps, each within a buffer, in which it is written from its first to its last byte.
+"""Cut a file into steps that each fit a buffer and cover it from its first to its last byte.
 
-A `Budget` says how large a buffer is, and how much of a tensor is worth a step. A file is cut into
+A `Budget` sets the size of a buffer, and the bytes of a step. A file is cut into
 *jobs*: ranges of at most one tile buffer. A job is a list of parts: pieces of literals, and boxes of
-tensors that are each one run of the file. Small tensors share a job; large ones are cut into whole
+tensors that are each one run of the file. Small tensors share a job; large ones are cut into complete
 rows. Jobs come in file order and tile the file exactly.
 """
 
@@ -19,21 +19,21 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import beside
 
-# Bytes of usual tiles of all workers together: large enough to hide per-call costs, small enough to
-# stay in cache, and the same memory however many workers share it.
+# Bytes of the usual tiles of all workers together: large enough to hide per-call costs, small enough to
+# stay in cache, and the same memory for any number of workers.
 TILES = 4 << 20
-_READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, where the budget allows
+_READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, if the budget allows it
 _MIN_TILE = 64 << 10
 _MAX_TILE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How memory is shared out.
+    """How memory is divided.
 
     Attributes:
         tile: Bytes of one tile buffer, the most that one step may take.
-        threads: How many workers have such buffers.
+        threads: Number of workers with such buffers.
     """
 
     tile: int
@@ -41,27 +41,27 @@ class Budget:
 
     @classmethod
     def of(cls, settings: Settings) -> Budget:
-        """The buffers that settings allow.
+        """Return the buffers that settings allow.
 
         Raises:
-            BudgetTooSmall: When a worker's share is less than it can work with.
+            BudgetTooSmall: A worker's share is less than it needs.
         """
-        # Two tiles in flight a worker, one to cast from, one to read strided data into.
+        # Per worker two tiles in flight, one to cast from, one to read strided data into.
         size = min(settings.memory // (4 * settings.threads), _MAX_TILE) // 4096 * 4096
         if size < _MIN_TILE:
             raise BudgetTooSmall(
-                f"{settings.memory} bytes are too little for {settings.threads} workers: "
-                f"each needs 4 tiles of at least {_MIN_TILE} bytes"
+                f"memory must be at least {4 * _MIN_TILE * settings.threads} bytes for {settings.threads} "
+                f"workers: each needs 4 tiles of {_MIN_TILE} bytes (got {settings.memory})"
             )
         return cls(size, settings.threads)
 
     @property
     def usual(self) -> int:
-        """Bytes of a step where nothing asks for more."""
+        """Return the bytes of a step without special needs."""
         return min(self.tile, max(TILES // self.threads, 1 << 20))
 
     def step(self, across: int) -> int:
-        """Bytes of a step where so many chunks lie beside each other: each of them gives a decent read."""
+        """Return the bytes of a step with ``across`` chunks side by side, enough for a large read of each."""
         return min(self.tile, max(self.usual, across * max(_READ // self.threads, 64 << 10)))
 
 
@@ -75,7 +75,7 @@ class LiteralPart:
 
     @property
     def nbytes(self) -> int:
-        """How many these are."""
+        """Count its bytes."""
         return self.end - self.begin
 
 
@@ -91,7 +91,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Bytes [start, start + nbytes) of a file. parts: each with its first byte in the job."""
+    """Bytes [start, start + nbytes) of a file; ``parts`` has each with its first byte in the job."""
 
     sequence: int
     start: int
@@ -100,7 +100,7 @@ class Job:
 
 
 def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
-    """The jobs of a file, none larger than a tile of the budget."""
+    """Yield the jobs of a file, none larger than a tile of the budget."""
     parts: list[tuple[int, LiteralPart | TensorPart]] = []
     start = size = sequence = 0
     usual = budget.usual
@@ -115,7 +115,7 @@ def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
 
 
 def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | TensorPart]:
-    """Every part, in file order."""
+    """Yield every part, in file order."""
     usual = budget.usual
     pieces: list[tuple[int, int, int]] = [(x.start, 0, n) for n, x in enumerate(plan.literals)]
     pieces += [(t.start, 1, n) for n, t in enumerate(plan.tensors)]
@@ -140,7 +140,9 @@ def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | Ten
 
 
 def _input_bytes(plan: FilePlan, tensor: int) -> int:
-    """Bytes that one element of a derived tensor is computed from, at most; they lie in the buffer of
-    the cast, behind what is cast."""
+    """Return the most bytes that one element of a derived tensor is computed from.
+
+    They are in the buffer of the cast, behind what is cast.
+    """
     node = plan.derived[tensor]
     return FUNCTIONS[node.fn].width([plan.inputs[i].dtype for i in node.inputs])

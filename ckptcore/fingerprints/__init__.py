@@ -1,8 +1,8 @@
 """Sum tensors so that order, topology and file split do not matter.
 
-Knows boxes and dtypes; no store, no plan.
+Depends on boxes and dtypes; on no store and no plan.
 
-- `sums.box_sum` sums a box, `sums.add` joins sums, `sums.tensor_fingerprint` and
-  `sums.checkpoint_fingerprint` name what was summed.
-- `sum_weights` says how much each element counts; `device_sums` does the same on an accelerator.
+- `sums.box_sum` sums a box, `sums.add` adds sums, `sums.tensor_fingerprint` and
+  `sums.checkpoint_fingerprint` make fingerprints of them.
+- `sum_weights` has the weight of each element; `device_sums` sums on an accelerator.
 """

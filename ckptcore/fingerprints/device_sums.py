@@ -1,12 +1,12 @@
-"""Device sums: what do elements that lie on an accelerator add to the sum of their tensor?
+"""Sum the elements of a tensor on an accelerator.
 
 The sums are those of `ckptcore.fingerprints.sums`, bit for bit: int64 in torch wraps around, which is
-arithmetic modulo 2**64. Nothing is laid out in rows of words. All rows of a piece of a box have their
-elements at the same places, so an element at byte s of word r is its value times V0[r] * 256**s, and the
-bytes of it in reverse order times V1[r] * 256**(8 - width - s). Where elements make up whole words, words are
-taken instead.
+arithmetic modulo 2**64. Nothing is copied into rows of words. All rows of a piece of a box have their
+elements at the same positions, so an element at byte s of word r is its value times V0[r] * 256**s, and its
+bytes in reverse order times V1[r] * 256**(8 - width - s). Where elements fill complete words, words are
+used instead.
 
-The elements stay on the device; two numbers a box come back. Beside the elements that takes at most `ROOM`
+The elements stay on the device; two numbers per box come back. Beside the elements this takes at most `ROOM`
 bytes of the device's memory, whatever their number.
 """
 
@@ -34,22 +34,26 @@ from ckptcore.fingerprints.sum_weights import (
 from ckptcore.fingerprints.sums import ZERO, Sum
 
 ROOM = 16 << 20  # bytes
-_UNITS = 1 << 19  # elements or words at once; up to three numbers of 8 bytes are there for each
+_UNITS = 1 << 19  # elements or words at once; each takes up to three numbers of 8 bytes
 _MASK = (1 << 64) - 1
 _KINDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class DeviceSums:
-    """Sums on one device, for one thread. It holds 64 KiB there, the multipliers of words."""
+    """Sums on one device, for one thread. It keeps 64 KiB there, the multipliers of words."""
 
     def __init__(self, torch: Any, device: str) -> None:
         self._torch, self._device = torch, device
         self._factors = self._there(page("word", 0))  # V0 and V1
 
     def box_sum(self, dtype: str, shape: Shape, box: Box, elements: Any) -> Sum:
-        """What the elements ``box`` of a tensor add to its sum: as `ckptcore.fingerprints.sums.box_sum`.
+        """Return what a box adds to the sum of its tensor, like `ckptcore.fingerprints.sums.box_sum`.
 
-        elements: their bytes, uint8 on the device, from the beginning of its storage on.
+        Args:
+            dtype: Dtype of the tensor.
+            shape: Shape of the tensor.
+            box: The box.
+            elements: Bytes of its elements, uint8 on the device, from the beginning of its storage on.
         """
         if not elements.numel():
             return ZERO
@@ -57,25 +61,25 @@ class DeviceSums:
         if width > WORD:
             shape, box, width = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2)), WORD
         elif not shape:
-            shape, box = (1,), Box.whole((1,))
+            shape, box = (1,), Box.full((1,))
         cut = RowLayout(rows_of(shape, width), box)
-        held = elements.view(getattr(torch, _KINDS[width]))
-        there = held.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))
-        words = elements[: len(elements) // WORD * WORD].view(torch.int64)
+        numbers = elements.view(getattr(torch, _KINDS[width]))
+        there = numbers.view(cut.lead, box.shape[cut.rows.dim], prod(cut.behind))
+        qwords = elements[: len(elements) // WORD * WORD].view(torch.int64)
         total = torch.zeros(2, dtype=torch.int64, device=self._device)
         for piece in cut.pieces():
             part = there[:, piece.at : piece.at + piece.count * piece.length]
-            self._piece(cut, piece, part.view(cut.lead, piece.count, -1), words, total)
+            self._piece(cut, piece, part.view(cut.lead, piece.count, -1), qwords, total)
         one, two = total.tolist()
         return one & _MASK, two & _MASK
 
-    def _piece(self, cut: RowLayout, piece: RowSpan, values: Any, words: Any, total: Any) -> None:
-        """Adds a piece to ``total``; values: [lead, rows, elements]. words: all elements, as words."""
+    def _piece(self, cut: RowLayout, piece: RowSpan, values: Any, qwords: Any, total: Any) -> None:
+        """Add a piece, ``values`` [lead, rows, elements], to ``total``; ``qwords`` is all elements."""
         per = cut.rows.per
-        if cut.fits(piece.skipped * cut.rows.inner, values.shape[2]) and _on_words(values, per):
+        if cut.fits(piece.skipped * cut.rows.inner, values.shape[2]) and _is_word_aligned(values, per):
             size = (*values.shape[:2], values.shape[2] // per)
             steps = (values.stride(0) // per, values.stride(1) // per, 1)
-            values = words.as_strided(size, steps, values.storage_offset() // per)
+            values = qwords.as_strided(size, steps, values.storage_offset() // per)
             factors = self._factors[:, self._index(cut.picked(piece, per))]
         else:
             factors = self._of_elements(cut.picked(piece, 1), per)
@@ -86,7 +90,7 @@ class DeviceSums:
                 total[lane] += (self._wide(one).mul(factors[lane]).sum(-1) * rows[lane]).sum()
 
     def _of_elements(self, place: slice | npt.NDArray[np.int64], per: int) -> Any:
-        """What elements at these places of a row are multiplied by, [2, places]."""
+        """Return the multipliers of elements at these positions of a row, [2, positions]."""
         if isinstance(place, slice):
             place = np.arange(place.start, place.stop)
         word, within = self._index(place // per), place % per
@@ -95,7 +99,7 @@ class DeviceSums:
         return self._factors[:, word] * self._there(np.uint64(1) << shifts)
 
     def _turned(self, values: Any) -> Any:
-        """The values with their bytes in reverse order."""
+        """Return the values with their bytes in reverse order."""
         width = values.element_size()
         if width == 1:
             return values
@@ -103,7 +107,7 @@ class DeviceSums:
         return octets.flip(-1).view(values.dtype).squeeze(-1)
 
     def _wide(self, values: Any) -> Any:
-        """The values as int64; their bits as a number that is not below zero."""
+        """Return the values' bits as non-negative int64, or as int64 for words."""
         width = values.element_size()
         wide = values.to(self._torch.int64)
         return wide.bitwise_and_((1 << 8 * width) - 1) if 1 < width < WORD else wide
@@ -115,8 +119,8 @@ class DeviceSums:
         return self._torch.tensor(numbers.view(np.int64), device=self._device)
 
 
-def _on_words(values: Any, per: int) -> bool:
-    """Whether rows of ``values``, as they lie in memory, begin where words do."""
+def _is_word_aligned(values: Any, per: int) -> bool:
+    """Report whether rows of ``values`` begin at word boundaries in memory."""
     counts = [values.storage_offset()]
     counts += [values.stride(dim) for dim in (0, 1) if values.shape[dim] > 1]
     return all(n % per == 0 for n in counts)

@@ -1,8 +1,7 @@
-"""Fingerprint rows: where in the rows of a tensor does a box lie, and which numbers multiply it there?
+"""Compute where a box is in the rows of a tensor, and the multipliers of its words.
 
-`ckptcore.fingerprints.sums` says what a row is. Here is the arithmetic that the sums on a host and on a
-device
-share: how a tensor is cut into rows, which words of which rows a box has elements in, and the multipliers.
+`ckptcore.fingerprints.sums` defines a row. The sums on a host and on a device share this arithmetic: how a
+tensor is cut into rows, which words of which rows a box has elements in, and the multipliers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from blake3 import blake3
 
 from ckptcore.core.box import Box, flat_start
 
-Words = npt.NDArray[np.uint64]
+Qwords = npt.NDArray[np.uint64]
 Shape = tuple[int, ...]
 Grid = TypeVar("Grid", bound=Any)  # an array, of numpy or of torch
 WORD = 8  # bytes
@@ -30,8 +29,12 @@ ROW = 4096  # words
 class Rows:
     """How a tensor is cut into rows.
 
-    dim: the dim that is cut; ``segment`` of its indices, with everything behind them, are a row.
-    inner: elements behind one index of it. per: elements in a word.
+    Attributes:
+        shape: Shape of the tensor.
+        dim: The dim that is cut.
+        segment: Indices of that dim that make up a row, with everything behind them.
+        inner: Elements behind one index of that dim.
+        per: Elements per word.
     """
 
     shape: Shape
@@ -42,13 +45,13 @@ class Rows:
 
     @property
     def across(self) -> int:
-        """Rows in one index of the dims before ``dim``."""
+        """Count the rows in one index of the dims before ``dim``."""
         return -(-self.shape[self.dim] // self.segment)
 
 
 @lru_cache(1024)
 def rows_of(shape: Shape, width: int) -> Rows:
-    """The rows of a tensor with elements of 1, 2, 4 or 8 bytes and at least one dim."""
+    """Return the rows of a tensor with elements of 1, 2, 4 or 8 bytes and at least one dim."""
     per = WORD // width
     most, inner, dim = ROW * per, 1, len(shape) - 1
     while dim and inner * shape[dim] <= most:
@@ -56,15 +59,21 @@ def rows_of(shape: Shape, width: int) -> Rows:
         dim -= 1
     segment = min(shape[dim], most // inner)
     if per < segment < shape[dim]:
-        segment -= segment % per  # rows of whole words, whatever the dims behind are
+        segment -= segment % per  # rows of complete words, whatever the dims behind are
     return Rows(shape, dim, segment, inner, per)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """What a box has of ``count`` rows beside each other, from the one numbered ``row`` on, in each of its
-    indices of the dims before the cut one: ``length`` indices of the cut dim, from the one numbered
-    ``skipped`` of a row on. at: its first index of that dim, counted within the box."""
+    """A box's part of ``count`` neighbouring rows, in each of its indices of the dims before the cut one.
+
+    Attributes:
+        row: Number of the first row.
+        skipped: First index of the cut dim, counted within a row.
+        count: Number of rows.
+        length: Indices of the cut dim per row.
+        at: First index of the cut dim, counted within the box.
+    """
 
     row: int
     skipped: int
@@ -74,20 +83,22 @@ class RowSpan:
 
 
 class RowLayout:
-    """How a box of a tensor lies across its rows.
+    """How a box of a tensor is distributed over its rows.
 
-    behind: shape of the box in the dims behind the one that is cut. whole: whether that is all of them.
-    lead: indices of the box in the dims before.
+    Attributes:
+        behind: Shape of the box in the dims behind the one that is cut.
+        full: Whether the box has all of those dims.
+        lead: Indices of the box in the dims before.
     """
 
     def __init__(self, rows: Rows, box: Box) -> None:
         self.rows, self.box = rows, box
         self.behind = box.shape[rows.dim + 1 :]
-        self.whole = self.behind == rows.shape[rows.dim + 1 :]
+        self.full = self.behind == rows.shape[rows.dim + 1 :]
         self.lead = prod(box.shape[: rows.dim])
 
     def pieces(self) -> Iterator[RowSpan]:
-        """At most three: what is left of a row, whole rows, the beginning of one."""
+        """Yield at most three spans: the rest of a row, complete rows, the beginning of one."""
         segment, dim = self.rows.segment, self.rows.dim
         begin, end = self.box.offset[dim], self.box.offset[dim] + self.box.shape[dim]
         at = begin
@@ -99,7 +110,7 @@ class RowLayout:
             at += count * length
 
     def leads(self, some: slice) -> npt.NDArray[np.int64]:
-        """The first row of some of the box's indices in the dims before the cut one; [indices, 1]."""
+        """Return the first row of some of the box's indices in the dims before the cut one; [indices, 1]."""
         dim = self.rows.dim
         shape, box = self.rows.shape[:dim], Box(self.box.offset[:dim], self.box.shape[:dim])
         if dim < 2:
@@ -112,20 +123,24 @@ class RowLayout:
         return number[:, None] * self.rows.across
 
     def fits(self, begin: int, count: int) -> bool:
-        """Whether runs of the box begin and end where words do, in the tensor and in the box.
+        """Report whether runs of the box begin and end at word boundaries, in the tensor and in the box.
 
-        begin: where a piece begins in its rows, counted in elements. count: elements that it has of a row.
+        Args:
+            begin: Where a piece begins in its rows, elements.
+            count: Elements of the piece per row.
         """
         per, shape = self.rows.per, self.rows.shape
-        if self.whole:
+        if self.full:
             return begin % per == 0 and count % per == 0
         return all(n % per == 0 for n in (shape[-1], self.box.shape[-1], self.box.offset[-1]))
 
     def picked(self, piece: RowSpan, group: int) -> slice | npt.NDArray[np.int64]:
-        """Where in its rows a piece has elements, counted in groups of so many: of one, or of a word's where
-        the box fits."""
+        """Return the positions of a piece's elements in its rows, in groups of ``group`` elements.
+
+        A group is one element, or a word's elements where the box `fits`.
+        """
         rows, dim = self.rows, self.rows.dim
-        if self.whole:
+        if self.full:
             begin = piece.skipped * rows.inner
             return slice(begin // group, -(-(begin + piece.length * rows.inner) // group))
         behind, offset = rows.shape[dim + 1 :], self.box.offset[dim + 1 :]
@@ -135,7 +150,7 @@ class RowLayout:
 
 
 def blocks(values: Grid, most: int) -> Iterator[tuple[Grid, slice, slice]]:
-    """``values`` [lead, rows, elements] in parts of at most ``most`` rows; (part, its leads, its rows)."""
+    """Cut ``values`` [lead, rows, elements] into parts of at most ``most`` rows: (part, leads, rows)."""
     lead, rows, _ = values.shape
     each = max(1, min(rows, most))
     several = max(1, most // rows) if each == rows else 1
@@ -145,8 +160,8 @@ def blocks(values: Grid, most: int) -> Iterator[tuple[Grid, slice, slice]]:
             yield part, slice(a, a + part.shape[0]), slice(b, b + part.shape[1])
 
 
-def row_factors(number: npt.NDArray[np.int64]) -> tuple[Words, Words]:
-    """U0 and U1 of rows; number: [indices, rows], in order."""
+def row_factors(number: npt.NDArray[np.int64]) -> tuple[Qwords, Qwords]:
+    """Return U0 and U1 of rows; ``number`` is [indices, rows], in order."""
     first, last = int(number[0, 0]) // ROW, int(number[-1, -1]) // ROW
     if first == last:
         rows = page("row", first)[:, number - first * ROW]
@@ -160,8 +175,8 @@ def row_factors(number: npt.NDArray[np.int64]) -> tuple[Words, Words]:
 
 
 @lru_cache(64)
-def page(table: str, number: int) -> Words:
-    """A page of the multipliers of both lanes, [2, 4096]: of words, or (odd ones) of rows."""
+def page(table: str, number: int) -> Qwords:
+    """Return a page of the multipliers of both lanes, [2, 4096]: of words, or (odd ones) of rows."""
     start, size = number * ROW * WORD, ROW * WORD
     raw = [
         blake3(derive_key_context=f"ckptcore fingerprint 1 {table} {lane}").digest(size, seek=start)
@@ -169,13 +184,13 @@ def page(table: str, number: int) -> Words:
     ]
     numbers = np.frombuffer(b"".join(raw), "<u8").astype(np.uint64).reshape(2, ROW)
     if table == "row":
-        numbers |= np.uint64(1)  # what differs in one row alone is not lost here
+        numbers |= np.uint64(1)  # odd, so that a difference in one row alone is not lost
     numbers.flags.writeable = False
     return numbers
 
 
 def _element_numbers(shape: Shape, offset: Shape, extent: Shape) -> npt.NDArray[np.int64]:
-    """The row-major numbers of a box's indices, in order."""
+    """Return the row-major numbers of a box's indices, in order."""
     if prod(extent) == 1:
         return np.array([flat_start(shape, offset)])
     found = np.zeros(1, np.int64)

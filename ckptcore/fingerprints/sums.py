@@ -1,26 +1,27 @@
-"""Fingerprints: do two copies hold the same numbers, told without holding either?
+"""Fingerprint tensors, to compare copies without having both.
 
 A tensor's fingerprint is a sum over its elements, so that any partition into boxes, in any order, on any
-worker, adds up to the same; a checkpoint's is a digest over its tensors. Which format, topology, file split
-and tie the numbers lie in does not matter; names, dtypes, shapes and every bit do (NaN payloads, -0.0).
+worker, adds up to the same; a checkpoint's is a digest over its tensors. Format, topology, file split
+and ties do not matter; names, dtypes, shapes and every bit do (NaN payloads, -0.0).
 
-The sum. A tensor in row-major order is cut into *rows* (`Rows`): as many whole indices of one dim as make up
-at most 4096 words of 8 bytes. The elements of a row stand in its words as in little-endian memory, the last
-word filled up with zeros; a complex128 is two elements of 8 bytes. Modulo 2**64, over rows q and words r:
+The sum. A tensor in row-major order is cut into *rows* (`Rows`): as many complete indices of one dim as make
+up at most 4096 words of 8 bytes. The elements of a row fill its words as in little-endian memory, and zeros
+fill the rest of the last word. A complex128 is two elements of 8 bytes. Modulo 2**64, over rows q and words
+r:
 
     lane 0    sum of U0[q] * V0[r] * word[q, r]
     lane 1    sum of U1[q] * V1[r] * reversed[q, r], the word with its 8 bytes in reverse order
 
 Elements own distinct bits of their words, so both are sums over elements. U (odd) and V are fixed public
-numbers out of BLAKE3's extendable output, a stream a table.
+numbers from BLAKE3's extendable output, one stream per table.
 
-How probably do two different tensors of equal dtype and shape have equal sums, the numbers taken as random?
-Let v be the lowest bit in which they differ anywhere, counted within words, and w the same of the reversed
-words. Lane 0 misses the difference with probability at most (65 - v) / 2**(64 - v), lane 1 with w for v,
-independently. Unrelated numbers have v = w = 0: below 2**-115. The worst case is a difference in the
-highest bit of one and the same byte of words alone (signs of every fourth bfloat16, say): v + w = 70, below
-2**-48. That is proof against accidents. It is none against somebody who looks for two tensors with one sum:
-the multipliers are public. Files have BLAKE3 digests for that.
+The probability that two different tensors of equal dtype and shape have equal sums, with the numbers taken as
+random: let v be the lowest bit in which they differ anywhere, counted within words, and w the same of the
+reversed words. Lane 0 misses the difference with probability at most (65 - v) / 2**(64 - v), and lane 1
+independently with w for v. Unrelated numbers have v = w = 0: below 2**-115. The worst case is a difference in
+only the highest bit of one and the same byte of words (signs of every fourth bfloat16, for example):
+v + w = 70, below 2**-48. This protects against accidents. It does not protect against an attacker who
+constructs two tensors with one sum: the multipliers are public. Files have BLAKE3 digests for that.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.fingerprints.sum_weights import (
     ROW,
     WORD,
+    Qwords,
     RowLayout,
     Rows,
     RowSpan,
     Shape,
-    Words,
     blocks,
     page,
     row_factors,
@@ -55,16 +56,20 @@ Sum = tuple[int, int]  # the two lanes, each below 2**64
 Fingerprinted = tuple[str, str, Shape, str]  # (FQN, dtype, shape, fingerprint) of a tensor
 
 ZERO: Sum = (0, 0)
-ROOM = 512 << 10  # bytes of working memory that are put to use
+ROOM = 512 << 10  # bytes of working memory that are used
 _MASK = (1 << 64) - 1
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def box_sum(dtype: str, shape: Shape, box: Box, elements: Bytes, room: Bytes | None = None) -> Sum:
-    """What the elements ``box`` of a tensor add to its sum.
+    """Return what the elements ``box`` of a tensor add to its sum.
 
-    elements: their bytes, row-major over the box, little-endian. room: working memory, uint8, at least
-    64 KiB (`ROOM` is used if it is there); whatever is in it is lost.
+    Args:
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        box: The box.
+        elements: Bytes of its elements, row-major over the box, little-endian.
+        room: Working memory, uint8, at least 64 KiB (`ROOM` is used if available); it is overwritten.
     """
     if not len(elements):
         return ZERO
@@ -74,12 +79,12 @@ def box_sum(dtype: str, shape: Shape, box: Box, elements: Bytes, room: Bytes | N
     if width > WORD:
         shape, box = (*shape, 2), Box((*box.offset, 0), (*box.shape, 2))
         width = WORD
-    held = room[: len(room) // 2 // WORD * WORD * 2] if room is not None else np.empty(ROOM, np.uint8)
-    return _Box(rows_of(shape, width), box, elements.view(_UNITS[width]), held[:ROOM]).sum()
+    scratch = room[: len(room) // 2 // WORD * WORD * 2] if room is not None else np.empty(ROOM, np.uint8)
+    return _Box(rows_of(shape, width), box, elements.view(_UNITS[width]), scratch[:ROOM]).sum()
 
 
 def add(one: Sum, other: Sum) -> Sum:
-    """The sum of two disjoint parts of a tensor.
+    """Return the sum of two disjoint parts of a tensor.
 
     >>> add((1, (1 << 64) - 1), (2, 3))
     (3, 2)
@@ -88,18 +93,18 @@ def add(one: Sum, other: Sum) -> Sum:
 
 
 def pack(sums: Iterable[Sum]) -> bytes:
-    """Sums as 16 bytes each, both lanes little-endian: a large job has millions of them."""
+    """Pack sums as 16 bytes each, both lanes little-endian: a large job has millions of them."""
     return b"".join(lane.to_bytes(WORD, "little") for total in sums for lane in total)
 
 
 def tensor_fingerprint(dtype: str, shape: Shape, total: Sum) -> str:
-    """The fingerprint of a whole tensor, hex: BLAKE3 over its dtype, shape and sum."""
+    """Return the fingerprint of a full tensor, hex: BLAKE3 over its dtype, shape and sum."""
     lanes = [f"{lane:016x}" for lane in total]
     return _keyed_digest("tensor", [dtype, [int(n) for n in shape], lanes])
 
 
 def checkpoint_fingerprint(tensors: Iterable[Fingerprinted]) -> str:
-    """The fingerprint of a checkpoint of these tensors, hex, in whatever order they come."""
+    """Return the fingerprint of a checkpoint of these tensors, hex, in any order."""
     rows = sorted([fqn, dtype, [int(n) for n in shape], found] for fqn, dtype, shape, found in tensors)
     return _keyed_digest("checkpoint", rows)
 
@@ -110,10 +115,13 @@ def map_digest(
     ties: Iterable[tuple[str, str]],
     made: tuple[str, Iterable[Sequence[Any]]] = ("", ()),
 ) -> str:
-    """What was done to names on the way from a source to what a fingerprint is of, hex.
+    """Return the digest of the changes of names between a source and what a fingerprint covers, hex.
 
-    renamed: (old, new). dropped: tensors that do not go on. ties: (dropped, kept). made: the digest of a map
-    of names, and what it made, as JSON has it; nothing where there was none.
+    Args:
+        renamed: (old, new) names.
+        dropped: Tensors that are not written.
+        ties: (dropped, kept) names.
+        made: The digest of a map of names, and the tensors that it made, in JSON form; empty without a map.
     """
     done = [sorted(map(list, renamed)), sorted(set(dropped)), sorted(map(list, ties))]
     rules, tensors = made
@@ -123,7 +131,7 @@ def map_digest(
 
 
 class _Box:
-    """One box of a tensor while it is summed."""
+    """One box of a tensor during its sum."""
 
     def __init__(self, rows: Rows, box: Box, elements: npt.NDArray[Any], room: Bytes) -> None:
         self._rows, self._cut = rows, RowLayout(rows, box)
@@ -132,30 +140,30 @@ class _Box:
         self._total = ZERO
 
     def sum(self) -> Sum:
-        """Both lanes."""
+        """Return both lanes."""
         for piece in self._cut.pieces():
             part = self._elements[:, piece.at : piece.at + piece.count * piece.length]
             self._piece(piece, part.reshape(len(part), piece.count, -1))
         return self._total
 
     def _piece(self, piece: RowSpan, values: npt.NDArray[Any]) -> None:
-        """Adds a piece; values: [lead, rows, elements]."""
+        """Add a piece, ``values`` [lead, rows, elements]."""
         rows, row, length = self._rows, piece.row, piece.length
         begin, per = piece.skipped * rows.inner, rows.per
         first, end = begin // per, -(-(begin + length * rows.inner) // per)
         fits = self._cut.fits(begin, values.shape[2])
         picked = self._cut.picked(piece, per) if fits else slice(first, end)
         factors = tuple(v[picked] for v in page("word", 0))
-        words = len(factors[0])
-        ready = fits and values.view(np.uint64).flags.aligned  # words as they are, to be read in place
+        count = len(factors[0])
+        ready = fits and values.view(np.uint64).flags.aligned  # words that can be read in place
         laid, swapped = (self._room[:0], self._room) if ready else np.split(self._room, 2)
-        for group, lead, across in blocks(values, ROW):  # so many rows have their multipliers at once
+        for group, lead, across in blocks(values, ROW):  # rows whose multipliers are made at once
             one, two = np.empty((2, *group.shape[:2]), np.uint64)
-            for some, *where in blocks(group, len(swapped) // words):
+            for some, *where in blocks(group, len(swapped) // count):
                 if fits:
                     block = some.view(np.uint64) if ready else _copied(some, laid)
                 else:
-                    block = self._lay(some, laid, words, begin - first * per, length)
+                    block = self._lay(some, laid, count, begin - first * per, length)
                 turned = swapped[: block.size].reshape(block.shape)
                 np.copyto(turned, block.view(">u8"))
                 np.einsum("ijk,k->ij", block, factors[0], out=one[*where])
@@ -164,11 +172,11 @@ class _Box:
             u0, u1 = row_factors(number)
             self._total = add(self._total, (int((one * u0).sum()), int((two * u1).sum())))
 
-    def _lay(self, some: npt.NDArray[Any], room: Words, words: int, begin: int, length: int) -> Words:
-        """Rows of zeros with the values at their places: for boxes that do not lie on words."""
+    def _lay(self, some: npt.NDArray[Any], room: Qwords, count: int, begin: int, length: int) -> Qwords:
+        """Return rows of zeros with the values at their positions, for boxes that are not word-aligned."""
         rows, kept = self._rows, self._cut.behind
         behind, offset = rows.shape[rows.dim + 1 :], self._cut.box.offset[rows.dim + 1 :]
-        laid = room[: some.shape[0] * some.shape[1] * words].reshape(*some.shape[:2], words)
+        laid = room[: some.shape[0] * some.shape[1] * count].reshape(*some.shape[:2], count)
         laid[...] = 0
         inside = laid.view(some.dtype)[:, :, begin : begin + length * rows.inner]
         target = inside.reshape(*some.shape[:2], length, *behind)
@@ -178,23 +186,23 @@ class _Box:
 
 
 def _one_row(elements: Bytes) -> Sum:
-    """The sum of a whole tensor that is not more than one row: most tensors are."""
+    """Return the sum of a full tensor of at most one row: most tensors are."""
     if len(elements) % WORD:
         elements = np.concatenate([elements, np.zeros(-len(elements) % WORD, np.uint8)])
-    words = elements.view(np.uint64)
-    if not words.flags.aligned:
-        words = words.copy()
+    qwords = elements.view(np.uint64)
+    if not qwords.flags.aligned:
+        qwords = qwords.copy()
     v, u = page("word", 0), page("row", 0)
-    one = int(np.dot(words, v[0, : len(words)]))
-    two = int(np.dot(words.byteswap(), v[1, : len(words)]))
+    one = int(np.dot(qwords, v[0, : len(qwords)]))
+    two = int(np.dot(qwords.byteswap(), v[1, : len(qwords)]))
     return one * int(u[0, 0]) & _MASK, two * int(u[1, 0]) & _MASK
 
 
-def _copied(some: npt.NDArray[Any], room: Words) -> Words:
-    """The same bytes as words that lie where the machine likes them."""
-    words = some.view(np.uint64)
-    copy = room[: words.size].reshape(words.shape)
-    np.copyto(copy, words)
+def _copied(some: npt.NDArray[Any], room: Qwords) -> Qwords:
+    """Return the same bytes as aligned words."""
+    qwords = some.view(np.uint64)
+    copy = room[: qwords.size].reshape(qwords.shape)
+    np.copyto(copy, qwords)
     return copy
 
 

@@ -162,8 +162,8 @@ def open_source(
         url: Local path or URL.
         recover: Whether an unfinished save may be read as it is.
         keep_quantized: Whether quantised weights keep their stored form.
-        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for what the
-            format prefers.
+        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for the
+            preferred one.
 
     Raises:
         SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.

@@ -30,8 +30,8 @@ class Source:
         listing: Relative path -> size in bytes.
         recover: Whether an unfinished save may be read as it is.
         keep_quantized: Whether quantised weights keep their stored form.
-        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for what the
-            format prefers.
+        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for the
+            preferred one.
         seen: Relative path -> state of the file when it was listed. Empty for a folder below the opened one.
     """
 

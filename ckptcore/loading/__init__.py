@@ -1,8 +1,8 @@
-"""Fill live state: read a checkpoint into the tensors of a running program, each rank its own boxes.
+"""Load a checkpoint into the tensors of a running program, each rank its own boxes.
 
-Knows reading and topology; calls torch, no collectives, and writes no file.
+Depends on reading and topology; calls torch, but no collectives, and writes no file.
 
-- `load_into.load_into` is the verb.
-- `live_state` finds tensors in a state dict, `live_tensors` says which boxes a (D)Tensor holds,
-  `plain_values` takes over what is no tensor.
+- `load_into.load_into` is the entry point.
+- `live_state` finds tensors in a state dict, `live_tensors` computes which boxes a (D)Tensor holds,
+  `plain_values` restores what is not a tensor.
 """

@@ -1,8 +1,8 @@
-"""Live state: which leaves does a caller's state dict have, and where does a new value of each go?
+"""Find the leaves of a caller's state dict, and where a new value of each goes.
 
-Leaves and their names are those of `torch.distributed.checkpoint`, so that what it saved is found again:
-dicts are entered, and lists that hold tensors or dicts; what has ``state_dict`` and ``load_state_dict`` is
-entered through the first, and given its state through the second when everything is there.
+Leaves and their names are those of `torch.distributed.checkpoint`, so that what it saved is found again.
+Dicts are entered, and lists that hold tensors or dicts. An object with ``state_dict`` and ``load_state_dict``
+is entered through the first, and gets its state through the second when everything is loaded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ Put = Callable[[Any], None]
 
 @dataclass(slots=True)
 class LiveLeaf:
-    """A tensor, or a value that is replaced as a whole.
+    """A tensor, or a value that is replaced as a unit.
 
-    put: stores another value in its place; None where the container takes none. owner: the object with
-    ``load_state_dict`` that it belongs to, if any.
+    Attributes:
+        fqn: Its name.
+        value: The current value.
+        put: Stores another value in its place; None where the container accepts none.
+        owner: The object with ``load_state_dict`` that it belongs to, if any.
     """
 
     fqn: str
@@ -34,19 +37,17 @@ class LiveLeaf:
 
 @dataclass(slots=True)
 class LiveState:
-    """The leaves of a state dict.
-
-    finish: what is to be called when all of them are filled, in order.
-    """
+    """The leaves of a state dict, and the calls (``finish``) to make, in order, when all are filled."""
 
     leaves: list[LiveLeaf] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
 def live_state(state_dict: Mapping[str, Any]) -> LiveState:
-    """Every leaf of a state dict; objects are asked for their state, nothing is changed.
+    """Return every leaf of a state dict; objects return their state, and nothing is changed.
 
-    Raises `NameMismatch` where two leaves have one name.
+    Raises:
+        NameMismatch: Two leaves have one name.
     """
     state = LiveState()
     _enter(state, state_dict, "", None)
@@ -60,7 +61,7 @@ def live_state(state_dict: Mapping[str, Any]) -> LiveState:
 
 
 def stateful(value: Any) -> bool:
-    """Whether a value gives and takes its state, as `torch.distributed.checkpoint.stateful.Stateful` does."""
+    """Report whether a value is like `torch.distributed.checkpoint.stateful.Stateful`."""
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     )
@@ -68,7 +69,7 @@ def stateful(value: Any) -> bool:
 
 def _enter(state: LiveState, values: Mapping[Any, Any], path: str, owner: Any) -> None:
     into = values if isinstance(values, MutableMapping) else None
-    # torch gives objects their state in the order of their names.
+    # torch loads the objects' states in the order of their names.
     items = list(values.items())
     for key, value in items if path else sorted(items, key=lambda item: str(item[0])):
         put = None if into is None else _setter(into, key)
@@ -84,7 +85,7 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
         inside = value.state_dict()
         if not isinstance(inside, Mapping):
             raise UsageError(
-                f"cannot load into {path}: its state_dict() is no mapping (got {type(inside).__name__})",
+                f"cannot load into {path}: its state_dict() must be a mapping (got {type(inside).__name__})",
                 hint="Try to return a dict of tensors and plain values.",
             )
         _enter(state, inside, path, value)
@@ -102,7 +103,7 @@ def _enter_sequence(state: LiveState, values: Sequence[Any], path: str, put: Put
     takes = isinstance(values, list) or put is not None
     for place, value in enumerate(list(items)):
         _visit(state, value, f"{path}.{place}", _setter(items, place) if takes else None, owner)
-    if isinstance(values, tuple) and put is not None:  # built again, where something in it was replaced
+    if isinstance(values, tuple) and put is not None:  # rebuilt if an item was replaced
 
         def rebuild() -> None:
             if any(a is not b for a, b in zip(items, values, strict=True)):
@@ -112,7 +113,7 @@ def _enter_sequence(state: LiveState, values: Sequence[Any], path: str, put: Put
 
 
 def _holds(values: Sequence[Any], kinds: tuple[type, ...]) -> bool:
-    """Whether a sequence is entered: it holds such a value, at any depth of sequences."""
+    """Report whether a sequence is entered: it holds such a value, at any depth of sequences."""
     return any(isinstance(v, kinds) or (isinstance(v, (list, tuple)) and _holds(v, kinds)) for v in values)
 
 

@@ -1,7 +1,7 @@
-"""Live tensors: which memory of this rank is to be filled, with which boxes of the stored tensor?
+"""Find which memory of this rank to fill with which boxes of the stored tensor.
 
-Every kind of tensor is either known here or refused before anything is filled: what torch would write to in
-another way (sparse, quantised, fake, expanded), or what no memory stands for.
+Every kind of tensor is either supported here or refused before anything is filled: kinds that torch writes to
+in another way (sparse, quantised, fake, expanded), or that have no memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ Piece = tuple["torch.Tensor", Box]
 
 
 def pieces(fqn: str, tensor: Any) -> list[Piece]:
-    """This rank's memory of a tensor, in pieces, each with its box of the whole one; empty for a rank that
-    holds nothing of it.
+    """Return this rank's memory of a tensor, in pieces, each with its box of the full tensor.
 
-    Raises `UsageError` for a kind of tensor that cannot be filled, `NameMismatch` for one that contradicts
-    itself.
+    The list is empty for a rank that holds nothing of it.
+
+    Raises:
+        UsageError: This kind of tensor cannot be filled.
+        NameMismatch: The tensor contradicts its own metadata.
     """
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
@@ -39,12 +41,12 @@ def pieces(fqn: str, tensor: Any) -> list[Piece]:
     except (UsageError, NameMismatch) as error:
         raise type(error)(
             f"cannot load into {fqn}: {error.message}",
-            hint="Try a tensor with memory of its own for what this rank holds.",
+            hint="Try a tensor with memory of its own for this rank's part.",
         ) from error
 
 
 def require_cast(fqn: str, stored: str, tensor: Any) -> None:
-    """Raises `UnsupportedDtype` where torch does not copy values of a stored dtype into this tensor."""
+    """Raise `UnsupportedDtype` where torch does not copy values of a stored dtype into this tensor."""
     import torch
 
     source = getattr(torch, stored)
@@ -60,14 +62,14 @@ def require_cast(fqn: str, stored: str, tensor: Any) -> None:
 
 
 def on_meta(tensor: Any) -> bool:
-    """Whether a tensor has to be replaced; of a ShardedTensor, `pieces` looks at the shards."""
+    """Report whether a tensor must be replaced; for a ShardedTensor, `pieces` checks the shards."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     return not isinstance(tensor, ShardedTensor) and bool(tensor.is_meta)
 
 
 def on_memory(tensor: Any) -> Any:
-    """An empty tensor like a meta one, where `torch.distributed.checkpoint` would put it."""
+    """Return an empty tensor like a meta one, where `torch.distributed.checkpoint` would put it."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -99,17 +101,17 @@ def _current_device() -> torch.device:
 
 
 def _shards(fqn: str, tensor: Any) -> list[Piece]:
-    """One piece a local shard; the shard of a shard lies where both say."""
+    """Return one piece per local shard; the offsets of a shard within a shard add up."""
     found: list[Piece] = []
     for shard in tensor.local_shards():
         offset, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
-        if tuple(shard.tensor.shape) != sizes or not Box.whole(tuple(tensor.size())).contains(
+        if tuple(shard.tensor.shape) != sizes or not Box.full(tuple(tensor.size())).contains(
             Box(offset, sizes)
         ):
             raise NameMismatch(
-                f"cannot load into {fqn}: its shard at {list(offset)} of {list(tensor.size())} is told to be "
-                f"{list(sizes)}, and is {list(shard.tensor.shape)}",
-                hint="Try a ShardedTensor whose shards are what its metadata says.",
+                f"cannot load into {fqn}: its shard at {list(offset)} of {list(tensor.size())} must be "
+                f"{list(sizes)} (got {list(shard.tensor.shape)})",
+                hint="Try a ShardedTensor whose shards match its metadata.",
             )
         found += [
             (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor)
@@ -118,7 +120,7 @@ def _shards(fqn: str, tensor: Any) -> list[Piece]:
 
 
 def require_kind(fqn: str, tensor: Any) -> None:
-    """Raises `UsageError` for a tensor whose memory cannot be filled; None is none."""
+    """Raise `UsageError` for a tensor whose memory cannot be filled; None passes."""
     import torch
     from torch._subclasses import FakeTensor
 
@@ -130,7 +132,7 @@ def require_kind(fqn: str, tensor: Any) -> None:
     elif torch.nn.parameter.is_lazy(tensor):
         reason = "its parameter has no shape yet"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        reason = f"nothing is known of the memory of a {type(tensor).__name__}"
+        reason = f"the memory layout of {type(tensor).__name__} is unknown"
     elif tensor.is_quantized:
         reason = f"it is quantised ({tensor.dtype})"
     elif tensor.is_nested or tensor.layout != torch.strided:
@@ -138,7 +140,7 @@ def require_kind(fqn: str, tensor: Any) -> None:
     elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         reason = "several of its elements share one place in memory (an expanded tensor)"
     elif tensor.is_inference() and not torch.is_inference_mode_enabled():
-        reason = "it was made in inference mode, and is not to be changed outside"
+        reason = "it was made in inference mode, and cannot be changed outside"
     if reason:
         raise UsageError(
             f"cannot load into {fqn}: {reason}",

@@ -1,7 +1,7 @@
-"""Loading: how does a live, possibly sharded, state dict get its values from a checkpoint, all or none?
+"""Load values from a checkpoint into a live, possibly sharded, state dict, all or none.
 
-Three steps: name what every leaf is to get and prove that it is there and fits; fill memory; give objects the
-state that was filled. What can be refused is refused in the first, where nothing has changed yet.
+Three steps: find the value of every leaf and prove that it exists and fits; fill memory; pass objects the
+filled state. Every refusal is in the first step, where nothing has changed yet.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ _log = logging.getLogger("ckptcore")
 
 @dataclass(slots=True)
 class _Plan:
-    """What each leaf gets. tensors: (leaf, row of its tensor). values: (leaf, JSON form of its value).
-    missing: names that the checkpoint lacks. unbuilt: name -> what its value holds that is not built."""
+    """The value of each leaf.
+
+    Attributes:
+        tensors: (leaf, row of its tensor).
+        values: (leaf, JSON form of its value).
+        missing: Names that the checkpoint lacks.
+        unbuilt: Name -> what its value holds that cannot be built.
+    """
 
     tensors: list[tuple[LiveLeaf, int]] = field(default_factory=list)
     values: list[tuple[LiveLeaf, Any]] = field(default_factory=list)
@@ -40,7 +46,7 @@ class _Plan:
 def load_into(
     manifest: Manifest, state_dict: Mapping[str, Any], *, prefix: str, strict: bool, verify: bool
 ) -> list[str]:
-    """Fills a live state dict; see `ckptcore.load_into`."""
+    """Fill a live state dict; see `ckptcore.load_into`."""
     state = live_state(state_dict)
     require_readable(manifest, [prefix + leaf.fqn for leaf in state.leaves])
     plan = _plan(manifest, state, prefix)
@@ -51,8 +57,8 @@ def load_into(
     store = open_store(manifest.root)
     filler = Filler(manifest, store, verify)
     try:
-        # What is built anew comes first: until then, a checksum that fails has changed nothing.
-        values = [(leaf, built(form, partial(_whole_tensor, manifest, filler))) for leaf, form in plan.values]
+        # New values come first: until then, a wrong checksum has changed nothing.
+        values = [(leaf, built(form, partial(_full_tensor, manifest, filler))) for leaf, form in plan.values]
         for row, filled in parts:
             for local, want in filled:
                 if want.numel:
@@ -99,12 +105,12 @@ def _plan(manifest: Manifest, state: LiveState, prefix: str) -> _Plan:
 
 
 def _require_all(plan: _Plan, count: int, strict: bool) -> None:
-    """That every leaf gets a value; what does not is logged where that is allowed."""
+    """Require that every leaf gets a value; without ``strict``, log the leaves that do not."""
     if plan.missing and strict:
         raise NameMismatch(
             f"cannot load {len(plan.missing)} of {count} values: not in the checkpoint: "
             f"{some(plan.missing, 5)}",
-            hint="Try prefix= for names that have more in front, or strict=False to leave them as they are.",
+            hint="Try prefix= for names with a common prefix, or strict=False to leave them as they are.",
             missing=plan.missing,
         )
     for leaf, form in plan.values:
@@ -117,16 +123,16 @@ def _require_all(plan: _Plan, count: int, strict: bool) -> None:
         refused = [f"{name} ({what})" for name, what in plan.unbuilt.items()]
         raise NameMismatch(
             f"cannot load {len(refused)} of {count} values: refused by the reader: {some(refused, 5)}",
-            hint="Try to take them out of the state dict, or strict=False to leave them as they are.",
+            hint="Try to remove them from the state dict, or strict=False to leave them as they are.",
             missing=[*plan.unbuilt],
         )
     if plan.missing or plan.unbuilt:
         left = [*plan.missing, *plan.unbuilt]
-        _log.warning("left as they are, because the checkpoint has no value for them: %s", ", ".join(left))
+        _log.warning("not loaded, because the checkpoint has no value for them: %s", ", ".join(left))
 
 
 def _require_fit(manifest: Manifest, plan: _Plan) -> None:
-    """That everything to be filled can be, and that every element of it is in the checkpoint."""
+    """Require that everything can be filled, and that every element of it is in the checkpoint."""
     import torch
 
     for leaf, row in plan.tensors:
@@ -135,7 +141,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
             pieces(leaf.fqn, leaf.value)
         elif leaf.put is None or isinstance(leaf.owner, torch.nn.Module):
             raise UsageError(
-                f"cannot load into {leaf.fqn}: it is a meta tensor, and its holder takes no other",
+                f"cannot load into {leaf.fqn}: it is a meta tensor, and its container accepts no other",
                 hint="Try module.to_empty(device=...) first.",
             )
         here = list(leaf.value.size())
@@ -148,7 +154,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
     fixed = [leaf.fqn for leaf, _ in plan.values if leaf.put is None]
     if fixed:
         raise UsageError(
-            f"cannot load {some(fixed)}: the container takes no new value",
+            f"cannot load {some(fixed)}: the container accepts no new value",
             hint="Try a dict or a list around it.",
         )
     inside = [manifest.index[n] for n in sorted(_referenced_names(plan)) if n in manifest.index]
@@ -156,7 +162,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
 
 
 def _require_no_meta(leaves: Sequence[LiveLeaf]) -> None:
-    """That objects took the memory which they were given for their meta tensors."""
+    """Require that objects accepted the memory that they got for their meta tensors."""
     import torch
 
     owners = {id(leaf.owner): leaf.owner for leaf in leaves if leaf.owner is not None}
@@ -174,18 +180,18 @@ def _require_no_meta(leaves: Sequence[LiveLeaf]) -> None:
 
 
 def _referenced_names(plan: _Plan) -> set[str]:
-    """Names of tensors that stand in plain values."""
+    """Return the names of tensors inside plain values."""
     return {name for _, form in plan.values for name in references(form)}
 
 
-def _whole_tensor(manifest: Manifest, filler: Filler, name: str) -> Any:
-    """A tensor that stands in a plain value, built anew."""
+def _full_tensor(manifest: Manifest, filler: Filler, name: str) -> Any:
+    """Build a tensor that is inside a plain value."""
     import torch
 
     row = manifest.index[name]
     spec = manifest.tensors[row]
     out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    want = Box.whole(spec.shape)
+    want = Box.full(spec.shape)
     if want.numel:
         filler.fill(row, want, out)
     return out

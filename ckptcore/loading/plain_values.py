@@ -1,7 +1,8 @@
-"""Plain values: which one does a checkpoint have under a name, and what is it in Python?
+"""Find the plain value of a name in a checkpoint, and build it in Python.
 
-One format keeps every leaf as an object of its own, another whole dicts: a name may be that of an object, or
-lead into one. Values are built of a closed set of kinds; a class from the checkpoint is never looked up.
+One format keeps every leaf as an object of its own, another complete dicts: a name may be that of an object,
+or a path into one. Values are built from a closed set of kinds; a class from the checkpoint is never looked
+up.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ ReadTensor = Callable[[str], Any]
 
 
 class NotBuilt(Exception):
-    """A value is, or holds, something that no plain value stands for; the text names it."""
+    """A value is, or holds, something that cannot be built as a plain value; the text names it."""
 
 
 def find(objects: Forms, fqn: str) -> tuple[str, Any] | None:
-    """(key of the object, JSON form) of what a checkpoint has under a name; None where it has nothing.
+    """Return (key of the object, JSON form) of a name in a checkpoint; None where it has nothing.
 
-    Raises `NotBuilt` where the object there was refused, or could not be read.
+    Raises:
+        NotBuilt: The object there was refused, or could not be read.
     """
     at = len(fqn)
     while at > 0:
@@ -46,12 +48,12 @@ def find(objects: Forms, fqn: str) -> tuple[str, Any] | None:
 
 
 def built(form: Any, read: ReadTensor) -> Any:
-    """The value of a JSON form; read: gives the tensor of a name. Raises `NotBuilt`."""
+    """Build the value of a JSON form; ``read`` returns the tensor of a name. Raises `NotBuilt`."""
     return _built(decode(form), read)
 
 
 def _within(form: Any, rest: str) -> Iterator[tuple[Any]]:
-    """What lies under a path in a form; keys may have dots in them, so there may be several ways."""
+    """Yield what is under a path in a form; keys may contain dots, so there may be several."""
     if not rest:
         yield (form,)
         return

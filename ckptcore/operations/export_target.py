@@ -29,7 +29,7 @@ from ckptcore.formats import by_name
 from ckptcore.operations.discover import matches, step_and_run
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path
-from ckptcore.utils.text import shown as quoted
+from ckptcore.utils.text import short_repr as quoted
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

@@ -348,7 +348,7 @@ def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
             error = error or found
         else:
             return root.uri
-    raise error or UsageError(f"cannot delete {source.uri}: it does not lie below a watched root")
+    raise error or UsageError(f"cannot delete {source.uri}: it is not below a watched root")
 
 
 def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.planning import transformers_process
-from ckptcore.utils.text import listed, shown
+from ckptcore.utils.text import listed, short_repr
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that count modules: each module has a tensor of its own, or a row of one.
@@ -141,7 +141,7 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
         name = max(counts, key=counts.__getitem__, default="")
         if name and counts[name] > max(most, _ALWAYS_POSSIBLE):
             raise UsageError(
-                f"{label}: config.json says {name} = {shown(counts[name])}, "
+                f"{label}: config.json says {name} = {short_repr(counts[name])}, "
                 f"the checkpoint has {most} at most",
                 hint="name the folder of the model that was trained, or leave --config out",
             )
@@ -149,7 +149,7 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
         experts = max((n for name, n in counts.items() if _EXPERTS.search(name)), default=1)
         if max(layers, 1) * max(experts, 1) > together:
             raise UsageError(
-                f"{label}: config.json says {shown(layers)} layers of {shown(experts)} experts, "
+                f"{label}: config.json says {short_repr(layers)} layers of {short_repr(experts)} experts, "
                 f"the checkpoint's tensors have {together} rows",
                 hint="name the folder of the model that was trained, or leave --config out",
             )

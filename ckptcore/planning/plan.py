@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from ckptcore.core import columnar_file as frame
 from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.core.subset import told_of
+from ckptcore.core.subset import describe_derived
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import DamagedCheckpoint, MalformedCheckpoint, SourceChanged
 from ckptcore.formats.base import Arrangement, Layout
@@ -213,7 +213,7 @@ def make_plan(
         sum(r.nbytes for r in rows),
         digest.hexdigest(),
         tuple(extra),
-        tuple((manifest.tensors[t].fqn, told_of(manifest, t)) for t in sorted(manifest.derived)),
+        tuple((manifest.tensors[t].fqn, describe_derived(manifest, t)) for t in sorted(manifest.derived)),
         len(manifest.items),
     )
     return plan, plans

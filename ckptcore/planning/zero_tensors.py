@@ -79,7 +79,7 @@ def _count(source: Manifest, row: int, records: Records) -> int:
     itemsize = BY_NAME[spec.dtype].itemsize
     scratch = np.empty(_TILE, np.uint8)
     with closing(BoxReader(source, row, records)) as reader:
-        for box in Box.whole(spec.shape).tiles(_TILE // itemsize) if spec.numel else ():
+        for box in Box.full(spec.shape).tiles(_TILE // itemsize) if spec.numel else ():
             data = np.empty(box.numel * itemsize, np.uint8)
             reader.read(box, tile_view(data, box.shape, spec.dtype), scratch)
             found += _nonzero_count(data, spec.dtype)

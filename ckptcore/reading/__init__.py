@@ -1,13 +1,13 @@
 """Read boxes of stored tensors into buffers, verified on the way.
 
-Knows manifests (`ckptcore.core`), envelopes and codecs (`ckptcore.encodings`), and stores; no format by
-name, and no plan. In DCP's words: a `payload.StoredChunk` is an entry of ``storage_data`` with its
+Depends on manifests (`ckptcore.core`), envelopes and codecs (`ckptcore.encodings`), and stores; on no format
+and no plan. In DCP's terms, a `payload.StoredChunk` is an entry of ``storage_data`` with its
 ``ChunkStorageMetadata``.
 
 - `payload.resolve` finds a chunk's bytes inside its item; `gather` and `interleave` copy a box of them into
   a tile.
 - `chunk_reader.ChunkReader` reads boxes from a table of chunks, and compares copies; `box_reader.BoxReader`
   does so for one tensor of a manifest, stored or computed; `state_dict` into torch tensors.
-- `checksums.Records` knows which stored records were proven. `casting` changes dtypes. `equality` compares
+- `checksums.Records` tracks which stored records are verified. `casting` changes dtypes. `equality` compares
   bits.
 """

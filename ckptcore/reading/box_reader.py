@@ -1,6 +1,6 @@
 """Read any box of one tensor of a manifest, stored or computed, verified on the way.
 
-A reader belongs to one tensor and may be asked for its boxes by several threads.
+A reader serves one tensor; several threads may request its boxes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class BoxReader:
     """Reads one tensor of a manifest.
 
     Args:
-        manifest: The checkpoint's.
+        manifest: The checkpoint's manifest.
         row: The tensor's number in it.
-        records: Of the checkpoint.
-        once: Whether every element is asked for once at most, so that a chunk can be forgotten when all of
-            it was read; otherwise chunks are kept until `close`.
-        copies: Whether copies are compared.
+        records: The checkpoint's records.
+        once: Whether every element is requested at most once, so that a chunk can be dropped after its last
+            element; otherwise chunks are kept until `close`.
+        copies: Whether to compare copies.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class BoxReader:
         self._node: Derived | None = manifest.derived.get(row)
         self._below: list[BoxReader] = []
         if self._node is not None:
-            assert manifest.inputs is not None  # whoever derives has inputs
+            assert manifest.inputs is not None  # a manifest with derived tensors has inputs
             self._below = [
                 BoxReader(manifest.inputs, i, records, once=False, copies=copies) for i in self._node.inputs
             ]
 
     def read(self, want: Box, tile: Tile, scratch: Bytes) -> None:
-        """Fill ``tile``, a row-major array over ``want``, as `tile_view` makes it.
+        """Fill ``tile``, a row-major array over ``want`` from `tile_view`.
 
         Args:
             want: Box of the tensor.
-            tile: Where its elements go.
+            tile: Receives its elements.
             scratch: Working memory; computed tensors take as much again.
 
         Raises:
-            DamagedCheckpoint: For holes, checksums that fail, and copies that differ.
+            DamagedCheckpoint: There are holes, wrong checksums, or copies that differ.
         """
         if self._node is not None:
             self._derive(self._node, want, tile, scratch)
@@ -62,13 +62,13 @@ class BoxReader:
             self._chunks.read(self._tensor, want, tile, scratch)
 
     def close(self) -> None:
-        """Forget every chunk."""
+        """Drop every chunk."""
         self._chunks.close()
         for reader in self._below:
             reader.close()
 
     def _derive(self, node: Derived, want: Box, tile: Tile, scratch: Bytes) -> None:
-        """Computes a box piece by piece, so that the inputs of a piece fit a buffer like ``scratch``."""
+        """Compute a box piece by piece, so that the inputs of a piece fit a buffer like ``scratch``."""
         function = FUNCTIONS[node.fn]
         dtypes = [reader._tensor.dtype for reader in self._below]
         itemsize = BY_NAME[self._tensor.dtype].itemsize
@@ -78,11 +78,11 @@ class BoxReader:
             inputs = []
             for reader, needed in zip(self._below, function.needs(box, node.params), strict=True):
                 dtype = reader._tensor.dtype
-                held = tile_view(
+                filled = tile_view(
                     np.empty(needed.numel * BY_NAME[dtype].itemsize, np.uint8), needed.shape, dtype
                 )
-                reader.read(needed, held, scratch)
-                inputs.append((held, dtype))
+                reader.read(needed, filled, scratch)
+                inputs.append((filled, dtype))
             start = flat_start(want.shape, box.within(want).offset) * itemsize
             target = flat[start : start + box.numel * itemsize]
             derive_into(node, box, inputs, target, self._tensor.dtype, "cpu", spare)
@@ -105,26 +105,26 @@ class _ManifestChunks:
         return COPY if row in self._copies else READ
 
     def asked(self, tensor: ChunkedTensor) -> Box:
-        return Box.whole(self._manifest.tensors[tensor.number].shape)
+        return Box.full(self._manifest.tensors[tensor.number].shape)
 
     def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
         manifest = self._manifest
         index, fqn = int(manifest.chunks.item[row]), tensor.fqn
         if index < 0:
-            message = f"{fqn}: a chunk has no place in any file"
+            message = f"{fqn}: a chunk is in no file"
             raise DamagedCheckpoint(message, findings=(finding("no-place", "cover", message, fqn=fqn),))
         item, view = manifest.items[index], view_of(manifest.chunks, row, len(shape))
         return StoredChunk(index, manifest.files[item.file].path, item, tensor.dtype, shape, view, fqn)
 
 
 def _repeated(manifest: Manifest, tensor: int) -> tuple[set[int], set[int]]:
-    """(copies: chunks with the box of an earlier one in another item, chunks that are named again)."""
-    chunks, copies, again = manifest.chunks, set[int](), set[int]()
+    """Return (rows of copies in other items, rows that repeat an earlier chunk's box and item)."""
+    chunks, copies, repeats = manifest.chunks, set[int](), set[int]()
     begin, end = (int(n) for n in chunks.first[tensor : tensor + 2])
     if end - begin > 1:
         seen: dict[bytes, int] = {}
         for row in range(begin, end):
             first = seen.setdefault(chunks.lo[row].tobytes() + chunks.shape[row].tobytes(), row)
             if first != row:
-                (again if chunks.item[first] == chunks.item[row] else copies).add(row)
-    return copies, again
+                (repeats if chunks.item[first] == chunks.item[row] else copies).add(row)
+    return copies, repeats

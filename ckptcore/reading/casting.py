@@ -1,7 +1,7 @@
-"""Casting and deriving: how do a tile's elements change dtype, or come from others, on which device?
+"""Cast a tile's elements to another dtype, or compute them from other tensors, on any device.
 
-Torch does it, with one exception: between float32 and bfloat16, the cast that nearly everybody asks for,
-numpy does the same to the bit. Importing torch takes about as long as casting 10 GB.
+Torch does this, with one exception: numpy casts between float32 and bfloat16, the most common cast, to the
+same bits. Importing torch takes about as long as casting 10 GB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ from ckptcore.errors import DeviceUnavailable
 def cast_into(
     tile: npt.NDArray[Any], dtype: str, target: npt.NDArray[np.uint8], target_dtype: str, device: str
 ) -> None:
-    """Casts a row-major tile of ``dtype`` (as same-width integers) into the bytes ``target``.
+    """Cast a row-major tile to another dtype, rounding to nearest, ties to even, like torch.
 
-    Rounds as torch rounds (to nearest, ties to even). Raises `DeviceUnavailable`.
+    Args:
+        tile: Elements of ``dtype``, as integers of the same width.
+        dtype: Dtype of the tile.
+        target: Receives the bytes.
+        target_dtype: Dtype to cast to.
+        device: Device that computes.
+
+    Raises:
+        DeviceUnavailable: torch cannot use the device.
     """
     plain = PLAIN.get((dtype, target_dtype))
     if plain is not None and device == "cpu" and "torch" not in sys.modules:
@@ -49,28 +57,37 @@ def derive_into(
     device: str,
     spare: npt.NDArray[np.uint8],
 ) -> None:
-    """Computes the elements ``box`` of a derived tensor from its inputs into the bytes ``target``.
+    """Compute the elements ``box`` of a derived tensor from its inputs.
 
-    inputs: row-major tiles over the boxes that `Function.needs` names, and their dtypes.
-    spare: room for the box in the function's own dtype, where ``target_dtype`` is another: it is left there.
-    Raises `DeviceUnavailable`.
+    Args:
+        node: How the tensor is computed.
+        box: Box of the derived tensor.
+        inputs: Row-major tiles over the boxes from `Function.needs`, and their dtypes.
+        target: Receives the bytes.
+        target_dtype: Dtype to cast to.
+        device: Device that computes.
+        spare: Room for the box in the function's own dtype, used if ``target_dtype`` differs. The uncast box
+            stays in it.
+
+    Raises:
+        DeviceUnavailable: torch cannot use the device.
     """
     torch = torch_on(device)
     function = FUNCTIONS[node.fn]
-    held = [
+    sources = [
         torch.from_numpy(tile.reshape(-1).view(np.uint8)).view(getattr(torch, dtype)).reshape(tile.shape)
         for tile, dtype in inputs
     ]
     kind = getattr(torch, function.dtype)
     into = torch.from_numpy(target).view(getattr(torch, target_dtype)).reshape(box.shape)
     if device != "cpu":
-        held = [t.to(device) for t in held]
+        sources = [t.to(device) for t in sources]
         out = torch.empty(box.shape, dtype=kind, device=device)
     elif target_dtype == function.dtype:
         out = into
     else:
         out = torch.from_numpy(spare).view(kind).reshape(box.shape)
-    function.fill(torch, box, held, node.params, out)
+    function.fill(torch, box, sources, node.params, out)
     if device != "cpu" and target_dtype != function.dtype:
         torch.from_numpy(spare).view(kind).reshape(box.shape).copy_(out)
     if out is not into:
@@ -78,8 +95,11 @@ def derive_into(
 
 
 def _round_to_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
-    """The upper halves, rounded to nearest, ties to even; a NaN becomes all ones, as torch's vector code has
-    it (aten/src/ATen/cpu/vec/vec512/vec512_bfloat16.h, `cvtfp32_bf16`)."""
+    """Round to the upper halves, to nearest, ties to even.
+
+    A NaN becomes all ones, as in torch's vector code (aten/src/ATen/cpu/vec/vec512/vec512_bfloat16.h,
+    `cvtfp32_bf16`).
+    """
     halves = target.view(np.uint16)
     room, odd = np.empty(_BLOCK, np.uint32), np.uint32(0x7FFF)
     for at in range(0, len(source), _BLOCK):
@@ -90,7 +110,7 @@ def _round_to_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) 
         np.add(sums, odd, out=sums)
         np.add(sums, bits, out=sums)
         np.right_shift(sums, 16, out=sums)
-        np.copyto(out, sums, casting="unsafe")  # narrowing is vectorised, taking every other half is not
+        np.copyto(out, sums, casting="unsafe")  # narrowing is vectorised, a copy of every other half is not
         values = bits.view(np.float32)
         if np.isnan(values.max()):
             out[np.isnan(values)] = 0xFFFF
@@ -102,7 +122,7 @@ def _widen_bfloat16(source: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> 
     halves[1::2] = source
 
 
-_BLOCK = 1 << 16  # elements: what a core keeps near
+_BLOCK = 1 << 16  # elements that fit a core's cache
 PLAIN: dict[tuple[str, str], Callable[[npt.NDArray[Any], npt.NDArray[np.uint8]], None]] = {
     ("float32", "bfloat16"): _round_to_bfloat16,
     ("bfloat16", "float32"): _widen_bfloat16,
@@ -111,7 +131,7 @@ PLAIN: dict[tuple[str, str], Callable[[npt.NDArray[Any], npt.NDArray[np.uint8]],
 
 @cache
 def torch_on(device: str) -> Any:
-    """torch, when it can use the device. One thread each: the workers are the parallelism."""
+    """Return torch, if it can use the device. One thread each: the workers are the parallelism."""
     import torch
 
     torch.set_num_threads(1)

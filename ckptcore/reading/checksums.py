@@ -1,8 +1,8 @@
-"""Verify stored records: which were read as a whole, and do they hold what their checksum says?
+"""Verify the checksums of stored records, including records that are read in parts.
 
-A record may be read in pieces, for several tensors, by several threads. What the pieces do not make
-up (a part that nobody asked for, a transpose that is read with gaps) is read once more at the end:
-whether damage is seen must not depend on how something was read.
+Several threads may read a record in pieces, for several tensors. Some pieces do not add up to the record: a
+part was not requested, or a transpose was read with gaps. Such a record is read once more at the end. Whether
+damage is detected must not depend on how the record was read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _UNTOUCHED, _UNPROVEN, _VERIFIED = 0, 1, 2
 
 
 class Records:
-    """The stored records of one checkpoint, and what their checksums have proven. Safe for threads.
+    """The stored records of one checkpoint, and which of them are verified. Safe for threads.
 
-    Memory: a byte an item, and what is known of records that are partly read.
+    Memory: one byte per item, and the pieces of partly read records.
 
     Args:
         store: The checkpoint's folder.
         items: How many items its manifest has.
-        verify: Whether checksums are looked at.
+        verify: Whether to check checksums.
         scratch: Folder for decoded items, None for the default.
     """
 
@@ -41,15 +41,15 @@ class Records:
 
     @property
     def unverified(self) -> int:
-        """Items that were read and could not be proven, for want of a checksum."""
+        """Count the items that were read without a checksum to verify them."""
         return self._state.count(_UNPROVEN)
 
     def verified(self, index: int) -> bool:
-        """Whether an item's checksum has been found right."""
+        """Report whether an item's checksum was verified."""
         return self._state[index] == _VERIFIED
 
     def pending(self, index: int) -> bool:
-        """Whether an item was read in part, so that `finish` has to read it."""
+        """Report whether an item was read in part, so that `finish` has to read it."""
         return index in self._partly
 
     def resolve(self, chunk: StoredChunk) -> Payload:
@@ -57,13 +57,13 @@ class Records:
         return resolve(chunk, self._store, self._scratch, self._decoded)
 
     def expect(self, chunk: StoredChunk) -> None:
-        """Asks for an item to be proven by `finish`, unless reading proves it before."""
+        """Request that `finish` verifies an item, unless a read does so before."""
         with self._lock:
             if self._state[chunk.index] != _VERIFIED:
                 self._partly.setdefault(chunk.index, (None, chunk))
 
     def seen(self, payload: Payload, chunk: StoredChunk) -> Seen | None:
-        """What to call with every range that is read of a payload; None when it proves nothing."""
+        """Return a callback for every range read of a payload; None if there is nothing to verify."""
         with self._lock:
             if self._state[chunk.index] == _VERIFIED:
                 return None
@@ -71,38 +71,38 @@ class Records:
         if not self._verify or payload.crc32 is None:
             return None
 
-        def tell(start: int, length: int, crc: int) -> None:
+        def report(start: int, length: int, crc: int) -> None:
             if length == payload.record_length:
                 self._require(crc, payload, chunk)
                 return
             with self._lock:
                 if self._state[chunk.index] == _VERIFIED:
                     return
-                # Pieces with gaps never add up, and there may be very many.
+                # Pieces with gaps never add up, and there can be very many.
                 pieces, _ = self._partly.setdefault(
                     chunk.index, (None if payload.strides else CrcPieces(payload.record_length), chunk)
                 )
-                whole = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
-            if whole is not None:
-                self._require(whole, payload, chunk)
+                total = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
+            if total is not None:
+                self._require(total, payload, chunk)
 
-        return tell
+        return report
 
     def finish(self, threads: int = 1) -> None:
-        """Reads what is partly read; raises `DamagedCheckpoint` like the reading itself."""
+        """Read the partly read records; raises `DamagedCheckpoint` like the reads before."""
         left = [chunk for _, chunk in self._partly.values()]
         if len(left) < 2 or threads < 2:
             for chunk in left:
-                self._read_whole(chunk)
+                self._read_record(chunk)
             return
         with ThreadPoolExecutor(threads) as pool:
             try:
-                list(pool.map(self._read_whole, left))
+                list(pool.map(self._read_record, left))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _read_whole(self, chunk: StoredChunk) -> None:
+    def _read_record(self, chunk: StoredChunk) -> None:
         payload = self.resolve(chunk)
         try:
             if payload.crc32 is None:
@@ -121,7 +121,7 @@ class Records:
     def _require(self, crc: int, payload: Payload, chunk: StoredChunk) -> None:
         if crc != payload.crc32:
             message = (
-                f"{chunk.fqn}: bytes in {chunk.path} have CRC-32 {crc:08x}, {payload.crc32:08x} is stored"
+                f"{chunk.fqn}: bytes in {chunk.path} must have CRC-32 {payload.crc32:08x} (got {crc:08x})"
             )
             found = finding("crc-mismatch", "bytes", message, fqn=chunk.fqn, file=chunk.path)
             raise DamagedCheckpoint(message, findings=(found,))

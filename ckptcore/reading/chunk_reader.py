@@ -1,7 +1,7 @@
 """Read boxes of stored tensors from their chunks, verified on the way, and compare copies.
 
-One reader serves a whole table of chunks, a checkpoint's or an output file's, and several threads. It keeps
-what it found of a chunk until all elements that are asked for of it have been read.
+One reader serves all chunks of a checkpoint or of an output file, and several threads. It keeps
+a resolved chunk until all its requested elements have been read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Found = tuple[StoredChunk, Payload]
 
 
 class ChunkedTensor(NamedTuple):  # made for every part of a file: a dataclass takes three times as long
-    """A tensor as it is stored.
+    """A tensor and its dtype in storage.
 
     Attributes:
-        number: Of the tensor in its table: chunks are grouped by it.
+        number: The tensor's number in its table, which groups chunks by it.
         fqn: Its name, for messages.
-        dtype: Of the stored elements.
-        once: Whether each element is asked for once; otherwise chunks are kept until the reader is closed.
+        dtype: Dtype of the stored elements.
+        once: Whether each element is requested once; otherwise chunks are kept until the reader is closed.
     """
 
     number: int
@@ -45,47 +45,48 @@ class ChunkedTensor(NamedTuple):  # made for every part of a file: a dataclass t
 
 
 class ChunkTable(Protocol):
-    """Whose chunks are read: a manifest's or a file plan's. chunks: rows, grouped by tensor."""
+    """The chunks of a manifest or a file plan: rows, grouped by tensor."""
 
     @property
-    def chunks(self) -> Chunks: ...
+    def chunks(self) -> Chunks:
+        """Return the rows."""
 
     def role(self, row: int) -> int:
-        """READ: its elements are the tensor's. COPY: they must equal what was read. SKIP: of no use."""
+        """Return READ for a tensor's elements, COPY for what must equal them, SKIP for unused chunks."""
 
     def asked(self, tensor: ChunkedTensor) -> Box:
-        """What is asked for of a tensor in all."""
+        """Return the box that is requested of a tensor in total."""
 
     def stored(self, tensor: ChunkedTensor, row: int, shape: tuple[int, ...]) -> StoredChunk:
-        """Where a chunk is stored."""
+        """Return where a chunk is stored."""
 
 
 class ChunkReader:
     """Reads the chunks of a table.
 
     Args:
-        table: Whose chunks.
-        records: Of the checkpoint that they lie in.
-        compare: Whether copies are compared with what they are copies of.
+        table: The chunks.
+        records: Records of their checkpoint.
+        compare: Whether to compare copies with the elements they repeat.
     """
 
     def __init__(self, table: ChunkTable, records: Records, *, compare: bool = True) -> None:
         self._table, self._records, self._compares = table, records, compare
         self._lock = threading.Lock()
         self._found: dict[int, Found] = {}
-        self._left: dict[int, int] = {}  # of chunks that are read in part: elements that nobody has read yet
+        self._left: dict[int, int] = {}  # elements still to be read of partly read chunks
 
     def read(self, tensor: ChunkedTensor, want: Box, tile: Tile, scratch: Bytes) -> None:
-        """Fill a tile with the elements ``want`` of a tensor, and hold copies against it.
+        """Fill a tile with the elements ``want`` of a tensor, and compare copies with it.
 
         Args:
-            tensor: Whose elements.
+            tensor: The tensor.
             want: Box of the tensor.
-            tile: Row-major array over ``want``, as `tile_view` makes it.
+            tile: Row-major array over ``want``, from `tile_view`.
             scratch: Working memory.
 
         Raises:
-            DamagedCheckpoint: For holes, checksums that fail, and copies that differ.
+            DamagedCheckpoint: There are holes, wrong checksums, or copies that differ.
         """
         copies = self.fill(tensor, want, tile, scratch)
         if copies:
@@ -94,27 +95,27 @@ class ChunkReader:
     def fill(
         self, tensor: ChunkedTensor, want: Box, tile: Tile | RemoteTile, scratch: Bytes
     ) -> list[Overlap]:
-        """As `read`, of a tile that may lie elsewhere; gives the copies, which are not read yet."""
+        """Fill a tile, possibly in another process or device; return the copies, which are not read yet."""
         copies: list[Overlap] = []
         into = Interleaver(tile, want, tensor.dtype, scratch)
-        held = 0
+        filled = 0
         for each in self.overlaps(tensor, want):
             role = self._table.role(each.row)
             if role == READ:
                 self._put(tensor, each, into)
-                held += each.common.numel
+                filled += each.common.numel
             elif role == COPY and self._compares:
                 copies.append(each)
         into.flush()
-        if held != want.numel:
-            message = f"{tensor.fqn}: {want.numel - held} of {want.numel} elements are in no file"
+        if filled != want.numel:
+            message = f"{tensor.fqn}: {want.numel - filled} of {want.numel} elements are in no file"
             raise DamagedCheckpoint(message, findings=(finding("hole", "cover", message, fqn=tensor.fqn),))
         return copies
 
     def compare(
         self, tensor: ChunkedTensor, want: Box, copies: list[Overlap], tile: Tile, scratch: Bytes
     ) -> None:
-        """Hold copies against what `fill` has read, half a scratch buffer at a time."""
+        """Compare copies with the elements that `fill` has read, half a scratch buffer at a time."""
         half = len(scratch) // 2 // 16 * 16
         for copy in copies:
             for piece in copy.common.tiles(half // BY_NAME[tensor.dtype].itemsize):
@@ -126,11 +127,11 @@ class ChunkReader:
                 require_equal(tile[index_of(piece, want)], other, piece, tensor.fqn, paths)
 
     def overlaps(self, tensor: ChunkedTensor, want: Box) -> Iterator[Overlap]:
-        """Every chunk of a tensor that shares elements with a box of it."""
+        """Yield every chunk of a tensor that shares elements with a box of it."""
         return overlaps(self._table.chunks, tensor.number, want)
 
     def find(self, tensor: ChunkedTensor, each: Overlap) -> Found:
-        """Where a chunk is stored, and its bytes; the reader's own, which closes them."""
+        """Return a chunk's location and payload; the reader owns and closes the payload."""
         known = self._found.get(each.row)
         if known is not None:
             return known
@@ -142,10 +143,10 @@ class ChunkReader:
         return found
 
     def done(self, tensor: ChunkedTensor, each: Overlap) -> None:
-        """Count elements that were read; a chunk of which none is left is forgotten."""
+        """Count elements that were read, and drop a chunk after its last element."""
         if not tensor.once:
             return
-        if each.common is not each.chunk:  # else all of it was read at once
+        if each.common is not each.chunk:  # else the complete chunk was read at once
             with self._lock:
                 left = self._left.pop(each.row, None)
                 if left is None:
@@ -160,7 +161,7 @@ class ChunkReader:
             gone[1].close()
 
     def close(self) -> None:
-        """Forget every chunk."""
+        """Drop every chunk."""
         for _, payload in self._found.values():
             payload.close()
         self._found.clear()
@@ -171,7 +172,7 @@ class ChunkReader:
         self.done(tensor, each)
 
     def _paths(self, tensor: ChunkedTensor, piece: Box, copy: Overlap) -> tuple[str, str]:
-        """The file that a piece was read from, or the first of several, and that of its copy."""
+        """Return the file that a piece was read from, or the first of several, and the file of its copy."""
         read = next(e for e in self.overlaps(tensor, piece) if self._table.role(e.row) == READ)
         one, other = (self._table.stored(tensor, e.row, e.chunk.shape).path for e in (read, copy))
         return one, other

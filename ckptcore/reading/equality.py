@@ -1,4 +1,4 @@
-"""Equality: are two runs of elements the same bit for bit, and where are they not?"""
+"""Compare two runs of elements bit for bit, and locate differences."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def differing(one: Bytes, two: Bytes, itemsize: int) -> tuple[int, int] | None:
-    """(first element whose bits differ, how many do) of two runs of as many bytes, or None.
+    """Return (first element whose bits differ, how many do) of two runs of equal length, or None.
 
     Bits, not values: NaN equals itself, 0.0 is not -0.0.
     """
-    words = len(one) // 8 * 8
-    if np.array_equal(one[:words].view(np.uint64), two[:words].view(np.uint64)) and np.array_equal(
-        one[words:], two[words:]
+    aligned = len(one) // 8 * 8
+    if np.array_equal(one[:aligned].view(np.uint64), two[:aligned].view(np.uint64)) and np.array_equal(
+        one[aligned:], two[aligned:]
     ):
         return None
     if itemsize in _UNITS:
@@ -34,10 +34,14 @@ def differing(one: Bytes, two: Bytes, itemsize: int) -> tuple[int, int] | None:
 
 
 def mismatch(fqn: str, paths: tuple[str, str], index: tuple[int, ...], count: int, of: int) -> Finding:
-    """The finding of copies that are not equal.
+    """Return the finding for copies that differ.
 
-    paths: the files they lie in, the one that is read first. index: of the first element that differs.
-    count: how many do. of: how many were compared.
+    Args:
+        fqn: Name of the tensor.
+        paths: Their files, the one that is read first.
+        index: Index of the first element that differs.
+        count: How many elements differ.
+        of: How many were compared.
     """
     where = f"its copies in {paths[0]} and {paths[1]} differ"
     message = f"{fqn}: {where} in {count} of {of} elements, first at {list(index)}"
@@ -47,9 +51,14 @@ def mismatch(fqn: str, paths: tuple[str, str], index: tuple[int, ...], count: in
 def require_equal(
     mine: npt.NDArray[Any], other: npt.NDArray[Any], box: Box, fqn: str, paths: Callable[[], tuple[str, str]]
 ) -> None:
-    """Raises `DamagedCheckpoint` unless two tiles over ``box``, as `tile_view` makes them, are equal.
+    """Raise `DamagedCheckpoint` unless two tiles over ``box``, from `tile_view`, are equal.
 
-    paths: gives the files that they were read from.
+    Args:
+        mine: The tile that was read.
+        other: The tile of its copy.
+        box: Box of both.
+        fqn: Name of the tensor.
+        paths: Returns the files of both, for the message.
     """
     if np.array_equal(_bits(mine), _bits(other)):
         return
@@ -60,7 +69,7 @@ def require_equal(
 
 
 def index_in(box: Box, at: int) -> tuple[int, ...]:
-    """The tensor's index of an element of a box, counted row by row.
+    """Return the tensor's index of an element of a box, counted in row-major order.
 
     >>> index_in(Box((4, 2), (2, 3)), 4)
     (5, 3)

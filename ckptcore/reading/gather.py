@@ -1,9 +1,9 @@
 """Copy the elements of a box from a payload into a tile, within a buffer.
 
 One recursive rule serves every layout. The box's elements span a range of the payload. If that
-range is hardly larger than the elements in it and fits the buffer, it is read at once and copied
-with strides; otherwise the box is cut along its widest-strided dim. What needs no buffer at all is
-`ckptcore.reading.interleave.Interleaver`'s.
+range is hardly larger than its elements and fits the buffer, it is read at once and copied
+with strides; otherwise the box is cut along its widest-strided dim.
+`ckptcore.reading.interleave.Interleaver` handles copies that need no buffer.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from ckptcore.utils.crc32 import crc32
 Bytes = npt.NDArray[np.uint8]
 Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
 _OVERREAD = 4
-_SMALL = 4096  # bytes: one read of a page costs no less than one of an element
+_SMALL = 4096  # bytes: reading a page costs no more than reading an element
 # Element-wide integers: copies move bits, whatever they mean.
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class RemoteTile(Protocol):
-    """A tile that lies elsewhere, and takes what was read of it range by range."""
+    """A tile in another memory, which receives what was read range by range."""
 
     def __getitem__(self, index: Any) -> RemoteTile: ...
 
     def place(
         self, buffer: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, flags: int
-    ) -> None: ...
+    ) -> None:
+        """Copy a range that was read: elements of ``shape`` in ``buffer``, with these strides and flags."""
 
 
 def tile_view(buffer: Bytes, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    """A row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
+    """Return a row-major tile of ``shape`` over the buffer's first bytes, as integers of the same width."""
     unit = UNITS[BY_NAME[dtype].itemsize]
     count = int(np.prod(shape, dtype=np.int64))
     return buffer[: count * np.dtype(unit).itemsize].view(unit).reshape(shape)
 
 
 def index_of(box: Box, of: Box) -> Any:
-    """The index of ``box`` in a tile over ``of``."""
+    """Return the index of ``box`` in a tile over ``of``."""
     if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
         return ...
     inside = box.within(of)
@@ -56,7 +57,7 @@ def index_of(box: Box, of: Box) -> Any:
 
 
 class Overlap(NamedTuple):  # made for every chunk that is read: a dataclass takes three times as long
-    """A chunk that shares elements with a box. row: of the chunk. chunk: its box. common: what is shared."""
+    """A chunk that shares elements with a box: its row, its box, and the shared box (``common``)."""
 
     row: int
     chunk: Box
@@ -64,7 +65,7 @@ class Overlap(NamedTuple):  # made for every chunk that is read: a dataclass tak
 
 
 def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
-    """The chunks of a tensor, by its number, that share something with ``want``, a box of it."""
+    """Yield the chunks of a tensor, by its number, that share elements with ``want``, a box of it."""
     lo, shape = chunks.lo, chunks.shape
     first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     rank = len(want.shape)
@@ -82,9 +83,9 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
 
 
 def beside(chunks: Chunks, tensor: int, rank: int) -> int:
-    """How many chunks of a tensor of this rank lie beside each other; 0 when none do.
+    """Count the chunks of a tensor of this rank that are side by side; 0 when none are.
 
-    Each of them should give a tile a decent read. Chunks that start in one first row lie beside each other.
+    Chunks that start in one first row are side by side. Each of them should get a large enough read per tile.
     """
     first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     if last - first < 2:
@@ -102,10 +103,16 @@ def gather(
     scratch: Bytes,
     seen: Seen | None,
 ) -> None:
-    """Copies the elements ``want`` of a chunk into ``tile``, a view of exactly that shape.
+    """Copy the elements ``want`` of a chunk into ``tile``.
 
-    chunk, want: boxes of the tensor, want inside chunk. scratch: working memory.
-    seen: called with the CRC-32 of every range read, for verification.
+    Args:
+        payload: The chunk's bytes.
+        chunk: Box of the chunk in the tensor.
+        want: Box of the tensor, inside ``chunk``.
+        dtype: Dtype of the elements.
+        tile: A view of exactly the shape of ``want``.
+        scratch: Working memory.
+        seen: Called with the CRC-32 of every range read, to verify it.
     """
     inside = want.within(chunk)
     strides = payload.strides or row_major(chunk.shape)
@@ -114,7 +121,7 @@ def gather(
 
 
 def run_start(want: Box, chunk: Box) -> int | None:
-    """The first element of ``want`` in a row-major chunk that it is one run of; None where it is several."""
+    """Return the first element of ``want`` in a row-major chunk if it is one run there, else None."""
     at, partial = 0, False
     for n, begin, o, k in zip(chunk.shape, chunk.offset, want.offset, want.shape, strict=True):
         if partial and k != n:
@@ -127,7 +134,7 @@ def run_start(want: Box, chunk: Box) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What stays the same however a box is cut: see `gather`. strides: elements of the stored chunk."""
+    """The arguments of `gather` that do not change as a box is cut; ``strides`` in elements."""
 
     payload: Payload
     strides: tuple[int, ...]
@@ -140,7 +147,7 @@ class _Way:
 def _descend(
     way: _Way, offset: tuple[int, ...], shape: tuple[int, ...], tile: npt.NDArray[Any] | RemoteTile
 ) -> None:
-    """Copies the elements [offset, offset + shape) of a chunk, cut as far as the buffer asks for it."""
+    """Copy the elements [offset, offset + shape) of a chunk, cut as far as the buffer requires."""
     payload, strides, itemsize, seen = way.payload, way.strides, way.itemsize, way.seen
     rows = seen is not None and payload.strides is None
     found = range_of(offset, shape, strides, itemsize, len(way.scratch), rows)
@@ -156,7 +163,7 @@ def _descend(
         return
     span, count = _span(shape, strides), prod(shape)
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
-    # As many steps along that dim as the buffer takes, or one by one where gaps are wide.
+    # As many steps along that dim as fit the buffer, or one by one where gaps are wide.
     inner = span - (shape[dim] - 1) * strides[dim]
     room = len(way.scratch) // itemsize
     step = max(1, min(shape[dim] - 1, (room - inner) // max(strides[dim], 1)))
@@ -178,10 +185,20 @@ def range_of(
     room: int,
     rows: bool,
 ) -> tuple[int, int, int] | None:
-    """(begin, end, first): one read of the elements [begin, end) holds a box, whose first one is ``first``.
+    """Find one read of elements [begin, end) that contains a box.
 
-    None where it would not fit ``room`` bytes, or read much more than the box. rows: whether whole rows of
-    a row-major chunk are preferred, where the elements wanted are not few: they add up to a checksum.
+    Args:
+        offset: First index of the box in the chunk.
+        shape: Extent of the box.
+        strides: Of the chunk, elements.
+        itemsize: Bytes per element.
+        room: Bytes of the buffer.
+        rows: Prefer complete rows of a row-major chunk if the box has most of their elements; such reads add
+            up to a checksum.
+
+    Returns:
+        (begin, end, the box's first element); None if it does not fit ``room`` or reads much more than the
+        box.
     """
     first = sum(o * s for o, s in zip(offset, strides, strict=True))
     span, count = _span(shape, strides), prod(shape)
@@ -195,14 +212,14 @@ def range_of(
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last of a box, both included."""
+    """Count the elements from the first to the last of a box, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 def _element_range(
     offset: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, int]:
-    """The elements [begin, end) of the whole rows that a box lies in, of a row-major chunk."""
+    """Return the elements [begin, end) of the complete rows of a row-major chunk that contain a box."""
     dim = next((d for d in range(len(shape)) if shape[d] > 1), len(shape) - 1)
     lead = sum(offset[d] * strides[d] for d in range(dim + 1))
     return lead, lead + shape[dim] * strides[dim]
@@ -235,11 +252,11 @@ def _assign(
 
 
 def _assign_torch(tile: npt.NDArray[Any], source: npt.NDArray[Any], dtype: str, flags: int) -> None:
-    """Transposes (numpy takes 17 times as long) and lazy conjugation or negation, by torch."""
+    """Transpose (numpy takes 17 times as long), conjugate or negate with torch."""
     import torch
 
     kind = getattr(torch, dtype)
-    if not flags & (CONJ | NEG):  # bits only: any type of the width will do
+    if not flags & (CONJ | NEG):  # only bits move: any dtype of the width will do
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
             BY_NAME[dtype].itemsize
         ]
@@ -252,7 +269,7 @@ def _assign_torch(tile: npt.NDArray[Any], source: npt.NDArray[Any], dtype: str, 
 
 
 def _as_torch(torch: Any, array: npt.NDArray[Any], kind: Any) -> Any:
-    """A tensor over the array's memory, with its strides."""
+    """Return a tensor over the array's memory, with its strides."""
     itemsize = array.dtype.itemsize
     span = 1 + sum((n - 1) * s // itemsize for n, s in zip(array.shape, array.strides, strict=True))
     flat = np.lib.stride_tricks.as_strided(array, (span,), (itemsize,)).view(np.uint8)

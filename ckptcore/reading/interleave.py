@@ -1,10 +1,10 @@
-"""Put chunks into a tile: in one of three ways, by how their elements lie in both.
+"""Copy chunks into a tile, in one of three ways that depend on both layouts.
 
-- What is one run in the chunk and in the tile is read straight into the tile.
-- Chunks that lie side by side in short runs are read one by one into slots of the buffer, and copied
+- One run in the chunk and in the tile is read straight into the tile.
+- Chunks side by side in short runs are read one by one into slots of the buffer, and copied
   together, row by row of the tile. One after another, each would touch every row of the tile for a few bytes,
   and memory moves whole cache lines and pages for them: together is five times as fast for runs of 64 bytes.
-- All else goes to `ckptcore.reading.gather.gather`.
+- `ckptcore.reading.gather.gather` copies everything else.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, Seen, gather, inde
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import crc32
 
-_RUN = 256  # bytes in a row of the tile; longer runs are as fast on their own
+_RUN = 256  # bytes in a row of the tile; longer runs are as fast alone
 _LINE = 64  # bytes of a cache line
-_SLOTS = 1 << 21  # bytes read before they are copied: they are still in a core's cache then
+_SLOTS = 1 << 21  # bytes read before a copy, so that they are still in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """What slots that are copied together have in common.
+    """What the slots of one copy have in common.
 
-    shape, strides: elements. lead: elements of a slot before the first that is wanted. nbytes: of a slot.
+    Attributes:
+        shape: Elements.
+        strides: Elements.
+        lead: Elements of a slot before the first wanted one.
+        nbytes: Bytes of a slot.
     """
 
     shape: tuple[int, ...]
@@ -41,9 +45,13 @@ class _Like:
 
 
 class Interleaver:
-    """Fills one tile over the box ``of`` from the chunks that are put in; `flush` completes it.
+    """Fills one tile over the box ``of`` from chunks; `flush` completes it.
 
-    scratch: working memory, in use until `flush`.
+    Args:
+        tile: The tile.
+        of: Its box.
+        dtype: Dtype of its elements.
+        scratch: Working memory, in use until `flush`.
     """
 
     def __init__(self, tile: npt.NDArray[Any] | RemoteTile, of: Box, dtype: str, scratch: Bytes) -> None:
@@ -52,14 +60,18 @@ class Interleaver:
         self._itemsize = BY_NAME[dtype].itemsize
         self._like: _Like | None = None
         self._first = of  # the box of the first slot
-        self._count, self._dim = 0, 0  # slots that are filled, and the dim along which they follow
+        self._count, self._dim = 0, 0  # number of filled slots, and the dim they follow each other in
 
     def put(self, payload: Payload, chunk: Box, want: Box, seen: Seen | None) -> None:
-        """Reads the elements ``want`` of a chunk; they are in the tile when `flush` has been called.
+        """Read the elements ``want`` of a chunk; they are in the tile after `flush`.
 
-        chunk, want: boxes of the tensor. seen: called with the CRC-32 of every range read.
+        Args:
+            payload: The chunk's bytes.
+            chunk: Box of the chunk in the tensor.
+            want: Box of the tensor, inside ``chunk``.
+            seen: Called with the CRC-32 of every range read.
         """
-        plain = payload.strides is None and not payload.flags  # row-major, bits as they are wanted
+        plain = payload.strides is None and not payload.flags  # row-major, and no change of bits
         found = self._range(chunk, want, seen is not None) if plain else None
         if found is None:
             part = self._part(want)
@@ -89,7 +101,7 @@ class Interleaver:
         self._count += 1
 
     def flush(self) -> None:
-        """Copies what was read."""
+        """Copy what was read into the tile."""
         like, count = self._like, self._count
         if like is None:
             return
@@ -102,8 +114,8 @@ class Interleaver:
             like.lead * self._itemsize,
             (_pitch(like), *(s * self._itemsize for s in like.strides)),
         )
-        whole = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
-        target = self._part(whole)
+        joined = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
+        target = self._part(joined)
         steps = target.strides
         apart = np.lib.stride_tricks.as_strided(
             target, (*shape[:d], count, *shape[d:]), (*steps[:d], steps[d] * shape[d], *steps[d:])
@@ -111,22 +123,19 @@ class Interleaver:
         apart[...] = np.moveaxis(source, 0, d)
 
     def _part(self, want: Box) -> Any:
-        """The part of the tile that is ``want``."""
+        """Return the part of the tile that is ``want``."""
         return self._tile[index_of(want, self._of)]
 
     def _range(self, chunk: Box, want: Box, rows: bool) -> tuple[int, int, int] | None:
-        """What to read into a slot, as `range_of` says it; None for what is no short runs, or too much.
-
-        rows: as there. The chunk is row-major.
-        """
+        """Return `range_of` for a slot of a row-major chunk; None for long runs, and for large ranges."""
         if not self._narrow(want):
             return None
         inside = want.within(chunk)
-        room = min(len(self._scratch), _SLOTS) // 2 - 2 * _LINE  # of a slot that leaves room for another
+        room = min(len(self._scratch), _SLOTS) // 2 - 2 * _LINE  # a slot leaves room for another
         return range_of(inside.offset, inside.shape, row_major(chunk.shape), self._itemsize, room, rows)
 
     def _narrow(self, want: Box) -> bool:
-        """Whether elements lie in short runs of a tile in the host's memory."""
+        """Report whether the elements are short runs of a tile in the host's memory."""
         if not isinstance(self._tile, np.ndarray):
             return False
         run = self._itemsize
@@ -137,7 +146,7 @@ class Interleaver:
         return False
 
     def _follows(self, like: _Like, want: Box) -> bool:
-        """Whether the next slot is beside the last one, and has its like and room."""
+        """Report whether the next slot is beside the last one, has its layout, and fits."""
         count = self._count
         if like != self._like or (count + 1) * _pitch(like) > min(len(self._scratch), _SLOTS):
             return False
@@ -151,6 +160,8 @@ class Interleaver:
 
 
 def _pitch(like: _Like) -> int:
-    """Bytes from slot to slot: lines, and one more, so that slots do not compete for the same places of
-    a cache."""
+    """Count the bytes from slot to slot: whole cache lines and one more.
+
+    The extra line keeps slots from competing for the same cache sets.
+    """
     return -(-like.nbytes // _LINE) * _LINE + _LINE

@@ -1,9 +1,9 @@
 """Find a chunk's elements inside its item.
 
-A `StoredChunk` says where a chunk is and what the manifest promises of it. An item names a range of a
-file; its envelope says what surrounds the payload. Resolving reads a few kB (or, behind a codec, decodes
-the item once), checks that what is stored has the dtype and shape that the manifest promised, and gives a
-`Payload`. It happens lazily, right before the bytes are moved or checked.
+A `StoredChunk` is a chunk's location and the manifest's description of it. An item is a range of a
+file; its envelope is the container around the payload. Resolving reads a few KiB (or, behind a codec, decodes
+the item once), checks the stored dtype and shape against the manifest, and returns a `Payload`. It happens
+lazily, right before the bytes are moved or checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckptcore.utils.globs import leave_out
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
 _IN_MEMORY = 8 << 20
 _MAX_HEADER = 100_000_000
-# Decoded items that are kept: so many, and so many bytes of disk, whatever of the two is less.
+# Limits of the decoded items that are kept: a number of items and bytes of disk, whichever is reached first.
 _LEAST, _MOST_KEPT, _KEPT_BYTES = 2, 32, 4 << 30
 
 
@@ -45,8 +45,14 @@ _LEAST, _MOST_KEPT, _KEPT_BYTES = 2, 32, 4 << 30
 class StoredChunk:
     """Where one chunk is stored, and as what: an entry of DCP's ``storage_data``, with its chunk.
 
-    index: the item's number in the source's manifest. path: the file. view: how the chunk lies in the item's
-    payload, or None where only the item says. fqn: the tensor's, for messages.
+    Attributes:
+        index: The item's number in the source's manifest.
+        path: The file.
+        item: The item.
+        dtype: Dtype in the manifest.
+        shape: Shape of the chunk.
+        view: The chunk's layout in the item's payload, or None where only the item records it.
+        fqn: The tensor's name, for messages.
     """
 
     index: int
@@ -59,7 +65,7 @@ class StoredChunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Count the bytes of its elements."""
         return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
     def __str__(self) -> str:
@@ -68,11 +74,17 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A chunk's bytes, found.
+    """A chunk's resolved bytes.
 
-    read_into: fills a buffer from a byte position. path: the file, or None behind a codec.
-    start: first byte of the chunk. strides: elements; None when row-major. flags: see `View`.
-    record_start, record_length: the stored record around it. crc32: of that record, or None.
+    Attributes:
+        read_into: Fills a buffer from a byte position.
+        path: The file, or None behind a codec.
+        start: First byte of the chunk.
+        strides: Elements; None when row-major.
+        flags: See `View`.
+        record_start: First byte of the stored record around it.
+        record_length: Bytes of that record.
+        crc32: CRC-32 of that record, or None.
     """
 
     read_into: ReadInto
@@ -85,7 +97,7 @@ class Payload:
     crc32: int | None
 
     def close(self) -> None:
-        """Releases a decoded item."""
+        """Release a decoded item."""
         close = getattr(self.read_into, "close", None)
         if close is not None:
             close()
@@ -97,14 +109,14 @@ def resolve(
     """Find the payload of one chunk.
 
     Args:
-        chunk: What is looked for.
+        chunk: The chunk.
         store: The checkpoint's folder.
         scratch: Folder for decoded items, None for the default.
-        kept: Decoded items that other chunks are views into, too.
+        kept: Decoded items that other chunks view, too.
 
     Raises:
-        DamagedCheckpoint: With a finding, when what is stored is not what was promised.
-        UnreadablePart: When what is stored is of a kind that is not read.
+        DamagedCheckpoint: The stored bytes contradict the metadata; has a finding.
+        UnreadablePart: The stored bytes are of a kind that ckptcore does not read.
     """
     try:
         return _resolve(chunk, store, scratch, kept)
@@ -135,7 +147,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
         strides = None if is_row_major(shape, seen.strides) else seen.strides
         end = seen.start + _extent(shape, seen.strides, BY_NAME[dtype].itemsize)
         if end > length:
-            raise MalformedCheckpoint(f"{chunk}: {end} bytes are needed, the item has {length}")
+            raise MalformedCheckpoint(f"{chunk}: its item must have {end} bytes (got {length})")
         return Payload(read_into, where, base + seen.start, strides, seen.flags, base, length, item.crc32)
     if item.envelope is Envelope.TORCHZIP:
         window = Window(read, length)
@@ -144,9 +156,9 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
             tensor = _view_of_view(tensor, view, chunk)
         else:
             _require_promised(tensor.dtype, tensor.shape, chunk)
-        whole = window.whole
+        content = window.content
         return Payload(
-            read_into if whole is None or item.codec else _from_memory(whole, base),
+            read_into if content is None or item.codec else _from_memory(content, base),
             where,
             base + tensor.view.start,
             tensor.view.strides,
@@ -162,11 +174,11 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
         strides = None if is_row_major(shape, view.strides) else view.strides
         at = base + start
         return Payload(read_into, where, at + view.start, strides, view.flags, at, nbytes, None)
-    raise UnsupportedFormat(f"{chunk}: items in a {item.envelope.name.lower()} envelope are not read")
+    raise UnsupportedFormat(f"cannot read {chunk}: its envelope is {item.envelope.name.lower()}")
 
 
 def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
-    """A chunk that is a view into the elements of an item's tensor, in their row-major order."""
+    """Resolve a chunk that is a view of an item's tensor, in row-major order of its elements."""
     dtype, shape = chunk.dtype, chunk.shape
     _require_inside(tensor.dtype, tensor.shape, view, chunk)
     start, strides = view.start, view.strides or row_major(shape)
@@ -175,7 +187,7 @@ def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:
         found = _in_storage(tensor.shape, tensor.view.strides, start // itemsize, shape, strides)
         if found is None:
             raise UnreadablePart(
-                f"{chunk}: {list(shape)} is to be taken across rows of an item, which does not store its "
+                f"{chunk}: cannot view {list(shape)} across rows of an item that does not store its "
                 f"{list(tensor.shape)} row by row"
             )
         start, strides = found[0] * itemsize, found[1]
@@ -196,10 +208,18 @@ def _in_storage(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> tuple[int, tuple[int, ...]] | None:
-    """(first element, strides) in storage of a view into a tensor's elements in row-major order.
+    """Translate a view of a tensor's elements in row-major order to storage.
 
-    stored, steps: shape and strides of the tensor. first, shape, strides: of the view, in that order.
-    None where the view goes from one of the tensor's rows to the next within a dim: no stride does that.
+    Args:
+        stored: Shape of the tensor.
+        steps: Strides of the tensor in storage.
+        first: First element of the view, in row-major order.
+        shape: Shape of the view.
+        strides: Strides of the view, in row-major order.
+
+    Returns:
+        (first element, strides) in storage. None where the view goes from one of the tensor's rows to the
+        next within a dim: no stride does that.
     """
     order = row_major(stored)
     ends = _digits(first, order)
@@ -214,7 +234,7 @@ def _in_storage(
 
 
 def _digits(element: int, order: tuple[int, ...]) -> list[int]:
-    """The index of an element of a tensor with these row-major strides."""
+    """Return the index of an element of a tensor with these row-major strides."""
     out = []
     for step in order:
         out.append(element // step)
@@ -223,12 +243,12 @@ def _digits(element: int, order: tuple[int, ...]) -> list[int]:
 
 
 def _require_inside(dtype: str, shape: tuple[int, ...], view: View, chunk: StoredChunk) -> None:
-    """Raises `DamagedCheckpoint` unless the file holds what the metadata says, and a view lies in that."""
-    held = chunk.item.holds
-    if held is not None and (dtype, shape) != (chunk.dtype, held):
+    """Raise `DamagedCheckpoint` unless the file matches the metadata and contains the view."""
+    expected = chunk.item.holds
+    if expected is not None and (dtype, shape) != (chunk.dtype, expected):
         raise _damaged(
             "item-mismatch",
-            f"{chunk}: the metadata says {chunk.dtype} {list(held)}, the file holds {dtype} {list(shape)}",
+            f"{chunk}: metadata has {chunk.dtype} {list(expected)}, the file has {dtype} {list(shape)}",
             chunk,
         )
     itemsize = BY_NAME[chunk.dtype].itemsize
@@ -236,29 +256,28 @@ def _require_inside(dtype: str, shape: tuple[int, ...], view: View, chunk: Store
     if dtype != chunk.dtype or end > prod(shape) * itemsize:
         raise _damaged(
             "item-mismatch",
-            f"{chunk}: {chunk.dtype} {list(chunk.shape)} is to be taken from byte {view.start} of an item, "
-            f"which holds {dtype} {list(shape)}",
+            f"{chunk}: metadata has {chunk.dtype} {list(chunk.shape)} at byte {view.start} of an item, "
+            f"the file has {dtype} {list(shape)}",
             chunk,
         )
 
 
 def _require_promised(dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> None:
-    """Raises `DamagedCheckpoint` unless what the file holds is what the metadata says."""
+    """Raise `DamagedCheckpoint` unless the file matches the metadata."""
     if (dtype, shape) != (chunk.dtype, chunk.shape):
         raise _damaged(
             "item-mismatch",
-            f"{chunk}: the metadata says {chunk.dtype} {list(chunk.shape)}, the file holds "
-            f"{dtype} {list(shape)}",
+            f"{chunk}: metadata has {chunk.dtype} {list(chunk.shape)}, the file has {dtype} {list(shape)}",
             chunk,
         )
 
 
-def _from_memory(whole: bytes, base: int) -> ReadInto:
-    """Serves a small item from the read that resolved it."""
+def _from_memory(content: bytes, base: int) -> ReadInto:
+    """Serve a small item from the read that resolved it."""
 
     def read_into(start: int, into: Buffer) -> None:
         at = start - base
-        into[:] = whole[at : at + len(into)]
+        into[:] = content[at : at + len(into)]
 
     return read_into
 
@@ -286,7 +305,7 @@ class _Decoded:
                 raise MalformedCheckpoint(f"decoded item ends at {self.length}")
             into[:] = got
             return
-        assert self._file is not None  # it is in one of both
+        assert self._file is not None  # it is in one of the two
         done = 0
         while done < len(into):
             count = os.preadv(self._file.fileno(), [into[done:]], start + done)
@@ -295,6 +314,7 @@ class _Decoded:
             done += count
 
     def close(self) -> None:
+        """Close the file, if there is one."""
         with self._lock:
             if self._file is not None and not self._file.closed:
                 self._file.close()
@@ -304,10 +324,10 @@ class _Decoded:
 
 
 class DecodedItems:
-    """The latest decoded items that chunks are views into. Safe for threads.
+    """The latest decoded items that chunks view. Safe for threads.
 
-    A map cuts an item into many tensors, as a layer's experts: each of them alone would decode all of it.
-    What is no longer kept closes when nobody reads it.
+    A map cuts an item into many tensors, such as a layer's experts; without this, each would decode the
+    complete item. An item that is dropped closes when its last reader is done.
     """
 
     def __init__(self) -> None:
@@ -316,7 +336,7 @@ class DecodedItems:
         self._kept: OrderedDict[int, _Decoded] = OrderedDict()
 
     def of(self, index: int, decode: Callable[[], _Decoded]) -> _Decoded:
-        """The item of this number, decoded once by whoever comes first."""
+        """Return the item of this number; the first caller decodes it."""
         with self._lock:
             begun = self._begun.setdefault(index, threading.Lock())
         with begun:
@@ -338,36 +358,36 @@ class DecodedItems:
 def _opened(
     chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None
 ) -> tuple[ReadInto, int, int]:
-    """(reader, where the item starts for it, the item's plain length)."""
+    """Return (reader, the item's first byte for it, the item's plain length)."""
     path, item = chunk.path, chunk.item
     if not item.codec:
         return partial(store.read_into, path), item.start, item.length
-    # A torch zip is its payload and a few kB; storages may be padded.
+    # A torch zip is its payload and a few KiB; storages may be padded.
     decode = partial(_Decoded, store, path, item, 2 * _most(chunk) + (1 << 20), scratch)
     if kept is None or chunk.view is None:
         decoded = decode()
         return decoded, 0, decoded.length
     decoded = kept.of(chunk.index, decode)
-    return decoded.__call__, 0, decoded.length  # a method, which has no close: others read it, too
+    return decoded.__call__, 0, decoded.length  # a bound method has no `close`: others read it, too
 
 
 def _most(chunk: StoredChunk) -> int:
-    """Bytes of the elements in a chunk's item, as far as the metadata says them."""
-    held = chunk.item.holds
-    return chunk.nbytes if held is None else prod(held) * BY_NAME[chunk.dtype].itemsize
+    """Count the bytes of the elements in a chunk's item, as far as the metadata records them."""
+    stored = chunk.item.holds
+    return chunk.nbytes if stored is None else prod(stored) * BY_NAME[chunk.dtype].itemsize
 
 
 def _member_range(read: Callable[[int, int], bytes], length: int, chunk: StoredChunk) -> tuple[int, int]:
-    """(first byte, bytes) of a named tensor in a safetensors blob that fills the rest of the file."""
+    """Return (first byte, bytes) of a named tensor in a safetensors blob that fills the rest of the file."""
     member = chunk.item.member
     if length < 8:
-        raise MalformedCheckpoint(f"{chunk}: no safetensors blob where the metadata says")
+        raise MalformedCheckpoint(f"{chunk}: no safetensors blob at the item's range (got {length} bytes)")
     header = int.from_bytes(read(0, 8), "little")
     if header > min(length - 8, _MAX_HEADER):
-        raise MalformedCheckpoint(f"{chunk}: safetensors header claims {header} bytes of {length}")
+        raise MalformedCheckpoint(f"{chunk}: safetensors header claims {header} bytes (got {length})")
     tensors, _ = _headers(read(8, header), length - 8 - header, str(chunk))
     if member not in tensors:
-        raise _damaged("item-mismatch", f"{chunk}: the file holds no tensor {member}", chunk)
+        raise _damaged("item-mismatch", f"{chunk}: the file has no tensor {member!r}", chunk)
     dtype, shape, start, end = tensors[member]
     if chunk.view is None:
         _require_promised(dtype, shape, chunk)
@@ -382,7 +402,7 @@ _header_cache: dict[bytes, tuple[int, object]] = {}
 def _headers(
     raw: bytes, data_length: int, what: str
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], object]:
-    """`parse_header`, remembered: every tensor of a file asks for the same header."""
+    """Cache `parse_header`: every tensor of a file needs the same header."""
     seen = _header_cache.get(raw)
     if seen is not None and seen[0] == data_length:
         return seen[1]  # type: ignore[return-value]
@@ -394,7 +414,7 @@ def _headers(
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> int:
-    """Bytes from a view's first to behind its last element."""
+    """Count the bytes from a view's first element to the end of its last."""
     if 0 in shape:
         return 0
     if strides is None:

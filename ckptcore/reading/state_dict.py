@@ -1,4 +1,4 @@
-"""Reading into torch: any box of a tensor, into memory that is there."""
+"""Read any box of a tensor into existing torch memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import tile_view
 from ckptcore.store import Store, open_store
+from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ _SCRATCH = 16 << 20
 
 
 def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, verify: bool) -> torch.Tensor:
-    """A tensor, or a box of it; see `ckptcore.read`."""
+    """Read a tensor, or a box of it; see `ckptcore.read`."""
     import torch
 
     require_readable(manifest, [fqn])
@@ -33,9 +34,9 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
         raise KeyError(f"the checkpoint has no tensor {fqn!r}")
     row = manifest.index[fqn]
     spec = manifest.tensors[row]
-    want = box or Box.whole(spec.shape)
-    if len(want.shape) != len(spec.shape) or not Box.whole(spec.shape).contains(want):
-        raise ValueError(f"{want} is outside {fqn} {list(spec.shape)}")
+    want = box or Box.full(spec.shape)
+    if len(want.shape) != len(spec.shape) or not Box.full(spec.shape).contains(want):
+        raise ValueError(f"box must be inside {fqn} {list(spec.shape)} (got {want})")
     require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
     store = open_store(manifest.root)
@@ -47,20 +48,20 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
 
 
 def require_readable(manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises `UnreadablePart` when one of the names is a tensor that cannot be read."""
+    """Raise `UnreadablePart` when one of the names is a tensor that cannot be read."""
     lost = [n for n in names if n in manifest.unread]
     if lost:
         why = manifest.unread[lost[0]]
-        more = f" (and {len(lost) - 1} more tensors)" if lost[1:] else ""
+        more = f" (and {count(len(lost) - 1, 'more tensor')})" if lost[1:] else ""
         raise UnreadablePart(
-            f"{lost[0]} cannot be read: {why.reason}{more}",
-            hint="take it out of what is asked for: everything else can be read",
+            f"cannot read {lost[0]}: {why.reason}{more}",
+            hint="leave it out of the request; everything else can be read",
             names=lost,
         )
 
 
 def require_cover(manifest: Manifest, rows: list[int]) -> None:
-    """Raises `DamagedCheckpoint` where elements of these tensors are in no file."""
+    """Raise `DamagedCheckpoint` where elements of these tensors are in no file."""
     holes = coverage(select(manifest, rows))
     if holes:
         raise DamagedCheckpoint(holes[0].message, findings=tuple(holes))
@@ -75,7 +76,7 @@ class Filler:
         self._scratch = np.empty(_SCRATCH, np.uint8)
 
     def fill(self, row: int, want: Box, out: Any) -> None:
-        """Copies the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
+        """Copy the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
         import torch
 
         dtype = self._manifest.tensors[row].dtype
@@ -84,7 +85,7 @@ class Filler:
             out.device.type == "cpu" and out.dtype == kind and out.is_contiguous() and _holds_its_values(out)
         )
         target = out if direct else torch.empty(want.shape, dtype=kind)
-        # What has copies is read from the first: `validate` compares them.
+        # Copies are not compared here: `validate` does that.
         reader = BoxReader(self._manifest, row, self._records, once=False, copies=False)
         try:
             reader.read(want, _integers(target, dtype), self._scratch)
@@ -96,12 +97,12 @@ class Filler:
 
 
 def _holds_its_values(tensor: Any) -> bool:
-    """Whether the bytes are the values: torch may keep a conjugation or a sign as a note."""
+    """Report whether the bytes are the values: torch may keep a conjugation or a sign as a flag."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def _integers(tensor: Any, dtype: str) -> Any:
-    """A numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
+    """Return a numpy view of a contiguous CPU tensor's memory, as integers of the element's width."""
     import torch
 
     if not tensor.numel():

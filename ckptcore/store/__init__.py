@@ -1,10 +1,10 @@
 """Read and write bytes by URL: one seam for local folders and for everything that fsspec reaches.
 
-Knows errors alone: neither formats nor manifests. `open_store` is the way in; `local` and `remote` are the
-two kinds of stores, `sealed`, `inventory` and `contents` say what lies in a folder and whose it is, `place`
-whether two URLs lead to one place.
+This package depends on `errors` alone: neither formats nor manifests. `open_store` opens a store; `local` and
+`remote` are the two kinds of stores. `sealed`, `inventory` and `contents` report what is in a folder and who
+owns it, `place` whether two URLs name one place.
 
-A store is a folder seen through its URL; paths inside it are relative, with ``/``, and never leave it.
+A store is a folder behind its URL; paths inside it are relative, with ``/``, and never leave it.
 Readers ask for exact ranges and get them or an error; writers are invisible under the final name until
 `FileWriter.commit`.
 """
@@ -26,116 +26,134 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """One file, as it was at one moment. nbytes: its size. stamp, ctime: see `Readable`."""
+    """One file at one moment: its size in bytes, and its stamp and ctime as `Readable` returns them."""
 
     nbytes: int
     stamp: str
     ctime: int | None
 
 
-# A ctime that says nothing yet: a write that comes now may still get the same one.
+# A ctime that is too recent to be proof: a later write may still get the same one.
 YOUNG = -1
 
 
 class FileWriter(Protocol):
     """One file being written.
 
-    sequential: whether `write` must be called with rising, gapless offsets (object stores), or
-        may be called in any order and from several threads (local files).
+    Attributes:
+        sequential: True when `write` must be called with rising, gapless offsets (object stores). False when
+            it may be called in any order and from several threads (local files).
     """
 
     sequential: bool
 
     def write(self, at: int, data: Buffer | bytes) -> None:
-        """Puts ``data`` at byte ``at``."""
+        """Write ``data`` at byte ``at``."""
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
-        """Copies a byte range inside the kernel; False when these two ends cannot do that."""
+        """Copy a byte range inside the kernel; return False when these two stores cannot do that."""
 
     def commit(self) -> None:
-        """Makes the bytes durable under the final name."""
+        """Make the bytes durable under the final name."""
 
     def abort(self) -> None:
-        """Drops what was written."""
+        """Discard what was written."""
 
 
 class Joint(FileWriter, Protocol):
     """A file that several processes write ranges of, at the same time."""
 
     def name(self, path: str) -> None:
-        """Makes the file durable, under its final name in the store."""
+        """Make the file durable, under its final name in the store."""
 
 
 class Readable(Protocol):
     """A folder of files to read from. Safe to use from several threads.
 
-    url: what it was opened with, without a trailing slash. local: its path on this machine, or
-    None for a remote store.
+    Attributes:
+        url: The URL it was opened with, without a trailing slash.
+        local: Its path on this machine, or None for a remote store.
     """
 
     url: str
     local: Path | None
 
     def list(self) -> dict[str, int]:
-        """Every file below the folder: relative path -> size in bytes, sorted."""
+        """Return every file below the folder: relative path -> size in bytes, sorted."""
 
     def size(self, path: str) -> int | None:
-        """Size in bytes, or None when there is no such file."""
+        """Return the size in bytes, or None when there is no such file."""
 
     def stamp(self, path: str) -> str | None:
-        """A text that changes when the file is written again, or None when there is no such file."""
+        """Return a text that changes when the file is rewritten, or None when there is no such file."""
 
     def ctime(self, path: str) -> int | None:
-        """When the file's status last changed, ns since 1970: by writing it, but also by chmod or link;
-        `YOUNG` when that was just now. None when there is no such file, or the store has no such time."""
+        """Return when the file's status last changed, ns since 1970: by a write, a chmod or a link.
+
+        `YOUNG` when that was just now. None when there is no such file, or the store has no such time.
+        """
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Exactly ``length`` bytes; raises `SourceUnreadable`, `StorageTrouble`."""
+        """Return exactly ``length`` bytes; raises `SourceUnreadable`, `StorageTrouble`."""
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fills ``into`` exactly; raises `SourceUnreadable`, `StorageTrouble`."""
+        """Fill ``into`` exactly; raises `SourceUnreadable`, `StorageTrouble`."""
 
     def close(self) -> None:
-        """Releases open files."""
+        """Close open files."""
 
 
 class Store(Readable, Protocol):
     """A folder of files to read from and to write to."""
 
     def stamped(self) -> dict[str, Stamped]:
-        """As `list`, with what tells whether a file is still the same, from the same look at it."""
+        """List the files like `list`, with each file's stamp and ctime from the same look at it."""
 
     def look(self, path: str) -> Stamped | None:
-        """One file as `stamped` would have it, or None when there is no such file."""
+        """Return the entry of one file in `stamped`, or None when there is no such file."""
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
-        """A new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
+        """Start a new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
-        """A file of ``nbytes`` that several processes write ranges of, under this very name, from the first
-        byte that one of them writes; committing makes durable what this one wrote. alone: nobody else has
-        it open meanwhile. None when the store cannot do that; raises `Busy`."""
+        """Open a file of ``nbytes`` that several processes write ranges of, under this very name.
+
+        The file exists from the first byte that one of them writes. A commit makes durable what this process
+        wrote.
+
+        Args:
+            path: Name of the file in the store.
+            nbytes: Its final size.
+            alone: Require that no other process has it open.
+
+        Returns:
+            The writer, or None when the store cannot do that.
+
+        Raises:
+            Busy: Another process has it open and ``alone`` is set, or the other way round.
+        """
 
     def put(self, path: str, data: bytes) -> None:
-        """A small file, whole or not at all."""
+        """Write a small file completely or not at all."""
 
     def remove(self, path: str) -> None:
-        """Removes a file; a file that is not there is fine."""
+        """Remove a file; a missing file is no error."""
 
     def remove_all(self) -> None:
-        """Removes the folder with everything in it."""
+        """Remove the folder with everything in it."""
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
-        """Copies a file into another store of the same kind, on the server's side where it has one."""
+        """Copy a file into another store of the same kind, server-side where the store can."""
 
     def free_bytes(self) -> int | None:
-        """Room left, bytes; None where that has no meaning."""
+        """Return the free space, bytes; None where that has no meaning."""
 
 
 def open_store(url: str) -> Store:
-    """The store of a folder's URL; nothing is read yet.
+    """Return the store of a folder's URL; nothing is read yet.
 
-    Raises `UsageError` for a scheme that no installed fsspec file system serves.
+    Raises:
+        UsageError: No installed fsspec file system serves this scheme.
     """
     path = local_path(url)
     if path is not None:
@@ -148,20 +166,20 @@ def open_store(url: str) -> Store:
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a local URL, or None for a remote one; raises `UsageError` for what no system can hold."""
+    """Return the path of a local URL, or None for a remote one; raises `UsageError` for an invalid path."""
     if "\0" in url or not url or not _is_text(url):
-        raise UsageError(f"not a path or URL: {url!r}")
+        raise UsageError(f"cannot open {url!r}: not a path or URL")
     for scheme in ("file://", "local://"):
         if url.startswith(scheme):
             rest = url.removeprefix(scheme)
-            if rest.startswith("localhost/"):  # RFC 8089 spells this machine so, too
+            if rest.startswith("localhost/"):  # RFC 8089 allows this name for the local machine
                 rest = rest.removeprefix("localhost")
             return Path(rest)
     return None if "://" in url or "::" in url else Path(url)
 
 
 def _is_text(url: str) -> bool:
-    """Whether it has bytes: names that are not UTF-8 come as surrogates (PEP 383), others have none."""
+    """Report whether the URL has bytes: surrogates of undecodable names (PEP 383) do, others do not."""
     try:
         url.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -170,7 +188,7 @@ def _is_text(url: str) -> bool:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """A URL's parent and its last name.
+    """Return a URL's parent and its last name.
 
     >>> split_url("s3://bucket/run/step-3/"), split_url("step-3")
     (('s3://bucket/run', 'step-3'), ('.', 'step-3'))
@@ -182,11 +200,11 @@ def split_url(url: str) -> tuple[str, str]:
         full = Path(os.path.normpath(path))
         return (str(full.parent), full.name) if full.name else (str(full), "")
     head, _, name = url.rstrip("/").rpartition("/")
-    return (f"{head}/" if head.endswith(":/") else head), name  # never a scheme cut in two
+    return (f"{head}/" if head.endswith(":/") else head), name  # never cut a scheme in two
 
 
 def join_url(root: str, name: str) -> str:
-    """A URL below another.
+    """Return a URL below another.
 
     >>> join_url("s3://bucket", "a"), join_url("memory://", "a"), join_url("/", "a")
     ('s3://bucket/a', 'memory://a', '/a')
@@ -197,7 +215,7 @@ def join_url(root: str, name: str) -> str:
 
 
 def hub_hint(url: str) -> str:
-    """How to fetch what looks like the name of a hub's repository; empty for what does not, or is there.
+    """Return how to fetch a name that looks like a hub's repository, else an empty text.
 
     >>> hub_hint("Qwen/Qwen3-0.6B")
     'it looks like a name on the Hugging Face hub: hf download Qwen/Qwen3-0.6B --local-dir DIR, then name DIR'
@@ -210,9 +228,14 @@ def hub_hint(url: str) -> str:
 
 
 def inner_path(path: str, *, what: str) -> str:
-    """``path`` itself, when it is a plain relative path; raises `UnsafeContent` otherwise.
+    """Return ``path`` itself when it is a plain relative path.
 
-    what: where the path was read, for the message.
+    Args:
+        path: A path from a checkpoint's metadata.
+        what: Where the path was read, for the message.
+
+    Raises:
+        UnsafeContent: The path is absolute, has a scheme, or leaves the folder.
     """
     parts = path.split("/")
     if not path or path.startswith("/") or "\\" in path or "\0" in path or "://" in path:

@@ -1,7 +1,7 @@
-"""Below: a folder below a root, opened so that no link on the way leads anywhere else.
+"""Open a folder below a root so that no link on the way leads elsewhere.
 
-Paths are looked up again with every call, and any part of them may be exchanged meanwhile. What was opened
-stays what it is: names in it are used relative to its descriptor.
+Each call looks a path up again, and another process may exchange any part of it meanwhile. An open descriptor
+keeps naming the same folder, so names in it are used relative to the descriptor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_above(root: str, uri: str) -> int:
-    """A descriptor of the folder that a place below a watched root lies in; to be closed.
+    """Open the parent folder of a place below a watched root; the caller closes the descriptor.
 
-    Raises `UsageError` unless the place really lies there: by its parts, and without a link on the way.
+    Raises:
+        UsageError: The place is not below the root by its path, or a link is on the way.
     """
     parent, name = uri.rpartition("/")[::2]
     at = open_below(root, parent or "/", uri)
@@ -30,12 +31,14 @@ def open_above(root: str, uri: str) -> int:
         raise UsageError(f"cannot delete {uri}: {error.strerror}") from error
     if not (stat.S_ISDIR(seen.st_mode) or stat.S_ISREG(seen.st_mode)) or name in ("", ".", ".."):
         os.close(at)
-        raise UsageError(f"cannot delete {uri}: it is a {thing_of(seen).kind.value}, and no checkpoint")
+        raise UsageError(
+            f"cannot delete {uri}: must be a file or a folder (got a {thing_of(seen).kind.value})"
+        )
     return at
 
 
 def open_below(root: str, folder: str, uri: str) -> int:
-    """A descriptor of a folder that is, or lies below, a watched root. uri: what for."""
+    """Open a folder that is a watched root or below it; ``uri`` is the place to delete, for messages."""
     if os.path.realpath(root) != root:
         raise UsageError(
             f"cannot delete {uri}: the watched root {root} is reached through a link",
@@ -44,7 +47,7 @@ def open_below(root: str, folder: str, uri: str) -> int:
     base = root.rstrip("/") + "/"
     parts = f"{folder}/".removeprefix(base).rstrip("/").split("/") if folder != root else []
     if not f"{folder}/".startswith(base) or any(part in ("", ".", "..") for part in parts):
-        raise UsageError(f"cannot delete {uri}: it does not lie below the watched root {root}")
+        raise UsageError(f"cannot delete {uri}: it is not below the watched root {root}")
     try:
         at, here = os.open(root, FOLDER), root
     except OSError as error:
@@ -62,9 +65,9 @@ def open_below(root: str, folder: str, uri: str) -> int:
 
 
 def open_folder(name: str, at: int, path: str) -> int:
-    """A descriptor of a folder in another, which is no link. path: what to call it. Raises `UsageError`."""
+    """Open a folder in another, unless it is a link; ``path`` is for the message. Raises `UsageError`."""
     try:
         return os.open(name, FOLDER, dir_fd=at)
     except OSError as error:
-        why = "a link, or no folder" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
-        raise UsageError(f"cannot delete below {path}: it is {why}") from error
+        why = "not a folder, or a link" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
+        raise UsageError(f"cannot delete below {path}: {why}") from error

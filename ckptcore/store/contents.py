@@ -1,7 +1,7 @@
-"""Contents: everything that lies at a place, of whatever kind, and what would change with each thing.
+"""List everything at a place, of any kind, with what changes when each entry changes.
 
-Made for deleting and for comparing identities: no link is followed unless asked for, nothing is skipped, and
-what cannot be looked at is an error. Objects of a remote store are files with a version.
+For deletions and for comparing identities: no link is followed unless requested, nothing is skipped, and
+an entry that cannot be examined is an error. Objects of a remote store are files with a version.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ckptcore.store import local_path
 from ckptcore.store.listing import MAX_FILES, everything_at
 from ckptcore.store.place import mounts
 
-MAX_DEPTH = 128  # of folders in folders; what is deeper is no checkpoint
-_UNKNOWN = "unknown"  # what the survey calls the version of an object of which the store tells none
+MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
+_UNKNOWN = "unknown"  # the version in a survey of an object whose store reports none
 
 
 class NameKind(StrEnum):
-    """What a name in a folder stands for."""
+    """The kind of thing that a name in a folder refers to."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -44,11 +44,17 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One name.
+    """One name. Attributes that the store does not have are None.
 
-    version: the target of a link; of an object the version of its content; else "". mtime, ctime: ns since
-    1970. device, inode, links: which file it is on this machine, and how many names it has. Where the store
-    has no such thing, None.
+    Attributes:
+        kind: Kind of the thing.
+        nbytes: Size.
+        version: The target of a link; the version of an object's content; else "".
+        mtime: ns since 1970.
+        ctime: ns since 1970.
+        device: With ``inode``, the identity of the file on this machine.
+        inode: With ``device``, the identity of the file on this machine.
+        links: How many names the file has.
     """
 
     kind: NameKind
@@ -61,21 +67,28 @@ class Thing:
     links: int | None = None
 
     def as_list(self) -> list[Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return list(astuple(self))
 
     @classmethod
     def of_list(cls, form: list[Any]) -> Thing:
-        """The thing of `as_list`'s form; raises `ValueError`, `TypeError`."""
+        """Return the thing of `as_list`'s form; raises `ValueError`, `TypeError`."""
         return cls(NameKind(form[0]), *form[1:])
 
 
 def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
-    """Everything at a place by its relative name, folders with a slash behind theirs, sorted.
+    """Return everything at a place by its relative name, sorted; names of folders end with a slash.
 
-    Of a place that is one file, that file under the empty name. follow: links to files are what they lead to,
-    as for whoever reads there. Raises `SourceUnreadable`, `StorageTrouble`, and `UsageError` for what no
-    deletion may look past: another file system, a mount, an object without a version.
+    For a place that is one file, return that file under the empty name.
+
+    Args:
+        url: The place.
+        follow: List a link to a file as that file, as readers see it.
+
+    Raises:
+        SourceUnreadable: A name cannot be examined.
+        StorageTrouble: The store failed.
+        UsageError: A deletion would be unsafe: another file system, a mount, an object without a version.
     """
     path = local_path(url)
     if path is None:
@@ -89,9 +102,9 @@ def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
 
 
 def thing_of(seen: os.stat_result, target: str = "") -> Thing:
-    """What ``lstat`` says of a name. target: where it leads, for a link."""
+    """Return the thing of an ``lstat`` result; ``target`` is a link's target."""
     kind = _KINDS.get(stat.S_IFMT(seen.st_mode), NameKind.DEVICE)
-    if kind is NameKind.FOLDER:  # its times and size change with what is in it, which is looked at by itself
+    if kind is NameKind.FOLDER:  # its times and size change with its entries, which are listed separately
         return Thing(kind, 0, device=seen.st_dev, inode=seen.st_ino)
     return Thing(
         kind,
@@ -106,9 +119,12 @@ def thing_of(seen: os.stat_result, target: str = "") -> Thing:
 
 
 def same(one: Thing, other: Thing, *, status: bool = True) -> bool:
-    """Whether a name still stands for the same thing with the same content.
+    """Report whether a name still refers to the same thing with the same content.
 
-    status: also take it for another when its status alone changed (ctime).
+    Args:
+        one: The thing at one time.
+        other: The thing at another time.
+        status: Count a change of status alone (ctime) as a difference.
     """
     alike = (one.kind, one.nbytes, one.version, one.mtime, one.inode) == (
         other.kind,
@@ -121,7 +137,7 @@ def same(one: Thing, other: Thing, *, status: bool = True) -> bool:
 
 
 def difference(before: Mapping[str, Thing], now: Mapping[str, Thing], *, status: bool = True) -> str | None:
-    """The first name that came, went or was written in between, or None."""
+    """Return the first name that was added, removed or written in between, or None."""
     for name in sorted(before.keys() | now.keys()):
         was, seen = before.get(name), now.get(name)
         if was is None or seen is None or not same(was, seen, status=status):
@@ -130,13 +146,15 @@ def difference(before: Mapping[str, Thing], now: Mapping[str, Thing], *, status:
 
 
 def require_no_mount(path: str) -> None:
-    """Raises `UsageError` when something is mounted at a path or below it: a mount of the same file system
-    elsewhere has the same device number, and its files would be taken for files of this folder."""
+    """Raise `UsageError` when something is mounted at a path or below it.
+
+    A bind mount of the same file system has the same device number: its files would pass for this folder's.
+    """
     above = os.path.realpath(path)
     for _, _, point in mounts():
         if point == above or point.startswith(above.rstrip("/") + "/"):
             raise UsageError(
-                f"cannot delete {path}: another place is mounted at {point}", hint="unmount it first"
+                f"cannot delete {path}: another folder is mounted at {point}", hint="unmount it first"
             )
 
 
@@ -144,8 +162,8 @@ def _remote_things(url: str) -> dict[str, Thing]:
     found = everything_at(url)
     for name, seen in found.items():
         if seen.stamp == _UNKNOWN:
-            raise UsageError(f"cannot prove that {url}/{name} stays as it is: the store tells no version")
-    # The version may be a digest: of an object that was put again with equal bytes only the time changes.
+            raise UsageError(f"cannot prove that {url}/{name} is unchanged: the store reports no version")
+    # The version may be a digest: when an object is rewritten with equal bytes, only the time changes.
     return {
         name: Thing(NameKind.FILE, seen.nbytes, seen.stamp, None if seen.at is None else round(seen.at * 1e9))
         for name, seen in found.items()
@@ -164,7 +182,7 @@ def _local_things(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
     while todo:
         folder, depth = todo.pop()
         if depth > MAX_DEPTH:
-            raise UsageError(f"cannot list {root}/{folder}: folders in it are more than {MAX_DEPTH} deep")
+            raise UsageError(f"cannot list {root}/{folder}: more than {MAX_DEPTH} nested folders")
         for name in _folder_names(f"{root}/{folder}"):
             path, thing = f"{root}/{folder}{name}", None
             try:
@@ -173,7 +191,7 @@ def _local_things(root: str, follow: bool) -> Iterator[tuple[str, Thing]]:
                     thing = _followed(path)
                 thing = thing or _thing(path, seen)
             except FileNotFoundError as error:
-                raise SourceChanged(f"{path} went while {root} was listed") from error
+                raise SourceChanged(f"{path} was removed while {root} was listed") from error
             except OSError as error:
                 raise SourceUnreadable(f"cannot look at {path}: {error.strerror}") from error
             if thing.device != top.st_dev and not follow:
@@ -197,9 +215,9 @@ def _thing(path: str, seen: os.stat_result) -> Thing:
 
 
 def _followed(path: str) -> Thing | None:
-    """What a link leads to, where that is no folder: folders behind links are not listed by readers."""
+    """Return the target of a link to a file. Readers do not list folders behind links, so those give None."""
     try:
         seen = os.stat(path)
     except OSError:
-        return None  # it leads nowhere: it stays a link
+        return None  # a dangling link: it is listed as a link
     return None if stat.S_ISDIR(seen.st_mode) else thing_of(seen)

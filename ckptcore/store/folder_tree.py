@@ -1,7 +1,7 @@
-"""Folders by descriptor: how is a tree walked and removed in which somebody may have put a link?
+"""Walk and remove folder trees by descriptor, so that a planted link leads nowhere else.
 
 Every name is opened below the descriptor of its folder, and no link is followed. A path is looked up anew
-at each use; a descriptor stays what it was opened for, whoever renames what.
+at each use; a descriptor keeps referring to what was opened, even after renames.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A name in a folder that is held open: who swaps one of its parents leads nobody elsewhere.
+    """A name in an open folder: swapping one of its parents does not redirect it.
 
-    at: the folder's descriptor, -1 for a folder that is not there. path: what to call it.
+    Attributes:
+        at: The folder's descriptor, -1 for a missing folder.
+        name: A name in it.
+        path: The path for messages.
     """
 
     at: int
@@ -33,18 +36,20 @@ class Spot:
     path: str
 
     def look(self) -> os.stat_result | None:
-        """What bears the name, links unfollowed; None when nothing does."""
+        """Return the status of the name, without following links; None when nothing has it."""
         return look(self.at, self.name) if self.at >= 0 else None
 
     def beside(self, name: str) -> Spot:
-        """Another name in the same folder."""
+        """Return another name in the same folder."""
         return Spot(self.at, name, os.path.join(os.path.dirname(self.path), name))
 
 
 def rename_new(old: Spot, new: Spot) -> None:
-    """Moves a name, never over another: `os.rename` would replace a file, or an empty folder.
+    """Move a name, never over another: `os.rename` would replace a file, or an empty folder.
 
-    Raises `OSError`; `FileExistsError` where something is there.
+    Raises:
+        FileExistsError: The new name exists.
+        OSError: The move failed.
     """
     failed = _renameat2(old, new, _NOREPLACE)
     if failed == 0:
@@ -57,12 +62,12 @@ def rename_new(old: Spot, new: Spot) -> None:
 
 
 def exchange(a: Spot, b: Spot) -> bool:
-    """Swaps two names in one step; False, and nothing is done, where the file system cannot."""
+    """Swap two names in one step; return False, and change nothing, where the file system cannot."""
     return _renameat2(a, b, _EXCHANGE) == 0
 
 
 def _renameat2(a: Spot, b: Spot, flag: int) -> int:
-    """The error number of the call, or 0."""
+    """Return the error number of the call, or 0."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):  # another system, or an old libc
@@ -74,7 +79,7 @@ def _renameat2(a: Spot, b: Spot, flag: int) -> int:
 
 @contextlib.contextmanager
 def closing_fd(fd: int) -> Iterator[int]:
-    """Closes a descriptor behind the block."""
+    """Close a descriptor after the block."""
     try:
         yield fd
     finally:
@@ -82,7 +87,7 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 
 def look(at: int, name: str) -> os.stat_result | None:
-    """What a name in a folder stands for, links unfollowed; None when there is nothing."""
+    """Return the status of a name in a folder, without following links; None when nothing has it."""
     try:
         return os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
@@ -90,9 +95,18 @@ def look(at: int, name: str) -> os.stat_result | None:
 
 
 def enter(at: int, name: str, what: str, owners: Owners, *, make: bool = False) -> int | None:
-    """A descriptor of a folder of ours in another; None when there is none.
+    """Open a trusted folder in another; return None when there is none.
 
-    make: make it then, with the mode that the umask leaves. Raises `StagingForeign`, `OSError`.
+    Args:
+        at: Descriptor of the parent.
+        name: Name of the folder.
+        what: Its path, for messages.
+        owners: The trusted users.
+        make: Create a missing folder, with the mode that the umask leaves.
+
+    Raises:
+        StagingForeign: It is not a folder, or not a trusted user's.
+        OSError: It cannot be opened.
     """
     seen = look(at, name)
     if seen is None:
@@ -115,34 +129,43 @@ def enter(at: int, name: str, what: str, owners: Owners, *, make: bool = False) 
 
 
 def walk(fd: int, prefix: str, what: str, owners: Owners) -> Iterator[tuple[str, os.stat_result]]:
-    """(path, what it is) of every file and folder below one, folders with a slash behind their names.
+    """Yield (path, status) of every file and folder below one; names of folders end with a slash.
 
-    Raises `StagingForeign` for what is another user's, no file and no folder, or mounted there.
+    Raises:
+        StagingForeign: An entry is another user's, neither file nor folder, or a mount point.
     """
     for name in sorted(os.listdir(fd)):
-        shown = f"{what}/{name}"
+        path = f"{what}/{name}"
         seen = look(fd, name)
         if seen is None:  # removed meanwhile
             continue
         if not stat.S_ISDIR(seen.st_mode):
-            owners.require_file(seen, shown)
+            owners.require_file(seen, path)
             yield prefix + name, seen
             continue
-        below = enter(fd, name, shown, owners)
+        below = enter(fd, name, path, owners)
         if below is None:
             continue
         with closing_fd(below):
-            _require_one_mount(fd, below, shown)
+            _require_one_mount(fd, below, path)
             yield f"{prefix}{name}/", seen
-            yield from walk(below, f"{prefix}{name}/", shown, owners)
+            yield from walk(below, f"{prefix}{name}/", path, owners)
 
 
 def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
-    """Removes a folder with all that is in it; a link in it is removed, and never followed.
+    """Remove a folder with everything in it; a link in it is removed, never followed.
 
-    owners: whose files may go. What somebody else removes meanwhile is fine.
-    Raises `OSError` for the first that cannot be removed, when everything else is gone, and
-    `StagingForeign` for what is not theirs, or mounted there: that is left.
+    Another process may remove entries meanwhile.
+
+    Args:
+        at: Descriptor of the parent.
+        name: Name of the folder.
+        what: Its path, for messages.
+        owners: The users whose files may be removed.
+
+    Raises:
+        OSError: An entry cannot be removed; everything else is.
+        StagingForeign: An entry is another user's, or a mount point; it is left.
     """
     try:
         fd = os.open(name, FOLDER, dir_fd=at)
@@ -151,7 +174,7 @@ def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
     with closing_fd(fd):
         owners.require_folder(os.fstat(fd), what)
         _require_one_mount(at, fd, what)
-        # Again while it fills: a process that waits for a lock in it may make that lock once more.
+        # Retry while it fills: a process that waits for a lock file in it may create it once more.
         for _ in range(_TRIES):
             failed = _remove_owned(fd, what, owners)
             try:
@@ -186,15 +209,15 @@ def _remove_owned(fd: int, what: str, owners: Owners) -> OSError | None:
 
 
 def _require_one_mount(above: int, below: int, what: str) -> None:
-    """A mount shows another folder: what is removed in it is removed there. Device numbers do not tell."""
+    """Raise unless both folders are on one mount: a bind mount has the same device number."""
     if _mount(above) != _mount(below):
         raise strange(what, "another folder is mounted there")
 
 
 def _mount(fd: int) -> bytes:
-    # Bytes: whoever may not read Python's own files cannot load a codec.
+    # Bytes: a process that may not read Python's own files cannot load a codec.
     try:
         with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
             return next((line for line in file if line.startswith(b"mnt_id:")), b"")
-    except OSError:  # no /proc: the device number tells what it can
+    except OSError:  # no /proc: the device number is a weaker check
         return str(os.fstat(fd).st_dev).encode()

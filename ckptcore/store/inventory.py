@@ -1,7 +1,7 @@
-"""Inventory: what exactly lies at a place, so that it can be known again?
+"""Record what is at a place, so that a later look can detect any change.
 
-Links are not followed, nothing is opened. `ckptcore.store.listing` sees what readers see; an inventory sees
-everything that would be lost if the place were replaced.
+Links are not followed, and nothing is opened. `ckptcore.store.listing` lists what readers see; an inventory
+lists everything that replacing the place would delete.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckptcore.store.local import settled_ctime
 from ckptcore.store.place import mounts
 
 FILE, LINK, FOLDER, SPECIAL, MOUNT = "file", "link", "folder", "special", "mount"
-MAX_DEPTH = 128  # of folders in folders; what is deeper is no checkpoint
-_WAITS_S = (0.03, 2.2)  # until times move on: nearly everywhere, and on older file systems
+MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
+_WAITS_S = (0.03, 2.2)  # until file times advance: on most file systems, and on older ones
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
 _VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
 _SPECIAL = {
@@ -37,11 +37,14 @@ _SPECIAL = {
 class Entry:
     """One name.
 
-    kind: FILE, LINK, FOLDER, SPECIAL or MOUNT. nbytes: of a file. stamp: changes when it is written or
-    replaced; of a special file what it is, of a folder "". inode: (device, inode) on this machine.
-    ctime: when the status of a file or link changed, ns since 1970: no part of what it is, but whoever
-    rewrites it in place can put its other time back, and not this one. None where there is no such time, or
-    an older version took none.
+    Attributes:
+        kind: FILE, LINK, FOLDER, SPECIAL or MOUNT.
+        nbytes: Size of a file.
+        stamp: Changes when it is written or replaced; the kind of a special file; "" for a folder.
+        inode: (device, inode) on this machine.
+        ctime: When the status of a file or link changed, ns since 1970. It is not part of the identity, but
+            a rewrite in place can restore the mtime and not the ctime. None where there is no such time, or
+            an older version recorded none.
     """
 
     kind: str
@@ -51,13 +54,16 @@ class Entry:
     ctime: int | None = None
 
 
-Inventory = Mapping[str, Entry]  # relative path -> entry, sorted; "": what bears the place's own name
+Inventory = Mapping[str, Entry]  # relative path -> entry, sorted; "" is the place itself
 
 
 def take(url: str) -> dict[str, Entry]:
-    """Everything at a place; empty where nothing is. An object store's folder has no entry of its own.
+    """Return everything at a place; empty where nothing is. An object store's folder has no own entry.
 
-    Raises `SourceUnreadable`, `StorageTrouble`, `UsageError`.
+    Raises:
+        SourceUnreadable: A name cannot be examined.
+        StorageTrouble: The store failed.
+        UsageError: Folders are nested too deeply, or the URL cannot be opened.
     """
     path = local_path(url)
     if path is None:
@@ -74,7 +80,7 @@ def take(url: str) -> dict[str, Entry]:
 
 
 def take_settled(url: str) -> dict[str, Entry]:
-    """As `take`, once times of status are old enough to tell a later write, for which it waits a little."""
+    """Call `take`, and wait a little if needed, until every ctime is old enough to reveal a later write."""
     found: dict[str, Entry] = {}
     for wait_s in (*_WAITS_S, 0.0):
         now, found = time.time_ns(), take(url)
@@ -85,12 +91,12 @@ def take_settled(url: str) -> dict[str, Entry]:
 
 
 def take_at(spot: Spot) -> dict[str, Entry]:
-    """As `take`, of a name in a folder that is held open; no link is followed on the way down."""
+    """Return the inventory of a name in an open folder; no link is followed on the way down."""
     return dict(sorted(_local_entries(spot)))
 
 
 def look(path: str) -> Entry | None:
-    """What bears this name on this machine, its content left aside; None where nothing does."""
+    """Return the entry of a name on this machine, without its content; None where nothing has the name."""
     parent, name = os.path.split(path)
     try:
         at = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,7 +107,7 @@ def look(path: str) -> Entry | None:
 
 
 def look_at(spot: Spot) -> Entry | None:
-    """As `look`, of a name in a folder that is held open."""
+    """Return the entry of a name in an open folder; None where nothing has the name."""
     seen = spot.look()
     if seen is None:
         return None
@@ -114,7 +120,7 @@ def look_at(spot: Spot) -> Entry | None:
 
 
 def differs(before: Inventory, now: Inventory) -> str | None:
-    """The first name that came, went, or was written or touched in between, or None. Names are relative."""
+    """Return the first name that was added, removed, written or touched in between, or None."""
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             return name
@@ -122,9 +128,12 @@ def differs(before: Inventory, now: Inventory) -> str | None:
 
 
 def same(was: Entry | None, now: Entry | None, *, status: bool = True) -> bool:
-    """Whether a name still stands for the same thing with the same content.
+    """Report whether a name still refers to the same thing with the same content.
 
-    status: also take it for another when its status alone changed (ctime).
+    Args:
+        was: The entry at one time.
+        now: The entry at another time.
+        status: Count a change of status alone (ctime) as a difference.
     """
     if was is None or now is None or status:
         return was == now
@@ -132,11 +141,11 @@ def same(was: Entry | None, now: Entry | None, *, status: bool = True) -> bool:
 
 
 def entry_at(spot: Spot, seen: os.stat_result, *, mounted: bool = False) -> Entry:
-    """The entry of what was seen under a name."""
+    """Return the entry of a status result."""
     inode = (seen.st_dev, seen.st_ino)
     if mounted:
         return Entry(MOUNT, 0, "a mount point", inode)
-    if stat.S_ISDIR(seen.st_mode):  # its times change with what is in it, which is looked at by itself
+    if stat.S_ISDIR(seen.st_mode):  # its times change with its entries, which are recorded separately
         return Entry(FOLDER, 0, "", inode)
     if stat.S_ISREG(seen.st_mode):
         return Entry(FILE, seen.st_size, str(seen.st_mtime_ns), inode, seen.st_ctime_ns)
@@ -163,9 +172,9 @@ def _local_entries(spot: Spot) -> Iterator[tuple[str, Entry]]:
 def _entries_below(
     folder: Spot, entry: Entry, prefix: str, real: str, points: Collection[str], depth: int
 ) -> Iterator[tuple[str, Entry]]:
-    """(name, entry) of everything in a folder. entry: its own. real: its path, without links."""
+    """Yield (name, entry) of everything in a folder, given its own entry and its path without links."""
     if depth > MAX_DEPTH:
-        raise UsageError(f"cannot list {folder.path}: folders in it are more than {MAX_DEPTH} deep")
+        raise UsageError(f"cannot list {folder.path}: more than {MAX_DEPTH} nested folders")
     try:
         below = os.open(folder.name, OPEN_FOLDER, dir_fd=folder.at)
     except OSError as error:
@@ -174,7 +183,7 @@ def _entries_below(
         try:
             here = os.fstat(below)
             if (here.st_dev, here.st_ino) != entry.inode:
-                raise SourceUnreadable(f"cannot list {folder.path}: it was exchanged while it was looked at")
+                raise SourceUnreadable(f"cannot list {folder.path}: it was replaced meanwhile")
             for each in os.scandir(below):
                 seen = each.stat(follow_symlinks=False)
                 spot = Spot(below, each.name, f"{folder.path}/{each.name}")
@@ -195,7 +204,7 @@ def _entries_below(
 
 
 def _path_of(at: int) -> str:
-    """Where a folder that is held open lies now, without links; "" where the system does not say."""
+    """Return the current path of an open folder, without links; "" where the system does not report it."""
     try:
         return os.readlink(f"/proc/self/fd/{at}")
     except OSError:
@@ -220,8 +229,8 @@ def _remote(url: str) -> Iterator[tuple[str, Entry]]:
     root = root.rstrip("/")
     for name, info in found.items():
         if info.get("type", "file") != "file" or name.endswith("/"):
-            continue  # the empty object that some tools leave in a folder's name
+            continue  # an empty object that some tools create as a folder marker
         version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
-        # Exactly as it is called: "out//x" is another object than "out/x".
+        # The exact name: "out//x" and "out/x" are different objects.
         inner = name[len(root) + 1 :] if name != root else ""
         yield inner, Entry(FILE, int(info["size"] or 0), str(version))

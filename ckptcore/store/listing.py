@@ -1,4 +1,4 @@
-"""Survey: which files lie below a folder, and when did each change? One listing, no file is opened."""
+"""List the files below a folder with sizes and times, in one listing, without opening a file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import local_path
 
 MAX_FILES = 2_000_000
-# What fsspec file systems call the time and the version of a file's content.
+# Keys of a file's time and version in fsspec file systems.
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
 _VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """One file. nbytes: its size. stamp: changes when it is written again. at: when it last changed, seconds
-    since 1970, or None where the store does not tell."""
+    """One file.
+
+    Attributes:
+        nbytes: Its size.
+        stamp: Changes when it is rewritten.
+        at: When it last changed, seconds since 1970, or None where the store does not report it.
+    """
 
     nbytes: int
     stamp: str
@@ -30,9 +35,12 @@ class ListedFile:
 
 
 def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
-    """Every file below a folder by its relative path, sorted; links to folders are not followed.
+    """Return every file below a folder by its relative path, sorted; links to folders are not followed.
 
-    Raises `SourceUnreadable`, `StorageTrouble`, and `UsageError` for more than ``max_files``.
+    Raises:
+        SourceUnreadable: The folder cannot be listed.
+        StorageTrouble: The store failed.
+        UsageError: There are more than ``max_files``.
     """
     path = local_path(url)
     found: dict[str, ListedFile] = {}
@@ -40,15 +48,19 @@ def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
         found[name] = seen
         if len(found) > max_files:
             raise UsageError(
-                f"{url} holds more than {max_files} files", hint="watch folders below it instead"
+                f"cannot list {url}: it holds more than {max_files} files",
+                hint="watch folders below it instead",
             )
     return dict(sorted(found.items()))
 
 
 def everything_at(url: str) -> dict[str, ListedFile]:
-    """As `survey`; of a checkpoint that is one file, that file, under the empty name.
+    """Return `survey`'s files, or for a checkpoint that is one file, that file under the empty name.
 
-    Raises as `survey`, and `SourceUnreadable` where nothing is.
+    Raises:
+        SourceUnreadable: The place is missing or cannot be listed.
+        StorageTrouble: The store failed.
+        UsageError: There are more than `MAX_FILES`.
     """
     path = local_path(url)
     if path is not None:
@@ -60,14 +72,16 @@ def everything_at(url: str) -> dict[str, ListedFile]:
     if not found:
         raise SourceUnreadable(f"{url} does not exist or is empty")
     if len(found) > 1:
-        found.pop("", None)  # an empty object that some tools leave in a folder's name
+        found.pop("", None)  # an empty object that some tools create as a folder marker
     return found
 
 
 def names_at(url: str) -> tuple[str, ...]:
-    """The names right in a folder of an object store, sorted; none where there is no such folder.
+    """Return the names directly in a folder of an object store, sorted; none if there is no such folder.
 
-    Raises `StorageTrouble`, `UsageError`.
+    Raises:
+        StorageTrouble: The store failed.
+        UsageError: The URL cannot be opened.
     """
     import fsspec
 
@@ -86,16 +100,19 @@ def names_at(url: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What lies right in a folder. files: name -> bytes. folders: the names of those in it, sorted."""
+    """What is directly in a folder: its files (name -> bytes), and the names of its folders, sorted."""
 
     files: Mapping[str, int]
     folders: tuple[str, ...]
 
 
 def folder_at(url: str) -> Folder:
-    """What lies right in a folder, links followed; nothing where there is no such folder.
+    """Return what is directly in a folder, links followed; nothing if there is no such folder.
 
-    Raises `SourceUnreadable`, `StorageTrouble`, `UsageError`.
+    Raises:
+        SourceUnreadable: The folder cannot be listed.
+        StorageTrouble: The store failed.
+        UsageError: The URL cannot be opened.
     """
     path = local_path(url)
     if path is not None:
@@ -118,7 +135,7 @@ def folder_at(url: str) -> Folder:
     for row in rows:
         name = str(row["name"]).rstrip("/").rpartition("/")[2]
         if str(row["name"]).rstrip("/") == root.rstrip("/"):
-            continue  # the folder's own marker, or the file that was named
+            continue  # the folder's own marker, or the named file itself
         if row.get("type") == "directory":
             folders.add(name)
         else:
@@ -148,9 +165,12 @@ def _folder_here(path: str) -> Folder:
 def changed(
     before: Mapping[str, ListedFile], now: Mapping[str, ListedFile], *, times: bool = True
 ) -> str | None:
-    """The first name that came, went or was written in between, or None.
+    """Return the first name that was added, removed or written in between, or None.
 
-    times: also take it for written when only its status changed (a file that is moved itself does that).
+    Args:
+        before: Files of the earlier survey.
+        now: Files of the later survey.
+        times: Count a change of status alone as a write (moving a file changes its status).
     """
     for name in sorted(before.keys() | now.keys()):
         was, seen = before.get(name), now.get(name)
@@ -162,22 +182,22 @@ def changed(
 
 
 def stamp_of(files: Mapping[str, ListedFile]) -> str:
-    """One digest of names, sizes and stamps."""
-    whole = blake3()
+    """Return one digest of names, sizes and stamps."""
+    total = blake3()
     for name in sorted(files):
-        told = f"{name}\0{files[name].nbytes}\0{files[name].stamp}\n"
-        whole.update(told.encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()
+        line = f"{name}\0{files[name].nbytes}\0{files[name].stamp}\n"
+        total.update(line.encode("utf-8", "surrogateescape"))
+    return total.hexdigest()
 
 
 def newest(files: Mapping[str, ListedFile]) -> float | None:
-    """When the last of the files changed, or None where nothing tells."""
+    """Return when the last of the files changed, or None if no file has a time."""
     return max((f.at for f in files.values() if f.at is not None), default=None)
 
 
 def _local_files(root: str) -> Iterator[tuple[str, ListedFile]]:
     if not os.path.isdir(root):
-        raise SourceUnreadable(f"{root} does not exist, or is no folder", hint="check the path")
+        raise SourceUnreadable(f"{root} does not exist or is not a folder", hint="check the path")
     todo = [root]
     while todo:
         folder = todo.pop()
@@ -201,7 +221,7 @@ def _local_files(root: str) -> Iterator[tuple[str, ListedFile]]:
 
 
 def _seen(status: os.stat_result) -> ListedFile:
-    # What was copied keeps the old mtime; the ctime tells when it came.
+    # A copied file keeps its old mtime; the ctime shows when it arrived.
     return ListedFile(
         status.st_size, f"{status.st_mtime_ns} {status.st_ino}", max(status.st_mtime, status.st_ctime)
     )

@@ -1,6 +1,6 @@
-"""Local store: how do bytes of local files move fast, exactly, and never out of the folder?
+"""Read and write local files fast and exactly, never outside the folder.
 
-Reads are `pread` into the caller's buffers: no memory map, so peak memory is what the caller chose.
+Reads are `pread` into the caller's buffers: without a memory map, the caller's buffers are the peak memory.
 `ckptcore.store.local_writer` has the writers.
 """
 
@@ -21,7 +21,7 @@ from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, Stamped, Store
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
-# Times move on by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.
+# Times advance by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.
 _FINE_NS, _COARSE_NS, _ROUND_NS = 20_000_000, 2_100_000_000, 10_000_000
 
 
@@ -35,12 +35,13 @@ class LocalStore:
         self._real = os.path.realpath(root)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
-        weakref.finalize(self, close_all, self._open)  # a store that is dropped keeps no file open
-        # Half of what the process may have: a checkpoint of 1024 ranks has 1024 files.
+        weakref.finalize(self, close_all, self._open)  # a dropped store closes its files
+        # Half of the process's limit: a checkpoint of 1024 ranks has 1024 files.
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = 8192 if soft == resource.RLIM_INFINITY else min(soft // 2, 8192)
 
     def stamped(self) -> dict[str, Stamped]:
+        """List the files with size, stamp and ctime."""
         found: dict[str, Stamped] = {}
         try:
             if not self._root.is_dir():
@@ -51,28 +52,33 @@ class LocalStore:
                 for name in names:
                     path = os.path.join(folder, name)
                     with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or dangling
-                        now = time.time_ns()  # before the look, or a later write may pass for an earlier one
+                        now = time.time_ns()  # before `stat`, or a later write may count as an earlier one
                         found[os.path.relpath(path, self._root)] = _stamped(os.stat(path), now)
         except OSError as error:
             raise unreadable(self.url, error) from error
         return dict(sorted(found.items()))
 
     def list(self) -> dict[str, int]:
+        """List the files: relative path -> size in bytes."""
         return {path: seen.nbytes for path, seen in self.stamped().items()}
 
     def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None when there is no such file."""
         seen = self._stat(path)
         return seen.st_size if seen is not None and stat.S_ISREG(seen.st_mode) else None
 
     def look(self, path: str) -> Stamped | None:
+        """Return size, stamp and ctime of one file, or None when there is no such file."""
         now, seen = time.time_ns(), self._stat(path)
         return _stamped(seen, now) if seen is not None and stat.S_ISREG(seen.st_mode) else None
 
     def stamp(self, path: str) -> str | None:
+        """Return the size, mtime and inode as a text, or None when there is no such file."""
         seen = self._stat(path)
         return None if seen is None else _stamp(seen)
 
     def ctime(self, path: str) -> int | None:
+        """Return the ctime in ns, `YOUNG` when it is recent, or None when there is no such file."""
         now, seen = time.time_ns(), self._stat(path)
         return None if seen is None else settled_ctime(seen.st_ctime_ns, now)
 
@@ -85,6 +91,7 @@ class LocalStore:
             raise unreadable(f"{self.url}/{path}", error) from error
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes."""
         fd, kept = self.descriptor(path)
         try:
             data = os.pread(fd, length, start)
@@ -103,6 +110,7 @@ class LocalStore:
         return data
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into`` exactly."""
         done, length = 0, len(into)
         fd, kept = self.descriptor(path)
         try:
@@ -118,15 +126,18 @@ class LocalStore:
                 os.close(fd)
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
-        shown = self._root / path
-        return LocalWriter(self._open_folder(path, nbytes), shown, nbytes, lambda: self._forget(path))
+        """Start a file under a temporary name, with its space reserved."""
+        full = self._root / path
+        return LocalWriter(self._open_folder(path, nbytes), full, nbytes, lambda: self._forget(path))
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
-        shown = self._root / path
+        """Open a file that several processes write ranges of."""
+        full = self._root / path
         folder = self._open_folder(path, nbytes)
-        return JointWriter(folder, shown, nbytes, lambda: self._forget(path), alone=alone)
+        return JointWriter(folder, full, nbytes, lambda: self._forget(path), alone=alone)
 
     def put(self, path: str, data: bytes) -> None:
+        """Write a small file completely or not at all."""
         writer = self.writer(path, len(data))
         try:
             writer.write(0, data)
@@ -136,6 +147,7 @@ class LocalStore:
         writer.commit()
 
     def remove(self, path: str) -> None:
+        """Remove a file; a missing file is no error."""
         self._forget(path)
         try:
             (self._root / path).unlink(missing_ok=True)
@@ -143,6 +155,7 @@ class LocalStore:
             raise unwritable(f"{self.url}/{path}", error) from error
 
     def remove_all(self) -> None:
+        """Remove the folder with everything in it."""
         self.close()
         try:
             if self._root.is_dir():
@@ -151,6 +164,7 @@ class LocalStore:
             raise unwritable(self.url, error) from error
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
+        """Copy a file into another store, in blocks of 64 MiB."""
         size = self.size(path) or 0
         writer = target.writer(name, size)
         try:
@@ -162,6 +176,7 @@ class LocalStore:
         writer.commit()
 
     def free_bytes(self) -> int | None:
+        """Return the free bytes of the file system, before the folder exists too."""
         at = self._root.absolute()
         while not at.exists():
             at = at.parent
@@ -169,18 +184,19 @@ class LocalStore:
         return seen.f_bavail * seen.f_frsize
 
     def close(self) -> None:
+        """Close all open files."""
         with self._lock:
             close_all(self._open)
 
     def _forget(self, path: str) -> None:
-        """Closes what is open under a name that stands for another file from now on."""
+        """Close the descriptor of a name that refers to another file from now on."""
         with self._lock:
             fd = self._open.pop(path, None)
         if fd is not None:
             os.close(fd)
 
     def descriptor(self, path: str) -> tuple[int, bool]:
-        """(file descriptor, whether it is kept open) of a file; one that is not kept must be closed."""
+        """Return (descriptor, whether the store keeps it open); the caller closes one that is not kept."""
         fd = self._open.get(path)
         if fd is not None:
             return fd, True
@@ -192,7 +208,7 @@ class LocalStore:
         return fd, kept
 
     def _open_folder(self, path: str, nbytes: int) -> int:
-        """A descriptor of the folder that a file lies in, which is made; for a writer, which closes it."""
+        """Create and open a file's folder; the writer closes the descriptor."""
         try:
             return self._folder_of(path)
         except OSError as error:
@@ -231,13 +247,15 @@ def _stamped(seen: os.stat_result, now: int) -> Stamped:
 
 
 def _stamp(seen: os.stat_result) -> str:
-    # Without the ctime, which a chmod changes, too.
+    # Without the ctime, which chmod changes too.
     return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
 
 
 def settled_ctime(ctime: int, now: int) -> int:
-    """A ctime in ns, or `YOUNG` while a write behind ``now`` could get the same one. It may be another
-    machine's clock."""
+    """Return a ctime in ns, or `YOUNG` while a write after ``now`` could get the same one.
+
+    The ctime may come from another machine's clock.
+    """
     grain = _COARSE_NS if ctime % _ROUND_NS == 0 else _FINE_NS
     return YOUNG if -grain <= now - ctime < grain else ctime
 
@@ -247,6 +265,6 @@ def _reraise(error: OSError) -> None:
 
 
 def close_all(descriptors: dict[str, int]) -> None:
-    """Closes descriptors, and forgets them."""
+    """Close descriptors and remove them from the dict."""
     while descriptors:
         os.close(descriptors.popitem()[1])

@@ -1,6 +1,6 @@
-"""Write files on this machine, so that they appear whole or not at all; and name its errors as ours.
+"""Write local files so that they appear completely or not at all, and map their errors to ckptcore's.
 
-Writers preallocate, write at offsets from any thread, and fsync; a file appears under its name by rename.
+Writers preallocate, write at offsets from any thread, and fsync; a rename publishes the file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ckptcore.store import Buffer, Store
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SERIAL = itertools.count()
 _TMPFS_MAGIC = 0x01021994
-# One write makes page cache folios as large as itself; megabytes in one piece must be found by
-# compaction when memory is full of cache, which was measured to cost three times the copy.
+# One write makes page cache folios as large as itself. When memory is full of cache, the kernel must compact
+# it to find megabytes in one piece, which was measured to cost three times the copy.
 _WRITE, _MAX_WRITE = 256 << 10, 1 << 30
-_SYNC_EVERY = 64 << 20  # bytes after which writeback is started, so that fsync finds little to do
+_SYNC_EVERY = 64 << 20  # bytes between starts of writeback, so that fsync finds little to do
 
 
 class LocalWriter:
@@ -34,8 +34,14 @@ class LocalWriter:
     _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
     def __init__(self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:
-        """folder: descriptor of the folder that it lies in, closed with the writer. path: for messages, and
-        with its name. replaced: called when the name stands for another file."""
+        """Open a file under a temporary name.
+
+        Args:
+            folder: Descriptor of the file's folder; the writer closes it.
+            path: Final path; its last name is the file's, the rest is for messages.
+            nbytes: Size to reserve.
+            replaced: Called when the name refers to the new file.
+        """
         self._folder, self._path, self._nbytes, self._replaced = folder, path, nbytes, replaced
         self._name, self._fd = self._first_name(path.name), -1
         self._unsynced, self._left = 0, False
@@ -57,7 +63,7 @@ class LocalWriter:
 
     def _preallocate(self) -> None:
         if self._in_memory:
-            # tmpfs would clear every page now and take it again at the write.
+            # fallocate on tmpfs would clear every page now, and the write would touch it once more.
             seen = os.fstatvfs(self._fd)
             if seen.f_blocks and self._nbytes > seen.f_bavail * seen.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -71,6 +77,7 @@ class LocalWriter:
                 os.ftruncate(self._fd, self._nbytes)
 
     def write(self, at: int, data: Buffer | bytes) -> None:
+        """Write ``data`` at byte ``at``, from any thread."""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -81,6 +88,7 @@ class LocalWriter:
         self._start_writeback(at, len(view))
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Copy a byte range of a local store with ``copy_file_range``; return False when it cannot."""
         descriptor = getattr(source, "descriptor", None)
         if descriptor is None:  # not a local store
             return False
@@ -108,6 +116,7 @@ class LocalWriter:
         return True
 
     def commit(self) -> None:
+        """Sync the file and rename it to its final name."""
         try:
             self._sync()
             os.close(self._taken())
@@ -118,9 +127,10 @@ class LocalWriter:
         self._close()
 
     def abort(self) -> None:
+        """Remove the temporary file."""
         if self._left:
             self._left = False
-            with contextlib.suppress(OSError):  # what is left is swept by the next run
+            with contextlib.suppress(OSError):  # the next run sweeps leftovers
                 os.unlink(self._name, dir_fd=self._folder)
         self._close()
 
@@ -129,19 +139,19 @@ class LocalWriter:
             os.fsync(self._fd)
 
     def _rename(self, name: str) -> None:
-        """Gives the file its name, durably."""
+        """Rename the file, durably."""
         os.replace(self._name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._left = False
         self._replaced()
         os.fsync(self._folder)
 
     def _taken(self) -> int:
-        """The file's descriptor, for whoever closes it."""
+        """Return the file's descriptor; the caller closes it."""
         fd, self._fd = self._fd, -1
         return fd
 
     def _close(self) -> None:
-        """Closes what is open, once."""
+        """Close the open descriptors, once."""
         folder, self._folder = self._folder, -1
         for fd in (self._taken(), folder):
             if fd >= 0:
@@ -158,9 +168,9 @@ class LocalWriter:
 
 
 class JointWriter(LocalWriter):
-    """A file that several processes write ranges of, under its name. What is there already stays.
+    """A file that several processes write ranges of, under its name. Existing bytes are kept.
 
-    alone: while nobody else has it open; a writer that was given up for lost may still be at work.
+    ``alone`` requires that no other process has it open: a writer presumed dead may still be at work.
     """
 
     _flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -176,20 +186,20 @@ class JointWriter(LocalWriter):
             raise Busy(f"another process is writing {path}") from error
         if not self._is_named():
             self.abort()
-            raise Busy(f"{path} was joined a moment ago")
+            raise Busy(f"another process has just published {path}")
 
     def name(self, path: str) -> None:
-        """Names it; ``path`` lies in the same folder."""
+        """Rename it; ``path`` is in the same folder."""
         try:
             self._sync()
             self._rename(path.rpartition("/")[2])
         except OSError as error:
             self._close()
             raise unwritable(str(self._path.with_name(path)), error, self._nbytes) from error
-        self._close()  # only now: until it has its name, nobody else may write to it
+        self._close()  # only now: until the rename, nobody else may write to it
 
     def commit(self) -> None:
-        """Makes durable what was written; the name stays."""
+        """Make the written bytes durable; the name stays."""
         try:
             self._sync()
             os.close(self._taken())
@@ -201,7 +211,7 @@ class JointWriter(LocalWriter):
         self._close()
 
     def abort(self) -> None:
-        """Closes it; what other processes wrote stays."""
+        """Close it; bytes from other processes are kept."""
         self._close()
 
     def _first_name(self, name: str) -> str:
@@ -220,7 +230,7 @@ class JointWriter(LocalWriter):
 
 
 def sync_folder(path: Path | str, at: int | None = None) -> None:
-    """Makes names in a folder durable. at: what a relative path is looked up in, a descriptor."""
+    """Make names in a folder durable; ``at`` is the descriptor that a relative path starts from."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
     try:
         os.fsync(fd)
@@ -231,8 +241,8 @@ def sync_folder(path: Path | str, at: int | None = None) -> None:
 def _libc_call(name: str) -> Callable[..., int] | None:
     try:
         call: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
-        return call  # noqa: TRY300  the pair reads better together
-    except (AttributeError, OSError):  # not Linux: writeback then starts at fsync
+        return call  # noqa: TRY300  the pair is easier to read together
+    except (AttributeError, OSError):  # not Linux: then writeback starts at fsync
         return None
 
 
@@ -249,23 +259,23 @@ def _is_tmpfs(fd: int) -> bool:
 
 
 def short(url: str, path: str, start: int, length: int, got: int) -> SourceUnreadable:
-    """A file that is shorter than what was asked of it."""
+    """Return the error for a file that is shorter than the requested range."""
     return SourceUnreadable(
-        f"{url}/{path} ends early: {length} bytes wanted at {start}, {got} there",
+        f"{url}/{path} ends early: {length} bytes needed at offset {start} (got {got})",
         hint="the file is truncated; copy it again",
         file=path,
     )
 
 
 def unreadable(what: str, error: OSError) -> CkptError:
-    """Reading failed."""
+    """Return the error for a failed read."""
     if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR):
         return StorageTrouble(f"cannot read {what}: {error.strerror}")
     return SourceUnreadable(f"cannot read {what}: {error.strerror or error}")
 
 
 def unwritable(what: str, error: OSError, nbytes: int | None = None) -> CkptError:
-    """Writing a file of ``nbytes`` failed."""
+    """Return the error for a failed write of a file of ``nbytes``."""
     if error.errno in _FULL:
         need = "" if nbytes is None else f" ({nbytes} bytes)"
         return DiskFull(f"no room to write {what}{need}: {error.strerror}", path=what)

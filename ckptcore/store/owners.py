@@ -1,10 +1,10 @@
-"""Ours: whose files may a run go on from?
+"""Decide whose files a run may resume from.
 
-Nothing in a staging folder is signed: a key per user would keep another host, or another user of one service,
-from going on. What is trusted is the owner. Ours is what belongs to this process's user, or to one of those
-that ``CKPTCORE_TRUSTED_UIDS`` names: the users that workers run as, and 65534 where a server maps root to
-nobody (``root_squash``). Root is nobody special: on a squashing mount, and in a folder that others may rename
-things in, its files are no more ours than anybody's.
+Nothing in a staging folder is signed: with a key per user, another host, or another user of one service,
+could not resume. The owner is what is trusted. Trusted owners are this process's user and the users that
+``CKPTCORE_TRUSTED_UIDS`` names: those that workers run as, and 65534 where a server maps root to
+nobody (``root_squash``). Root is not special: on a squashing mount, and in a folder where others may rename
+entries, its files deserve no more trust than anybody's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _GROUP_OR_OTHERS, _OTHERS = 0o022, 0o002
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The users whose files are ours. own: this process's. more: those that are configured."""
+    """The trusted users: this process's (``own``) and the configured ones (``more``)."""
 
     own: int
     more: frozenset[int] = frozenset()
 
     @classmethod
     def of_process(cls) -> Owners:
-        """Those of this process, now; raises `UsageError` for a setting that is no list of numbers."""
+        """Return the trusted users of this process, now; raises `UsageError` for an invalid setting."""
         text = os.environ.get(VARIABLE, "")
         spelled = [each for each in re.split(r"[,\s]+", text) if each]
         wrong = [each for each in spelled if not re.fullmatch(r"[0-9]{1,10}", each)]
         if wrong:
             raise UsageError(
-                f"cannot read {VARIABLE}: not numbers of users (got {text!r})",
+                f"cannot read {VARIABLE}: must be a list of user ids (got {text!r})",
                 hint=f"try {VARIABLE}=1000,65534",
             )
         own = os.geteuid()
@@ -46,15 +46,15 @@ class Owners:
 
     @property
     def folder_mode(self) -> int:
-        """Of a folder that only these work in: below the umask, and never for everybody."""
+        """Return the mode of a folder that only these users work in; the umask still applies."""
         return 0o775 if self.more else 0o700
 
     def strangers_may_write(self, mode: int) -> bool:
-        """Whether a folder of this mode is open to others. Where there are several, its group is theirs."""
+        """Report whether other users may write to a folder of this mode; several owners share its group."""
         return bool(mode & (_OTHERS if self.more else _GROUP_OR_OTHERS))
 
     def require(self, seen: os.stat_result, what: str) -> None:
-        """Raises `StagingForeign` unless something belongs to one of these."""
+        """Raise `StagingForeign` unless one of these users owns it."""
         if seen.st_uid not in self:
             known = ", ".join(map(str, sorted({self.own, *self.more})))
             raise StagingForeign(
@@ -66,31 +66,31 @@ class Owners:
             )
 
     def require_folder(self, seen: os.stat_result, what: str) -> None:
-        """Raises `StagingForeign` unless it is a folder of ours."""
+        """Raise `StagingForeign` unless it is a folder of a trusted user."""
         if not stat.S_ISDIR(seen.st_mode):
-            raise strange(what, f"a folder should be there (got {kind_of(seen)})")
+            raise strange(what, f"it must be a folder (got {kind_of(seen)})")
         self.require(seen, what)
 
     def require_file(self, seen: os.stat_result, what: str) -> None:
-        """Raises `StagingForeign` unless it is a regular file of ours."""
+        """Raise `StagingForeign` unless it is a regular file of a trusted user."""
         if not stat.S_ISREG(seen.st_mode):
-            raise strange(what, f"a regular file should be there (got {kind_of(seen)})")
+            raise strange(what, f"it must be a regular file (got {kind_of(seen)})")
         self.require(seen, what)
 
     def require_only_name(self, seen: os.stat_result, what: str) -> None:
-        """Raises `StagingForeign` unless it is a regular file of ours that has no other name anywhere."""
+        """Raise `StagingForeign` unless it is a regular file of a trusted user, without other hard links."""
         self.require_file(seen, what)
         if seen.st_nlink > 1:
-            raise strange(what, f"the same file has other names (got {seen.st_nlink} links)")
+            raise strange(what, f"it must have no other hard links (got {seen.st_nlink} links)")
 
 
 def strange(what: str, why: str) -> StagingForeign:
-    """The refusal of something that ckptcore does not put there."""
+    """Return the error for an entry that ckptcore does not create there."""
     return StagingForeign(f"cannot use {what}: {why}", path=what)
 
 
 def kind_of(seen: os.stat_result) -> str:
-    """What something is, for people."""
+    """Return the kind of an entry, for people."""
     kinds = {
         stat.S_IFLNK: "a link",
         stat.S_IFDIR: "a folder",

@@ -1,9 +1,9 @@
-"""Places: do two URLs lead to the same storage, or one into the other?
+"""Compare places: whether two URLs refer to the same storage, or one is inside the other.
 
-A URL is a spelling; a place is what it leads to, as far as that can be known without asking a server:
+A URL is a spelling. A place is the storage it refers to, as far as that is known without asking a server:
 the family of its scheme, the endpoint, the bucket, the key; on this machine the real path, the mount, and
-(device, inode) of every folder above. Spellings that any client could take for one another are one place:
-a conversion that is refused costs a new name, one that replaces its own source costs the checkpoint.
+(device, inode) of every folder above. Spellings that any client could confuse count as one place: a wrongly
+refused conversion costs a new name, but one that replaces its own source costs the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _FAMILIES = {
     "tos": "tos",
     "r2": "s3",
 }
-# What an HTTP server may show of its own: https://host/bucket/key and https://bucket.host/key.
+# Families that an HTTP server may serve as https://host/bucket/key and https://bucket.host/key.
 _BUCKETS = frozenset({"s3", "gs", "az", "oss", "cos", "obs", "tos"})
-_ANY = "*"  # a bucket that is named by an alias: it can be any
+_ANY = "*"  # a bucket behind an alias: it can be any
 _ALIAS = re.compile(r"arn:|.*-s3alias$")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "host.docker.internal"})
-_DECODINGS = 3  # how often a key may be percent-encoded
+_DECODINGS = 3  # levels of percent-encoding that are considered
 
 
 class Relation(StrEnum):
-    """How one place lies to another."""
+    """How one place relates to another."""
 
     APART = "apart"
     SAME = "same"
@@ -60,12 +60,16 @@ class Relation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a URL leads.
+    """The storage that a URL refers to.
 
-    family: schemes that reach the same storage. endpoint: the server, "" where that is not known. spots:
-    (bucket or device, path in it), once for each way to read the spelling. trail: (device, inode) of the
-    place itself, where it exists, and of the existing folders above it, nearest first. exists: whether
-    ``trail`` begins with the place itself. Remote places have no trail.
+    Attributes:
+        url: The spelling.
+        family: Schemes that reach the same storage.
+        endpoint: The server, "" if unknown.
+        spots: (bucket or device, path in it), once for each way to read the spelling.
+        trail: (device, inode) of the place itself, where it exists, and of the existing folders above it,
+            nearest first. Remote places have none.
+        exists: Whether ``trail`` begins with the place itself.
     """
 
     url: str
@@ -77,14 +81,17 @@ class Location:
 
     @property
     def is_bucket(self) -> bool:
-        """Whether it is a whole bucket, under any reading."""
+        """Report whether it is a complete bucket, under any reading."""
         return self.family in _BUCKETS and any(not path for _, path in self.spots)
 
 
 def identify(url: str) -> Location:
-    """The place of a path or URL; of a chain (``simplecache::s3://...``) the storage at its end.
+    """Return the place of a path or URL; for a chain (``simplecache::s3://...``), the storage at its end.
 
-    Raises `UsageError` for what is no URL at all. Nothing has to exist; no server is asked.
+    Nothing has to exist; no server is asked.
+
+    Raises:
+        UsageError: It is not a URL.
     """
     last = next((part for part in reversed(url.split("::")) if part), "")
     path = local_path(last)
@@ -98,7 +105,7 @@ def identify(url: str) -> Location:
 
 
 def relation(a: Location, b: Location) -> Relation:
-    """How ``a`` lies to ``b``: SAME, INSIDE it, AROUND it, or APART where none can be."""
+    """Return how ``a`` relates to ``b``: SAME, INSIDE it, AROUND it, or APART where none is possible."""
     found = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
     if a.exists and b.exists and a.trail[0] == b.trail[0]:
         found.add(Relation.SAME)
@@ -111,7 +118,7 @@ def relation(a: Location, b: Location) -> Relation:
 
 
 def overlaps(a: Location, b: Location) -> bool:
-    """Whether the two are one place, or one of them lies in the other."""
+    """Report whether the two are one place, or one of them is inside the other."""
     return relation(a, b) is not Relation.APART
 
 
@@ -139,7 +146,7 @@ def _local_location(url: str, path: str) -> Location:
     while True:
         try:
             seen = os.stat(at)
-        except (OSError, ValueError):  # not there, or not to be looked at: the path itself is compared
+        except (OSError, ValueError):  # missing, or not accessible: the path itself is compared
             pass
         else:
             exists = exists or at == real
@@ -151,7 +158,7 @@ def _local_location(url: str, path: str) -> Location:
 
 
 def _on_device(real: str) -> tuple[str, str]:
-    """(device, path in its file system) of a real path: the same for all mounts that show it."""
+    """Return (device, path in its file system) of a real path: the same for all mounts of it."""
     best = ("", "/", "/")
     for device, root, point in mounts():
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[2]):
@@ -161,7 +168,7 @@ def _on_device(real: str) -> tuple[str, str]:
 
 
 def mounts() -> Iterator[tuple[str, str, str]]:
-    """(device, folder of its file system, mount point) of every mount; none where the system does not say."""
+    """Yield (device, folder of its file system, mount point) of every mount, if reported."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             lines = file.readlines()
@@ -195,7 +202,7 @@ def _spots(family: str, rest: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _readings(key: str) -> set[tuple[str, ...]]:
-    """The paths that a key may be taken for: as it stands, decoded, with its dots followed."""
+    """Return the paths that a key may mean: as written, decoded, with its dots resolved."""
     texts = [key]
     for _ in range(_DECODINGS):
         texts.append(unquote(texts[-1]))
@@ -215,7 +222,7 @@ def _components(path: str, *, dots: bool = False) -> tuple[str, ...]:
 
 
 def _endpoint(scheme: str, family: str, rest: str) -> str:
-    """The server in one spelling, "" for one that is not said here."""
+    """Return the server in one spelling, "" if it is unknown."""
     if family == "az":
         host = rest.partition("/")[0]
         return host.partition("@")[2].lower()

@@ -1,6 +1,6 @@
-"""Remote store: the same seam over any fsspec file system (S3, GCS, memory, ...).
+"""Read and write folders on any fsspec file system (S3, GCS, memory, ...).
 
-Reads are ranged requests whose length is checked; transient failures are retried here with
+Reads are ranged requests whose length is checked. Transient failures are retried here with
 back-off, because clients do not retry body reads. Writes go through one sequential upload that
 becomes visible when it completes, and is discarded when it does not.
 """
@@ -19,11 +19,11 @@ from ckptcore.redaction import redacted_of
 from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
-# What file systems call the thing that changes with a file's content, best first.
+# Keys of what changes with a file's content, best first.
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
-# The same by its class's name, of clients that need not be installed.
+# Errors by the names of their classes, from clients that need not be installed.
 _REFUSED = frozenset({"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"})
 
 
@@ -34,7 +34,7 @@ class FsspecStore:
         self.url = url if url.endswith("://") else url.rstrip("/")
         self.local: Path | None = None
         try:
-            # Listings are cached by default; another writer's file would stay invisible.
+            # Listings are cached by default; then another writer's file would stay invisible.
             self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url)) from error
@@ -43,6 +43,8 @@ class FsspecStore:
         self._root = self._root.rstrip("/")
 
     def stamped(self) -> dict[str, Stamped]:
+        """List the objects with size and version."""
+
         def call() -> dict[str, Stamped]:
             self._fs.invalidate_cache()
             found = self._fs.find(self._root, detail=True)
@@ -58,17 +60,21 @@ class FsspecStore:
         return found
 
     def list(self) -> dict[str, int]:
+        """List the objects: relative path -> size in bytes."""
         return {path: seen.nbytes for path, seen in self.stamped().items()}
 
     def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None when there is no such object."""
         seen = self.look(path)
         return None if seen is None else seen.nbytes
 
     def look(self, path: str) -> Stamped | None:
+        """Return size and version of one object, or None when there is no such object."""
         info = self._info(path)
         return _stamped(info) if info is not None and info.get("type", "file") == "file" else None
 
     def stamp(self, path: str) -> str | None:
+        """Return the size and version as a text, or None when there is no such object."""
         info = self._info(path)
         return None if info is None else _stamped(info).stamp
 
@@ -84,9 +90,11 @@ class FsspecStore:
         return found
 
     def ctime(self, path: str) -> int | None:
-        return None  # an object is replaced, never written in place: its version tells
+        """Return None: an object is replaced, never written in place, and its version shows that."""
+        return None
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes, in one request."""
         if not length:
             return b""
 
@@ -97,26 +105,32 @@ class FsspecStore:
         data: bytes = _retrying(f"{self.url}/{path}", call)
         if len(data) != length:
             raise SourceUnreadable(
-                f"{self.url}/{path} ends early: {length} bytes wanted at {start}, {len(data)} there",
+                f"{self.url}/{path} ends early: {length} bytes needed at offset {start} (got {len(data)})",
                 file=path,
             )
         return data
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into`` exactly, in requests of 16 MiB."""
         for at in range(0, len(into), _PART):
             part = into[at : at + _PART]
             part[:] = self.read(path, start + at, len(part))
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
+        """Start an upload."""
         return FsspecWriter(self._fs, self._full(path), f"{self.url}/{path}")
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
-        return None  # objects are written from their first byte to their last, by one writer
+        """Return None: one writer uploads an object from its first byte to its last."""
+        return None
 
     def put(self, path: str, data: bytes) -> None:
+        """Write a small object in one request."""
         _retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data), writing=True)
 
     def remove(self, path: str) -> None:
+        """Remove an object; a missing object is no error."""
+
         def call() -> None:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._full(path))
@@ -124,8 +138,10 @@ class FsspecStore:
         _retrying(f"{self.url}/{path}", call, writing=True)
 
     def remove_all(self) -> None:
+        """Remove every object below the folder."""
+
         def call() -> None:
-            # One by one: `rm` would read a name with brackets as a pattern.
+            # One by one: `rm` would interpret a name with brackets as a pattern.
             for name in self._fs.find(self._root):
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(name)
@@ -133,14 +149,16 @@ class FsspecStore:
         _retrying(self.url, call, writing=True)
 
     def free_bytes(self) -> int | None:
+        """Return None: object stores have no limit to report."""
         return None
 
     def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Do nothing: no connection stays open between calls."""
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
+        """Copy an object into another folder, server-side."""
         if not isinstance(target, FsspecStore):
-            raise UsageError(f"cannot copy from {self.url} to {target.url} on the server's side")
+            raise UsageError(f"cannot copy from {self.url} to {target.url} server-side")
         full = target._full(name)
         _retrying(target.url, lambda: self._fs.cp_file(self._full(path), full), writing=True)
 
@@ -161,22 +179,26 @@ class FsspecWriter:
             raise _trouble(url, error, writing=True) from error
 
     def write(self, at: int, data: Buffer | bytes) -> None:
+        """Append ``data``; ``at`` is the current end."""
         try:
             self._file.write(data)
         except Exception as error:
             raise _trouble(self._url, error, writing=True) from error
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Return False: no copy inside the kernel."""
         return False
 
     def commit(self) -> None:
+        """Complete the upload, which publishes the object."""
         try:
             self._file.close()
         except Exception as error:
             raise _trouble(self._url, error, writing=True) from error
 
     def abort(self) -> None:
-        # Closing would publish what is there (fsspec/s3fs#154): discard first, then forget.
+        """Discard the upload."""
+        # A close would publish the upload (fsspec/s3fs#154): discard it first, then mark it closed.
         if hasattr(self._file, "discard"):
             with contextlib.suppress(Exception):  # nothing more can be done for a failed upload
                 self._file.discard()
@@ -184,8 +206,8 @@ class FsspecWriter:
 
 
 def _stamped(info: dict[str, Any]) -> Stamped:
-    told = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
-    return Stamped(int(info["size"] or 0), f"{info.get('size')} bytes, version {told}", None)
+    version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
+    return Stamped(int(info["size"] or 0), f"{info.get('size')} bytes, version {version}", None)
 
 
 def _retrying(what: str, call: Any, *, writing: bool = False) -> Any:

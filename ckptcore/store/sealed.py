@@ -1,7 +1,7 @@
-"""Sealed folders: how does a run work in a folder beside others' without taking their hand?
+"""Work safely in a folder where other users may create entries.
 
 The folder's parents are resolved once, when it is opened; links there are legitimate. From the folder down
-every name is opened below its folder's descriptor: a link, a FIFO, a device, another user's file is refused
+every name is opened below its folder's descriptor. A link, a FIFO, a device or another user's file is refused
 (`StagingForeign`), neither used nor emptied. Checks are per file, never per byte range.
 """
 
@@ -25,83 +25,101 @@ from ckptcore.store.local_writer import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
 
 _log = logging.getLogger("ckptcore")
-Names = Mapping[str, os.stat_result]  # what lies in a folder, by name; links unfollowed
+Names = Mapping[str, os.stat_result]  # entries of a folder, by name; links not followed
 
 
 class SealedFolder:
-    """A folder of ours, by descriptor, once it is opened. Safe to use from several threads.
+    """A trusted user's folder, by descriptor, once it is opened. Safe to use from several threads.
 
-    path: as it was named. name: its last part. parent: the folder that it lies in. owners: whose things in it
-    are ours. mode: what it is made with, below the umask. foreign: raises when the names in a folder at a
-    path, and what they stand for, say that it is somebody else's.
+    Attributes:
+        path: The path it was opened by.
+        name: Its last part.
+        parent: The folder it is in.
+        owners: The users whose entries in it are trusted.
     """
 
     def __init__(
         self, path: Path, *, mode: int | None = None, foreign: Callable[[Path, Names], None] | None = None
     ) -> None:
+        """Prepare a folder; nothing is opened yet.
+
+        Args:
+            path: Its path.
+            mode: The mode to create it with; the umask still applies.
+            foreign: Called with a path and the entries of its folder; raises when they are not ckptcore's.
+        """
         self.path, self.name, self.parent = path, path.name, path.parent
         self.owners = Owners.of_process()
         self._mode = self.owners.folder_mode if mode is None else mode
         self._foreign = foreign
         self._lock = threading.Lock()
-        self._held: dict[str, int] = {}
-        weakref.finalize(self, close_all, self._held)
+        self._open_fds: dict[str, int] = {}
+        weakref.finalize(self, close_all, self._open_fds)
 
     def open(self, *, make: bool = False) -> int | None:
-        """Its descriptor, kept open for this object's life or until `close`; None when there is no folder.
+        """Return its descriptor, kept open until `close` or for this object's life; None if it is missing.
 
-        make: make it and its parents. Raises `StagingForeign`, `OSError`.
+        Args:
+            make: Create it and its parents.
+
+        Raises:
+            StagingForeign: It is not a trusted user's, or not ckptcore's.
+            OSError: It cannot be opened.
         """
         with self._lock:
-            if "folder" not in self._held:
+            if "folder" not in self._open_fds:
                 try:
                     self._open(make=make)
-                except FileNotFoundError:  # it went in this moment
+                except FileNotFoundError:  # it was removed at this moment
                     if make:
                         raise
-            return self._held.get("folder")
+            return self._open_fds.get("folder")
 
     def close(self) -> None:
-        """Lets go of it; what is opened next may be another folder of the same name."""
+        """Close it; the next `open` may find another folder of the same name."""
         with self._lock:
-            close_all(self._held)
+            close_all(self._open_fds)
 
     def in_place(self) -> bool:
-        """Whether what is held is what lies under the name now: a run that ends renames its folder."""
+        """Report whether the name still refers to the open folder: a run that ends renames its folder."""
         with self._lock:
-            fd = self._held.get("folder")
+            fd = self._open_fds.get("folder")
             if fd is None:
                 return False
-            now = look(self._held["parent"], self.name)
+            now = look(self._open_fds["parent"], self.name)
             return now is not None and os.path.samestat(now, os.fstat(fd))
 
     def parent_fd(self) -> int:
-        """The descriptor of the parent of the folder that is held; not to be listed, nor closed."""
-        return self._held["parent"]
+        """Return the descriptor of the open folder's parent; do not list or close it."""
+        return self._open_fds["parent"]
 
     def parent_in_place(self) -> bool:
-        """Whether the path of the parent still leads to the one that is held."""
+        """Report whether the parent's path still leads to the open parent."""
         try:
-            return os.path.samestat(os.stat(self.parent), os.fstat(self._held["parent"]))
+            return os.path.samestat(os.stat(self.parent), os.fstat(self._open_fds["parent"]))
         except OSError:
             return False
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[tuple[int, list[str]]]:
-        """A descriptor of the parent, and the names in it; none when it is away, or cannot be listed."""
-        held = self._held.get("parent")
+        """Yield a descriptor of the parent and the names in it; (-1, []) when it cannot be listed."""
+        parent = self._open_fds.get("parent")
         try:
-            fd = os.open(self.parent if held is None else ".", FOLDER & ~os.O_NOFOLLOW, dir_fd=held)
-        except OSError:  # nothing of ours is to be found there
+            fd = os.open(self.parent if parent is None else ".", FOLDER & ~os.O_NOFOLLOW, dir_fd=parent)
+        except OSError:  # nothing of ckptcore's can be found there
             yield -1, []
             return
         with closing_fd(fd):
             yield fd, os.listdir(fd)
 
     def remove(self, gone: str) -> None:
-        """Removes the folder that is held, at once under its name, with everything in it.
+        """Remove the open folder with everything in it; its name is free at once.
 
-        gone: a free name for it beside the other. What cannot be removed stays under that. Raises `OSError`.
+        Args:
+            gone: A free name beside it, for the renamed folder. What cannot be removed stays there.
+
+        Raises:
+            OSError: It cannot be renamed.
         """
         fd = self.open()
         if fd is None or not self.in_place():
@@ -113,25 +131,25 @@ class SealedFolder:
         if moved is not None and os.path.samestat(moved, os.fstat(fd)):
             path = self.path.with_name(gone)
             try:
-                if self._foreign is not None:  # what came until it was moved is somebody's
+                if self._foreign is not None:  # entries that arrived before the rename may be another user's
                     self._foreign(path, names_in(fd))
                 remove_tree(parent, gone, str(path), self.owners)
-            except (OSError, StagingForeign) as error:  # the next run tries again
+            except (OSError, StagingForeign) as error:  # the next run retries
                 _log.warning("%s is kept: %s", path, error)
         self.close()
 
     @contextlib.contextmanager
     def below(self, folders: tuple[str, ...], *, make: bool = False) -> Iterator[int | None]:
-        """A descriptor of a folder in it, by the names on the way; None when there is none."""
+        """Yield a descriptor of a folder in it, by the names on the way; None when there is none."""
         fd = self.open(make=make)
         at = os.dup(fd) if fd is not None else None
-        shown = str(self.path)
+        path = str(self.path)
         try:
             for name in folders:
                 if at is None:
                     break
-                shown = f"{shown}/{name}"
-                inner = enter(at, name, shown, self.owners, make=make)
+                path = f"{path}/{name}"
+                inner = enter(at, name, path, self.owners, make=make)
                 os.close(at)
                 at = inner
             yield at
@@ -140,20 +158,22 @@ class SealedFolder:
                 os.close(at)
 
     def strangers_may_write(self) -> bool:
-        """Whether others than `owners` can write to the folder that is held."""
+        """Report whether users outside `owners` can write to the open folder."""
         fd = self.open()
         return fd is not None and self.owners.strangers_may_write(os.fstat(fd).st_mode)
 
     def anybody_may_write(self) -> bool:
-        """Whether the folder that is held is open to everybody on the machine."""
+        """Report whether everybody on the machine can write to the open folder."""
         fd = self.open()
         return fd is not None and bool(os.fstat(fd).st_mode & stat.S_IWOTH)
 
     def shut_out(self) -> bool:
-        """Takes the right to write from everybody else; False where that changes nothing: a file system
-        may keep no modes, or another of the owners made the folder."""
+        """Remove everybody else's right to write; return whether that worked.
+
+        It does not where a file system keeps no modes, or another of the owners created the folder.
+        """
         fd = self.open()
-        assert fd is not None  # who calls has opened it
+        assert fd is not None  # the caller has opened it
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
         with contextlib.suppress(PermissionError):
             os.fchmod(fd, mode & (self.owners.folder_mode | 0o7000))
@@ -178,7 +198,7 @@ class SealedFolder:
             if fd is None:
                 os.close(parent)
         if fd is not None:
-            self._held |= {"parent": parent, "folder": fd}
+            self._open_fds |= {"parent": parent, "folder": fd}
 
     def _open_in(self, parent: int, *, make: bool) -> int | None:
         made = False
@@ -193,7 +213,7 @@ class SealedFolder:
         try:
             self.owners.require_folder(seen, str(self.path))
         except CkptError:
-            if made:  # a server maps this user to another: what was made goes again, as it is empty
+            if made:  # a server maps this user to another: remove the new folder, which is empty
                 with contextlib.suppress(OSError):
                     os.rmdir(self.name, dir_fd=parent)
             raise
@@ -206,7 +226,7 @@ class SealedFolder:
             now, seen = look(parent, self.name), os.fstat(fd)
             os.close(fd)
             if isinstance(error, StagingForeign) and (now is None or not os.path.samestat(now, seen)):
-                # It was being removed under another name: what it holds says nothing any more.
+                # It was being removed under another name, so its entries prove nothing.
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
             raise
         return fd
@@ -220,12 +240,15 @@ class SealedStore(LocalStore):
         self._home, self._inside = home, inside
 
     def list(self) -> dict[str, int]:
+        """List the files: relative path -> size in bytes."""
         return {path: seen.st_size for path, seen in self.entries() if not path.endswith("/")}
 
     def entries(self) -> Sequence[tuple[str, os.stat_result]]:
-        """(path, what it is) of every file and folder, sorted; folders end with a slash.
+        """Return (path, status) of every file and folder, sorted; names of folders end with a slash.
 
-        Raises `StagingForeign` when one of them is not ours, `SourceUnreadable` when there is no folder.
+        Raises:
+            StagingForeign: An entry is not a trusted user's.
+            SourceUnreadable: There is no folder.
         """
         try:
             with self._home.below(self._inside) as fd:
@@ -236,7 +259,7 @@ class SealedStore(LocalStore):
             raise unreadable(self.url, error) from error
 
     def is_there(self) -> bool:
-        """Whether there is such a folder; raises `StagingForeign` for what is there instead."""
+        """Report whether the folder exists; raises `StagingForeign` for anything else under its name."""
         try:
             with self._home.below(self._inside) as fd:
                 return fd is not None
@@ -244,10 +267,12 @@ class SealedStore(LocalStore):
             raise unreadable(self.url, error) from error
 
     def size(self, path: str) -> int | None:
+        """Return the size in bytes of a trusted user's file, or None."""
         seen = self._look(path)
         return None if seen is None or stat.S_ISDIR(seen.st_mode) else seen.st_size
 
     def stamp(self, path: str) -> str | None:
+        """Return the size, times and inode as a text, or None when there is no such entry."""
         seen = self._look(path)
         if seen is None:
             return None
@@ -255,18 +280,20 @@ class SealedStore(LocalStore):
         return f"{seen.st_size} bytes, {times}, inode {seen.st_ino}"
 
     def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
+        """Open a file that several processes write ranges of, if it has no other hard links."""
         with self._at(path) as (fd, name):
             seen = look(fd, name) if fd is not None else None
-        if seen is not None:  # it is written in place: under another name it would be another's file
+        if seen is not None:  # it is written in place: another hard link would expose another user's file
             self._home.owners.require_only_name(seen, f"{self.url}/{path}")
         return super().joint(path, nbytes, alone=alone)
 
     def put(self, path: str, data: bytes) -> None:
-        """A small file; one that holds the same is left."""
+        """Write a small file, unless it holds the same already."""
         if self.size(path) != len(data) or self.read(path, 0, len(data)) != data:
             super().put(path, data)
 
     def remove(self, path: str) -> None:
+        """Remove a trusted user's file; a missing file is no error."""
         self._forget(path)
         try:
             with self._at(path) as (fd, name):
@@ -280,6 +307,7 @@ class SealedStore(LocalStore):
             raise unwritable(f"{self.url}/{path}", error) from error
 
     def remove_all(self) -> None:
+        """Remove the folder with everything in it."""
         self.close()
         *above, name = self._inside
         try:
@@ -290,7 +318,7 @@ class SealedStore(LocalStore):
             raise unwritable(self.url, error) from error
 
     def _look(self, path: str) -> os.stat_result | None:
-        """What is there, which is ours and a file, or a folder; None when there is nothing."""
+        """Return the status of a trusted user's file, or of a folder; None when nothing is there."""
         try:
             with self._at(path) as (fd, name):
                 seen = look(fd, name) if fd is not None else None
@@ -301,18 +329,18 @@ class SealedStore(LocalStore):
         return seen
 
     def _open_inside(self, path: str) -> int:
-        shown = f"{self.url}/{path}"
+        path_text = f"{self.url}/{path}"
         try:
             with self._at(path) as (fd, name):
                 seen = look(fd, name) if fd is not None else None
                 if fd is None or seen is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                self._home.owners.require_file(seen, shown)
+                self._home.owners.require_file(seen, path_text)
                 opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
         except OSError as error:
-            raise unreadable(shown, error) from error
+            raise unreadable(path_text, error) from error
         try:
-            self._home.owners.require_only_name(os.fstat(opened), shown)
+            self._home.owners.require_only_name(os.fstat(opened), path_text)
         except BaseException:
             os.close(opened)
             raise
@@ -332,12 +360,12 @@ class SealedStore(LocalStore):
 
 
 def names_in(fd: int) -> Names:
-    """What lies in a folder: its names, and what each stands for."""
+    """Return the names in a folder, with the status of each."""
     seen = ((name, look(fd, name)) for name in os.listdir(fd))
     return {name: each for name, each in seen if each is not None}
 
 
 def refuse_odd(path: Path, odd: Sequence[str]) -> None:
-    """Raises `StagingForeign` for names in a folder that are none of its own, if there are any."""
+    """Raise `StagingForeign` if a folder has names that ckptcore does not create."""
     if odd:
-        raise strange(str(path), f"it holds what ckptcore does not put there (got {', '.join(odd[:5])!r})")
+        raise strange(str(path), f"it holds files that ckptcore does not create (got {', '.join(odd[:5])!r})")

@@ -1,4 +1,4 @@
-"""Stores inside stores: a subfolder to read from, and one that notes which files were read.
+"""Nest stores: a subfolder to read from, and a store that records which files are read.
 
 Formats nest, and their readers need not know.
 """
@@ -11,7 +11,7 @@ from ckptcore.store import Buffer, Readable
 
 
 class SubStore:
-    """Reads below ``prefix`` (with its slash) of another store, with its connections and caches."""
+    """A read-only store below ``prefix`` (with its slash) of another, with its connections and caches."""
 
     def __init__(self, store: Readable, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -19,47 +19,47 @@ class SubStore:
         self.local: Path | None = store.local / prefix if store.local is not None else None
 
     def list(self) -> dict[str, int]:
-        """Every file below: relative path -> size in bytes."""
+        """Return every file below: relative path -> size in bytes."""
         found = self._store.list()
         return {p.removeprefix(self._prefix): n for p, n in found.items() if p.startswith(self._prefix)}
 
     def size(self, path: str) -> int | None:
-        """Size in bytes, or None when there is no such file."""
+        """Return the size in bytes, or None when there is no such file."""
         return self._store.size(self._prefix + path)
 
     def stamp(self, path: str) -> str | None:
-        """A text that changes when the file is written again."""
+        """Return a text that changes when the file is rewritten."""
         return self._store.stamp(self._prefix + path)
 
     def ctime(self, path: str) -> int | None:
-        """When its status last changed, ns, or None."""
+        """Return when its status last changed, ns, or None."""
         return self._store.ctime(self._prefix + path)
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Exactly ``length`` bytes; raises as the store does."""
+        """Return exactly ``length`` bytes; raises like the outer store."""
         return self._store.read(self._prefix + path, start, length)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fills ``into`` exactly; raises as the store does."""
+        """Fill ``into`` exactly; raises like the outer store."""
         self._store.read_into(self._prefix + path, start, into)
 
     def close(self) -> None:
-        """Nothing: the store that it reads from is closed by who opened it."""
+        """Do nothing: whoever opened the outer store closes it."""
 
 
 class Noting(SubStore):
-    """The same store; the names of all files of which bytes were asked for are added to ``names``."""
+    """A store that adds the names of the files it reads bytes of to ``names``."""
 
     def __init__(self, store: Readable, names: set[str]) -> None:
         super().__init__(store, "")
         self.url, self.local, self._names = store.url, store.local, names
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """As the store does."""
+        """Return exactly ``length`` bytes, and record the name."""
         self._names.add(path)
         return super().read(path, start, length)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """As the store does."""
+        """Fill ``into`` exactly, and record the name."""
         self._names.add(path)
         super().read_into(path, start, into)

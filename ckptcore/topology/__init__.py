@@ -1,10 +1,10 @@
-"""Say which rank of a mesh holds which box of a tensor.
+"""Compute which rank of a mesh holds which box of a tensor.
 
-Knows boxes and names; no format, no plan, and torch only where its own meshes are given.
+Depends on boxes and names; on no format and no plan, and on torch only where callers pass torch's meshes.
 
 - `layout.Mesh`, `layout.TensorLayout` and `layout.Topology` are the values, with torch's placements;
   `torch_chunk` is the arithmetic.
-- `rank_layout` lays tensors out by `rules` (built-in families lie in ``families/``, others come from a
+- `rank_layout` lays tensors out by `rules` (built-in families are in ``families/``, others come from a
   `rules_file`); `pipeline_stages` places layers and experts, `fsdp_over_tp` the rest.
-- `mesh_spec` reads ``fsdp=4,tp=2``; `unused_rules` finds rules that no name matches.
+- `mesh_spec` parses ``fsdp=4,tp=2``; `unused_rules` finds rules that no name matches.
 """

@@ -1,7 +1,7 @@
-"""Placing: a rule, a shape and a mesh become the layout of one tensor, as FSDP2 over TP lays it.
+"""Compute the layout of one tensor from a rule, a shape and a mesh, like FSDP2 over TP.
 
-Axes cut in the order in which trainers apply them: pp, ep and tp first, then `fully_shard` what is left.
-Where fsdp cuts a dim that axes to its right have cut already, its placement is a strided one (torch:
+Axes cut in the order in which trainers apply them: pp, ep and tp first, then `fully_shard` cuts the rest.
+Where axes to the right of fsdp have already cut its dim, its placement is a strided one (torch:
 distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharding_spec_tp`).
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptcore.errors import UsageError
 from ckptcore.topology.layout import Mesh, Placement, Replicate, Shard, TensorLayout, _StridedShard
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
     from ckptcore.topology.rules_file import ShardingRule
@@ -29,13 +29,20 @@ def place(
     at: At = (),
     stacked: bool = False,
 ) -> TensorLayout:
-    """The layout of a parameter.
+    """Return the layout of a parameter.
 
-    rule: None for FSDP's default. at: where it is at all; axes named there do not cut it. stacked: whether
-    dim 0 counts layers, which pp cuts.
-    Raises `UsageError` for a rule that does not fit the shape, and for what FSDP2 cannot shard.
+    Args:
+        fqn: Its name, for messages.
+        shape: Global shape, elements.
+        mesh: The mesh.
+        rule: Its rule; None for FSDP's default.
+        at: Coordinates of the ranks that have it at all; axes named there do not cut it.
+        stacked: Whether dim 0 counts layers, which pp cuts.
+
+    Raises:
+        UsageError: The rule does not fit the shape, or FSDP2 cannot shard it.
     """
-    if not shape:  # fully_shard takes no scalars
+    if not shape:  # fully_shard does not shard scalars
         return TensorLayout(at=at)
     sizes = dict(mesh.axes)
     fixed = {axis for axis, _ in at}
@@ -49,7 +56,7 @@ def place(
     data = "+".join(a for a in ("fsdp", "ep") if a in sizes and a not in cut and a not in fixed)
     placements: dict[str, Placement] = {}
     for axis in ("pp", "dp_replicate", data, "ep", "tp"):
-        if axis == "dp_replicate" and axis in sizes and data:  # HSDP; plain DDP knows no mesh
+        if axis == "dp_replicate" and axis in sizes and data:  # HSDP; plain DDP has no mesh
             placements[axis] = Replicate()
         elif axis and axis == data:
             parts = prod(sizes[a] for a in data.split("+"))
@@ -68,15 +75,15 @@ def place(
 def _fsdp_dim(
     fqn: str, shape: tuple[int, ...], choices: Sequence[int | None], parts: int, pieces: Sequence[int]
 ) -> int | None:
-    """The first dim that is not too short for what cuts it already, else the last that there is."""
+    """Return the first dim long enough for another cut, else the last choice."""
     dims = [_dim(fqn, shape, "fsdp", c) for c in choices]
     fits = (d for d in dims if d is None or pieces[d] == 1 or shape[d] >= pieces[d] * parts)
     dim = next(fits, dims[-1])
     if dim and parts > 1 and shape[dim] % (pieces[dim] * parts):
         raise UsageError(
-            f"{shown(fqn)} {list(shape)}: FSDP cuts dim {dim} evenly or not at all, "
-            f"and {shape[dim]} does not divide by {pieces[dim] * parts}",
-            hint="let fsdp cut dim 0, or use sizes that divide",
+            f"cannot shard {short_repr(fqn)} {list(shape)}: FSDP cuts dim {dim} only evenly, "
+            f"and {shape[dim]} is not a multiple of {pieces[dim] * parts}",
+            hint="let fsdp cut dim 0, or use sizes that divide it",
         )
     return dim
 
@@ -86,7 +93,7 @@ def _dim(fqn: str, shape: tuple[int, ...], axis: str, dim: int | None) -> int | 
         return None
     if not -len(shape) <= dim < len(shape):
         raise UsageError(
-            f"{shown(fqn)} {list(shape)} has no dim {dim}, along which {axis} would cut it",
+            f"cannot shard {short_repr(fqn)} {list(shape)}: it has no dim {dim} for {axis}",
             hint="put a rule for it before, with another dim or replicate",
         )
     return dim % len(shape)

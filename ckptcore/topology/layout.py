@@ -1,11 +1,11 @@
 """Compute which box of a tensor each rank of a mesh holds.
 
-Placements have the names and fields of torch/distributed/tensor/placement_types.py, so that torch's own may
-be given wherever these are; importing torch.distributed.tensor alone would take longer than planning for 512
+Placements have the names and fields of torch/distributed/tensor/placement_types.py, so callers may pass
+torch's own. Importing torch.distributed.tensor alone would take longer than planning for 512
 ranks. The arithmetic is torch's, too: uneven and strided shards are cut where torch cuts them
 (`ckptcore.topology.torch_chunk`), and refused where torch contradicts itself. torch's own function is not
 called: it makes an index of every element. A mesh without axes is a mesh of one: its only rank holds
-everything, which is what consolidating is.
+everything, which is a consolidated checkpoint.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A mesh axis cuts this dim, as torch.chunk does."""
+    """A mesh axis that cuts this dim, like torch.chunk."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class _StridedShard:
-    """A mesh axis cuts each of the ``split_factor`` pieces that axes to its right have made of a dim."""
+    """A mesh axis that cuts each of the ``split_factor`` pieces that axes to its right have made of a dim."""
 
     dim: int
     split_factor: int
@@ -43,7 +43,7 @@ class _StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along the mesh axis has the same."""
+    """A mesh axis along which every rank has the same."""
 
 
 Placement = Shard | _StridedShard | Replicate | Any  # Any: torch's own
@@ -53,8 +53,9 @@ Placement = Shard | _StridedShard | Replicate | Any  # Any: torch's own
 class Mesh:
     """Ranks in a grid.
 
-    axes: (name, size) per axis, the slowest first; rank r has the row-major coordinate r. device: where the
-    ranks have their tensors, in torch's word; it decides no box.
+    Attributes:
+        axes: (name, size) per axis, the slowest first; rank r has the row-major coordinate r.
+        device: Device type of the ranks' tensors, a torch name; it changes no box.
 
     >>> Mesh((("dp", 2), ("tp", 2))).size, MESH_OF_ONE.size
     (4, 1)
@@ -65,19 +66,19 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if any(n < 1 for _, n in self.axes) or len({a for a, _ in self.axes}) != len(self.axes):
-            raise UsageError(f"{self.axes} is no mesh: axes have different names and at least one rank")
+            raise UsageError(f"mesh axes must have different names and 1 rank or more (got {self.axes})")
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Count the ranks."""
         return prod(n for _, n in self.axes)
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """The coordinate of each rank, in rank order."""
+        """Yield the coordinate of each rank, in rank order."""
         return product(*(range(n) for _, n in self.axes))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate.
+        """Return the rank at a coordinate.
 
         >>> Mesh((("fsdp", 2), ("tp", 4))).rank((1, 2))
         6
@@ -88,23 +89,25 @@ class Mesh:
         return at
 
     def along(self, axes: Sequence[str]) -> Mesh:
-        """The mesh of some of its axes, in mesh order; ``fsdp+ep`` is neighbours as one axis, as torch
-        flattens them. Raises `UsageError` for axes that it does not have so.
+        """Return the mesh of some of its axes, in mesh order; ``fsdp+ep`` flattens neighbours, like torch.
 
         >>> Mesh((("fsdp", 2), ("ep", 4), ("tp", 2))).along(["fsdp+ep", "tp"]).axes
         (('fsdp+ep', 8), ('tp', 2))
+
+        Raises:
+            UsageError: The mesh does not have these axes in this order.
         """
         sizes = [n for _, n in self.axes]
         return Mesh(tuple((a, prod(sizes[k] for k in at)) for a, at in self._places(axes).items()))
 
     def ranks_along(self, axes: Sequence[str]) -> list[int]:
-        """For each rank, in rank order, its rank in ``along(axes)``.
+        """Return for each rank, in rank order, its rank in ``along(axes)``.
 
         >>> Mesh((("fsdp", 2), ("tp", 2))).ranks_along(["tp"])
         [0, 1, 0, 1]
         """
         used = [k for at in self._places(axes).values() for k in at]
-        # Neighbours as one axis, and apart, count the same.
+        # Flattened neighbours count ranks like separate axes.
         sub = Mesh(tuple(self.axes[k] for k in used))
         return [sub.rank([at[k] for k in used]) for at in self.coordinates()]
 
@@ -114,7 +117,7 @@ class Mesh:
         flat = [k for at in found.values() for k in at]
         together = all(at[-1] - at[0] == len(at) - 1 for at in found.values())
         if -1 in flat or flat != sorted(set(flat)) or not together:
-            raise UsageError(f"{list(axes)} are no axes of the mesh {self.axes}, in its order")
+            raise UsageError(f"axes must be those of the mesh {self.axes}, in its order (got {list(axes)})")
         return found
 
 
@@ -123,12 +126,14 @@ MESH_OF_ONE = Mesh()
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How one tensor lies on a mesh.
+    """How one tensor is distributed over a mesh.
 
-    axes: the mesh axes it is distributed over, in mesh order; ``fsdp+ep`` is two neighbours that cut as
-    one (`Mesh.along`). Along the others every rank has the same. placements: torch's, one per axis.
-    at: (axis, coordinates): only ranks with such a coordinate have the tensor at all (pipeline stages,
-    experts by name).
+    Attributes:
+        axes: The mesh axes it is distributed over, in mesh order; ``fsdp+ep`` is two neighbours that cut as
+            one (`Mesh.along`). Along the others every rank has the same.
+        placements: torch's placements, one per axis.
+        at: (axis, coordinates): only ranks with such a coordinate have the tensor at all (pipeline stages,
+            experts by name).
     """
 
     axes: tuple[str, ...] = ()
@@ -137,19 +142,21 @@ class TensorLayout:
 
 
 REPLICATED = TensorLayout()
-Layout = TensorLayout  # as release 0.1 called it, for formats of other packages
+Layout = TensorLayout  # the name in release 0.1, for formats of other packages
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Which rank holds what: a mesh, and how each tensor lies on it.
+    """A mesh, and how each tensor is distributed over it.
 
-    layouts: by FQN, as written; a tensor without one is replicated.
+    Attributes:
+        mesh: The ranks.
+        layouts: By FQN, as written; a tensor without one is replicated.
     """
 
     mesh: Mesh
     layouts: Mapping[str, TensorLayout]
-    _held: dict[tuple[tuple[int, ...], TensorLayout], tuple[Box | None, ...]] = field(
+    _by_rank: dict[tuple[tuple[int, ...], TensorLayout], tuple[Box | None, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
     _owners: dict[tuple[tuple[int, ...], TensorLayout], tuple[tuple[int, Box], ...]] = field(
@@ -158,26 +165,29 @@ class Topology:
     _parts: dict[tuple[Any, ...], list[Box]] = field(default_factory=dict, compare=False, repr=False)
 
     def layout(self, fqn: str) -> TensorLayout:
-        """How a tensor lies on the mesh."""
+        """Return how a tensor is distributed over the mesh."""
         return self.layouts.get(fqn, REPLICATED)
 
-    def held(self, fqn: str, shape: tuple[int, ...]) -> tuple[Box | None, ...]:
-        """The box of each rank, in rank order: empty for a rank whose part is empty, None for a rank that
-        does not have the tensor. Raises `UsageError` as `boxes` does."""
+    def boxes(self, fqn: str, shape: tuple[int, ...]) -> tuple[Box | None, ...]:
+        """Return the box of each rank, in rank order.
+
+        The box is empty for a rank whose part is empty, and None for a rank that does not have the tensor.
+        Raises like the function `boxes`.
+        """
         layout = self.layout(fqn)
         key = shape, layout
-        found = self._held.get(key)
+        found = self._by_rank.get(key)
         if found is None:
-            found = self._held[key] = tuple(self._boxes(shape, layout))
+            found = self._by_rank[key] = tuple(self._boxes(shape, layout))
         return found
 
     def owners(self, fqn: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
-        """(rank, box) of the parts that have to be written once: of equal boxes the lowest rank's."""
+        """Yield (rank, box) of the parts to write once: of equal boxes the lowest rank's."""
         key = shape, self.layout(fqn)
         found = self._owners.get(key)
         if found is None:
             first: dict[Box, int] = {}
-            for rank, box in enumerate(self.held(fqn, shape)):
+            for rank, box in enumerate(self.boxes(fqn, shape)):
                 if box is not None and (box.numel or not prod(shape)):
                     first.setdefault(box, rank)
             found = self._owners[key] = tuple((rank, box) for box, rank in first.items())
@@ -195,20 +205,26 @@ class Topology:
 
 
 def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -> list[Box]:
-    """The box of each rank, in rank order; a rank without elements has an empty box.
+    """Return the box of each rank, in rank order; a rank without elements has an empty box.
 
-    shape: global shape, elements. placements: one per mesh axis.
-    Raises `UsageError` when there is not one placement per axis, for a dim that the tensor does not have, and
-    for uneven strided shards that torch places elsewhere than in the memory that it makes for them.
+    Args:
+        shape: Global shape, elements.
+        mesh: The ranks.
+        placements: One per mesh axis.
+
+    Raises:
+        UsageError: There is not one placement per axis, the tensor has no such dim, or torch places uneven
+            strided shards elsewhere than in the memory that it makes for them.
     """
     if len(placements) != len(mesh.axes):
-        raise UsageError(f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes")
+        names = [name for name, _ in mesh.axes]
+        raise UsageError(f"a mesh needs one placement per axis (got {len(placements)} for the axes {names})")
     if any(not 0 <= getattr(p, "dim", 0) < max(len(shape), 1) for p in placements):
         raise UsageError(
-            f"{list(map(str, placements))} cut dims that a tensor of {list(shape)} does not have"
+            f"placements must cut dims of the tensor {list(shape)} (got {list(map(str, placements))})"
         )
     if not mesh.axes:
-        return [Box.whole(shape)]
+        return [Box.full(shape)]
     sizes = [n for _, n in mesh.axes]
     dims = []  # per dim: which axes cut it, and (first, count) by their coordinates
     for dim, n in enumerate(shape):
@@ -231,56 +247,62 @@ def boxes(shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement]) -
 def _parts_of(
     n: int, by: tuple[tuple[int, int], ...], *, empty: bool
 ) -> dict[tuple[int, ...], tuple[int, int]]:
-    """(first, count) of one dim of n elements, by the coordinates on the axes that cut it.
+    """Return (first, count) of one dim of n elements, by the coordinates on the axes that cut it.
 
-    by: (size, split factor) of each of those axes, left to right. empty: whether the tensor has no element,
-    none of which can be in a wrong place.
+    Args:
+        n: Elements of the dim.
+        by: (size, split factor) of each of those axes, left to right.
+        empty: Whether the tensor has no element, so that none can be in a wrong place.
     """
     found = {}
     for at in product(*(range(size) for size, _ in by)):
         mine = [cuts.Cut(k, size, at[k], factor) for k, (size, factor) in enumerate(by)]
-        runs = cuts.held(n, mine)[0]
-        told = (runs[0][0], runs[0][1] - runs[0][0]) if runs else (n, 0)
-        if not empty and (len(runs) > 1 or cuts.placed(n, mine) != told):
+        runs = cuts.local_runs(n, mine)[0]
+        part = (runs[0][0], runs[0][1] - runs[0][0]) if runs else (n, 0)
+        if not empty and (len(runs) > 1 or cuts.placed(n, mine) != part):
             raise UsageError(
-                f"{n} elements of a dim cannot be cut for {' and '.join(str(size) for size, _ in by)} ranks, "
-                "the first axis within the pieces of the next: torch finds them elsewhere than it puts them",
+                f"cannot cut a dim of {n} elements for {' and '.join(str(size) for size, _ in by)} ranks "
+                "with a strided shard: torch would load other elements than it saved",
                 hint="use sizes that divide the dim, or fewer ranks on one of the axes",
             )
-        found[at] = told
+        found[at] = part
     return found
 
 
 def local_parts(tensor: torch.Tensor | DTensor) -> list[tuple[torch.Tensor, Box]]:
-    """The memory of this rank in pieces, each with the box of the global tensor that it holds.
+    """Return this rank's memory in pieces, each with its box of the global tensor.
 
     A plain tensor and an ordinary shard are one piece; a strided shard is one per run of its dim.
-    Raises `NameMismatch` when a DTensor's memory is not the shard that its placements say, and
-    `UsageError` for memory that cannot be filled: meta tensors, partial sums.
+
+    Raises:
+        NameMismatch: A DTensor's memory is not the shard of its placements.
+        UsageError: The memory cannot be filled: meta tensors, partial sums.
     """
     from torch.distributed.tensor import DTensor
 
     shape = tuple(tensor.shape)
     if tensor.is_meta:
-        raise UsageError(f"a tensor of {list(shape)} is on the meta device: it has no memory to fill")
+        raise UsageError(f"cannot fill a tensor of {list(shape)}: it is on the meta device")
     if not isinstance(tensor, DTensor):
-        return [(tensor.detach(), Box.whole(shape))]
+        return [(tensor.detach(), Box.full(shape))]
     places = [p for p in tensor.placements if not p.is_replicate()]
     if any(p.is_partial() for p in places):
-        raise UsageError("a DTensor with a Partial placement holds a summand, not its values")
+        raise UsageError("cannot fill a DTensor with a Partial placement: it holds a summand, not its values")
     coordinate = tensor.device_mesh.get_coordinate()
     local = tensor.to_local().detach()
     if coordinate is None:  # this rank is outside the mesh
         return []
     runs = [_runs(n, d, tensor, coordinate) for d, n in enumerate(shape)]
-    held = [sum(b - a for a, b in dim) for dim in runs]
-    if held != list(local.shape):
-        raise NameMismatch(f"a DTensor of {list(shape)} holds {list(local.shape)}, not {held}")
+    expected = [sum(b - a for a, b in dim) for dim in runs]
+    if expected != list(local.shape):
+        raise NameMismatch(
+            f"a DTensor of {list(shape)} must have the local shape {expected} (got {list(local.shape)})"
+        )
     return [(_narrowed(local, at, box), box) for box, at in cuts.boxes(runs)]
 
 
 def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple[cuts.Run, ...]:
-    """The ranges of one dim that this rank holds, in the order of its memory."""
+    """Return the ranges of one dim that this rank holds, in the order of its memory."""
     sizes = tensor.device_mesh.shape
     mine = [
         cuts.Cut(axis, sizes[axis], coordinate[axis], getattr(p, "split_factor", 1))
@@ -289,7 +311,7 @@ def _runs(n: int, dim: int, tensor: DTensor, coordinate: Sequence[int]) -> tuple
     ]
     order: Any = getattr(tensor._spec, "shard_order", None) or ()
     order = next((e.mesh_dims for e in order if e.tensor_dim == dim), None)
-    return cuts.held(n, mine, order)[0]
+    return cuts.local_runs(n, mine, order)[0]
 
 
 def _narrowed(local: torch.Tensor, at: tuple[int, ...], box: Box) -> torch.Tensor:

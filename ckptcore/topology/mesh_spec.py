@@ -1,9 +1,9 @@
-"""Mesh texts: ``fsdp=4,tp=2`` to a mesh.
+"""Parse a mesh from a text such as ``fsdp=4,tp=2``.
 
-Whatever their order in the text, axes lie as trainers lay them, the slowest first: pp, dp_replicate, fsdp,
+Whatever their order in the text, axes get the order of trainers, the slowest first: pp, dp_replicate, fsdp,
 cp, ep, tp (torchtitan: distributed/parallel_dims.py; Megatron-Core has tp fastest and pp slowest, too).
-The number of ranks is the product of all sizes. ``cuda:fsdp=4`` is a mesh of GPUs, which matters to formats
-that keep the mesh itself: torch puts nothing into a tensor from one of another mesh.
+The number of ranks is the product of all sizes. ``cuda:fsdp=4`` is a mesh of GPUs. The device matters to
+formats that keep the mesh itself: torch loads nothing into a tensor from one of another mesh.
 """
 
 from __future__ import annotations
@@ -20,38 +20,40 @@ MAX_RANKS = 1 << 17
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of a text: ``axis=size`` with commas between, perhaps a device and a colon before.
+    """Return the mesh of a text: ``axis=size`` separated by commas, optionally after a device and a colon.
 
-    The ranks of context parallelism (cp) hold parameters as further fsdp ranks do (torchtitan flattens
+    The ranks of context parallelism (cp) hold parameters like further fsdp ranks (torchtitan flattens
     both to one mesh), so they are counted into that axis.
-    Raises `UsageError` for unknown or repeated axes and sizes that are none.
 
     >>> parse_mesh("tp=2,dp_replicate=2,dp=4,cp=2").axes
     (('dp_replicate', 2), ('fsdp', 8), ('tp', 2))
     >>> parse_mesh("cuda:fsdp=8").device
     'cuda'
+
+    Raises:
+        UsageError: An axis is unknown or repeated, or a size is invalid.
     """
     sizes: dict[str, int] = {}
     device, colon, axes = text.rpartition(":")
     if colon and device.strip() not in DEVICES:
-        raise UsageError(f"--mesh {text}: no device is called {device}", hint=f"one of: {', '.join(DEVICES)}")
+        raise UsageError(f"--mesh {text}: unknown device {device!r}", hint=f"one of: {', '.join(DEVICES)}")
     for part in axes.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*", part)
         if match is None:
-            raise UsageError(f"--mesh {text} is not understood at {part.strip()!r}", hint=HINT)
+            raise UsageError(f"--mesh {text}: must be AXIS=SIZE (got {part.strip()!r})", hint=HINT)
         name, size = ALIASES.get(match[1], match[1]), int(match[2])
         if name not in AXES:
-            raise UsageError(f"--mesh {text}: no axis is called {match[1]}", hint=HINT)
+            raise UsageError(f"--mesh {text}: unknown axis {match[1]!r}", hint=HINT)
         if name in sizes:
             raise UsageError(f"--mesh {text}: the axis {name} is given twice", hint=HINT)
         if size < 1:
-            raise UsageError(f"--mesh {text}: the axis {name} has no ranks", hint="a size is 1 or more")
+            raise UsageError(f"--mesh {text}: the axis {name} must have 1 rank or more", hint=HINT)
         sizes[name] = size
     if "cp" in sizes:
         sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("cp")
     mesh = Mesh(tuple((a, sizes[a]) for a in AXES if a in sizes), device.strip() or "cpu")
     if mesh.size > MAX_RANKS:
-        raise UsageError(f"--mesh {text} has {mesh.size} ranks, more than {MAX_RANKS}")
+        raise UsageError(f"--mesh {text} must have at most {MAX_RANKS} ranks (got {mesh.size})")
     return mesh
 
 

@@ -1,11 +1,11 @@
 """Place parameters on the ranks of the pp and ep axes, by the numbers in their names.
 
-Stage s lies on rank s % pp, as interleaved schedules have it (Megatron-Core:
+Stage s is on rank s % pp, like in interleaved schedules (Megatron-Core:
 transformer/transformer_layer.py, `get_transformer_layer_offset`; torchtitan:
 distributed/pipeline_parallel.py). Layers are split evenly; where they do not divide, the first stages
 have one more. Embeddings and head may count as layers, as they do for torchtitan
 (`generate_llm_fqn_per_model_part`) and on request for Megatron-Core. The experts
-of a rank of the ep axis are neighbours: E / ep of them, as Megatron-Core and torchtitan number them.
+of a rank of the ep axis are neighbours: E / ep of them, numbered like Megatron-Core's and torchtitan's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
 from ckptcore.topology.rules import ShardingRules
 from ckptcore.topology.rules_file import Stages
-from ckptcore.utils.text import shown, some
+from ckptcore.utils.text import short_repr, some
 
 NUMBER = "{n}"
 
@@ -25,12 +25,20 @@ NUMBER = "{n}"
 def place_stages(
     shapes: Mapping[str, tuple[int, ...]], stages: Stages, pp: int
 ) -> dict[str, tuple[int, ...] | None]:
-    """For each parameter, the coordinates on the pp axis that have it; None for stacked layers: pp cuts
-    those. What all stages have is left out.
+    """Return the coordinates on the pp axis of each parameter.
 
-    shapes: of the parameters, by name.
-    Raises `UsageError` for more stages than layers, stacked layers that do not divide, a split that is none,
-    and names without a stage.
+    Args:
+        shapes: Shapes of the parameters, by name.
+        stages: Rules that assign parameters to stages.
+        pp: Size of the pp axis.
+
+    Returns:
+        Name -> coordinates that have it; None for stacked layers, which pp cuts. Parameters that all stages
+        have are omitted.
+
+    Raises:
+        UsageError: There are more stages than layers, stacked layers do not divide, the split is invalid, or
+            a name has no stage.
     """
     last = pp * stages.virtual - 1
     stacked = {n for n, shape in shapes.items() if shape and matches(n, stages.stacked)}
@@ -39,15 +47,15 @@ def place_stages(
     count = max([0, *(n + 1 for n in layer.values()), *(shapes[n][0] for n in stacked)])
     if stacked and (stages.split is not None or stages.virtual > 1):
         raise UsageError(
-            f"{some(sorted(stacked))}: layers in one tensor are cut evenly",
+            f"cannot split layers in one tensor unevenly: {some(sorted(stacked))}",
             hint="split and virtual are for layers by name",
         )
     at = _stage_of_layer(count, last + 1, stages, pp)
-    for name in sorted(stacked):  # torch's chunks would leave the last stages without a layer
+    for name in sorted(stacked):  # torch.chunk would leave the last stages without a layer
         n = shapes[name][0]
         if n % pp:
             raise UsageError(
-                f"{shown(name)}: {n} layers in one tensor do not divide by pp={pp}",
+                f"{short_repr(name)}: layers in one tensor must be a multiple of pp={pp} (got {n})",
                 hint=f"a size that divides {n}",
             )
     found: dict[str, tuple[int, ...] | None] = {}
@@ -66,20 +74,21 @@ def place_stages(
     lost = [n for n in shapes if n not in found and not matches(n, stages.every)]
     if lost:
         raise UsageError(
-            f"no pipeline stage is told for {some(lost)}",
+            f"no pipeline stage for {some(lost)}",
             hint="name them in [stages] of --sharding, under first, last or every",
         )
     return found
 
 
 def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: ShardingRules, ep: int) -> dict[str, int]:
-    """Coordinate on the ep axis of each parameter of one expert.
+    """Return the coordinate on the ep axis of each parameter of one expert.
 
-    Raises `UsageError` when there are no experts, in tensors of their own or stacked, and when their number
-    does not divide by ``ep``.
+    Raises:
+        UsageError: There are no experts, in tensors of their own or stacked, or their number is not a
+            multiple of ``ep``.
     """
     templates = [pattern(t) for t in rules.experts]
-    number: dict[str, tuple[str, int]] = {}  # (what is before the number, the number)
+    number: dict[str, tuple[str, int]] = {}  # (text before the number, the number)
     count: dict[str, int] = {}
     for name in shapes:
         match = next((m for t in templates if (m := t.match(name))), None)
@@ -97,17 +106,18 @@ def place_experts(shapes: Mapping[str, tuple[int, ...]], rules: ShardingRules, e
         ):
             count[name] = shape[rule.ep]
     if not count:
-        raise UsageError(f"ep={ep}, but no parameter is one of experts", hint="leave ep out of --mesh")
+        raise UsageError(f"ep={ep} needs experts, and no parameter is one", hint="leave ep out of --mesh")
     for name, n in count.items():
         if n % ep:
             raise UsageError(
-                f"{shown(name)}: {n} experts do not divide by ep={ep}", hint=f"a size that divides {n}"
+                f"{short_repr(name)}: the number of experts must be a multiple of ep={ep} (got {n})",
+                hint=f"a size that divides {n}",
             )
     return {name: n * ep // count[group] for name, (group, n) in number.items()}
 
 
 def number_of(names: Iterable[str], templates: Sequence[str]) -> dict[str, int]:
-    """The number at ``{n}`` of each name that begins like one of the templates.
+    """Return the number at ``{n}`` of each name that begins like one of the templates.
 
     >>> number_of(["model.layers.12.mlp.w", "norm.w"], ["*layers.{n}."])
     {'model.layers.12.mlp.w': 12}
@@ -122,15 +132,15 @@ def number_of(names: Iterable[str], templates: Sequence[str]) -> dict[str, int]:
 
 
 def pattern(template: str) -> re.Pattern[str]:
-    """How a name begins, as a regular expression; raises `UsageError` for a template without one ``{n}``."""
+    """Return a template as a regular expression; raises `UsageError` unless it has one ``{n}``."""
     head, mark, tail = template.partition(NUMBER)
     if not mark or NUMBER in tail:
-        raise UsageError(f"{template!r} tells no number", hint='as in "layers.{n}."')
+        raise UsageError(f"template must have one {NUMBER} (got {template!r})", hint='as in "layers.{n}."')
     return re.compile(_glob(head) + r"(?P<n>[0-9]{1,6})" + _glob(tail), re.DOTALL)
 
 
 def _glob(text: str) -> str:
-    # The shortest match: the outermost number.
+    # The shortest match finds the outermost number.
     return re.escape(text).replace(r"\*", ".*?").replace(r"\?", ".")
 
 
@@ -138,7 +148,8 @@ def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping
     if stages > layers:
         asked = f"pp={pp}" + (f", virtual={given.virtual}" if given.virtual > 1 else "")
         raise UsageError(
-            f"{stages} pipeline stages ({asked}) for {layers} layers", hint="a stage has at least one layer"
+            f"cannot split {layers} layers into {stages} pipeline stages ({asked})",
+            hint="a stage has at least one layer",
         )
     if given.split is None:
         least, more = divmod(layers + sum(given.weights), stages)
@@ -146,8 +157,11 @@ def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping
         sizes[0] -= given.weights[0]
         sizes[-1] -= given.weights[1]
         if min(sizes) < 0:
-            told = f"weights {list(given.weights)} leave the ends of {layers} layers on {stages} stages"
-            raise UsageError(f"{told} less than nothing", hint="take smaller ones, or tell the split")
+            raise UsageError(
+                f"weights {list(given.weights)} are more than a stage's share of {layers} layers on {stages} "
+                "stages",
+                hint="use smaller weights, or give the split",
+            )
         return dict(enumerate(s for s, n in enumerate(sizes) for _ in range(n)))
     flat = [n for part in given.split for n in part]
     if (
@@ -159,7 +173,7 @@ def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping
     ):
         parts = [list(p) for p in given.split]
         raise UsageError(
-            f"split {parts} does not cut {layers} layers for {stages} stages",
+            f"split must cut {layers} layers into {stages} stages (got {parts})",
             hint="one [first, behind the last] per stage, without gaps",
         )
     return {n: s for s, (a, b) in enumerate(given.split) for n in range(a, b)}

@@ -1,14 +1,14 @@
-"""Topologies: from a mesh in words and rules on names to which rank holds which box of each tensor.
+"""Compute a topology from a mesh and rules on names: which rank holds which box of each tensor.
 
 1. The mesh: axes in the order of trainers (`ckptcore.topology.mesh_spec`).
 2. Parameters: the tensors of the model part, under their own names (no prefix, no wrappers).
-3. Rules: one's own, or those of the family that the names are of (`ckptcore.topology.rules`).
+3. Rules: the user's, or those of the family that the names belong to (`ckptcore.topology.rules`).
 4. Each parameter's layout (`ckptcore.topology.fsdp_over_tp`), its pipeline stage, and the rank of an expert
    by name.
-5. Optimizer state: what has a parameter's name in its own and its shape lies as the parameter does; what
-   has another shape (steps, factors) is replicated where the parameter is. What belongs to no parameter is
-   replicated on all ranks.
-6. Buffers (integers, truth values) are replicated where a parameter of that name would be.
+5. Optimizer state: a tensor with a parameter's name in its own, and that shape, has the parameter's layout. A
+   tensor of another shape (steps, factors) is replicated where the parameter is. State that belongs to no
+   parameter is replicated on all ranks.
+6. Buffers (integers, booleans) are replicated where a parameter of that name would be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptcore.errors import UsageError
 from ckptcore.naming.optimizer_state import parameters
 from ckptcore.topology.layout import REPLICATED, Mesh, TensorLayout, Topology
 from ckptcore.topology.mesh_spec import parse_mesh
-from ckptcore.utils.text import shown, some
+from ckptcore.utils.text import short_repr, some
 
 if TYPE_CHECKING:
     from ckptcore.topology.rules import ShardingRules
@@ -34,68 +34,77 @@ Shape = tuple[int, ...]
 def lay_out(
     manifest: Manifest, mesh: str, sharding: str | None = None, model_prefix: str | None = None
 ) -> Topology:
-    """Which rank of the mesh holds what of each tensor of the manifest.
+    """Return which rank of the mesh holds what of each tensor of the manifest.
 
-    mesh: ``fsdp=4,tp=2``. sharding: the text of a TOML file with rules (`ckptcore.topology.rules_file`), or
-    None for the built-in ones. model_prefix: where the model is, or None to find it.
-    Raises `UsageError` for a mesh or rules that cannot be, with the numbers: unknown axes, parameters without
-    a rule or a stage, more stages than layers, experts that do not divide, shards that torch cannot tell.
+    Args:
+        manifest: The checkpoint's tensors.
+        mesh: Such as ``fsdp=4,tp=2``.
+        sharding: The text of a TOML file with rules (`ckptcore.topology.rules_file`), or None for the
+            built-in ones.
+        model_prefix: Prefix of the model part, or None to find it.
+
+    Raises:
+        UsageError: The mesh or the rules are impossible; the message has the numbers. Unknown axes,
+            parameters without a rule or a stage, more stages than layers, experts that do not divide, shards
+            that torch cannot place.
     """
     from ckptcore.topology import rules as placementrules
-    from ckptcore.topology import rules_file as shardingfile  # pydantic: only those who reshard wait for it
+    from ckptcore.topology import rules_file as shardingfile  # imports pydantic, which only reshards need
 
-    whole = parse_mesh(mesh)
+    target = parse_mesh(mesh)
     own = None if sharding is None else shardingfile.load(sharding)
     if own is not None and own.mesh is not None:
-        told = parse_mesh(",".join(f"{a}={n}" for a, n in own.mesh.items()))
-        if told.axes != whole.axes:
+        recorded = parse_mesh(",".join(f"{a}={n}" for a, n in own.mesh.items()))
+        if recorded.axes != target.axes:
             raise UsageError(
-                f"--mesh {mesh} is not the [mesh] of --sharding: {dict(told.axes)}",
-                hint="take it out of the file, or ask for that mesh",
+                f"--mesh {mesh} must equal the [mesh] of --sharding (got {dict(recorded.axes)} there)",
+                hint="remove it from the file, or request that mesh",
             )
     shapes, owner = parameters(manifest, model_prefix)
-    rules = placementrules.rules_for(list(shapes), own, _needs_rules(whole))
-    layouts = _placed(shapes, whole, rules)
+    rules = placementrules.rules_for(list(shapes), own, _needs_rules(target))
+    layouts = _placed(shapes, target, rules)
     found: dict[str, TensorLayout] = {}
     for spec in manifest.tensors:
         of = owner.get(spec.fqn)
         if of is not None:
             same = spec.shape == shapes[of] and not _is_buffer(spec)
             found[spec.fqn] = layouts[of] if same else TensorLayout(at=layouts[of].at)
-    topology = Topology(whole, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
+    topology = Topology(target, {fqn: layout for fqn, layout in found.items() if layout != REPLICATED})
     _require_boxes(topology, manifest.tensors)
     return topology
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How a checkpoint lies on its ranks.
+    """How evenly a checkpoint is distributed over its ranks.
 
-    held: bytes that each rank has in memory, in rank order, replicas included. total: bytes of all tensors.
+    Attributes:
+        per_rank: Bytes that each rank has in memory, in rank order, replicas included.
+        total: Bytes of all tensors.
     """
 
-    held: tuple[int, ...]
+    per_rank: tuple[int, ...]
     total: int
 
     @property
     def ratio(self) -> float:
-        """The fullest rank over the mean; 1.0 is even."""
-        return max(self.held) * len(self.held) / sum(self.held) if sum(self.held) else 1.0
+        """Return the fullest rank over the mean; 1.0 is even."""
+        return max(self.per_rank) * len(self.per_rank) / sum(self.per_rank) if sum(self.per_rank) else 1.0
 
     def as_dict(self) -> dict[str, object]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
-            "ranks": len(self.held),
+            "ranks": len(self.per_rank),
             "bytes_total": self.total,
-            "bytes_per_rank": list(self.held),
-            "bytes_max": max(self.held),
-            "bytes_min": min(self.held),
+            "bytes_per_rank": list(self.per_rank),
+            "bytes_max": max(self.per_rank),
+            "bytes_min": min(self.per_rank),
             "balance": round(self.ratio, 4),
         }
 
 
 def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
-    """What each rank of a topology holds of the tensors."""
+    """Return how many bytes of the tensors each rank of a topology holds."""
     count: dict[tuple[str, Shape, TensorLayout], int] = {}
     total = 0
     one: dict[tuple[str, Shape, TensorLayout], str] = {}
@@ -104,21 +113,21 @@ def balance(topology: Topology, tensors: Iterable[TensorSpec]) -> Balance:
         count[key] = count.get(key, 0) + 1
         one[key] = spec.fqn
         total += spec.nbytes
-    held = [0] * topology.mesh.size
+    per_rank = [0] * topology.mesh.size
     for (dtype, shape, layout), times in count.items():
-        for rank, box in enumerate(topology.held(one[dtype, shape, layout], shape)):
+        for rank, box in enumerate(topology.boxes(one[dtype, shape, layout], shape)):
             if box is not None:
-                held[rank] += times * TensorSpec("", dtype, box.shape).nbytes
-    return Balance(tuple(held), total)
+                per_rank[rank] += times * TensorSpec("", dtype, box.shape).nbytes
+    return Balance(tuple(per_rank), total)
 
 
 def rank_bytes(topology: Topology, manifest: Manifest) -> list[int]:
-    """Bytes that each rank holds in memory, in rank order."""
-    return list(balance(topology, manifest.tensors).held)
+    """Return the bytes that each rank holds in memory, in rank order."""
+    return list(balance(topology, manifest.tensors).per_rank)
 
 
 def _is_buffer(spec: TensorSpec) -> bool:
-    """Positions, masks and counters: trainers shard parameters, and leave buffers whole on every rank.
+    """Report whether a tensor is a buffer: trainers replicate positions, masks and counters.
 
     Integers of one byte may be packed weights; buffers of floats look like parameters.
     """
@@ -164,14 +173,14 @@ def _require_rules(shapes: Mapping[str, Shape], rules: ShardingRules) -> None:
     bare = [n for n, shape in shapes.items() if shape and rules.find(n) is None]
     if bare:
         raise UsageError(
-            f"{len(bare)} of {len(shapes)} parameters have no rule in {rules.origin}: {some(bare)}",
-            hint="add [[rule]] tables for them: --sharding FILE; one with a name alone leaves tp out",
+            f"no rule in {rules.origin} for {len(bare)} of {len(shapes)} parameters: {some(bare)}",
+            hint="add [[rule]] tables for them: --sharding FILE; a rule without tp leaves tp out",
         )
 
 
 def _require_boxes(topology: Topology, tensors: Iterable[TensorSpec]) -> None:
     for spec in tensors:
         try:
-            topology.held(spec.fqn, spec.shape)
+            topology.boxes(spec.fqn, spec.shape)
         except UsageError as error:
-            raise UsageError(f"{shown(spec.fqn)}: {error.message}", hint=error.hint) from error
+            raise UsageError(f"{short_repr(spec.fqn)}: {error.message}", hint=error.hint) from error

@@ -1,8 +1,8 @@
-"""Bound state: what of a checkpoint means something only on the ranks that saved it?
+"""Drop state that is valid only on the ranks that saved it.
 
 A reshard carries model, optimizer, schedules and counters. Random states belong to one rank each, and
-a data loader's positions to one data-parallel degree; on other ranks they would be wrong without a
-word. They are left out by a rule that names them.
+a data loader's positions to one data-parallel degree; on other ranks they would be silently wrong. They are
+dropped, each with a rule that is reported.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from ckptcore.core.subset import select
 from ckptcore.errors import UnreadablePart
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.text import count
 
 _RANDOM = re.compile(
     r"(?:^|[./])(?:rng|rng_states?|random_states?|np_rng_state|random_rng_state|torch_rng_state"
     r"|cuda_rng_states?|rng_tracker_states)(?:[./]|$)"
 )
-# torchtitan (components/dataloader.py) keeps ``dp_rank_N`` and ``world_size`` side by side, and refuses
-# another degree; OLMo and others name the rank alike.
+# torchtitan (components/dataloader.py) keeps ``dp_rank_N`` and ``world_size`` together, and refuses
+# another degree; OLMo and others name the rank in the same way.
 _LOADER = re.compile(r"^(?P<root>(?:.*[./])?)dp_rank_(?P<rank>\d+)(?:[./]|$)")
-# What rank files with a flat optimizer are read as: number, state, rank.
+# Names of the entries that rank files with a flat optimizer are read as: number, state, rank.
 _FLAT = re.compile(r"(?:^|\.)state\.\d+\.\w+\.rank\d+$")
 _DATA_AXES = ("dp_replicate", "fsdp")
 
 
 def without_bound(manifest: Manifest, mesh: Mesh) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
-    """The manifest without what is bound to the ranks that saved it, and (name, rule) of that."""
+    """Return the manifest without state bound to the ranks that saved it, and (name, rule) of that state."""
     names = [t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs]
     sizes = dict(mesh.axes)
     degree = 1
@@ -53,16 +54,15 @@ def without_bound(manifest: Manifest, mesh: Mesh) -> tuple[Manifest, tuple[tuple
 
 
 def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
-    """Raises `UnreadablePart` where ``kept``, stored names, has state that only the ranks that saved it can
-    hold.
+    """Raise `UnreadablePart` where ``kept``, stored names, has state that only the saving ranks can use.
 
-    A flat run of FSDP1's parameters is one rank's own: other ranks hold others, and its parameters are not
-    told.
+    A flat run of FSDP1's parameters is one rank's own: other ranks have others, and the names of its
+    parameters are not recorded.
     """
     lost = [name for name in kept if _FLAT.search(name)]
     if lost:
         others = {*(t.fqn for t in manifest.tensors), *(b.key for b in manifest.blobs)} - set(lost)
-        more = f" and {len(lost) - 1} more tensors" if lost[1:] else ""
+        more = f" and {count(len(lost) - 1, 'more tensor')}" if lost[1:] else ""
         raise UnreadablePart(
             f"cannot reshard {lost[0]}{more}: each is a flat run of the optimizer on one rank",
             hint=f"{leave_out(lost, others)}; sharded state dicts of an optimizer can be resharded",
@@ -70,7 +70,7 @@ def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
 
 
 def _loaders(names: list[str]) -> dict[str, int]:
-    """Container of per-rank loader states -> how many ranks it has."""
+    """Return the container of per-rank loader states -> its number of ranks."""
     ranks: dict[str, set[int]] = {}
     for name in names:
         found = _LOADER.match(name)

@@ -1,6 +1,6 @@
-"""Placement rules: which rule speaks for a parameter? One's own first, then those of a built-in family.
+"""Find the placement rule of a parameter: the user's rules first, then those of a built-in family.
 
-Families are files of `ckptcore/topology/families/`; which one a checkpoint is of is told by its names.
+Families are files of `ckptcore/topology/families/`; names of parameters identify a checkpoint's family.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from importlib import resources
 from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
 from ckptcore.topology.rules_file import ShardingFile, ShardingRule, Stages, load
-from ckptcore.utils.text import some
+from ckptcore.utils.text import count, some
 
 FAMILIES = ("hf", "torchtitan", "olmo", "megatron")
-_EVERYWHERE = "buffers"  # rules that come behind all others
+_EVERYWHERE = "buffers"  # rules that come after all others
 
 
 @dataclass(frozen=True)
 class ShardingRules:
     """The rules for one model.
 
-    rules: in the order in which they are asked. stages: or None when nothing tells them. experts: how names
-    of single experts begin. origin: where the rules are from, for messages.
+    Attributes:
+        rules: In the order in which they are tried.
+        stages: Pipeline stages, or None if no file has them.
+        experts: How names of single experts begin.
+        origin: Where the rules are from, for messages.
     """
 
     rules: tuple[ShardingRule, ...]
@@ -35,13 +38,13 @@ class ShardingRules:
     origin: str
 
     def find(self, fqn: str) -> ShardingRule | None:
-        """The first rule that matches a parameter's name."""
+        """Return the first rule that matches a parameter's name."""
         return self._match(fqn)
 
     @cached_property
     def _match(self) -> Callable[[str], ShardingRule | None]:
         rows = [(re.compile("|".join(translate(g) for g in r.fqn)), r) for r in self.rules]
-        # Layers and experts differ in numbers, which no glob asks for unless it has digits itself.
+        # Layers and experts differ in numbers, which a glob without digits cannot distinguish.
         plain = not any(re.search(r"[0-9\[?]", g) for r in self.rules for g in r.fqn)
         known: dict[str, ShardingRule | None] = {}
 
@@ -55,15 +58,20 @@ class ShardingRules:
 
 
 def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> ShardingRules:
-    """The rules for a model of these parameters.
+    """Return the rules for a model of these parameters.
 
-    own: the user's file. needed: whether the mesh asks more of the rules than the default, which is FSDP's.
-    Raises `UsageError` for an unknown family, and, where rules are needed and the user gave none, when the
-    names fit no family or several.
+    Args:
+        names: Names of the parameters.
+        own: The user's file.
+        needed: Whether the mesh needs more than the default rules, which are FSDP's.
+
+    Raises:
+        UsageError: The family is unknown. Or rules are needed, the user gave none, and the names fit no
+            family or several.
     """
     family = own.family if own is not None else _family_by_names(names, needed)
     if family is not None and family not in FAMILIES:
-        raise UsageError(f"no family is called {family!r}", hint=f"one of: {', '.join(FAMILIES)}")
+        raise UsageError(f"unknown family {family!r}", hint=f"one of: {', '.join(FAMILIES)}")
     files = [f for f in (own, family and builtin(family), builtin(_EVERYWHERE)) if f]
     stages = next((f.stages for f in files if f.stages is not None), None)
     experts = next((f.experts for f in files if f.experts), ())
@@ -78,7 +86,7 @@ def rules_for(names: Sequence[str], own: ShardingFile | None, needed: bool) -> S
 
 @cache
 def builtin(name: str) -> ShardingFile:
-    """Load a file of rules that ckptcore brings, from `ckptcore/topology/families/`."""
+    """Load a built-in file of rules from `ckptcore/topology/families/`."""
     text = (resources.files("ckptcore.topology") / "families" / f"{name}.toml").read_text()
     return load(text, f"{name}.toml")
 
@@ -88,9 +96,9 @@ def _family_by_names(names: Sequence[str], needed: bool) -> str | None:
     found = [f for f in FAMILIES if any(matches(n, builtin(f).evidence) for n in kinds)]
     if len(found) == 1 or not needed:
         return found[0] if len(found) == 1 else None
-    told = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"
+    fit = f"fit several families: {', '.join(found)}" if found else f"fit none of: {', '.join(FAMILIES)}"
     raise UsageError(
-        f"the names of the {len(names)} parameters {told}, so nothing tells how this mesh cuts them: "
-        f"{some(names)}",
+        f"cannot choose rules for this mesh: the names of {count(len(names), 'parameter')} {fit} "
+        f"(got {some(names)})",
         hint='give rules: --sharding FILE with [[rule]] tables, or with family = "NAME" alone',
     )

@@ -1,14 +1,14 @@
-"""Sharding files: placement rules, pipeline stages and experts, as TOML says them.
+"""Parse sharding files: placement rules, pipeline stages and experts, in TOML.
 
 ```
-family = "hf"                        # rules of this built-in family come behind one's own
-experts = ["*.experts.{n}."]         # whole experts by name, to the ranks of ep
+family = "hf"                        # rules of this built-in family come after the file's own
+experts = ["*.experts.{n}."]         # complete experts by name, to the ranks of ep
 
-[mesh]                               # if there, it must be the mesh that was asked for
+[mesh]                               # optional; must be the requested mesh
 fsdp = 4
 tp = 2
 
-[[rule]]                             # the first that matches a parameter's name counts
+[[rule]]                             # the first that matches a parameter's name applies
 fqn = ["*.wq.weight", "*.wk.weight"] # globs; * crosses dots
 tp = "shard(0)"                      # per axis: shard(DIM), DIM < 0 counts from the end; replicate
 fsdp = "shard(0)"                    # the default
@@ -17,11 +17,11 @@ fsdp = "shard(0)"                    # the default
 layers = "layers.{n}."               # how the name of a layer's parameter begins
 first = ["tok_embeddings.*"]
 last = ["norm.*", "output.*"]
-every = ["*freqs_cis"]               # what all stages have: rotary tables
+every = ["*freqs_cis"]               # on all stages: rotary tables
 stacked = ["*.all_layers.*"]         # layers in one tensor: pp cuts its dim 0
 split = [[0, 2], [2, 4]]             # layers of each stage, half-open; default: even
 weights = [1, 1]                     # or even with embeddings and head counted as layers
-virtual = 2                          # stages per rank; stage s lies on rank s % pp
+virtual = 2                          # stages per rank; stage s is on rank s % pp
 ```
 """
 
@@ -34,7 +34,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _PLACE = re.compile(r"replicate|shard\(\s*-?[0-9]{1,2}\s*\)")
 MAX_BYTES = 1 << 20
@@ -46,12 +46,12 @@ def _list(value: Any) -> Any:
 
 def _place(value: Any) -> Any:
     if not isinstance(value, str) or not _PLACE.fullmatch(value):
-        raise ValueError(f"{value!r} is no placement: shard(DIM) or replicate")
+        raise ValueError(f"placement must be shard(DIM) or replicate (got {value!r})")
     return None if value == "replicate" else int(value[len("shard(") : -1])
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_list)]
-Place = Annotated[int | None, BeforeValidator(_place)]  # the dim that is cut, None for replicate
+Place = Annotated[int | None, BeforeValidator(_place)]  # the dim to cut, None for replicate
 Weight = Annotated[int, Field(ge=0, le=1024)]
 Places = Annotated[tuple[Place, ...], BeforeValidator(_list)]
 
@@ -61,11 +61,15 @@ class _Form(BaseModel):
 
 
 class ShardingRule(_Form):
-    """Where the parameters of some names go.
+    """Placement of the parameters of some names.
 
-    fqn: globs. pp, ep, tp: how those axes cut them; absent: the axis does not (pp, tp), or counts as
-    further ranks of fsdp (ep). fsdp: alternatives: the first, unless another axis cuts that dim and it has
-    fewer elements than there are pieces; then the second.
+    Attributes:
+        fqn: Globs.
+        pp: Dim that pp cuts; absent: none.
+        fsdp: Alternatives: the first, unless another axis cuts that dim and it has fewer elements than there
+            are pieces; then the second.
+        ep: Dim that ep cuts; absent: ep counts as further ranks of fsdp.
+        tp: Dim that tp cuts; absent: none.
     """
 
     fqn: Texts
@@ -75,18 +79,24 @@ class ShardingRule(_Form):
     tp: Place = None
 
     def names(self, axis: str) -> bool:
-        """Whether the rule speaks of an axis."""
+        """Report whether the rule has an entry for an axis."""
         return axis in self.model_fields_set
 
 
 class Stages(_Form):
-    """Which parameters lie on which pipeline stage.
+    """Which parameters are on which pipeline stage.
 
-    layers: how a layer's names begin, a glob with ``{n}`` for its number. first, last: globs. every: globs on
-    what all stages have. tied: those of ``first`` that the last stage needs, too, when no name matches
-    ``head``. stacked: globs on tensors whose dim 0 counts layers.
-    split: [first layer, behind the last] of each stage. virtual: stages per rank. weights: as how many layers
-    the embeddings and the head count, when layers are split evenly.
+    Attributes:
+        layers: How a layer's names begin, a glob with ``{n}`` for its number.
+        stacked: Globs on tensors whose dim 0 counts layers.
+        first: Globs.
+        last: Globs.
+        every: Globs on parameters of all stages.
+        tied: Those of ``first`` that the last stage needs, too, when no name matches ``head``.
+        head: Globs.
+        split: [first layer, end] of each stage.
+        virtual: Stages per rank.
+        weights: How many layers the embeddings and the head count as, when layers are split evenly.
     """
 
     layers: Texts = ()
@@ -102,7 +112,7 @@ class Stages(_Form):
 
 
 class ShardingFile(_Form):
-    """A whole file. evidence: globs on names that only models of a built-in family have."""
+    """A complete file; ``evidence`` is globs on names that only models of a built-in family have."""
 
     family: str | None = None
     evidence: Texts = ()
@@ -113,25 +123,26 @@ class ShardingFile(_Form):
 
 
 def load(text: str, name: str = "--sharding") -> ShardingFile:
-    """The file of a text; raises `UsageError` that says where it is wrong."""
+    """Parse a file's text; raises `UsageError` with the position of an error."""
     if len(text) > MAX_BYTES:
-        raise UsageError(f"{name} has {len(text)} characters, more than {MAX_BYTES}")
+        raise UsageError(f"{name} must have at most {MAX_BYTES} characters (got {len(text)})")
     try:
         return ShardingFile.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{name} is no TOML: {error}") from error
+        raise UsageError(f"cannot read {name} as TOML: {error}") from error
     except RecursionError as error:
         raise UsageError(
             f"{name} is nested too deeply", hint="no key of it takes more than lists of pairs"
         ) from error
     except ValidationError as error:
-        told = [f"{_where(row['loc'])}: {row['msg']}" for row in error.errors()[:5]]
+        wrong = [f"{_where(row['loc'])}: {row['msg']}" for row in error.errors()[:5]]
         hint = "keys are [mesh], [[rule]], [stages], family and experts"
-        raise UsageError(f"{name}: {shown('; '.join(told), 500)[1:-1]}", hint=hint) from error
+        raise UsageError(f"{name}: {short_repr('; '.join(wrong), 500)[1:-1]}", hint=hint) from error
 
 
 def _where(path: tuple[int | str, ...]) -> str:
-    """
+    """Format the position of an error in the file.
+
     >>> _where(("rule", 0, "tp", 0))
     'rule 1, tp 1'
     """

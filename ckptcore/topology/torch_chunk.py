@@ -1,7 +1,7 @@
-"""Cuts: which elements of one dim does a rank hold, when axes of a mesh cut that dim?
+"""Compute which elements of one dim a rank holds when axes of a mesh cut that dim.
 
 Every cut is torch.chunk's: ceil(n / parts) elements each, the last ones fewer or none. Axes cut from
-the left to the right, unless a `_StridedShard` says that its axis came after others: its split
+the left to the right, unless a `_StridedShard` records that its axis came after others: its split
 factor is the number of pieces that the dim was in already (torch/distributed/tensor:
 placement_types.py, `_StridedShard`; _dtensor_spec.py, `_maybe_convert_StridedShard_to_shard_order`).
 """
@@ -21,8 +21,11 @@ Run = tuple[int, int]  # half-open range of indices
 class Cut:
     """One mesh axis that cuts the dim.
 
-    axis: its number, left to right. parts: its size. index: the rank's coordinate on it.
-    factor: split factor of a strided shard; 1 for a plain one.
+    Attributes:
+        axis: Its number, left to right.
+        parts: Its size.
+        index: The rank's coordinate on it.
+        factor: Split factor of a strided shard; 1 for a plain one.
     """
 
     axis: int
@@ -31,19 +34,24 @@ class Cut:
     factor: int = 1
 
 
-def held(n: int, cuts: Sequence[Cut], order: Sequence[int] | None = None) -> list[tuple[Run, ...]]:
-    """The runs of ``[0, n)`` that the rank holds, in the order of its memory, as each rule has it.
+def local_runs(n: int, cuts: Sequence[Cut], order: Sequence[int] | None = None) -> list[tuple[Run, ...]]:
+    """Return the runs of ``[0, n)`` that the rank holds, in the order of its memory.
 
-    order: axes in the order in which they cut, where the writer recorded it. One answer, but for a
-    strided shard that no order explains: torch changed its rule for uneven ones after 2.9, and the
-    newer one's answer comes first.
+    Args:
+        n: Elements of the dim.
+        cuts: The axes that cut it.
+        order: Axes in the order in which they cut, where the writer recorded it.
 
-    >>> held(8, [Cut(0, 2, 1, factor=2), Cut(1, 2, 0)])
+    Returns:
+        One answer per rule of torch. There are two for a strided shard that no order explains: torch changed
+        its rule for uneven ones after 2.9, and the newer rule's answer comes first.
+
+    >>> local_runs(8, [Cut(0, 2, 1, factor=2), Cut(1, 2, 0)])
     [((2, 4),)]
-    >>> held(9, [Cut(0, 4, 0, factor=2)])
+    >>> local_runs(9, [Cut(0, 4, 0, factor=2)])
     [((0, 2), (5, 6)), ((0, 2), (8, 9))]
     """
-    plain = all(c.factor == 1 for c in cuts)  # a split factor says more than a recorded order
+    plain = all(c.factor == 1 for c in cuts)  # a split factor is stronger than a recorded order
     if order is not None and plain and sorted(order) == sorted(c.axis for c in cuts):
         ordered: list[Cut] | None = sorted(cuts, key=lambda c: list(order).index(c.axis))
     else:
@@ -58,12 +66,14 @@ def held(n: int, cuts: Sequence[Cut], order: Sequence[int] | None = None) -> lis
 
 
 def placed(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
-    """(first, count) of what the rank holds of ``[0, n)``, as torch's checkpoint planner finds them from the
-    placements (torch/distributed/tensor/_utils.py, `_compute_local_shape_and_global_offset`); an empty
-    part lies at the end. It knows the start of a part only, so strided parts that `held` has elsewhere, or
-    in pieces, are not what a rank would load.
+    """Return (first, count) of the rank's part of ``[0, n)``, as torch's checkpoint planner computes it.
 
-    >>> placed(9, [Cut(0, 4, 0, factor=2), Cut(1, 2, 0)]), held(9, [Cut(0, 4, 0, factor=2), Cut(1, 2, 0)])
+    The planner computes it from the placements (torch/distributed/tensor/_utils.py,
+    `_compute_local_shape_and_global_offset`); an empty part is at the end. It records only the start of a
+    part, so a rank would not load strided parts that `local_runs` has elsewhere, or in pieces.
+
+    >>> cuts = [Cut(0, 4, 0, factor=2), Cut(1, 2, 0)]
+    >>> placed(9, cuts), local_runs(9, cuts)
     ((0, 2), [((0, 2),)])
     """
     runs = _left_to_right(n, cuts, newer=True)
@@ -72,7 +82,7 @@ def placed(n: int, cuts: Sequence[Cut]) -> tuple[int, int]:
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """The boxes that runs per dim make up, each with its first index in the rank's own memory."""
+    """Yield the boxes of one run per dim, each with its first index in the rank's own memory."""
     starts = []
     for dim in runs:
         at, row = 0, []
@@ -87,7 +97,7 @@ def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]
 
 
 def _in_order(cuts: Sequence[Cut]) -> list[Cut] | None:
-    """The order in which the axes cut, or None when the split factors fit no order."""
+    """Return the order in which the axes cut, or None when the split factors fit no order."""
     order: list[Cut] = []
     for cut in sorted(cuts, key=lambda c: -c.axis):
         pieces = 1
@@ -108,7 +118,7 @@ def _left_to_right(n: int, cuts: Sequence[Cut], newer: bool) -> tuple[Run, ...]:
         parts, index = cut.parts, cut.index
         if cut.factor == 1:
             mine = _chunk(mine, parts, index)
-        elif newer:  # each of the pieces is cut by itself
+        elif newer:  # each of the pieces is cut separately
             pieces = [_chunk(mine, cut.factor, k) for k in range(cut.factor)]
             mine = [run for piece in pieces for run in _chunk(piece, parts, index)]
         else:  # every ``parts``-th of all small pieces
@@ -118,7 +128,7 @@ def _left_to_right(n: int, cuts: Sequence[Cut], newer: bool) -> tuple[Run, ...]:
 
 
 def _chunk(runs: list[Run], parts: int, index: int) -> list[Run]:
-    """Chunk ``index`` of the elements of ``runs``, cut as torch.chunk cuts."""
+    """Return chunk ``index`` of the elements of ``runs``, cut like torch.chunk."""
     total = sum(b - a for a, b in runs)
     step = -(-total // parts)
     first, last = min(index * step, total), min((index + 1) * step, total)

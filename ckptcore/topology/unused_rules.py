@@ -1,8 +1,8 @@
-"""Rule use: which rules of one's own speak for no parameter?
+"""Warn about sharding rules that match no parameter.
 
-A rule file may be shared by several models, so a rule that finds nothing is told as a warning. A slip in a
-glob looks the same, and would leave its parameters to the next rule or to FSDP's default: the names nearest
-to the glob are told with it.
+Several models may share a rule file, so an unused rule is a warning. A typo in a glob looks the same, and
+would leave its parameters to the next rule or to FSDP's default. The warning lists the names nearest to the
+glob.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ from ckptcore.naming.rename import matches
 from ckptcore.topology.pipeline_stages import number_of
 from ckptcore.topology.rules import ShardingRules
 from ckptcore.topology.rules_file import ShardingRule, Stages, load
-from ckptcore.utils.text import shown, some
+from ckptcore.utils.text import short_repr, some
 
 _MOST = 20  # findings
-_NAMES, _LENGTH, _GLOBS = 300, 100, 3  # names that a glob is held against, characters of one, globs of a rule
+_NAMES, _LENGTH, _GLOBS = 300, 100, 3  # names compared with a glob, characters of each, globs of a rule
 
 
 def unused_rules(manifest: Manifest, sharding: str, model_prefix: str | None = None) -> tuple[Finding, ...]:
-    """A warning for every rule of a sharding file that decides on no parameter of a manifest, and for every
-    key of its pipeline stages that no name has.
+    """Return a warning for every unused rule and stage key of a sharding file.
 
-    sharding: TOML text. model_prefix: where the model is, or None to find it.
-    Raises `UsageError` when the text is no sharding file.
+    Args:
+        manifest: The checkpoint's tensors.
+        sharding: TOML text.
+        model_prefix: Prefix of the model part, or None to find it.
+
+    Raises:
+        UsageError: The text is not a sharding file.
     """
     own = load(sharding)
     names = list(parameters(manifest, model_prefix)[0])
-    told = chain(_unused_patterns(own.rule, names), _stages(own.stages or Stages(), names))
-    return tuple(finding("unused-rule", "cover", message) for message in islice(told, _MOST))
+    unused = chain(_unused_patterns(own.rule, names), _stages(own.stages or Stages(), names))
+    return tuple(finding("unused-rule", "cover", message) for message in islice(unused, _MOST))
 
 
 def _unused_patterns(rules: tuple[ShardingRule, ...], names: Sequence[str]) -> Iterator[str]:
     find = ShardingRules(rules, None, (), "--sharding").find
-    speak = {id(rule) for name in names if (rule := find(name)) is not None}
+    used = {id(rule) for name in names if (rule := find(name)) is not None}
     for number, rule in enumerate(rules, 1):
-        if id(rule) not in speak:
+        if id(rule) not in used:
             hit = next((n for n in names if matches(n, rule.fqn)), None)
             what = f"[[rule]] {number} of --sharding, {some(rule.fqn)}, "
             yield what + (_none(rule.fqn, names) if hit is None else _behind(hit))
@@ -61,18 +65,18 @@ def _stages(stages: Stages, names: Sequence[str]) -> Iterator[str]:
 
 
 def _behind(name: str) -> str:
-    return f"decides nothing: what it matches, {shown(name)[1:-1]} for one, an earlier rule has"
+    return f"has no effect: an earlier rule matches its parameters, such as {short_repr(name)[1:-1]}"
 
 
 def _none(globs: Sequence[str], names: Sequence[str]) -> str:
-    kinds: dict[str, str] = {}  # names that differ in numbers alone are one kind
+    kinds: dict[str, str] = {}  # names that differ only in numbers are one kind
     for name in names:
         kinds.setdefault(re.sub(r"[0-9]+", "0", name[:_LENGTH]), name)
     first = list(kinds)[:_NAMES]
     near = {kinds[k]: None for g in globs[:_GLOBS] for k in get_close_matches(_bare(g), first, 2, 0.4)}
-    return f"matches no parameter; {f'near to it: {some(list(near))}' if near else 'no name is near to it'}"
+    return f"matches no parameter; {f'similar names: {some(list(near))}' if near else 'no name is similar'}"
 
 
 def _bare(glob: str) -> str:
-    """A glob's own characters, for likeness to names."""
+    """Return a glob's literal characters, to compare it with names."""
     return re.sub(r"[*?\[\]]", "", glob.replace("{n}", "0"))[:_LENGTH]

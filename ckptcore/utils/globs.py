@@ -1,20 +1,20 @@
-"""Globs: which names does one match, and which globs match these names and no others?"""
+"""Match names with globs, and find globs that match given names and no others."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
-_TOLD = 8  # globs that a message names
+_MOST = 8  # globs in a message
 
 
 def matches(name: str, globs: Sequence[str]) -> bool:
-    """Whether any glob matches; ``*`` crosses dots."""
+    """Report whether any glob matches; ``*`` crosses dots."""
     return any(fnmatchcase(name, g) for g in globs)
 
 
 def escaped(name: str) -> str:
-    """The glob that matches this name alone.
+    """Return the glob that matches this name alone.
 
     >>> escaped("model.w[0]")
     'model.w[[]0]'
@@ -23,9 +23,9 @@ def escaped(name: str) -> str:
 
 
 def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
-    """Globs that match every one of ``names`` and none of ``others``, few where that is possible.
+    """Return globs that match every one of ``names`` and none of ``others``, few where possible.
 
-    Tried are one glob for all, one for each last part of a dotted name, and the names themselves.
+    It tries one glob for all, one for each last part of a dotted name, and the names themselves.
 
     >>> covering(["a.0.scale", "a.1.scale"], ["a.0.w"])
     ['a.*.scale']
@@ -46,14 +46,14 @@ def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def leave_out(names: Sequence[str], others: Collection[str] = ()) -> str:
-    """The next step where tensors or objects of these names cannot be read, and ``others`` can."""
+    """Return the hint for tensors or objects of these names that cannot be read, while ``others`` can."""
     globs = covering(names, others) if names[1:] else [escaped(n) for n in names]
-    told = " ".join(f"--exclude '{g}'" for g in globs[:_TOLD])
-    return f"leave it out with {told}{', ...' if globs[_TOLD:] else ''}; everything else can be converted"
+    options = " ".join(f"--exclude '{g}'" for g in globs[:_MOST])
+    return f"leave it out with {options}{', ...' if globs[_MOST:] else ''}; everything else can be converted"
 
 
 def _around(names: Sequence[str], others: Collection[str]) -> str | None:
-    """What names begin and end with, as one glob; None where it matches another name."""
+    """Return the common beginning and end of names as one glob; None where it matches another name."""
     if len(names) < 2:
         return escaped(names[0]) if names else None
     head = _shared(names)
@@ -63,6 +63,6 @@ def _around(names: Sequence[str], others: Collection[str]) -> str | None:
 
 
 def _shared(names: Sequence[str]) -> str:
-    """What all names begin with: what the first and the last of them do."""
+    """Return the common beginning of all names, which is that of the first and the last of them."""
     first, last = min(names), max(names)
     return next((first[:n] for n, c in enumerate(first) if last[n : n + 1] != c), first)

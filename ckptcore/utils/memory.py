@@ -1,6 +1,6 @@
-"""How much memory this process could still take.
+"""Measure how much memory this process can still use.
 
-A file of its own: it knows the accounts of kernel and container, which nothing else here asks.
+A module of its own, for the accounts of the kernel and the container.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Bytes that are free for this process, by the machine and by its container; None where nothing tells."""
+    """Return the bytes that machine and container leave for this process; None where neither reports them."""
     known = [n for n in (_machine(), _container()) if n is not None]
     return min(known) if known else None
 
@@ -26,7 +26,7 @@ def _machine() -> int | None:
 
 
 def _container() -> int | None:
-    """What control group version 2 leaves; files in the page cache can be given back."""
+    """Return the bytes left in control group version 2; files in the page cache count as free."""
     try:
         limit = (_GROUP / "memory.max").read_text().strip()
         used = int((_GROUP / "memory.current").read_text())

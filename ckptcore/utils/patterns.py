@@ -1,6 +1,6 @@
-"""Match regular expressions of strangers: in a process of its own, which is ended when it takes too long.
+"""Match untrusted regular expressions in a child process, which is killed when it takes too long.
 
-Some expressions take longer than anybody waits, and nothing ends one inside `re`.
+Some expressions take practically forever, and nothing inside `re` can stop one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ json.dump(found, sys.stdout)
 
 
 class UnusablePattern(ValueError):
-    """An expression that is none, or takes too long."""
+    """An invalid expression, or one that takes too long."""
 
 
 def full_matches(
     patterns: Sequence[str], texts: Sequence[str], *, seconds: float = 10.0
 ) -> list[tuple[bool, ...]]:
-    """For each pattern, whether it matches each whole text, as `re.fullmatch` says.
+    r"""Return for each pattern whether it matches each complete text, like `re.fullmatch`.
+
+    >>> full_matches([r".*\.(q|v)_proj"], ["a.q_proj", "a.k_proj"])
+    [(True, False)]
 
     Raises:
-        UnusablePattern: For an expression that is none, is too long, or takes more than so many seconds.
-
-    >>> full_matches([r".*\\.(q|v)_proj"], ["a.q_proj", "a.k_proj"])
-    [(True, False)]
+        UnusablePattern: An expression is invalid, is too long, or takes more than ``seconds``.
     """
     if not patterns or not texts:
         return [() for _ in patterns]
     if any(len(p) > _LONGEST for p in patterns):
-        raise UnusablePattern(f"an expression has more than {_LONGEST} characters")
+        raise UnusablePattern(f"an expression must have at most {_LONGEST} characters")
     asked = json.dumps([list(patterns), list(texts)]).encode()
     try:
         run = subprocess.run(
@@ -54,7 +54,7 @@ def full_matches(
     except subprocess.TimeoutExpired as error:
         raise UnusablePattern(f"matching took more than {seconds:g} s") from error
     if run.returncode:
-        raise UnusablePattern("matching took more memory than it may")
+        raise UnusablePattern("matching took more than 512 MiB of memory")
     found = json.loads(run.stdout)
     if isinstance(found, str):
         raise UnusablePattern(found)

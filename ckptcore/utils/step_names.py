@@ -1,7 +1,7 @@
-"""Read a training step from the name of a file or folder.
+"""Parse a training step from the name of a file or folder.
 
-A file of its own: readers, the catalog's rows and sweeps must agree on it, and no room is below all of them
-but this one.
+A module of its own: readers, the catalog's rows and sweeps must agree on it, and no other package is below
+all of them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _WORD = re.compile(
     r"(?:^|[^a-z])(?:global_?)?(?:step|iter|iteration|checkpoint|ckpt)[-_=]?(\d+)", re.IGNORECASE
 )
 _PLAIN = re.compile(r"^(?:epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
-_MOST = 1 << 62  # a name can tell more digits than a database column holds
+_MOST = 1 << 62  # a name can have more digits than a database column
 
 
 def step_of(name: str) -> int | None:
-    """The step that a file's or folder's name tells, or None.
+    """Return the step in a file's or folder's name, or None.
 
     >>> [step_of(n) for n in ("step-300", "iter_0000300", "epoch=1-step=300.ckpt", "300", "model")]
     [300, 300, 300, 300, None]
@@ -30,7 +30,7 @@ def step_of(name: str) -> int | None:
 
 
 def says_step(name: str) -> bool:
-    """Whether a name has a word for a step beside its number: a file that is one save of several.
+    """Report whether a name has a word for a step beside its number: one of several saves in a folder.
 
     >>> says_step("last-step=300.ckpt"), says_step("model-00001-of-00002.safetensors")
     (True, False)

@@ -1,17 +1,17 @@
-"""The terminal: how does anything reach standard output and standard error?
+"""Write to standard output and standard error, with untrusted text made safe.
 
-Through this module alone. Paths, names of tensors, keys of objects, values of a catalog and messages of
-libraries are strangers' texts: a control character in one of them could clear the screen, forge a line or
-retitle the window, a bidirectional override could pass one path off as another, a URL could hold a password.
-Here all of them are written out as escapes and `redacted`. What a program reads is JSON in ASCII: exact, but
+Every message goes through this module. Paths, names of tensors, keys of objects, values of a catalog and
+messages of libraries are untrusted: a control character in one of them could clear the screen, forge a line
+or retitle the window, a bidirectional override could pass one path off as another, a URL could hold a
+password. Here all of them are escaped and `redacted`. Output for programs is JSON in ASCII: exact, except
 for the credentials of URLs.
 
     line      one line of text
-    block     several, as an error or a traceback has them
-    console   a rich console for tables and colours: no markup, no text that gets past the same rule
+    block     several lines, for an error or a traceback
+    console   a rich console for tables and colours: no markup, and the same rule for every text
     write_json  an answer for programs
-    parser    `argparse`, whose complaints repeat what was typed
-    guard     what Python and libraries write by themselves: warnings, tracebacks, logging
+    parser    `argparse`, whose messages repeat the arguments
+    guard     output of Python and libraries: warnings, tracebacks, logging
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ Part = str | tuple[str, str]  # a text, or a text and its style
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """`text` with everything written out that is not seen as itself: controls, overrides, lone surrogates.
+    r"""Return ``text`` with every character escaped that is not visible as itself.
 
-    lines: leaves the ends of lines alone.
+    These are controls, overrides and lone surrogates.
 
-    >>> printable("a\\x1b[2J\\u202eb\\udc80\\n"), printable("modèle\\n", lines=True)
-    ('a\\\\x1b[2J\\\\u202eb\\\\udc80\\\\n', 'modèle\\n')
+    Args:
+        text: Any text.
+        lines: Keep line breaks.
+
+    >>> printable("a\x1b[2J\u202eb\udc80\n"), printable("modèle\n", lines=True)
+    ('a\\x1b[2J\\u202eb\\udc80\\n', 'modèle\n')
     """
     if text.isprintable():
         return text
@@ -55,23 +59,23 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def clean(text: str, *, lines: bool = False) -> str:
-    """`text` as people may see it: `redacted`, then `printable`."""
+    """Return ``text`` for display: `redacted`, then `printable`."""
     return printable(redacted(text), lines=lines)
 
 
 def line(text: str, *, err: bool = False) -> None:
-    """Writes one line of text, whatever is in it."""
+    """Write one line of text, whatever it contains."""
     _write(clean(text) + "\n", err)
 
 
 def block(text: str, *, err: bool = False, indent: str = "  ") -> None:
-    """Writes lines of text. Those after the first are indented: none can pass for a line of our own."""
+    """Write lines of text; those after the first are indented, so that none can pass for ckptcore's own."""
     first, *more = clean(text, lines=True).split("\n")
     _write("\n".join([first, *(indent + each for each in more)]) + "\n", err)
 
 
 def write_json(value: Any, *, indent: int | None = None) -> None:
-    """Writes an answer for programs: every character beyond ASCII as an escape, URLs without credentials."""
+    """Write an answer for programs: characters beyond ASCII are escaped, URLs lose their credentials."""
     written = json.dumps(value, ensure_ascii=True, indent=indent)
     if "://" in written:
         written = json.dumps(_bare(value), ensure_ascii=True, indent=indent)
@@ -79,39 +83,39 @@ def write_json(value: Any, *, indent: int | None = None) -> None:
 
 
 def text(*parts: Part, lines: bool = False) -> Text:
-    """A text for a console, of parts with and without a style; each of them `clean`."""
+    """Return a text for a console, from parts with and without a style; each of them is `clean`."""
     from rich.text import Text
 
     done = Text()
     for part in parts:
-        words, style = (part, "") if isinstance(part, str) else part
-        done.append(clean(words, lines=lines), style)
+        content, style = (part, "") if isinstance(part, str) else part
+        done.append(clean(content, lines=lines), style)
     return done
 
 
 def console(*, err: bool = False, width: int | None = None) -> Console:
-    """A console for tables and progress. Markup means nothing to it: styles are given with `text`."""
+    """Return a console for tables and progress, without markup: `text` sets styles."""
     return _guarded()(stderr=err, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False)
 
 
 def parser(prog: str, description: str | None) -> ArgumentParser:
-    """A parser of arguments that repeats nothing raw."""
+    """Return an argument parser whose messages are `clean`."""
     return _guarded_parser()(prog=prog, description=description)
 
 
 class Formatter(logging.Formatter):
-    """Lines of a log, each `clean`; of those that belong to one record, all but the first are indented."""
+    """Formats each record as `clean` lines; all but the first are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
+        """Format one record."""
         return clean(super().format(record), lines=True).replace("\n", "\n  ")
 
 
 class Clean(logging.Filter):
-    """Makes records `clean` on their way to the handlers of others: Prefect's terminal and its server."""
+    """Makes records `clean` before other handlers see them: Prefect's terminal and its server."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Lets every record pass."""
+        """Accept every record."""
         with contextlib.suppress(TypeError, ValueError):  # a wrong format string is the handler's to report
             record.msg, record.args = clean(record.getMessage(), lines=True), None
         if record.exc_info and not record.exc_text:
@@ -122,14 +126,14 @@ class Clean(logging.Filter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Sends the log of a service to standard error."""
+    """Send the log of a service to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 def guard() -> None:
-    """Makes what Python writes by itself go through here: for processes that are ours from begin to end."""
+    """Send the output of Python itself through this module, in processes that ckptcore starts."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without UTF-8 gets escapes instead of an error
             stream.reconfigure(errors="backslashreplace")
@@ -144,7 +148,7 @@ def guard() -> None:
 
 
 def report(error: BaseException) -> None:
-    """Writes the traceback of an error to standard error."""
+    """Write the traceback of an error to standard error."""
     block("".join(traceback.format_exception(error)).rstrip("\n"), err=True, indent="")
 
 
@@ -169,7 +173,7 @@ def _aside(error: BaseException | None, where: str) -> None:
 
 
 def _bare(value: Any) -> Any:
-    """With redacted URLs. Other texts are left as they are: a tensor may be called ``token=1``."""
+    """Return a value with redacted URLs. Other texts stay as they are: a tensor may be named ``token=1``."""
     if isinstance(value, str):
         return redacted(value) if "://" in value else value
     if isinstance(value, Mapping):
@@ -185,16 +189,16 @@ def _write(text: str, err: bool) -> None:
 
 @cache
 def _guarded() -> Callable[..., Console]:
-    """The kind of console; made when one is needed, because rich takes a while to import."""
+    """Return the console class, made on first use because rich takes long to import."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
     class Guarded(Console):
-        # Every text that is given as one, cells of tables included, is cleaned before it is measured.
+        # Every text, including cells of tables, is cleaned before it is measured.
         def render_str(self, text: str, **how: Any) -> Text:
             return super().render_str(clean(text, lines=True), **how)
 
-        # And nothing leaves without this, whatever it was made of.
+        # The last filter for everything that is written.
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None
         ) -> Iterable[Segment]:
@@ -209,7 +213,7 @@ def _guarded() -> Callable[..., Console]:
 
 @cache
 def _guarded_parser() -> type[ArgumentParser]:
-    """The kind of parser; made when one is needed: the commands of `ckptcore` itself need none."""
+    """Return the parser class, made on first use: most commands of `ckptcore` need none."""
     from argparse import ArgumentParser
 
     class Guarded(ArgumentParser):

@@ -1,4 +1,4 @@
-"""Shorten values from files for messages, in bounded time. Every room does so, and nothing else is needed."""
+"""Shorten values from files for messages, in bounded time."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 from ckptcore.redaction import beginning, redacted
 
 
-def shown(value: object, length: int = 80) -> str:
-    """``repr``, shortened, for values that nobody has checked yet.
+def short_repr(value: object, length: int = 80) -> str:
+    """Return a shortened ``repr`` of an unchecked value.
 
     Plain ``repr`` of tuples that share their parts through a pickle's memo can take 2**n steps.
 
-    >>> shown((1, "a"), 5), shown([[[[[0]]]]])
+    >>> short_repr((1, "a"), 5), short_repr([[[[[0]]]]])
     ("(1, '", '[[[[...]]]]')
-    >>> shown(1 << 20_000)
+    >>> short_repr(1 << 20_000)
     'an integer of 20001 bits'
     """
     return beginning(_SHORT.repr(value), length)
 
 
 def some(names: Sequence[str], count: int = 3) -> str:
-    """The first of many names, and how many there are.
+    """Return the first of many names, and how many more there are.
 
     >>> some(["a", "b"]), some(["a", "b", "c", "d"])
     ('a, b', 'a, b, c and 1 more')
     """
-    first = [shown(n)[1:-1] for n in names[:count]]
+    first = [short_repr(n)[1:-1] for n in names[:count]]
     return listed([*first, *names[count:]], count)
 
 
 def listed(texts: Sequence[str], count: int = 5) -> str:
-    """The first of many texts as they are, and how many more there are.
+    """Return the first of many texts as they are, and how many more there are.
 
     >>> listed(["a", "b"], 2), listed(["a", "b", "c"], 2)
     ('a, b', 'a, b and 1 more')
@@ -60,7 +60,7 @@ class _Short(reprlib.Repr):
         self.maxstring, self.maxlong, self.maxother = 300, 80, 200
 
     def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 8 * self.maxlong:  # repr takes quadratic time, and refuses what is longer still
+        if x.bit_length() > 8 * self.maxlong:  # repr takes quadratic time, and refuses even longer integers
             return f"an integer of {x.bit_length()} bits"
         return super().repr_int(x, level)
 
@@ -68,7 +68,7 @@ class _Short(reprlib.Repr):
         return super().repr_str(redacted(x), level)
 
     def repr_instance(self, x: Any, level: int) -> str:
-        # A dataclass's own repr goes as deep as its fields do.
+        # A dataclass's own repr recurses as deep as its fields.
         return f"{type(x).__name__}(...)" if is_dataclass(x) else super().repr_instance(x, level)
 
 

@@ -1,11 +1,11 @@
-"""Read and write sizes and lengths of time as people spell them."""
+"""Parse and format sizes and durations in human-readable units."""
 
 from __future__ import annotations
 
 import re
 
 from ckptcore.errors import UsageError
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _SIZES = {
     "": 1,
@@ -25,27 +25,32 @@ _SIZES = {
 }
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
-_MOST = float(1 << 63)  # bytes that file offsets and databases count to
-_LONGEST = 36525.0 * 86400  # seconds that clocks and calendars can be asked to add
+_MOST = float(1 << 63)  # the first size that file offsets and databases cannot hold
+_LONGEST = 36525.0 * 86400  # seconds that clocks and calendars can add
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size as people write it; raises `UsageError`.
+    """Return the bytes of a size such as ``1.5GiB``; raises `UsageError`.
 
     >>> parse_size("5GB"), parse_size("1GiB"), parse_size("1.5 MiB")
     (5000000000, 1073741824, 1572864)
     """
     m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not m or m[2].upper() not in _SIZES:
-        raise UsageError(f"{shown(text)} is not a size", hint="write 512MiB, 1GiB or 5GB")
+        raise UsageError(
+            f"size must be a number with a unit (got {short_repr(text)})", hint="try 512MiB, 1GiB or 5GB"
+        )
     nbytes = float(m[1]) * _SIZES[m[2].upper()]
     if nbytes >= _MOST:
-        raise UsageError(f"{shown(text)} is not a size: no machine has as much", hint="write less than 8EiB")
+        raise UsageError(
+            f"size must be less than 8 EiB (got {short_repr(text)})", hint="try 512MiB, 1GiB or 5GB"
+        )
     return int(nbytes)
 
 
 def show_size(nbytes: float) -> str:
-    """
+    """Return a number of bytes in binary units, as every message, table and report shows it.
+
     >>> show_size(1536), show_size(5_000_000_000)
     ('1.5 KiB', '4.7 GiB')
     """
@@ -57,17 +62,19 @@ def show_size(nbytes: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds; raises `UsageError`.
+    """Return the seconds of a duration such as ``10m``; raises `UsageError`.
 
     >>> parse_duration("90"), parse_duration("10m"), parse_duration("1.5h")
     (90.0, 600.0, 5400.0)
     """
     m = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text)
     if not m or m[2] not in _SECONDS:
-        raise UsageError(f"{shown(text)} is not a length of time", hint="write 90s, 10m or 2h")
+        raise UsageError(
+            f"duration must be a number with a unit (got {short_repr(text)})", hint="try 90s, 10m or 2h"
+        )
     seconds = float(m[1]) * _SECONDS[m[2]]
     if seconds > _LONGEST:
         raise UsageError(
-            f"cannot wait for {shown(text)}: that is longer than 100 years", hint="write 90s, 10m or 2h"
+            f"duration must be at most 100 years (got {short_repr(text)})", hint="try 90s, 10m or 2h"
         )
     return seconds

@@ -1,10 +1,10 @@
-"""Run jobs in several threads: one loop for everything that moves, compares or sums bytes.
+"""Run jobs in several threads, with one loop for everything that moves, compares or sums bytes.
 
-- A job is taken from one shared iterator, under a lock, so an iterator may open files and wait for a buffer.
+- Threads take jobs from one shared iterator, under a lock, so it may open files and wait for a buffer.
 - The first error of any thread, or Ctrl-C, stops all of them; it is raised when the last thread has ended.
-- A thread runs in a copy of the caller's context: who logs on behalf of a run says so there.
+- A thread runs in a copy of the caller's context, so its log records belong to the caller's run.
 
-`Buffers` is the budget of memory of jobs that outlive their turn; `ProgressMeter` counts what is done.
+`Buffers` bounds the memory of jobs that outlive their turn; `ProgressMeter` counts finished bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextvars import copy_context
 from typing import Generic, TypeVar
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, bytes done, bytes in all) by any thread; an error that it raises stops the work."""
+"""Called with (stage, bytes done, total bytes) by any thread; an error that it raises stops the work."""
 
 Job = TypeVar("Job")
 Buffer = TypeVar("Buffer")
@@ -32,19 +32,19 @@ def run_jobs(
     """Run every job in one of several threads.
 
     Args:
-        jobs: What is to be done. Only one thread at a time asks it for the next one.
-        prepare: Called once in each thread; gives what does one job there, with buffers of its own.
-        threads: How many.
-        stop: Called when the work ends, however it ends; wakes an iterator that waits in `Buffers.take`.
+        jobs: The jobs. Only one thread at a time requests the next one.
+        prepare: Called once in each thread; returns a function that does one job, with buffers of its own.
+        threads: Number of threads.
+        stop: Called when the work ends, also after errors; wakes an iterator that waits in `Buffers.take`.
 
     Raises:
         BaseException: The first error of any thread, or the caller's (Ctrl-C), when all threads have ended.
     """
-    _Crowd(jobs, prepare, stop or _nothing).run(threads)
+    _Pool(jobs, prepare, stop or _nothing).run(threads)
 
 
 class Buffers(Generic[Buffer]):
-    """Reused buffers: whoever needs one waits until another is given back."""
+    """Reused buffers: `take` waits until one is free."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         self._free: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
@@ -52,26 +52,26 @@ class Buffers(Generic[Buffer]):
             self._free.put(buffer)
 
     def take(self) -> Buffer | None:
-        """Wait for a buffer; None when the work is stopped."""
+        """Wait for a buffer; return None when the work is stopped."""
         return self._free.get()
 
     def give_back(self, buffer: Buffer) -> None:
-        """Let the next job have a buffer."""
+        """Return a buffer for the next job."""
         self._free.put(buffer)
 
     def close(self) -> None:
-        """Wake who waits. Only one thread can: jobs are taken by one at a time."""
+        """Wake the waiting thread. There is at most one, because one thread at a time takes a job."""
         self._free.put(None)
 
 
 class ProgressMeter:
-    """How much of a stage is done. Safe for threads.
+    """Counts the finished bytes of a stage. Safe for threads.
 
     Args:
-        progress: Who is told, or None for nobody.
+        progress: Callback, or None.
         stage: What the bytes are counted for: ``write``, ``read``, ``compare``, ....
-        total: Bytes in all.
-        done: Bytes that an earlier run has done.
+        total: Total bytes.
+        done: Bytes that an earlier run has finished.
     """
 
     def __init__(self, progress: Progress | None, stage: str, total: int, done: int = 0) -> None:
@@ -79,7 +79,7 @@ class ProgressMeter:
         self._lock, self.done = threading.Lock(), done
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are done. Raises what the progress raises, which stops the work."""
+        """Count finished bytes. An error of the callback propagates, which stops the work."""
         if self._progress is None:
             return
         with self._lock:
@@ -88,8 +88,8 @@ class ProgressMeter:
         self._progress(self._stage, min(done, self._total), self._total)
 
 
-class _Crowd(Generic[Job]):
-    """The threads of one `run_jobs`, and what they share."""
+class _Pool(Generic[Job]):
+    """The threads of one `run_jobs`, and their shared state."""
 
     def __init__(
         self, jobs: Iterator[Job], prepare: Callable[[], Callable[[Job], None]], stop: Callable[[], object]
@@ -124,7 +124,7 @@ class _Crowd(Generic[Job]):
             do = self._prepare()
             while (job := self._next()) is not None:
                 do(job)
-        except BaseException as error:  # carried to `run`, which raises it
+        except BaseException as error:  # `run` raises it
             self._errors.append(error)
             self._stop()
 
@@ -138,4 +138,4 @@ class _Crowd(Generic[Job]):
 
 
 def _nothing() -> None:
-    """Wake nobody."""
+    """Do nothing."""

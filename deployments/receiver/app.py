@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from ckptcore.catalog.queues import Stage
 from ckptcore.errors import CkptError
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 from deployments.receiver.batch_writer import Keeper
 from deployments.receiver.event import read_event
 from deployments.receiver.http_errors import REFUSALS, RequestRefused
@@ -99,7 +99,7 @@ def make_app(
             order = order_of(sender, event.uri, event.run, event.step)
             kept = await keeper.keep(event, order.uri, body)
         except RequestRefused as refused:
-            _log.warning("%s: %d %s %s", shown(source), refused.status, refused.name, refused.why)
+            _log.warning("%s: %d %s %s", short_repr(source), refused.status, refused.name, refused.why)
             return JSONResponse(
                 refused.reply, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
             )

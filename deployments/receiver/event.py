@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
@@ -94,7 +94,7 @@ def parse(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RequestRefused("malformed", "the body is not UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise RequestRefused("malformed", f"the body is not JSON: {shown(str(error), 120)}") from error
+        raise RequestRefused("malformed", f"the body is not JSON: {short_repr(str(error), 120)}") from error
     if not isinstance(found, dict):
         raise RequestRefused("not-understood", "the body is not a JSON object")
     return found

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 from deployments.receiver.http_errors import RequestRefused
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -44,7 +44,7 @@ def place_of(uri: str, roots: Sequence[str]) -> AllowedPlace:
         inside = normal(root).rstrip("/") + "/"
         if plain.startswith(inside):
             return AllowedPlace(plain, normal(root), plain[len(inside) :])
-    raise RequestRefused("forbidden-root", shown(uri, 120))
+    raise RequestRefused("forbidden-root", short_repr(uri, 120))
 
 
 def normal(uri: str) -> str:
@@ -60,13 +60,13 @@ def normal(uri: str) -> str:
         scheme, rest = "", rest.removeprefix("localhost")
     scheme = scheme.lower()
     if (scheme and not _SCHEME.fullmatch(scheme)) or not _PLAIN.fullmatch(rest) or "::" in uri:
-        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} is not a plain path or URL")
+        raise RequestRefused("forbidden-root", f"{short_repr(uri, 120)} is not a plain path or URL")
     if not scheme and not rest.startswith("/"):
-        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} is not an absolute path")
+        raise RequestRefused("forbidden-root", f"{short_repr(uri, 120)} is not an absolute path")
     parts = rest.rstrip("/").split("/")
     # An object store keeps empty and dotted parts, a file system resolves them.
     if any(part in ("", ".", "..") for part in parts[0 if scheme else 1 :]):
-        raise RequestRefused("forbidden-root", f"{shown(uri, 120)} has parts that are empty or dots")
+        raise RequestRefused("forbidden-root", f"{short_repr(uri, 120)} has parts that are empty or dots")
     return f"{scheme}://{'/'.join(parts)}" if scheme else "/".join(parts)
 
 
@@ -83,7 +83,7 @@ def filled(template: str, *, run: str, step: int | None, **more: str) -> str:
         if f"{{{name}}}" not in template:
             continue
         if not _PART.fullmatch(value) or value in (".", ".."):
-            raise RequestRefused("not-understood", f"the {name} {shown(value)} cannot be part of a path")
+            raise RequestRefused("not-understood", f"the {name} {short_repr(value)} cannot be part of a path")
         values[name] = value
     # In one pass: inserted values are not expanded.
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)

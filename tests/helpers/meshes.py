@@ -105,7 +105,7 @@ def cut(source: Path, target: Path, writer: Writer, mesh: str) -> Step:
     try:
         return reshard(source, target, writer, mesh)
     except UsageError as error:
-        if not re.search(r"parameters have no rule|parameters fit|no pipeline stage", error.message):
+        if not re.search(r"no rule in .* parameters|parameters? fit|no pipeline stage", error.message):
             raise
     rules = plain_rules(ckptcore.open(str(source)), parse_mesh(mesh))
     return reshard(source, target, writer, mesh, rules)

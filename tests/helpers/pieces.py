@@ -23,7 +23,7 @@ shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape, pieces: int = 7, least: int = 0) -> list[Box]:
     """Cuts of a tensor into boxes: again and again one of them is cut in two."""
-    parts = [Box.whole(shape)]
+    parts = [Box.full(shape)]
     for _ in range(draw(st.integers(least, pieces)) if shape else 0):
         at = draw(st.integers(0, len(parts) - 1))
         box = parts[at]

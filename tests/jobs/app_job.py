@@ -1,4 +1,4 @@
-"""A job that resumes: does every rank get from `load_into` what `torch.distributed.checkpoint.load` gives it?
+"""A job that resumes: every rank gets from `load_into` what `torch.distributed.checkpoint.load` gives it.
 
 Run as a program: ``app_job.py SEED FOLDER --ranks N``. Forks N gloo ranks, which save a sharded model, its
 optimizer, ShardedTensors and plain values, and load them twice into states of another seed and another mesh:
@@ -99,7 +99,7 @@ def require_equal(ours: Any, theirs: Any) -> None:
 
 
 def require_refused(manifest: ckptcore.Manifest, mesh: DeviceMesh) -> None:
-    """A partial sum, and a shard that is not what it is told to be, after a tensor that could be filled."""
+    """A partial sum, and a shard that contradicts its metadata, after a tensor that could be filled."""
     partial = DTensor.from_local(torch.zeros(4), mesh, [torch.distributed.tensor.Partial()], run_check=False)
     torn = several_shards(torch.zeros(11, 2), Random(1))
     torn.local_shards()[0].tensor = torch.zeros(1, 1)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-WORDS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, LENGTH = 101, 20, 28, 4, 2, 6, 12
+VOCABULARY, WIDTH, INNER, HEADS, KV_HEADS, HEAD, LENGTH = 101, 20, 28, 4, 2, 6, 12
 LAYERS = 3  # of two stages, the first has two
 STEPS = 7  # what the first parameter's optimizer has made; the next one has made one more
 Tensors = dict[str, torch.Tensor]
@@ -125,12 +125,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.names, self.stage = names, stage
         if stage in (None, 0):
-            put(self, names.embed, nn.Embedding(WORDS, WIDTH))
+            put(self, names.embed, nn.Embedding(VOCABULARY, WIDTH))
         mine = [n for n in range(LAYERS) if stage in (None, int(n >= 2))]
         put(self, names.layers, nn.ModuleDict({str(n): Layer(names) for n in mine}))
         if stage in (None, 1):
             put(self, names.norm, nn.RMSNorm(WIDTH, eps=1e-5))
-            put(self, names.head, nn.Linear(WIDTH, WORDS, bias=False))
+            put(self, names.head, nn.Linear(WIDTH, VOCABULARY, bias=False))
         angles = torch.outer(torch.arange(LENGTH).float(), 0.1 ** torch.arange(HEAD // 2))
         self.register_buffer("freqs_cis", torch.polar(torch.ones_like(angles), angles), persistent=names.kept)
 
@@ -166,9 +166,9 @@ def plan_of(names: Names) -> dict[str, Any]:
         found |= {
             n: SequenceParallel() for n in (names.norm, f"{layer}.{names.before}", f"{layer}.{names.behind}")
         }
-        whole = {"desired_input_layouts": (Replicate(), None), "input_layouts": (Shard(1), None)}
-        found[f"{layer}.{names.attention}"] = PrepareModuleInput(**whole)
-        found[f"{layer}.{names.mlp}"] = PrepareModuleInput(**{k: v[:1] for k, v in whole.items()})
+        inputs = {"desired_input_layouts": (Replicate(), None), "input_layouts": (Shard(1), None)}
+        found[f"{layer}.{names.attention}"] = PrepareModuleInput(**inputs)
+        found[f"{layer}.{names.mlp}"] = PrepareModuleInput(**{k: v[:1] for k, v in inputs.items()})
     return found
 
 

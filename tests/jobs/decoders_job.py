@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from decoders import FAMILIES, LENGTH, WIDTH, WORDS, Decoder, Tensors, plan_of, truth_of
+from decoders import FAMILIES, LENGTH, VOCABULARY, WIDTH, Decoder, Tensors, plan_of, truth_of
 from reshard_job import flattened, raw
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -50,7 +50,7 @@ def counted(model: State, optimizer: State, step: int) -> State:
     return {**model, "optimizer": optimizer, "train_state": {"step": torch.tensor(step, dtype=torch.int32)}}
 
 
-# How trainers lay model, optimizer (and step) into what they save, and whether its state is flattened.
+# How trainers arrange model, optimizer (and step) into what they save, and whether its state is flattened.
 KEYS: dict[str, tuple[bool, Callable[[State, State, int], State]]] = {
     "nested": (False, lambda model, optimizer, step: {"model": model, "optim": optimizer}),
     "flattened": (True, lambda model, optimizer, step: {"model": model, "optimizer": optimizer}),
@@ -138,7 +138,7 @@ class Job:
         maker = torch.Generator().manual_seed(
             self.data.get_local_rank() if self.data.ndim == 1 else self.rank
         )
-        tokens = torch.randint(0, WORDS, (2, LENGTH + 1), generator=maker)
+        tokens = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=maker)
         for _ in range(2):
             optimizer.zero_grad()
             x = tokens[:, :-1]
@@ -182,8 +182,8 @@ class Job:
         """Every tensor of the tree with what is known, and whether every known one is there."""
         known, found = self.known(), tensors(tree)
         for name, tensor in found.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if whole.dtype != known[name].dtype or not torch.equal(raw(whole), raw(known[name])):
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if full.dtype != known[name].dtype or not torch.equal(raw(full), raw(known[name])):
                 self.wrong.append(f"rank {self.rank}, {way}: {name} differs")
         self.wrong += [f"rank {self.rank}, {way}: {n} is not loaded" for n in known if n not in found]
 
@@ -227,9 +227,9 @@ def rank_main(rank: int, world: int, spec: State, folder: str) -> None:
                 job.load(way)
         else:
             job.save()
-        told: list[Any] = [None] * world
-        dist.all_gather_object(told, {"wrong": job.wrong, "losses": job.losses, "parts": job.parts})
-        rows.append(told)
+        results: list[Any] = [None] * world
+        dist.all_gather_object(results, {"wrong": job.wrong, "losses": job.losses, "parts": job.parts})
+        rows.append(results)
     if rank == 0:
         Path(spec["out"]).write_text(json.dumps(rows))
     dist.barrier()  # gloo aborts a rank whose peer has gone

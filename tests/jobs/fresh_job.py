@@ -1,4 +1,4 @@
-"""A training job in small: what does torch write for random shapes, meshes, names and dtypes?
+"""A small training job that saves random shapes, meshes, names and dtypes with torch.
 
 Run as a program: ``fresh_job.py SEED FOLDER [--ranks N] [--cases N]``. Forks N gloo ranks, which
 together write ``FOLDER/<case>/ckpt`` with torch.distributed.checkpoint; the first rank writes
@@ -56,7 +56,7 @@ NOT_IN_SAFETENSORS = (torch.complex128,)
 LETTERS = string.ascii_letters + string.digits + "_-äß漢字🙂 /%'\"\\{}[]\u202e"
 
 
-def whole(name: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def random_tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Random bits of a dtype: every byte tells its place."""
     count = torch.Size(shape).numel()
     maker = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
@@ -167,7 +167,7 @@ def random_state(
         shape = tuple(rng.choice([0, 1, 2, 3, 5, 7, 16, 33]) for _ in range(rng.randint(0, 4)))
         if rng.random() < 0.8:
             shape = tuple(n or 4 for n in shape)
-        full = whole(name, dtype, shape, seed)
+        full = random_tensor(name, dtype, shape, seed)
         value, how = placed(full, rng, meshes)
         if safetensors and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             value = value.contiguous()
@@ -197,7 +197,7 @@ def random_state(
         state.setdefault("extra", {})[key] = thing
         truth[f"extra.{key}"] = thing
     if rng.random() < 0.5:
-        row = [whole(f"row{i}", torch.float32, (3, i), seed) for i in range(3)]
+        row = [random_tensor(f"row{i}", torch.float32, (3, i), seed) for i in range(3)]
         state["row"] = [*row, 5]
         truth |= {f"row.{i}": t for i, t in enumerate([*row, 5])}
     return state, truth, made
@@ -281,7 +281,7 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     torch.serialization.set_crc32_options(True)
     if dist.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")
-        told = {
+        job = {
             "options": {k: str(v) for k, v in options.items()},
             "rank-local": local,
             "crc": crc,
@@ -289,7 +289,7 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
             "ranks": dist.get_world_size(),
             "keys": made,
         }
-        (folder / "job.json").write_text(json.dumps(told, indent=1, ensure_ascii=False))
+        (folder / "job.json").write_text(json.dumps(job, indent=1, ensure_ascii=False))
 
 
 def rank_main(rank: int, world: int, seed: int, cases: int, folder: Path) -> None:

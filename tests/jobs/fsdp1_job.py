@@ -40,7 +40,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """As language models are: what the root keeps stands before and behind the layers."""
+    """As language models are: the root keeps modules before and behind the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,16 +130,16 @@ def fsdp1(truth: dict[str, Any], weights: Any, states: Any, use_orig_params: boo
     model.load_state_dict(weights)
     named = FSDP1.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_NAME, Model())
     optimizer.load_state_dict(FSDP1.optim_state_dict_to_load(model, optimizer, named))
-    again = FSDP1.optim_state_dict(model, optimizer)["state"]
-    found = {f"{name}/{key}": value for name, row in again.items() for key, value in row.items()}
+    by_name = FSDP1.optim_state_dict(model, optimizer)["state"]
+    found = {f"{name}/{key}": value for name, row in by_name.items() for key, value in row.items()}
     assert found.keys() | model.state_dict().keys() == truth.keys()
     for name, value in [*model.state_dict().items(), *found.items()]:
         same(value, truth[name], name)
 
 
 def same(value: Any, wanted: torch.Tensor, name: str) -> None:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    assert torch.equal(whole, wanted), name
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    assert torch.equal(full, wanted), name
 
 
 def rank_main(rank: int, folder: Path, verb: str) -> None:

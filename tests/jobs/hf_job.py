@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fresh_job import DTYPES, NOT_IN_SAFETENSORS, sharded, whole
+from fresh_job import DTYPES, NOT_IN_SAFETENSORS, random_tensor, sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -30,7 +30,7 @@ CONSOLIDATED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def placements(
     rng: Random, shape: tuple[int, ...], meshes: dict[str, DeviceMesh]
 ) -> tuple[str, tuple[Any, ...]]:
-    """A mesh by name, and how a tensor lies on it."""
+    """A mesh by name, and how a tensor is distributed over it."""
     dims, first = len(shape), shape[0] if shape else 0
     if not dims or rng.random() < 0.15:
         return "one", (Replicate(),)
@@ -67,7 +67,7 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
         name = f"layers.{number}.w"
         least = 1 if consolidate else 0
         shape = tuple(rng.choice([1, 2, 3, 5, 7, 16, 33]) for _ in range(rng.randint(least, 3)))
-        truth[name] = whole(name, rng.choice(dtypes), shape, seed)
+        truth[name] = random_tensor(name, rng.choice(dtypes), shape, seed)
         where, how = placements(rng, shape, meshes)
         plain = rng.random() < 0.1
         state[name] = truth[name] if plain else contiguous(sharded(truth[name], meshes[where], how, False))
@@ -83,8 +83,8 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     dcp.save(state, storage_writer=writer)
     if dist.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")
-        told = {"consolidate": consolidate, "files": files, "ranks": dist.get_world_size(), "keys": made}
-        (folder / "job.json").write_text(json.dumps(told, indent=1))
+        job = {"consolidate": consolidate, "files": files, "ranks": dist.get_world_size(), "keys": made}
+        (folder / "job.json").write_text(json.dumps(job, indent=1))
 
 
 def rank_main(rank: int, world: int, seed: int, cases: int, folder: Path) -> None:

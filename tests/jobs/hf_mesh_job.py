@@ -70,26 +70,26 @@ def rank_main(rank: int, fsdp: int, tp: int, folder: str, written: str, out: str
             dcp.load(state, checkpoint_id=written)
             set_model_state_dict(model, state)
         for name, tensor in get_model_state_dict(model).items():
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            if not torch.equal(whole, truth[name].to(whole.dtype)):
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if not torch.equal(full, truth[name].to(full.dtype)):
                 differ.append(f"{way}: {name}")
         losses.append(loss(model))
-    told: list[Any] = [None] * (fsdp * tp)
-    dist.all_gather_object(told, (differ, losses))
+    results: list[Any] = [None] * (fsdp * tp)
+    dist.all_gather_object(results, (differ, losses))
     if rank == 0:
-        Path(out).write_text(json.dumps(told))
+        Path(out).write_text(json.dumps(results))
     dist.barrier()  # gloo aborts a rank whose peer has gone
     os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 if __name__ == "__main__":
-    source, target, rows, columns, told_at = sys.argv[1:]
+    source, target, rows, columns, out_file = sys.argv[1:]
     import transformers  # noqa: F401  # once, before the ranks are forked
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             rank_main,
-            (int(rows), int(columns), source, target, told_at, folder),
+            (int(rows), int(columns), source, target, out_file, folder),
             int(rows) * int(columns),
             start_method="fork",
         )

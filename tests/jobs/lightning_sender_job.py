@@ -1,7 +1,7 @@
 """Real training with Lightning and the callback that announces; run by an interpreter that has it.
 
-lightning_sender_job.py FOLDER: prints, for each way to train, what was told: the file's name, the step that
-was told, and the step that the file itself holds at that moment.
+lightning_sender_job.py FOLDER: prints, for each way to train, what was announced: the file's name, the
+step in the announcement, and the step that the file itself holds at that moment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lightning_callback
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-Told = list[tuple[str, int, int]]
+Announced = list[tuple[str, int, int]]
 
 
 class Failed(Exception):
@@ -44,16 +44,16 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(folder: Path, every: bool, fail_at: int | None = None, **saver: Any) -> Told:
-    """What was told of three epochs, or fewer where it fails at a step."""
-    told: Told = []
+def train(folder: Path, every: bool, fail_at: int | None = None, **saver: Any) -> Announced:
+    """What was announced of three epochs, or fewer where it fails at a step."""
+    announced: Announced = []
 
     def announce(path: str, run: str, step: int) -> dict[str, str]:
-        told.append((Path(path).name, step, torch.load(path, weights_only=False)["global_step"]))
+        announced.append((Path(path).name, step, torch.load(path, weights_only=False)["global_step"]))
         return {"status": "accepted"}
 
     lightning_callback.announce = announce
-    said = lightning_callback.AnnounceCheckpoint(run="llama", every=every)
+    announcer = lightning_callback.AnnounceCheckpoint(run="llama", every=every)
     trainer = L.Trainer(
         max_epochs=3,
         accelerator="cpu",
@@ -62,11 +62,11 @@ def train(folder: Path, every: bool, fail_at: int | None = None, **saver: Any) -
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[said, ModelCheckpoint(folder, filename="{step}", **saver)],
+        callbacks=[announcer, ModelCheckpoint(folder, filename="{step}", **saver)],
     )
     with contextlib.suppress(Failed):
         trainer.fit(Net(fail_at), torch.utils.data.DataLoader(torch.ones(4, 2)))
-    return told
+    return announced
 
 
 def main(folder: Path) -> None:

@@ -76,7 +76,7 @@ def _two(net: nn.Module) -> list[Any]:
 
 
 def _named(net: nn.Module) -> list[Any]:
-    """In an order of the user's own, told by names."""
+    """In an order of the user's own, given by names."""
     return [torch.optim.AdamW(list(net.named_parameters())[::-1], lr=1e-2)]
 
 
@@ -204,7 +204,7 @@ class Start(L.Callback):
 def truth(model: nn.Module, optimizers: Any, order: list[str], kind: str) -> dict[str, Any]:
     """model: name -> tensor. optimizers: each {state: by name, numbers: number -> name}."""
     options = StateDictOptions(full_state_dict=True)
-    told: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     for optimizer in optimizers:
         # Fabric's wrapper shows as a module of its own.
         state = get_optimizer_state_dict(getattr(model, "_forward_module", model), optimizer, options=options)
@@ -215,9 +215,9 @@ def truth(model: nn.Module, optimizers: Any, order: list[str], kind: str) -> dic
         else:  # in the order of the model
             listed = [n for g in state.get("param_groups", ()) for n in g["params"]]
             numbers = {order.index(n): n for n in listed}
-        told.append({"state": state.get("state", {}), "numbers": numbers})
+        states.append({"state": state.get("state", {}), "numbers": numbers})
     found = get_model_state_dict(getattr(model, "_forward_module", model), options=options)
-    return copy.deepcopy({"model": found, "optimizers": told})
+    return copy.deepcopy({"model": found, "optimizers": states})
 
 
 def batches(rank: int) -> Any:

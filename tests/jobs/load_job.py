@@ -1,4 +1,4 @@
-"""A job that loads: does every rank get its own part of every tensor, in place?
+"""A job that loads: every rank gets its own part of every tensor, in place.
 
 Run as a program: ``load_job.py SEED CHECKPOINT TRUTH --ranks N``. Forks N gloo ranks; each builds a
 state dict with random placements, filled with a pattern, lets `ckptcore.load_into` fill it, and
@@ -42,10 +42,10 @@ def rank_main(rank: int, world: int, seed: int, source: Path, truth: Path, folde
     rng = Random(seed)
     one = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
     two = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("o", "i")) if world % 2 == 0 else None
-    whole = torch.load(truth, weights_only=False)
+    expected = torch.load(truth, weights_only=False)
     state: dict[str, Any] = {}
     wanted: dict[str, torch.Tensor] = {}
-    for name, full in whole.items():
+    for name, full in expected.items():
         if not isinstance(full, torch.Tensor):
             continue
         kind = rng.choice(["plain", "one", "two", "strided", "replicate"])
@@ -80,7 +80,7 @@ def rank_main(rank: int, world: int, seed: int, source: Path, truth: Path, folde
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not torch.equal(raw(local), raw(mine)):
             how = getattr(tensor, "placements", "plain")
-            wrong.append(f"rank {rank}: {name} {mine.dtype} {tuple(whole[name].shape)} {how}")
+            wrong.append(f"rank {rank}: {name} {mine.dtype} {tuple(expected[name].shape)} {how}")
         if local.data_ptr() != before[name]:
             wrong.append(f"rank {rank}: {name} was replaced, not filled in place")
     if wrong:

@@ -1,4 +1,4 @@
-"""A job of one or more ranks: does Megatron-Core load a folder, and what does it get?
+"""A job of one or more ranks: Megatron-Core loads a folder, and the job records what it gets.
 
     RANK=0 WORLD_SIZE=2 python mcore_job.py FOLDER TRUTH OBJECTS OUT
 
@@ -91,14 +91,14 @@ def main(folder: str, truth_file: str, grids: str, out: str) -> None:
     differ = [k for k, v in truth.items() if not torch.equal(raw(got[k]), raw(v))]
     everywhere: list[list[str]] = [[] for _ in range(world)]
     dist.all_gather_object(everywhere, differ)
-    told = {
+    results = {
         "listed": sorted(dist_checkpointing.load_tensors_metadata(folder)),
         "differ": sorted({k for names in everywhere for k in names}),
         "types": {k: type(v).__name__ for k, v in got.items() if k not in truth},
         "args": sorted(vars(got["args"])) if "args" in got else [],
     }
     if rank == 0:
-        Path(out).write_text(json.dumps(told))
+        Path(out).write_text(json.dumps(results))
     dist.barrier()  # gloo aborts a rank whose peer has gone
     os._exit(0)  # and its threads can abort an interpreter that is taken down
 

@@ -1,4 +1,4 @@
-"""A job of TP x PP ranks: does Megatron-Core load a folder as its models ask for it?
+"""A job of TP x PP ranks: Megatron-Core loads a folder for its models.
 
     RANK=0 python mcore_mesh_job.py FOLDERS TP PP OUT
 
@@ -40,33 +40,33 @@ class Asked:
         self.state: dict[str, Any] = {}
         self.wanted: dict[str, torch.Tensor] = {}
 
-    def tensor(self, key: str, whole: torch.Tensor) -> None:
+    def tensor(self, key: str, full: torch.Tensor) -> None:
         if STACKED in key:
-            for layer in range(len(whole)):
-                if layer * self.pp // len(whole) == self.stage:
-                    self._cut(key, whole[layer], f"{key} {layer}", ((0, layer, len(whole)),))
+            for layer in range(len(full)):
+                if layer * self.pp // len(full) == self.stage:
+                    self._cut(key, full[layer], f"{key} {layer}", ((0, layer, len(full)),))
         elif self.stage == (0 if "embedding" in key else self.pp - 1):
-            self._cut(key, whole, key, ())
+            self._cut(key, full, key, ())
 
-    def _cut(self, key: str, whole: torch.Tensor, name: str, before: tuple[Any, ...]) -> None:
+    def _cut(self, key: str, full: torch.Tensor, name: str, before: tuple[Any, ...]) -> None:
         n = len(before)
         if key.endswith(VOCABULARY):
-            whole = torch.cat([whole, whole.new_zeros(-len(whole) % self.tp, *whole.shape[1:])])
-        cut = whole.shape[int(key.endswith(COLUMNS))] if key.endswith((*CUT, *COLUMNS)) else 0
+            full = torch.cat([full, full.new_zeros(-len(full) % self.tp, *full.shape[1:])])
+        cut = full.shape[int(key.endswith(COLUMNS))] if key.endswith((*CUT, *COLUMNS)) else 0
         if cut % self.tp:
             return
         if key.endswith("linear_fc1.weight"):  # gate of all ranks, then up of all ranks
             for half in (0, 1):
                 k = half * self.tp + self.place
                 self._ask(
-                    key, whole.chunk(2 * self.tp)[k], f"{name} {half}", (*before, (n, k, 2 * self.tp)), n
+                    key, full.chunk(2 * self.tp)[k], f"{name} {half}", (*before, (n, k, 2 * self.tp)), n
                 )
         elif key.endswith((*ROWS, *COLUMNS)):
             dim = int(key.endswith(COLUMNS))
-            part = whole.chunk(self.tp, dim)[self.place]
+            part = full.chunk(self.tp, dim)[self.place]
             self._ask(key, part, name, (*before, (n + dim, self.place, self.tp)), n)
         else:
-            self._ask(key, whole, name, before, n, self.place)
+            self._ask(key, full, name, before, n, self.place)
 
     def _ask(
         self,
@@ -94,12 +94,12 @@ def main(folders: str, tp: str, pp: str, out: str) -> None:
     stand_in()
     rank, world = int(os.environ["RANK"]), int(tp) * int(pp)
     dist.init_process_group("gloo", store=dist.FileStore(f"{out}.store", world), rank=rank, world_size=world)
-    told = {
+    results = {
         folder: load(folder, truth, Asked(int(tp), int(pp), rank), world)
         for folder, truth in json.loads(folders).items()
     }
     if rank == 0:
-        Path(out).write_text(json.dumps(told))
+        Path(out).write_text(json.dumps(results))
     dist.barrier()  # gloo aborts a rank whose peer has gone
     os._exit(0)  # and its threads can abort an interpreter that is taken down
 
@@ -109,8 +109,8 @@ def load(folder: str, truth: list[str], asked: Asked, world: int) -> dict[str, A
     from safetensors.torch import load_file
 
     for file in truth:
-        for key, whole in load_file(file).items():
-            asked.tensor(key, whole)
+        for key, full in load_file(file).items():
+            asked.tensor(key, full)
     got = dist_checkpointing.load(asked.state, folder)
 
     def raw(tensor: torch.Tensor) -> torch.Tensor:

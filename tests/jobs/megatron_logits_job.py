@@ -6,7 +6,7 @@ ASKED is a file of torch with a list of questions: ``config``, of TransformerCon
 where it has ``multi_latent_attention``); ``model``, of GPTModel; ``ids``; ``state``, the weights by the names
 of Megatron, or None for random ones, which all differ. ANSWER will hold a list of ``state`` and ``logits``.
 
-Megatron-Core means to run on GPUs. Here stand in: for `torch.cuda.current_device` the CPU, for
+Megatron-Core means to run on GPUs. Replaced here: for `torch.cuda.current_device` the CPU, for
 `torch.cuda.Stream` nothing, and for the tracker of random states of GPUs none, as nothing is dropped out.
 Megatron's own attention of plain torch is given to latent attention, which hands it sizes of keys and values
 that it does not ask for; sparse attention, which is only built with Transformer Engine, is built with
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 
 class _NoStream:
-    """Stands in for torch.cuda.Stream."""
+    """A replacement for torch.cuda.Stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -78,7 +78,7 @@ def _built(asked: dict[str, Any]) -> Any:
 
 
 class _Linear(torch.nn.Linear):
-    """Stands in for Transformer Engine's linear layer, where it is not parallel."""
+    """A replacement for Transformer Engine's linear layer, where it is not parallel."""
 
     def __init__(self, wide: int, narrow: int, *, bias: bool = False, **_: Any) -> None:
         super().__init__(wide, narrow, bias=bias)

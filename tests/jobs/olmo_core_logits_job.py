@@ -4,7 +4,7 @@ python olmo_core_logits_job.py ASKED ANSWER
 
 ASKED is a file of torch with a list of questions: ``model``, a config as OLMo-core writes it; ``ids``;
 ``state``, the weights by its names, or None for random ones, which all differ. ANSWER will hold a list of
-``state`` and ``logits``. Its experts are sorted and put back by kernels of GPUs; plain torch stands in here.
+``state`` and ``logits``. GPU kernels sort its experts and undo it; plain torch does so here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = torch.Tensor
 
 
 class _Kernels:
-    """Stands in for olmo_core.kernels.moe: rows by expert, and back."""
+    """A replacement for olmo_core.kernels.moe: rows by expert, and back."""
 
     @staticmethod
     def gather(x: T, indices: T, bin_ids: T, weights: None, bins: T, top_k: int) -> T:

@@ -38,9 +38,9 @@ def main() -> None:
     equal = 0
     for name, value in truth.items():
         found = state[name]
-        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
-        assert whole.dtype == value.dtype, name
-        assert torch.equal(whole, value), name
+        full = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert full.dtype == value.dtype, name
+        assert torch.equal(full, value), name
         equal += 1
     print("equal:", equal, flush=True)
     dist.barrier()  # gloo aborts a rank whose peer has gone

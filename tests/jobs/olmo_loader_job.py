@@ -43,9 +43,9 @@ def main(folder: str, truth: str) -> None:
         load_file(f"{truth}/expected.safetensors"),
         load_file(f"{truth}/expected_optim.safetensors"),
     )
-    whole = unshard_model_state(folder)
-    assert whole.keys() == weights.keys()
-    assert all(torch.equal(whole[k], v) for k, v in weights.items())
+    state = unshard_model_state(folder)
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[k], v) for k, v in weights.items())
     model: Any = FSDP(build(weights), use_orig_params=True, device_id=torch.device("cpu"))
     flat = Checkpointer().unshard(f"{folder}/optim")
     groups = [deserialize_from_tensor(flat[f"param_group{i}"]) for i in range(int(flat["num_param_groups"]))]

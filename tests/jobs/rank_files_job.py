@@ -35,11 +35,11 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def narrowed(whole: torch.Tensor, part: DTensor) -> torch.Tensor:
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, part.device_mesh, part.placements)
+def narrowed(full: torch.Tensor, part: DTensor) -> torch.Tensor:
+    shape, offset = compute_local_shape_and_global_offset(full.shape, part.device_mesh, part.placements)
     for dim, (n, at) in enumerate(zip(shape, offset, strict=True)):
-        whole = whole.narrow(dim, min(at, whole.shape[dim]), n)
-    return whole
+        full = full.narrow(dim, min(at, full.shape[dim]), n)
+    return full
 
 
 def same_mesh(found: DeviceMesh, wanted: DeviceMesh) -> None:
@@ -79,19 +79,19 @@ def compare(folder: Path, mesh: DeviceMesh) -> None:
             continue
         assert tuple(tensor.placements) == placements, name
         same_mesh(tensor.device_mesh, part_of(mesh, axes))
-        whole = truth[name]
+        full = truth[name]
         wanted = DTensor.from_local(
             tensor.to_local(),
             part_of(mesh, axes),
             placements,
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=full.shape,
+            stride=full.stride(),
         )
         assert tensor._spec == wanted._spec
         assert tensor._spec.__dict__.keys() == wanted._spec.__dict__.keys()
         assert tensor._spec.shard_order == wanted._spec.shard_order
-        assert (tensor.dtype, tensor.requires_grad) == (whole.dtype, False)
+        assert (tensor.dtype, tensor.requires_grad) == (full.dtype, False)
         assert equal(tensor.to_local(), narrowed(truth[name], tensor)), name
         if tensor.dtype in GATHERED and not tensor.is_complex():
             assert equal(tensor.full_tensor(), truth[name]), name

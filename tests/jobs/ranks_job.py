@@ -105,11 +105,11 @@ def fsdp2_tp(folder: Path, rng: Random) -> Truth:
         return fully_shard(model, mesh=mesh["dp"])
 
     torch.manual_seed(7)
-    whole = {k: v.clone() for k, v in Model().state_dict().items()}
+    full = {k: v.clone() for k, v in Model().state_dict().items()}
     torch.manual_seed(7)
     model = shard(Model())
     torch.save(model.state_dict(), folder / f"model-rank-{dist.get_rank()}.pth")
-    return whole
+    return full
 
 
 def fsdp1(**options: Any) -> tuple[Any, Any, Truth]:
@@ -129,9 +129,9 @@ def fsdp1(**options: Any) -> tuple[Any, Any, Truth]:
 def gathered(value: Any) -> torch.Tensor:
     """The whole tensor; its elements on the first rank alone."""
     if isinstance(value, ShardedTensor):
-        whole = torch.empty(value.size(), dtype=value.dtype)
-        value.gather(0, whole if dist.get_rank() == 0 else None)
-        return whole
+        full = torch.empty(value.size(), dtype=value.dtype)
+        value.gather(0, full if dist.get_rank() == 0 else None)
+        return full
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -187,16 +187,16 @@ def stages(folder: Path, rng: Random) -> Truth:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
-    whole = {f"layers.{n}.w": torch.arange(15.0).reshape(5, 3) + 100 * n for n in range(2)}
+    full = {f"layers.{n}.w": torch.arange(15.0).reshape(5, 3) + 100 * n for n in range(2)}
     mine = {
         k: DTensor.from_local(
             piece(v, mesh["dp"]), mesh["dp"], [shard_of(0)], run_check=False, shape=v.shape, stride=v.stride()
         )
-        for k, v in whole.items()
+        for k, v in full.items()
         if k.startswith(f"layers.{stage}.")
     }
     torch.save(mine, folder / f"model_rank{dist.get_rank()}.pt")
-    return whole
+    return full
 
 
 def piece(full_tensor: torch.Tensor, mesh: Any) -> torch.Tensor:

@@ -78,8 +78,8 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]
         flat |= {f"{name}::{key}": value for key, value in state.items()}
     found = {}
     for name, value in flat.items():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        raw = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        raw = full.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found[name] = hashlib.sha256(raw).hexdigest()
     return found
 

@@ -1,4 +1,4 @@
-"""A training job on a mesh: does torch resume from a resharded checkpoint as it does from the original?
+"""A training job on a mesh: torch resumes from a resharded checkpoint as it does from the original.
 
     python reshard_job.py SPEC
 
@@ -224,10 +224,10 @@ def rank_main(rank: int, world: int, spec: dict[str, Any], folder: str) -> None:
     job = Job(spec, rank)
     for name in ("original", "written", "load_into"):
         job.load(name)
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, {"wrong": job.wrong, "losses": job.losses})
+    results: list[Any] = [None] * world
+    dist.all_gather_object(results, {"wrong": job.wrong, "losses": job.losses})
     if rank == 0:
-        Path(spec["out"]).write_text(json.dumps(told))
+        Path(spec["out"]).write_text(json.dumps(results))
     dist.barrier()  # gloo aborts a rank whose peer has gone
     os._exit(0)  # and its threads can abort an interpreter that is taken down
 

@@ -1,8 +1,8 @@
-"""A training job in small, sharded by torch itself: which elements does each rank hold?
+"""A small training job, sharded by torch itself, that records which elements each rank holds.
 
 Run as a program: ``topology_job.py FOLDER --ranks N``. Forks N gloo ranks. For every mesh of `MESHES` with
-that many ranks and every model of `MODELS` that fits, ``FOLDER/<model>-<mesh>/rank<r>.json`` tells of each
-parameter that the rank has [local shape, elements], and ``FOLDER/<model>-<mesh>/ckpt`` is the
+that many ranks and every model of `MODELS` that fits, ``FOLDER/<model>-<mesh>/rank<r>.json`` records for each
+parameter of the rank [local shape, elements], and ``FOLDER/<model>-<mesh>/ckpt`` is the
 DCP folder of model and optimizer that the job saved. Every element of a parameter has its own number as
 value, so the numbers say which part it is, whatever torch believes.
 """
@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-LAYERS, WIDTH, HIDDEN, KV, WORDS, EXPERTS = 3, 6, 10, 3, 13, 4
+LAYERS, WIDTH, HIDDEN, KV, VOCABULARY, EXPERTS = 3, 6, 10, 3, 13, 4
 MESHES = {
     4: (
         "fsdp=4",
@@ -89,10 +89,10 @@ def torchtitan(moe: bool = False) -> nn.Module:
             **rest,
         )
     return Parts(
-        tok_embeddings=nn.Embedding(WORDS, WIDTH),
+        tok_embeddings=nn.Embedding(VOCABULARY, WIDTH),
         layers=layers,
         norm=nn.LayerNorm(WIDTH, bias=False),
-        output=linear(WIDTH, WORDS),
+        output=linear(WIDTH, VOCABULARY),
     )
 
 
@@ -120,9 +120,9 @@ def qwen() -> nn.Module:
             )
         )
     inner = Parts(
-        embed_tokens=nn.Embedding(WORDS, WIDTH), layers=layers, norm=nn.LayerNorm(WIDTH, bias=False)
+        embed_tokens=nn.Embedding(VOCABULARY, WIDTH), layers=layers, norm=nn.LayerNorm(WIDTH, bias=False)
     )
-    return Parts(model=inner, lm_head=linear(WIDTH, WORDS))
+    return Parts(model=inner, lm_head=linear(WIDTH, VOCABULARY))
 
 
 def col() -> ColwiseParallel:

@@ -4,8 +4,8 @@ python torchtitan_logits_job.py ASKED ANSWER
 
 ASKED is a file of torch with a list of questions: ``config``, as the hub has it; ``ids``; ``zero``, ends of
 names whose tensors are 0. ANSWER will hold a list of ``state`` and ``logits``. torchtitan compiles its
-attention for GPUs: the same function of torch, not compiled, stands in; and it multiplies by experts with a
-kernel of GPUs in bfloat16, for which a loop in float32 stands in. What norms add to a variance is what the
+attention for GPUs: the same function of torch, not compiled, replaces it; and it multiplies by experts with a
+kernel of GPUs in bfloat16, which a loop in float32 replaces. What norms add to a variance is what the
 config says.
 """
 
@@ -32,7 +32,7 @@ def _stand_in() -> None:
 
 
 def _by_expert(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-    """Stands in for torch._grouped_mm: each expert's rows by its own weight."""
+    """A replacement for torch._grouped_mm: each expert's rows by its own weight."""
     ends = [0, *offs.tolist()]
     out = rows.new_zeros(len(rows), weights.shape[-1])
     for e, (a, b) in enumerate(itertools.pairwise(ends)):

@@ -37,15 +37,17 @@ def main(rank: int, port: str, checkpoint: Path, truth: Path) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
-        words = torch.arange(rank * 16 + step, rank * 16 + step + 16)
-        torch.nn.functional.cross_entropy(model(words), words).backward()
+        tokens = torch.arange(rank * 16 + step, rank * 16 + step + 16)
+        torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=checkpoint)
-    whole, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    full_state, _ = get_state_dict(
+        model, [], options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if rank == 0:
-        torch.save(whole, truth)
+        torch.save(full_state, truth)
     dist.barrier()  # gloo aborts a rank whose peer has gone
     if rank == 0:
         print(announce(str(checkpoint), "gloo-run", 3)["id"], flush=True)

@@ -84,13 +84,13 @@ def main() -> None:
         asked = json.loads(line)
         try:
             if "make" in asked:
-                said = make(asked["make"], Path(asked["hub"]), Path(asked["live"]))
+                answer = make(asked["make"], Path(asked["hub"]), Path(asked["live"]))
             else:
                 base = asked.get("base")
-                said = compare(*map(Path, asked["compare"]), Path(base) if base else None)
+                answer = compare(*map(Path, asked["compare"]), Path(base) if base else None)
         except Exception as error:  # the test that asked shows it
-            said = f"{type(error).__name__}: {error}"
-        print(json.dumps(said), file=answers, flush=True)
+            answer = f"{type(error).__name__}: {error}"
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

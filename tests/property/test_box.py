@@ -1,4 +1,4 @@
-"""Boxes: does the algebra agree with numpy, which marks every element one by one?"""
+"""Boxes: the algebra agrees with numpy, which marks every element one by one."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_tiles_are_runs_in_order(shape: Shape, limit: int, data: st.DataObject) 
     """Tiles, laid end to end, are the box in row-major order; none is above the limit."""
     at = tuple(data.draw(st.integers(0, 3)) for _ in shape)
     box = Box(at, shape)
-    whole = tuple(o + n for o, n in zip(at, shape, strict=True))
+    end = tuple(o + n for o, n in zip(at, shape, strict=True))
     tiles = list(box.tiles(limit))
     assert all(1 <= t.numel <= limit for t in tiles)
-    joined = np.concatenate([inside(t, whole) for t in tiles])
-    assert (joined == inside(box, whole)).all()
+    joined = np.concatenate([inside(t, end) for t in tiles])
+    assert (joined == inside(box, end)).all()
     for tile in tiles:
         # A run of the box's own order: its elements follow one another without a gap.
         own = inside(tile.within(box), shape)

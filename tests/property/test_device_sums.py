@@ -1,4 +1,4 @@
-"""Sums on a device: are they those of the host, bit for bit, for every dtype and any box?"""
+"""Sums on a device equal those of the host, bit for bit, for every dtype and any box."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def elements(dtype: str, shape: Shape, seed: int = 0) -> np.ndarray:
 def both(lane: Lane, dtype: str, shape: Shape, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
     """(sum of random elements of a box on the host, sum on the device)."""
     raw = elements(dtype, box.shape)
-    return box_sum(dtype, shape, box, raw), lane.sum_held(dtype, shape, box, raw)
+    return box_sum(dtype, shape, box, raw), lane.host_sum(dtype, shape, box, raw)
 
 
 @settings(max_examples=300, deadline=None)
@@ -78,17 +78,17 @@ def test_many_rows_have_several_pages_of_multipliers(dtype: str) -> None:
     assert len(set(both(lane, dtype, tall, column))) == 1
     for at in range(3):
         part = np.ascontiguousarray(data[at]).reshape(-1).view(np.uint8)
-        total = add(total, lane.sum_held(dtype, shape, Box((at, 0, 0), (1, *shape[1:])), part))
-    assert total == box_sum(dtype, shape, Box.whole(shape), data.reshape(-1))
+        total = add(total, lane.host_sum(dtype, shape, Box((at, 0, 0), (1, *shape[1:])), part))
+    assert total == box_sum(dtype, shape, Box.full(shape), data.reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_bits_wrap_around_alike(dtype: str) -> None:
     """The largest words there are, whose products do not fit."""
     shape, lane = (70, 513), Lane("cpu", 1 << 20)
-    for box in (Box.whole(shape), Box((3, 1), (60, 500))):
+    for box in (Box.full(shape), Box((3, 1), (60, 500))):
         raw = np.full(box.numel * BY_NAME[dtype].itemsize, 255, np.uint8)
-        assert lane.sum_held(dtype, shape, box, raw) == box_sum(dtype, shape, box, raw)
+        assert lane.host_sum(dtype, shape, box, raw) == box_sum(dtype, shape, box, raw)
 
 
 @pytest.mark.gpu
@@ -100,18 +100,18 @@ def test_cuda_as_on_the_host(dtype: str) -> None:
     lane = Lane("cuda", 64 << 20)
     for shape in SHAPES:
         cut = tuple(max(1, n // 3) if n else 0 for n in shape)
-        for box in (Box.whole(shape), Box(tuple(min(1, n - 1) if n else 0 for n in cut), cut)):
+        for box in (Box.full(shape), Box(tuple(min(1, n - 1) if n else 0 for n in cut), cut)):
             here, there = both(lane, dtype, shape, box)
             assert here == there, (shape, box)
     shape = (8192, 8192 // BY_NAME[dtype].itemsize)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    here, there = both(lane, dtype, shape, Box.whole(shape))
+    here, there = both(lane, dtype, shape, Box.full(shape))
     assert here == there
     assert torch.cuda.max_memory_allocated() - before <= devicesums.ROOM
 
 
-class Held(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """What torch holds beside a tensor: ``most`` bytes at once."""
 
     def __init__(self, beside: torch.Tensor) -> None:
@@ -125,8 +125,8 @@ class Held(TorchDispatchMode):
         if isinstance(found, torch.Tensor):
             self._made.append(weakref.ref(found))
         alive = [t.untyped_storage() for t in (ref() for ref in self._made) if t is not None]
-        held = {s.data_ptr(): s.nbytes() for s in alive if s.data_ptr() != self._beside}
-        self.most = max(self.most, sum(held.values()))
+        peak = {s.data_ptr(): s.nbytes() for s in alive if s.data_ptr() != self._beside}
+        self.most = max(self.most, sum(peak.values()))
         return found
 
 
@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_the_elements(dtype: str, column: int) -> None
     box = Box((0, column), (4096, shape[1] - 2 * column))
     raw = elements(dtype, box.shape)
     there = torch.from_numpy(raw)
-    with Held(there) as held:
+    with PeakMemory(there) as peak:
         found = DeviceSums(torch, "cpu").box_sum(dtype, shape, box, there)
     assert found == box_sum(dtype, shape, box, raw)
-    assert 4 << 20 < held.most < devicesums.ROOM
+    assert 4 << 20 < peak.most < devicesums.ROOM

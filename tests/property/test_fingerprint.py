@@ -1,4 +1,4 @@
-"""Fingerprint sums: does any partition of a tensor add up to the same, and does any change show?"""
+"""Fingerprint sums: any partition of a tensor adds up to the same, and any change shows."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def part(data: np.ndarray, box: Box) -> np.ndarray:
     return np.ascontiguousarray(data[where]).reshape(-1)
 
 
-def whole(dtype: str, data: np.ndarray) -> tuple[int, int]:
+def full_sum(dtype: str, data: np.ndarray) -> tuple[int, int]:
     shape = data.shape[:-1]
-    return box_sum(dtype, shape, Box.whole(shape), data.reshape(-1))
+    return box_sum(dtype, shape, Box.full(shape), data.reshape(-1))
 
 
 def random(table: str, lane: int, number: int) -> int:
@@ -117,20 +117,20 @@ def test_any_partition_adds_up_to_the_same(data: st.DataObject) -> None:
         placed = np.empty(len(raw) + skew, np.uint8)[skew:]
         placed[:] = raw
         total = add(total, box_sum(dtype, shape, box, placed, room))
-    assert total == whole(dtype, bits)
+    assert total == full_sum(dtype, bits)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "complex128"])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (300, 130), (3, 4099), (5, 3, 33), (2, 9001)])
 def test_the_sum_is_what_is_written(dtype: str, shape: Shape) -> None:
     bits = elements(dtype, shape, 5)
-    assert whole(dtype, bits) == by_hand(dtype, bits)
+    assert full_sum(dtype, bits) == by_hand(dtype, bits)
 
 
 def test_the_first_construction_stays() -> None:
     """What is in catalogs and receipts must mean the same for ever."""
     bits = (np.arange(3000 * 40 * 2) * 37 % 251).astype(np.uint8).reshape(3000, 40, 2)
-    total = whole("bfloat16", bits)
+    total = full_sum("bfloat16", bits)
     assert total == (WEIGHT_LANES[0], WEIGHT_LANES[1])
     assert tensor_fingerprint("bfloat16", (3000, 40), total) == WEIGHT
     assert checkpoint_fingerprint([("w", "bfloat16", (3000, 40), WEIGHT)]) == CHECKPOINT
@@ -143,23 +143,23 @@ def test_one_bit_and_two_elements_show(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     shape = data.draw(st.sampled_from([s for s in SHAPES if np.prod(s) > 1]))
     bits = elements(dtype, shape)
-    before = whole(dtype, bits)
+    before = full_sum(dtype, bits)
     flat = bits.reshape(-1, bits.shape[-1])
     here, there = (data.draw(st.integers(0, len(flat) - 1)) for _ in range(2))
     other = flat.copy()
     other[here, data.draw(st.integers(0, flat.shape[1] - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert whole(dtype, other.reshape(bits.shape)) != before
+    assert full_sum(dtype, other.reshape(bits.shape)) != before
     other = flat.copy()
     other[[here, there]] = other[[there, here]]
     same = (flat[here] == flat[there]).all()
-    assert (whole(dtype, other.reshape(bits.shape)) == before) == same
+    assert (full_sum(dtype, other.reshape(bits.shape)) == before) == same
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (256, 256), (300, 300), (128, 20_000)])
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
 def test_rows_columns_transposes_and_signs_show(dtype: str, shape: Shape) -> None:
     bits = elements(dtype, shape)
-    seen = {whole(dtype, bits)}
+    seen = {full_sum(dtype, bits)}
     changed = []
     for dim in (0, 1):
         order = np.arange(shape[dim])
@@ -174,7 +174,7 @@ def test_rows_columns_transposes_and_signs_show(dtype: str, shape: Shape) -> Non
             signs[row, ::step, -1] ^= 0x80
             changed.append(signs)
     for other in changed:
-        found = whole(dtype, np.ascontiguousarray(other))
+        found = full_sum(dtype, np.ascontiguousarray(other))
         assert found not in seen
         seen.add(found)
 
@@ -182,34 +182,34 @@ def test_rows_columns_transposes_and_signs_show(dtype: str, shape: Shape) -> Non
 def test_two_signs_do_not_cancel() -> None:
     """Any two highest bits, in words at any distance."""
     bits = elements("bfloat16", (64, 1024))
-    seen = {whole("bfloat16", bits)}
+    seen = {full_sum("bfloat16", bits)}
     for n in range(10):
         for at in range(4):
             other = bits.reshape(-1, 2).copy()
             other[[at, at + (4 << n)], 1] ^= 0x80
-            found = whole("bfloat16", other.reshape(bits.shape))
+            found = full_sum("bfloat16", other.reshape(bits.shape))
             assert found not in seen
             seen.add(found)
 
 
 def test_values_are_bits() -> None:
     zeros = np.array([[0.0, -0.0]]).view(np.uint8).reshape(1, 2, 8)
-    assert whole("float64", zeros) != whole("float64", zeros[:, ::-1])
+    assert full_sum("float64", zeros) != full_sum("float64", zeros[:, ::-1])
     quiet, payload = (np.array([n], np.uint32).view(np.uint8).reshape(1, 4) for n in (0x7FC00000, 0x7FC00001))
-    assert whole("float32", quiet) != whole("float32", payload)
+    assert full_sum("float32", quiet) != full_sum("float32", payload)
 
 
 def test_name_dtype_and_shape_are_part_of_it() -> None:
     total = (1, 2)
     one = tensor_fingerprint("float32", (2, 3), total)
     assert len(one) == 64
-    told = [
+    tensors = [
         ("int32", (2, 3), total),
         ("float32", (3, 2), total),
         ("float32", (6,), total),
         ("float32", (2, 3), (2, 1)),
     ]
-    others = [tensor_fingerprint(*each) for each in told]
+    others = [tensor_fingerprint(*each) for each in tensors]
     assert len({one, *others}) == 5
     a, b = ("a", "float32", (2, 3), one), ("b", "float32", (2, 3), others[3])
     assert checkpoint_fingerprint([a, b]) == checkpoint_fingerprint([b, a])
@@ -217,7 +217,7 @@ def test_name_dtype_and_shape_are_part_of_it() -> None:
     assert len({checkpoint_fingerprint(t) for t in ([a, b], [a], [b], [])} | {swapped}) == 5
 
 
-def test_maps_are_told_apart() -> None:
+def test_maps_have_different_digests() -> None:
     found = {
         map_digest(*m)
         for m in (([], [], []), ([("a", "b")], [], []), ([], ["a"], []), ([], [], [("a", "b")]))
@@ -230,5 +230,5 @@ def test_maps_are_told_apart() -> None:
 
 def test_an_empty_tensor_has_a_fingerprint() -> None:
     empty = elements("float32", (0, 3))
-    assert whole("float32", empty) == ZERO
+    assert full_sum("float32", empty) == ZERO
     assert tensor_fingerprint("float32", (0, 3), ZERO) != tensor_fingerprint("float32", (3, 0), ZERO)

@@ -1,4 +1,4 @@
-"""Maps of names: does a rule make what numpy makes of the stored tensors, however these are cut?
+"""Maps of names: a rule makes what numpy makes of the stored tensors, however these are cut.
 
 Every stored tensor is cut into random boxes, each written raw, as a torch zip (with strides of its own) or
 into a safetensors blob, some of them twice.
@@ -143,7 +143,7 @@ def _stored(draw: st.DrawFn, folder: Path, arrays: Arrays) -> Manifest:
     data = io.BytesIO()
     for name, array in arrays.items():
         tensors.append(TensorSpec(name, "float32", array.shape))
-        for box in draw(_cut(Box.whole(array.shape))):
+        for box in draw(_cut(Box.full(array.shape))):
             index = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
             for _ in range(draw(st.integers(1, 2)) if draw(st.booleans()) else 1):
                 kind = draw(st.sampled_from(["raw", "zip", "strided", "safetensors"]))

@@ -1,4 +1,4 @@
-"""Partitions: is every element copied exactly once, whatever boxes it comes in and goes out in?
+"""Partitions: every element is copied exactly once, whatever boxes it comes in and goes out in.
 
 Numpy slices say what must come out.
 """
@@ -101,7 +101,7 @@ def test_tensors_above_the_budget(data: st.DataObject) -> None:
 
 @slow
 @given(st.data())
-def test_a_partition_less_a_box_is_not_whole(data: st.DataObject) -> None:
+def test_a_partition_without_a_box_has_a_hole(data: st.DataObject) -> None:
     """Whichever box is taken away, the check says hole and nothing is converted."""
     shape = data.draw(shapes)
     boxes = data.draw(partitions(shape))
@@ -121,7 +121,7 @@ def test_a_partition_less_a_box_is_not_whole(data: st.DataObject) -> None:
 
 @slow
 @given(st.data())
-def test_a_partition_and_a_box_more_is_not_whole(data: st.DataObject) -> None:
+def test_a_partition_with_another_box_overlaps(data: st.DataObject) -> None:
     """A box more is a replica when it is one of the boxes, and an overlap otherwise."""
     shape = data.draw(shapes)
     boxes = data.draw(partitions(shape))
@@ -139,14 +139,14 @@ def test_a_partition_and_a_box_more_is_not_whole(data: st.DataObject) -> None:
 @slow
 @given(states())
 def test_manifests_travel(state: dict[str, tuple[Any, list[Box]]]) -> None:
-    """A manifest's file form is the manifest, and its digest does not depend on where it lies."""
+    """A manifest's file form is the manifest, and its digest does not depend on its root."""
     for folder in folders():
         write_dcp(folder / "ckpt", state)
         manifest = api.open(str(folder / "ckpt"))
-        again = Manifest.load(manifest.dump())
-        assert again.digest == manifest.digest
-        assert again.tensors == manifest.tensors
+        loaded = Manifest.load(manifest.dump())
+        assert loaded.digest == manifest.digest
+        assert loaded.tensors == manifest.tensors
         for number in range(manifest.num_tensors):
-            assert list(again.chunks_of(number)) == list(manifest.chunks_of(number))
+            assert list(loaded.chunks_of(number)) == list(manifest.chunks_of(number))
         (folder / "ckpt").rename(folder / "elsewhere")
         assert api.open(str(folder / "elsewhere")).digest == manifest.digest

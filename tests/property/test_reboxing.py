@@ -1,4 +1,4 @@
-"""Reboxing: from any partition of a tensor into any other, over any files, is every element right?
+"""Reboxing: from any partition of a tensor into any other, over any files, every element is right.
 
 The writer of these tests lays out raw boxes, which no format does; numpy slices say what must be in
 them. Whatever the cut, every stored checksum is proven, and a flipped bit never gets through.

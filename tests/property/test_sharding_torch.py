@@ -1,4 +1,4 @@
-"""Shards: are our boxes the memory that FSDP2 over TP makes, and the offsets that torch tells of it?"""
+"""Shards: our boxes are the memory that FSDP2 over TP makes, and the offsets that torch computes for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ fast = settings(max_examples=150, deadline=None)
 shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
 
 
-def told_by_torch(shape: tuple[int, ...], mesh: Mesh, placements: list[Placement]) -> list[Box]:
+def boxes_by_torch(shape: tuple[int, ...], mesh: Mesh, placements: list[Placement]) -> list[Box]:
     found = []
     for at in mesh.coordinates():
         local, offset = _utils._compute_local_shape_and_global_offset(
@@ -31,9 +31,9 @@ def told_by_torch(shape: tuple[int, ...], mesh: Mesh, placements: list[Placement
     return found
 
 
-def trained(whole: torch.Tensor, at: dict[str, int], sizes: dict[str, int], tp: int | None) -> torch.Tensor:
+def trained(full: torch.Tensor, at: dict[str, int], sizes: dict[str, int], tp: int | None) -> torch.Tensor:
     """What `fully_shard` keeps of what `parallelize_module` keeps, both by torch.chunk."""
-    part = whole
+    part = full
     if tp is not None:
         part = chunk(part, sizes["tp"], at["tp"], tp)
     return chunk(part, sizes["fsdp"], at["fsdp"], 0)
@@ -51,24 +51,22 @@ def test_fsdp_over_tp(shape: tuple[int, ...], fsdp: int, tp: int, copies: int, d
     mesh = Mesh((("dp_replicate", copies), ("fsdp", fsdp), ("tp", tp)))
     first: Placement = _StridedShard(0, split_factor=tp) if dim == 0 and tp > 1 else Shard(0)
     placements = [Replicate(), first, Replicate() if dim is None else Shard(dim)]
-    whole = torch.arange(prod(shape)).reshape(shape)
+    full = torch.arange(prod(shape)).reshape(shape)
     memory = [
-        trained(whole, dict(zip(("_", "fsdp", "tp"), at, strict=True)), dict(mesh.axes), dim)
+        trained(full, dict(zip(("_", "fsdp", "tp"), at, strict=True)), dict(mesh.axes), dim)
         for at in mesh.coordinates()
     ]
-    torchs = told_by_torch(shape, mesh, placements)
-    right = all(same(cut(whole, b), m) for b, m in zip(torchs, memory, strict=True))
+    torchs = boxes_by_torch(shape, mesh, placements)
+    right = all(same(cut(full, b), m) for b, m in zip(torchs, memory, strict=True))
     if not right:  # torch contradicts itself, for uneven strided shards
         assert dim == 0
         assert shape[0] % (fsdp * tp)
-        with pytest.raises(
-            UsageError, match=f"{shape[0]} elements of a dim cannot be cut for {fsdp} and {tp}"
-        ):
+        with pytest.raises(UsageError, match=f"cannot cut a dim of {shape[0]} elements for {fsdp} and {tp}"):
             boxes(shape, mesh, placements)
         return
     found = boxes(shape, mesh, placements)
     for box, mine, theirs in zip(found, memory, torchs, strict=True):
-        assert same(cut(whole, box), mine)
+        assert same(cut(full, box), mine)
         assert (box == theirs) or not (box.numel or theirs.numel)
     partition(shape, found, copies * (tp if dim is None else 1))
 
@@ -91,7 +89,7 @@ def test_any_shards_without_strides(data: st.DataObject) -> None:
     kinds: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
     placements = [data.draw(st.sampled_from(kinds)) for _ in sizes]
     found = boxes(shape, mesh, placements)
-    for box, theirs in zip(found, told_by_torch(shape, mesh, placements), strict=True):
+    for box, theirs in zip(found, boxes_by_torch(shape, mesh, placements), strict=True):
         assert box == theirs or not (box.numel or theirs.numel)
     partition(shape, found, prod(s for s, p in zip(sizes, placements, strict=True) if p.is_replicate()))
 
@@ -102,10 +100,10 @@ def test_neighbours_that_cut_as_one(n: int, fsdp: int, ep: int, tp: int) -> None
     mesh = Mesh((("fsdp", fsdp), ("ep", ep), ("tp", tp)))
     topology = Topology(mesh, {"w": TensorLayout(("fsdp+ep",), (Shard(0),))})
     flat = boxes((n,), Mesh((("one", fsdp * ep),)), [Shard(0)])
-    assert list(topology.held("w", (n,))) == [box for box in flat for _ in range(tp)]
+    assert list(topology.boxes("w", (n,))) == [box for box in flat for _ in range(tp)]
     owners = list(topology.owners("w", (n,)))
     assert sum(box.numel for _, box in owners) == n
-    assert all(topology.held("w", (n,))[rank] == box for rank, box in owners)
+    assert all(topology.boxes("w", (n,))[rank] == box for rank, box in owners)
 
 
 @fast
@@ -114,14 +112,14 @@ def test_places_as_the_checkpoint_planner_finds_them(n: int, sizes: list[int], d
     factors = [data.draw(st.sampled_from([1, prod(sizes[k + 1 :])])) for k in range(len(sizes))]
     placements = [_StridedShard(0, split_factor=f) if f > 1 else Shard(0) for f in factors]
     mesh = Mesh(tuple((f"a{k}", size) for k, size in enumerate(sizes)))
-    for at, box in zip(mesh.coordinates(), told_by_torch((n,), mesh, placements), strict=True):
+    for at, box in zip(mesh.coordinates(), boxes_by_torch((n,), mesh, placements), strict=True):
         mine = [cuts.Cut(k, sizes[k], at[k], factors[k]) for k in range(len(sizes))]
         first, count = cuts.placed(n, mine)
         assert (count, first if count else 0) == (box.shape[0], box.offset[0])
 
 
-def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
+    return full[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Read pickles by an allow-list, without executing them, and write plain ones.
 
-`unpickler.loads` is the way in: a table of permitted globals says what each becomes, anything else is
+`unpickler.loads` reads a pickle: a table of permitted globals maps each to what it becomes, anything else is
 `Refused`. `torch_globals` and `numpy_globals` are such tables; a family adds its own. `writer` makes
 pickles that torch.load reads with weights_only. `records`, `record_runs`, `columns` and `container_items`
-read millions of values that are spelled alike at once; nobody outside of this package needs them, but for
-the `Columns` they give.
+read millions of similarly encoded values at once; they are internal to this package, except for the `Columns`
+that they return.
 """

@@ -1,11 +1,11 @@
-"""Hold millions of records that are spelled alike in columns, and what they are looked up in.
+"""Store millions of similarly encoded records in columns.
 
-A record's class, names and kinds of values are its *pattern*; what differs between the records of a run are
-sizes, numbers and texts, a column of each (`Columns`). `ckptcore.encodings.pickle.record_runs` finds and
-decodes runs. Metadata of a large job spells every name once a rank: in `Texts` a hash of the bytes finds
-the known name for a whole column, and the bytes are compared, so the hash need not be trusted. Protocol 4
-cuts a pickle into frames of about 64 KiB (PEP 3154), whose header may lie before any opcode: a `PickleWindow`
-leaves the headers out, and remembers where they were.
+A record's class, names and kinds of values are its *pattern*. The sizes, numbers and texts of the records of
+a run differ, and are a column each (`Columns`). `ckptcore.encodings.pickle.record_runs` finds and
+decodes runs. Metadata of a large job spells every name once per rank: in `Texts` a hash of the bytes finds
+the known name for a complete column, and the bytes are compared, so the hash need not be trusted. Protocol 4
+cuts a pickle into frames of about 64 KiB (PEP 3154), whose header may come before any opcode: a
+`PickleWindow` removes the headers, and remembers their positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS: dict[int, str | bytes] = {0x8C: "text", 0x4E: b"N"}  # SHORT_BINUNICODE,
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A column of sizes. dims: int64 [n, r], 0 behind a size's own rank. rank: int64 [n]."""
+    """A column of sizes: ``dims`` int64 [n, r], 0 behind a size's own rank; ``rank`` int64 [n]."""
 
     dims: Ints
     rank: Ints
@@ -37,7 +37,10 @@ class Sizes:
 class Names:
     """A column of texts.
 
-    ids: int64 [n], into ``values``. spelled: whether the text itself stands there, or its memo number.
+    Attributes:
+        ids: int64 [n], into ``values``.
+        spelled: bool [n], whether the record has the text itself or its memo number.
+        values: The distinct texts.
     """
 
     ids: Ints
@@ -49,9 +52,9 @@ Column = Sizes | Names | Ints | None
 
 
 class Columns:
-    """What a run stands for: ``count`` times one instance of each of ``kinds``, in turn.
+    """The records of a run: ``count`` times one instance of each of ``kinds``, in turn.
 
-    fields: per kind, the columns of its declared fields; None for a field that is None or absent.
+    ``fields`` has per kind the columns of its declared fields; None for a field that is None or absent.
     """
 
     __slots__ = ("count", "fields", "kinds")
@@ -63,7 +66,7 @@ class Columns:
         return f"<{self.count} {' and '.join(self.kinds)}>"
 
     def state(self, kind: int, row: int) -> tuple[Any, ...]:
-        """The fields of one instance, as a record has them."""
+        """Return the fields of one instance, like a record's state."""
         return tuple(_one(column, row) for column in self.fields[kind])
 
 
@@ -79,11 +82,16 @@ def _one(column: Column, row: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """How the instances of one class of a run are spelled.
+    """The encoding of the instances of one class in a run.
 
-    kind: its name. prefix: the class. names, values: per pair, the name's spelling, and "size",
-    "number", "text", or the spelling of a value that is always the same. places: per pair, the declared
-    field it is. fields: what is declared. size: how torch.Size is spelled.
+    Attributes:
+        kind: Name of the class.
+        prefix: Bytes of the class.
+        names: Bytes of the name, per pair.
+        values: Per pair "size", "number", "text", or the bytes of a value that is always the same.
+        places: Per pair, the declared field that it is.
+        fields: The declared fields.
+        size: Bytes of torch.Size.
     """
 
     kind: str
@@ -96,12 +104,12 @@ class Pattern:
 
 
 def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
-    """The spelling of a record, when a run of them can be read; None otherwise."""
+    """Return the pattern of a record if a run of such records can be read, else None."""
     call, at, match = seen
     names, values = match.groups()[::2], match.groups()[1::2]
     names, values = tuple(n for n in names if n), tuple(v for v in values if v)
-    told = [memo.get(int.from_bytes(n[1:], "little")) for n in names]
-    if len(set(told)) != len(told) or not set(told) <= set(call.fields):
+    texts = [memo.get(int.from_bytes(n[1:], "little")) for n in names]
+    if len(set(texts)) != len(texts) or not set(texts) <= set(call.fields):
         return None
     if any(value[0] == 0x5D for value in values):  # lists stay objects
         return None
@@ -120,21 +128,21 @@ def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
             kinds.append(_KINDS.get(value[0], "number"))
     if len(sizes) > 1:
         return None
-    places = tuple(call.fields.index(n) for n in told)
+    places = tuple(call.fields.index(n) for n in texts)
     return Pattern(
         call.name, data[at : match.start()], names, tuple(kinds), places, call.fields, next(iter(sizes), b"")
     )
 
 
 class Taken:
-    """A run that was taken: what of it has a number in the memo?"""
+    """The memo's view of a decoded run: its values by memo number."""
 
     def __init__(self, columns: Columns, patterns: Sequence[Pattern], starts: Ints) -> None:
         self._columns, self._patterns, self._starts = columns, patterns, starts
         self._made: dict[int, Record] = {}
 
     def get(self, number: int) -> Any:
-        """The value with a number of the memo; raises `ValueError` for a temporary."""
+        """Return the value with a number of the memo; raises `ValueError` for a temporary."""
         row = int(np.searchsorted(self._starts, number, side="right")) - 1
         left = number - int(self._starts[row])
         for k, pattern in enumerate(self._patterns):
@@ -164,47 +172,53 @@ class Taken:
         return made
 
 
-_QUICK = 1 << 16  # texts that are found by hash; more would cost more to sort than they save
+_QUICK = 1 << 16  # texts found by hash; sorting more would cost more than it saves
 _WORD = 8
 _FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * k + 1)) & (1 << 64) - 1 for k in range(33)], np.uint64)
 _TAILS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
 
 
 class Texts:
-    """Distinct texts, numbered as they are met.
-
-    values: the texts.
-    """
+    """Distinct texts, numbered in order of appearance; ``values`` has the texts."""
 
     def __init__(self) -> None:
         self.values: list[str] = []
         self._ids: dict[bytes, int] = {}
         self._hashes, self._hashed = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-        self._words = np.zeros((0, 0), np.uint64)
+        self._qwords = np.zeros((0, 0), np.uint64)
         self._lengths = np.zeros(0, np.int64)
 
     def add(self, raw: bytes) -> int:
-        """The number of a text; raises `UnicodeDecodeError`."""
+        """Return the number of a text; raises `UnicodeDecodeError`."""
         at = self._ids.get(raw)
         if at is None:
             self.values.append(raw.decode("utf-8", "surrogatepass"))
             at = self._ids[raw] = len(self.values) - 1
         return at
 
-    def find(self, data: bytes, words: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> Ints:
-        """int64 [n]: the numbers of the texts ``data[begin:begin + length]``, each up to 255 bytes.
+    def find(self, data: bytes, qwords: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> Ints:
+        """Return the numbers of the texts ``data[begin:begin + length]``.
 
-        words: the eight bytes at each place of the data, little-endian.
-        Raises `UnicodeDecodeError`.
+        Args:
+            data: Opcodes.
+            qwords: uint64, the eight bytes at each position of the data, little-endian.
+            begin: int64 [n].
+            length: int64 [n], up to 255.
+
+        Returns:
+            int64 [n].
+
+        Raises:
+            UnicodeDecodeError: A text is not UTF-8.
         """
         if not len(begin):
             return np.zeros(0, np.int64)
-        spelled = _padded_texts(words, begin, length)
+        spelled = _padded_texts(qwords, begin, length)
         hashes = (spelled * _FACTORS[: spelled.shape[1]]).sum(axis=1, dtype=np.uint64)
         hashes += length.astype(np.uint64) * _FACTORS[32]
         found = self._look(spelled, hashes, length)
         rows = np.flatnonzero(found < 0)
-        # Sorting anew is worth it for many; a few are looked up one by one.
+        # Sorting once more is worth it for many; a few are looked up one by one.
         if len(self._hashes) >> 3 < len(rows) and len(self._hashes) < _QUICK:
             _, one = np.unique(hashes[rows], return_index=True)
             self._learn(data, begin, length, spelled, hashes, rows[one])
@@ -215,15 +229,15 @@ class Texts:
         return found
 
     def _look(self, spelled: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64], length: Ints) -> Ints:
-        """The numbers of those that are known by hash, -1 for the others."""
+        """Return the numbers of the texts that are known by hash, -1 for the others."""
         if not len(self._hashes):
             return np.full(len(hashes), -1, np.int64)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         found = self._hashed[at]
         width = spelled.shape[1]
         known = np.zeros((len(found), width), np.uint64)
-        known[:, : self._words.shape[1]] = self._words[at][:, :width]
-        # Of equal lengths, so all words of a known text are among those that are compared.
+        known[:, : self._qwords.shape[1]] = self._qwords[at][:, :width]
+        # Lengths are equal, so the comparison covers all words of a known text.
         same = (self._lengths[at] == length) & (known == spelled).all(axis=1)
         return np.where(same, found, -1)
 
@@ -242,17 +256,17 @@ class Texts:
         order = np.argsort(both)
         self._hashes, self._hashed = both[order], np.concatenate([self._hashed, ids])[order]
         self._lengths = np.concatenate([self._lengths, length[rows]])[order]
-        self._words = np.concatenate(_padded(self._words, spelled[rows]))[order]
+        self._qwords = np.concatenate(_padded(self._qwords, spelled[rows]))[order]
 
 
-def _padded_texts(words: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
-    """uint64 [n, w]: the bytes of each text, filled up with zeros."""
+def _padded_texts(qwords: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
+    """Return the bytes of each text, padded with zeros, uint64 [n, w]."""
     count = max(-(-int(length.max()) // _WORD), 1)
     out = np.empty((len(begin), count), np.uint64)
     for k in range(count):
         left = np.clip(length - _WORD * k, 0, _WORD)
-        # A word behind a text's end is masked away; it need not lie inside the data.
-        out[:, k] = words[np.where(left > 0, begin + _WORD * k, 0)] & _TAILS[left]
+        # A word behind a text's end is masked away; it need not be inside the data.
+        out[:, k] = qwords[np.where(left > 0, begin + _WORD * k, 0)] & _TAILS[left]
     return out
 
 
@@ -262,60 +276,63 @@ def _padded(*tables: npt.NDArray[np.uint64]) -> list[npt.NDArray[Any]]:
 
 
 _BYTES = 4 << 20
-_MOST_FRAMES = 1024  # real ones have 64 KiB
+_MOST_FRAMES = 1024  # real frames have 64 KiB
 _FRAME, _HEADER = 0x95, 9
-_PADDING = bytes(2048)  # what looks like an instance may be decoded to behind the last byte
-# EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an instance, and its attributes follow.
+_PADDING = bytes(2048)  # decoding a false instance may read behind the last byte
+# EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an instance, before its attributes.
 _HEAD = int.from_bytes(b")\x81\x94}\x94(", "little")
 _HEAD_BYTES = np.uint64((1 << 48) - 1)
 
 
 class PickleWindow:
-    """A part of a pickle from ``begin`` on.
+    """A part of a pickle from ``begin`` on, without frame headers.
 
-    data: its opcodes. words: uint64 per byte of it, the eight bytes there, little-endian. heads: where
-    instances begin, or bytes that look like it. cuts: where frame headers stood.
+    Attributes:
+        data: Its opcodes.
+        qwords: uint64 per byte of it, the eight bytes there, little-endian.
+        heads: Positions of instances, or of bytes that look like one.
+        cuts: Positions of frame headers.
     """
 
     def __init__(self, pickle: bytes, begin: int, frame_end: int) -> None:
-        """frame_end: where the frame ends that ``begin`` lies in; behind the pickle if there are none."""
+        """Cut the window; ``frame_end`` is the end of the frame around ``begin``, or behind the pickle."""
         self._raw: list[int] = []  # of each piece: first byte in the pickle, in the window, frame's end
         self._at: list[int] = []
         self._ends: list[int] = []
         pieces: list[bytes] = []
-        at, held = begin, 0
+        at, used = begin, 0
         view = memoryview(pickle)
-        while held < _BYTES and at < len(pickle) and len(pieces) < _MOST_FRAMES:
-            end = min(frame_end, at + _BYTES - held, len(pickle))
+        while used < _BYTES and at < len(pickle) and len(pieces) < _MOST_FRAMES:
+            end = min(frame_end, at + _BYTES - used, len(pickle))
             if end <= at:
                 break
             self._raw.append(at)
-            self._at.append(held)
+            self._at.append(used)
             self._ends.append(frame_end)
             pieces.append(view[at:end])  # type: ignore[arg-type]
-            held += end - at
+            used += end - at
             if end != frame_end or end + _HEADER > len(pickle) or pickle[end] != _FRAME:
                 break
             at = end + _HEADER
             frame_end = at + int.from_bytes(pickle[end + 1 : at], "little")
-        self.begin, self.end = begin, at if not self._raw else self._raw[-1] + held - self._at[-1]
-        self._whole = self.end == len(pickle)
+        self.begin, self.end = begin, at if not self._raw else self._raw[-1] + used - self._at[-1]
+        self._is_last = self.end == len(pickle)
         self.data = b"".join((*pieces, _PADDING))
-        self.words: npt.NDArray[np.uint64] = np.ndarray(
+        self.qwords: npt.NDArray[np.uint64] = np.ndarray(
             (len(self.data) - 7,), "<u8", buffer=self.data, strides=(1,)
         )
         self.cuts = np.array(self._at[1:], np.int64)
-        found = np.flatnonzero(np.frombuffer(self.data, np.uint8, held) == 0x81) - 1
+        found = np.flatnonzero(np.frombuffer(self.data, np.uint8, used) == 0x81) - 1
         found = found[1:] if len(found) and found[0] < 0 else found
-        self.heads: Ints = found[(self.words[found] & _HEAD_BYTES) == _HEAD]
+        self.heads: Ints = found[(self.qwords[found] & _HEAD_BYTES) == _HEAD]
 
     def holds(self, at: int, cycle: int) -> bool:
-        """Whether more than so many instances begin behind a place of the window, or nothing follows it."""
+        """Report whether enough instances follow a position, or the window is the pickle's last."""
         left = len(self.heads) - int(np.searchsorted(self.heads, at))
-        return left > cycle or self._whole
+        return left > cycle or self._is_last
 
     def place(self, raw: int) -> int | None:
-        """Where a byte of the pickle lies in the window; None when it does not."""
+        """Return the window's position of a byte of the pickle; None when it is outside."""
         if not self.begin <= raw < self.end:
             return None
         n = bisect_right(self._raw, raw) - 1
@@ -323,9 +340,9 @@ class PickleWindow:
         return at if n + 1 == len(self._at) or at < self._at[n + 1] else None
 
     def raw(self, at: int) -> tuple[int, int]:
-        """Where the window's byte ``at`` lies in the pickle, and where its frame ends.
+        """Return (the pickle's position of the window's byte ``at``, the end of its frame).
 
-        A place between two frames is the end of the first.
+        A position between two frames is the end of the first.
         """
         n = bisect_right(self._at, at) - 1
         if n and self._at[n] == at:

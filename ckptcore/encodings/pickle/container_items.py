@@ -1,6 +1,6 @@
-"""Items of a pickle's containers: what may be put into a list, a dict or a set?
+"""Add items to a pickle's lists, dicts and sets, and bound the cost of their keys.
 
-Keys are looked at before they are hashed: tuples that are nested through the memo can take 2**n steps, and
+Keys are checked before they are hashed: tuples nested through the memo can take 2**n steps, and
 integers that differ by 2**61 - 1 all have one hash, so that n of them take n**2.
 """
 
@@ -15,13 +15,13 @@ from ckptcore.encodings.pickle.records import Record
 from ckptcore.errors import MalformedCheckpoint
 
 _MAX_KEY_PARTS = 256
-_FAR = 1 << 64  # of smaller integers no more than 17 have one hash
-_ALIKE = 10_000  # keys of one hash with another, in a pickle
+_FAR = 1 << 64  # at most 17 smaller integers have one hash
+_ALIKE = 10_000  # allowed keys per pickle that share a hash with another
 _SCALARS = frozenset({str, int, bytes, float, bool, type(None)})
 
 
 class Far:
-    """The large integers that were keys; refuses many of one hash. alike: how many may be."""
+    """The large integers used as keys; refuses more than ``alike`` that share a hash with another."""
 
     __slots__ = ("_alike", "_first")
 
@@ -30,7 +30,7 @@ class Far:
         self._alike = alike
 
     def see(self, key: int, what: str) -> None:
-        """Notes a key; raises `MalformedCheckpoint`."""
+        """Record a key; raises `MalformedCheckpoint`."""
         if self._first.setdefault(hash(key), key) != key:
             self._alike -= 1
             if self._alike < 0:
@@ -38,7 +38,7 @@ class Far:
 
 
 def set_items(target: Any, items: list[Any], far: Far, what: str) -> None:
-    """Puts keys and values, in turn, into a dict; raises `MalformedCheckpoint`."""
+    """Put alternating keys and values into a dict; raises `MalformedCheckpoint`."""
     if type(target) is dict or type(target) is OrderedDict:
         if len(items) % 2:
             raise MalformedCheckpoint(f"{what} has a key without a value")
@@ -50,26 +50,26 @@ def set_items(target: Any, items: list[Any], far: Far, what: str) -> None:
                 _check_key(key, far, what)
         target.update(zip(keys, items[1::2], strict=True))
     elif type(target) is not Refused:
-        raise MalformedCheckpoint(f"{what} sets items of {type(target).__name__}")
+        raise MalformedCheckpoint(f"{what}: cannot set items of a {type(target).__name__}")
 
 
 def extend(target: Any, items: list[Any], what: str) -> None:
-    """Puts values behind those of a list; raises `MalformedCheckpoint`."""
+    """Append values to a list; raises `MalformedCheckpoint`."""
     if type(target) is list:
         target.extend(items)
     elif type(target) is not Refused:
-        raise MalformedCheckpoint(f"{what} appends to {type(target).__name__}")
+        raise MalformedCheckpoint(f"{what}: cannot append to a {type(target).__name__}")
 
 
 def keys(items: list[Any], far: Far, what: str) -> list[Any]:
-    """The items, when all of them can be hashed at little cost; raises `MalformedCheckpoint`."""
+    """Return the items if all of them can be hashed at little cost; raises `MalformedCheckpoint`."""
     for item in items:
         _check_key(item, far, what)
     return items
 
 
 def _check_key(key: Any, far: Far, what: str) -> None:
-    """Tuples nested through the memo can take 2**n steps to hash; real keys are small."""
+    """Refuse tuples that, nested through the memo, can take 2**n steps to hash; real keys are small."""
     left = _MAX_KEY_PARTS
     parts = [(key, 0)]
     while parts:

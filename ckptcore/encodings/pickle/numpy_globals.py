@@ -1,4 +1,4 @@
-"""Permitted globals of numpy's pickles: arrays of plain numbers, scalars and dtypes, as plain values.
+"""Permit the globals of numpy's pickles: arrays of plain numbers, scalars and dtypes, as plain values.
 
 An array is pickled as ``_reconstruct(ndarray, (0,), b"b")`` with the state (version, shape, dtype,
 fortran, bytes) (numpy/_core/src/multiarray/methods.c, array_reduce), or with protocol 5 as
@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.unpickler import Call
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 # Numbers of fixed width, and fixed-width text; objects, records and dates are code or need more.
 _PLAIN = re.compile(r"^(?:b1|i[1248]|u[1248]|f[248]|c8|c16|[SU]\d{1,6})$")
@@ -25,42 +25,48 @@ _SCALAR = "numpy._core.multiarray.scalar"
 
 
 def array_value(dtype: str, shape: tuple[int, ...], data: bytes, order: str = "C") -> dict[str, Any]:
-    """The value of ``Named("ndarray", ...)``: dtype as numpy spells it with its byte order, shape,
-    elements as bytes, and the order of the bytes where that is not C."""
-    told: dict[str, Any] = {"dtype": dtype, "shape": list(shape), "data": data}
-    return told if order == "C" else {**told, "order": order}
+    """Return the value of ``Named("ndarray", ...)``.
+
+    Args:
+        dtype: As numpy spells it, with its byte order.
+        shape: Elements.
+        data: The elements' bytes.
+        order: Order of the bytes, which is recorded if it is not C.
+    """
+    form: dict[str, Any] = {"dtype": dtype, "shape": list(shape), "data": data}
+    return form if order == "C" else {**form, "order": order}
 
 
 def _dtype(spelled: Any = "", align: Any = False, copy: Any = True) -> Named | Refused:
     if type(spelled) is not str or not _PLAIN.match(spelled):
-        return Refused(f"numpy.dtype({shown(spelled, 40)})")
+        return Refused(f"numpy.dtype({short_repr(spelled, 40)})")
     return Named("npdtype", [spelled, "="])
 
 
 def _set_dtype(target: Named, state: Any) -> None:
     # (version, byte order, subdtype, names, fields, itemsize, alignment, flags[, metadata])
     if type(state) is not tuple or len(state) < 5 or any(state[2:5]) or state[1] not in ("<", ">", "=", "|"):
-        raise ValueError(f"numpy dtype {target.value[0]} with the state {shown(state)}")
+        raise ValueError(f"numpy dtype {target.value[0]} with the state {short_repr(state)}")
     target.value[1] = state[1]
 
 
 def _dtype_string(dtype: Any) -> str:
     if type(dtype) is not Named or dtype.kind != "npdtype":
-        raise ValueError(f"numpy value without a dtype: {shown(dtype)}")
+        raise ValueError(f"numpy value without a dtype: {short_repr(dtype)}")
     kind, order = dtype.value
     return str(np.dtype(kind if order == "|" else order + kind).str)
 
 
 def _fits(shape: Any, dtype: str, data: Any) -> tuple[int, ...]:
     if type(shape) is not tuple or len(shape) > 64 or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"numpy array of shape {shown(shape)}")
+        raise ValueError(f"numpy array of shape {short_repr(shape)}")
     count = 1
     for n in shape:
         count *= n
         if count > _MAX_ITEMS:
-            raise ValueError(f"numpy array of shape {shown(shape)}")
+            raise ValueError(f"numpy array of shape {short_repr(shape)}")
     if type(data) is not bytes or len(data) != count * np.dtype(dtype).itemsize:
-        raise ValueError(f"numpy array of shape {shown(shape)} and dtype {dtype} with the wrong bytes")
+        raise ValueError(f"numpy array of shape {short_repr(shape)} and dtype {dtype} with the wrong bytes")
     return shape
 
 
@@ -68,16 +74,16 @@ def _reconstruct(subtype: Any, shape: Any, kind: Any) -> Named | Refused:
     if isinstance(subtype, Refused):  # a subclass of ndarray
         return subtype
     if subtype != Named("npclass", "ndarray") or shape != (0,):
-        raise ValueError(f"numpy array made from {shown(subtype)}")
+        raise ValueError(f"numpy array made from {short_repr(subtype)}")
     return Named("ndarray", array_value("|i1", (0,), b""))
 
 
 def _set_array(target: Named, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5:
-        raise ValueError(f"numpy array with the state {shown(state)}")
+        raise ValueError(f"numpy array with the state {short_repr(state)}")
     _, shape, dtype, fortran, data = state
     target.value.clear()
-    if isinstance(dtype, Refused):  # an array of objects, dates or records: nothing of it is kept
+    if isinstance(dtype, Refused):  # an array of objects, dates or records: nothing is kept
         target.value["refused"] = dtype.name
         return
     spelled = _dtype_string(dtype)
@@ -89,19 +95,19 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Named | Refuse
     if isinstance(dtype, Refused):
         return dtype
     if order not in ("C", "F"):
-        raise ValueError(f"numpy array in order {shown(order, 20)}")
+        raise ValueError(f"numpy array in order {short_repr(order, 20)}")
     spelled = _dtype_string(dtype)
     return Named("ndarray", array_value(spelled, _fits(shape, spelled, data), data, order))
 
 
 def _scalar(dtype: Any, data: Any = None) -> Any:
-    """A scalar as Python's own number or text of the same value."""
+    """Return a scalar as Python's own number or text of the same value."""
     if isinstance(dtype, Refused):
         return Refused(f"{_SCALAR} of {dtype.name}")
     spelled = _dtype_string(dtype)
     _fits((), spelled, data)
     if "U" in spelled:
-        # Not by numpy: of a number beyond the last character it makes a SystemError.
+        # Not with numpy, which raises SystemError for a number beyond the last character.
         return data.decode("utf-32-be" if spelled[0] == ">" else "utf-32-le", "surrogatepass").rstrip("\0")
     return np.frombuffer(data, spelled)[0].item() if len(data) else b""
 

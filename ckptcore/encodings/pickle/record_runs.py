@@ -1,11 +1,11 @@
-"""Runs of records that are spelled alike: millions of them, decoded column by column.
+"""Decode runs of similarly encoded records, millions of them, column by column.
 
-Metadata of a large job is one list of chunks per tensor and one dict of places; nearly all of its bytes
-are instances of three classes, one behind the other. The first of a run is read by
-`ckptcore.encodings.pickle.records`; all others must have its pattern: the same class, the same names in the
-same order, and for each name a size, a number or a text. Instances are found by the opcodes they begin
-with, decoded all at once, and taken as long as each ends where the next begins, so that bytes inside a text
-that look like an instance change nothing. What does not fit is left to the single opcodes.
+Metadata of a large job is one list of chunks per tensor and one dict of locations; nearly all of its bytes
+are instances of three classes, one after the other. `ckptcore.encodings.pickle.records` reads the first of a
+run; all others must have its pattern: the same class, the same names in the same order, and for each name a
+size, a number or a text. Instances are found by the opcodes they begin with, and decoded all at once. They
+are accepted as long as each ends where the next begins, so that bytes inside a text that look like an
+instance change nothing. The unpickler's single opcodes read everything else.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ckptcore.encodings.pickle.records import Call, Memo, Shortcuts
 
 _HEAD = 6  # bytes of `PickleWindow`'s head
 _MOST_DIMS = 8
-_WORTH = 32  # instances that are quicker decoded at once than one by one
+_WORTH = 32  # instances from which on decoding at once is faster than one by one
 _FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once
 _PATIENCE = 1 << 12
-# Opcode -> bytes of the whole, and the bits of its number: BININT1, BININT2, BININT.
+# Opcode -> its total bytes, and the bits of its number: BININT1, BININT2, BININT.
 _WIDTH = np.zeros(256, np.int64)
 _WIDTH[[0x4B, 0x4D, 0x4A]] = 2, 3, 5
 _BITS = np.zeros(256, np.uint64)
@@ -51,7 +51,7 @@ _BYTE = np.uint64(0xFF)
 
 
 class RecordRuns:
-    """Finds runs in a pickle, and takes them."""
+    """Finds runs in a pickle, and decodes them."""
 
     def __init__(self, data: bytes, memo: Memo) -> None:
         self._data, self._memo = data, memo
@@ -60,16 +60,17 @@ class RecordRuns:
         self._skip = self._pause = 0
         self._usual = _USUAL
         self.frame_end = len(data) + 1
-        self.rows = 0  # taken so far, an instance each
+        self.rows = 0  # decoded so far, an instance each
 
     def follow(
         self, shortcuts: Shortcuts, call: Call, at: int, stack: list[Any], marks: list[list[Any]]
     ) -> int:
-        """Takes the run behind the last record, which ends at ``at``: onto the stack, and into the memo.
+        """Decode the run behind the last record, which ends at ``at``, onto the stack and into the memo.
 
-        Gives the place behind it, which is ``at`` when there is none. A dict's run is a key without a value.
+        Return the position behind it, which is ``at`` when there is none. A dict's run is a key without a
+        value.
         """
-        if self._skip:  # where runs are short, looking for them costs more than they do
+        if self._skip:  # where runs are short, looking for them costs more than they save
             self._skip -= 1
             return at
         container = marks[-1][-1] if marks and marks[-1] else None
@@ -93,9 +94,9 @@ class RecordRuns:
         return at
 
     def take(self, patterns: Sequence[Pattern], at: int, batch: bytes) -> tuple[list[Columns], int]:
-        """The run that begins at ``at``, in pieces, and the place behind it.
+        """Return the run that begins at ``at``, in pieces, and the position behind it.
 
-        batch: opcodes that may stand between two rows, as they end a batch of items and begin the next.
+        ``batch`` is the opcodes that may come between two rows: they end a batch of items and begin the next.
         """
         pieces: list[Columns] = []
         taken = 0
@@ -119,17 +120,21 @@ class RecordRuns:
                 break
             self._usual = min(2 * self._usual, _MOST)
         self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _WORTH else 0
-        self._skip = max(self._pause, 1)  # the record behind a run is read by itself
+        self._skip = max(self._pause, 1)  # the record behind a run is read alone
         if taken:
             self._usual = max(_FEWEST, min(taken + (taken >> 3) + 16, _MOST))
         return pieces, at
 
 
 class _Rows:
-    """Decodes the rows of a run that lie in a window.
+    """Decodes the rows of a run that are in a window.
 
-    columns: of the rows. starts: int64 [n], their first memo numbers. memo: the number behind them. end:
-    the place behind them in the window. broken: whether the run ends there.
+    Attributes:
+        columns: Columns of the rows.
+        starts: int64 [n], their first memo numbers.
+        memo: The number behind them.
+        end: The window's position behind them.
+        broken: Whether the run ends there.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class _Rows:
     ) -> None:
         self._window, self._texts, self._memo = window, texts, memo
         self._patterns, self._batch = patterns, batch
-        self._words = window.words
+        self._qwords = window.qwords
 
     columns: Columns
     starts: Ints
@@ -146,7 +151,7 @@ class _Rows:
     broken: bool
 
     def decode(self, begin: int, most: int) -> _Rows | None:
-        """The rows from a place of the window on, at most so many; None when there are none."""
+        """Decode at most ``most`` rows from a position of the window on; return None when there are none."""
         prefix, cycle, heads = self._patterns[0].prefix, len(self._patterns), self._window.heads
         if self._window.data.startswith(self._batch, begin):
             begin += len(self._batch)
@@ -158,7 +163,7 @@ class _Rows:
         heads = heads[first : first + count * cycle + 1]
         following = heads[cycle::cycle] - len(prefix)
         good = self._match(following, prefix)
-        numbers = np.zeros(count, np.int64)  # memo numbers that a row takes
+        numbers = np.zeros(count, np.int64)  # memo numbers per row
         begins = heads[:-1:cycle] - len(prefix)
         ends = begins
         found: list[list[Any]] = []
@@ -186,14 +191,17 @@ class _Rows:
         return self
 
     def _match(self, at: Ints, spelling: bytes) -> Bools:
-        """Whether up to eight bytes stand at each place."""
+        """Report for each position whether up to eight bytes are there."""
         want = np.uint64(int.from_bytes(spelling, "little"))
-        return np.asarray((self._words[at] & _LOW[len(spelling)]) == want)
+        return np.asarray((self._qwords[at] & _LOW[len(spelling)]) == want)
 
     def _instance(self, pattern: Pattern, at: Ints, good: Bools, numbers: Ints) -> tuple[list[Any], Ints]:
-        """The values of an instance per row, and the places behind it; clears ``good``, counts ``numbers``.
+        """Decode an instance per row; clear ``good``, add to ``numbers``.
 
-        A text is (number of its row in the memo, place, length or memo number, whether it is spelled).
+        A text is (number of its row in the memo, position, length or memo number, whether it is spelled).
+
+        Returns:
+            (values, the positions behind it).
         """
         values: list[Any] = []
         numbers += 2
@@ -222,7 +230,7 @@ class _Rows:
         return values, at + 2
 
     def _number(self, at: Ints, good: Bools) -> tuple[Ints, Ints]:
-        word = self._words[at]
+        word = self._qwords[at]
         op = word & _BYTE
         width, value = _WIDTH[op], (word >> np.uint64(8)) & _BITS[op]
         good &= value < 1 << 31
@@ -237,11 +245,11 @@ class _Rows:
         return value.astype(np.int64), at + width
 
     def _size(self, at: Ints, good: Bools) -> tuple[Sizes, Ints]:
-        word = self._words[at]
+        word = self._qwords[at]
         marked = (word & _BYTE) == 0x28
         if marked.any():
             at = at + marked
-            word = self._words[at]
+            word = self._qwords[at]
         dims: list[npt.NDArray[np.uint64]] = []
         rank = np.zeros(len(at), np.int64)
         for _ in range(_MOST_DIMS):
@@ -254,7 +262,7 @@ class _Rows:
             dims.append(value)
             rank += width > 0
             at = at + width
-            word = self._words[at]
+            word = self._qwords[at]
         good &= marked == (rank > 3)
         none = (word & _LOW[5]) == _NO_DIMS
         some = (word & _LOW[6]) == _SIZE_END[np.minimum(rank, 4) - 1]
@@ -263,17 +271,17 @@ class _Rows:
         return Sizes(table.astype(np.int64), rank), at + np.where(rank > 0, 6, 5)
 
     def _text(self, at: Ints, good: Bools) -> tuple[tuple[Ints, Bools], Ints]:
-        word = self._words[at]
+        word = self._qwords[at]
         op = word & _BYTE
         spelled, near, far = op == 0x8C, op == 0x68, op == 0x6A
         good &= spelled | near | far
         value = ((word >> np.uint64(8)) & np.where(far, _LOW[4], _BYTE)).astype(np.int64)
         behind = np.where(spelled, value + 2, 0)
-        good &= ~spelled | ((self._words[at + behind] & _BYTE) == 0x94)
+        good &= ~spelled | ((self._qwords[at + behind] & _BYTE) == 0x94)
         return (value, spelled), at + np.where(spelled, value + 3, np.where(near, 2, 5))
 
     def _fields(self, found: list[list[Any]], rows: int) -> tuple[tuple[tuple[Column, ...], ...], int]:
-        """The columns by declared field, and how many rows there are whose texts are known."""
+        """Return the columns by declared field, and the number of rows whose texts are known."""
         decoded: list[list[Column]] = []
         for pattern, values in zip(self._patterns, found, strict=True):
             columns: list[Column] = [None] * len(pattern.fields)
@@ -286,10 +294,10 @@ class _Rows:
         return tuple(tuple(_first_rows(c, rows) for c in columns) for columns in decoded), rows
 
     def _names(self, before: Ints, at: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
-        """A column of texts, as long as all that are numbers of the memo are known."""
+        """Return a column of texts that ends before the first unknown memo number, and its length."""
         ids = np.zeros(len(at), np.int64)
         here = np.flatnonzero(spelled)
-        ids[here] = self._texts.find(self._window.data, self._words, at[here], value[here])
+        ids[here] = self._texts.find(self._window.data, self._qwords, at[here], value[here])
         number = self.starts[: len(at)] + before
         there = np.flatnonzero(~spelled)
         rows = len(at)
@@ -303,7 +311,7 @@ class _Rows:
         return Names(ids, spelled, self._texts.values), rows
 
     def _known(self, wanted: int, number: Ints, here: Ints, ids: Ints) -> int:
-        """Which text a memo number is: one that was spelled above, or in this column; else -1."""
+        """Return the text of a memo number: spelled before, or in this column; else -1."""
         if wanted < self._memo.next:
             value = self._memo.get(wanted)
             return self._texts.add(value.encode("utf-8", "surrogatepass")) if type(value) is str else -1
@@ -311,7 +319,7 @@ class _Rows:
         return int(ids[here[at]]) if at < len(here) and number[here[at]] == wanted else -1
 
     def _sound_frames(self, begins: Ints, following: Ints, rows: int) -> int:
-        """How many of the rows there are before a frame begins in the middle of an opcode."""
+        """Count the rows before a frame that begins in the middle of an opcode."""
         cuts = self._window.cuts
         for cut in cuts[(cuts > begins[0]) & (cuts < following[rows - 1])].tolist():
             row = int(np.searchsorted(begins[:rows], cut, side="right")) - 1
@@ -328,12 +336,12 @@ def _first_rows(column: Column, rows: int) -> Column:
     return None if column is None else column[:rows].copy()
 
 
-# Bytes of the opcodes that a run is made of: without an argument, of one byte, two, four.
+# Bytes of the opcodes of a run: without an argument, of one byte, two, four.
 _LENGTHS = {**dict.fromkeys(b")(}\x81\x94\x85\x86\x87tRubeN", 1), 0x68: 2, 0x4B: 2, 0x4D: 3, 0x6A: 5, 0x4A: 5}
 
 
 def _is_boundary(data: bytes, at: int, cut: int) -> bool:
-    """Whether an opcode begins at ``cut``, counted from the one at ``at``."""
+    """Report whether an opcode begins at ``cut``, counted from the one at ``at``."""
     while at < cut:
         op = data[at]
         at += 2 + data[at + 1] if op in (0x8C, 0x8A) else _LENGTHS.get(op, 1)

@@ -1,8 +1,8 @@
-"""Records of a pickle, and the quick way to read millions of them.
+"""Read the records of a pickle, with a fast path for millions of them.
 
 A permitted class becomes a `Call`, an instance of it a `Record` that is never instantiated. In
-metadata of large jobs nearly all opcodes belong to sizes and small records that are spelled alike;
-`Shortcuts` matches each as a whole. What does not match is left to the single opcodes.
+metadata of large jobs nearly all opcodes belong to sizes and small records with one encoding;
+`Shortcuts` matches each at once. The unpickler's single opcodes read everything else.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from typing import Any
 class Call:
     """A permitted global that may be called: ``build`` makes the value from plain arguments.
 
-    is_size: it is torch.Size and builds the tuple it is given; metadata holds millions of them.
-    fields: for a record class, the names whose values a dict state is kept as, in this order.
-    run: the classes of which metadata holds millions in turn, this one being the last: one of them stands
-    in a list, two are the items of a dict. Whoever reads such a list or dict must know `Columns`.
+    Attributes:
+        name: Its name.
+        build: Makes the value.
+        is_size: Whether it is torch.Size, which builds the given tuple; metadata holds millions of them.
+        fields: For a record class, the names whose values a dict state is kept as, in this order.
+        run: The classes of which metadata holds millions in turn, this one being the last. One class is the
+            item of a list; two are the items of a dict. Code that reads such a list or dict must handle
+            `Columns`.
     """
 
     __slots__ = ("build", "fields", "is_size", "name", "run")
@@ -40,7 +44,7 @@ class Call:
 class Record:
     """An instance of a permitted class, never instantiated: its name, arguments and state.
 
-    state: what was pickled; for a class with declared fields, a tuple of their values.
+    ``state`` is what was pickled; for a class with declared fields, a tuple of their values.
     """
 
     __slots__ = ("args", "fields", "kind", "state")
@@ -55,11 +59,11 @@ class Record:
 
 
 # A class from the memo, and what follows it when it is a `torch.Size` or a record with declared
-# fields. Metadata is a few million of these; matching each as a whole is what makes it quick.
+# fields. Metadata is a few million of these; matching each at once makes it fast.
 _REF = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
 _SIZE = rb"(?:" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)\x94\x85\x94R\x94"
-# The last: a list of one value that is known, as descriptors of a codec are.
+# The last: a list of one known value, such as descriptors of a codec.
 _VALUE = (
     rb"(" + _REF + rb"(?:" + _SIZE + rb")?|" + _INT + rb"|N|\x8a\x05.{5}|\x8a\x06.{6}|\x8c.[ -~]+\x94"
     rb"|\]\x94" + _REF + rb"a)"
@@ -75,15 +79,15 @@ _DIM = re.compile(rb"K(.)|M(..)|J(....)", re.DOTALL)
 
 
 class Memo:
-    """Numbered values. Temporaries of a shortcut have a number, but nobody may fetch them.
+    """Values by number. Temporaries of a shortcut have a number, but cannot be fetched.
 
-    rows: the values behind the last run of columns.
+    ``rows`` is the values behind the last run of columns.
     """
 
     __slots__ = ("_base", "_far", "_head", "_parts", "_starts", "rows")
 
     def __init__(self) -> None:
-        # A list: a dict entry costs ten times as much. What comes before the first run is asked for most.
+        # A list: a dict entry costs ten times as much. Values before the first run are fetched most.
         self._head: list[Any] = []
         self.rows: list[Any] = self._head
         self._base = 0  # number of the first of the rows
@@ -93,16 +97,16 @@ class Memo:
 
     @property
     def next(self) -> int:
-        """The number that the next value gets."""
+        """Return the number that the next value gets."""
         return self._base + len(self.rows)
 
     @property
     def far(self) -> int:
-        """How many values have a number behind the next."""
+        """Count the values whose number is beyond the next."""
         return len(self._far)
 
     def skip(self, run: Any, behind: int) -> None:
-        """Gives the numbers up to ``behind`` to a run, which has a ``get`` of its own."""
+        """Give the numbers up to ``behind`` to a run, which has a ``get`` of its own."""
         if self.rows is not self._head:
             self._starts.append(self._base)
             self._parts.append(self.rows)
@@ -111,6 +115,7 @@ class Memo:
         self._base, self.rows = behind, []
 
     def put(self, index: int, value: Any) -> None:
+        """Set the value of a number; raises `ValueError` for a number inside a run."""
         if index < len(self._head):
             self._head[index] = value
         elif index < self._base:
@@ -123,6 +128,7 @@ class Memo:
             self._far[index] = value
 
     def get(self, index: int) -> Any:
+        """Return the value of a number; raises `ValueError` for a temporary, `KeyError` if unknown."""
         if index < len(self._head):
             value = self._head[index]
         elif index < self._base:
@@ -140,24 +146,24 @@ class Memo:
         return part[index - self._starts[n]] if type(part) is list else part.get(index)
 
 
-# A record that was matched: its class, where that is spelled, and the match behind it.
+# A matched record: its class, the position of the class, and the match behind it.
 Seen = tuple[Call, int, re.Match[bytes]]
 _SKIPPED = object()
-_AS_IS: tuple[int, ...] = (-2,)  # names come in the declared order; compared by identity
+_AS_IS: tuple[int, ...] = (-2,)  # marks names in the declared order; compared by identity
 
 
 class Shortcuts:
-    """Whole sizes and records at once; what does not match is left to the single opcodes."""
+    """Reads complete sizes and records at once; single opcodes read everything else."""
 
     def __init__(self, data: bytes, memo: Memo) -> None:
         self._data, self._memo = data, memo
-        self.before: Seen | None = None  # the last record but one
+        self.before: Seen | None = None  # the second last record
         self.last: Seen | None = None
-        self._known: dict[bytes, Any] = {}  # spelling -> integer, or tuple of a size
+        self._known: dict[bytes, Any] = {}  # bytes -> integer, or tuple of a size
         self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
     def size(self, at: int) -> tuple[Any, int]:
-        """(dims, end) of a size behind its class at ``at``; end 0 when it does not match."""
+        """Return (dims, end) of a size behind its class at ``at``; end 0 when it does not match."""
         found = _match_size(self._data, at)
         if found is None:
             return None, 0
@@ -166,9 +172,9 @@ class Shortcuts:
         return dims, found.end()
 
     def record(self, call: Call, at: int, op: int) -> tuple[Record | None, int]:
-        """(record, end) of an instance behind its class at ``at``; end 0 when it does not match.
+        """Return (record, end) of an instance behind its class at ``at``; end 0 when it does not match.
 
-        op: the opcode that fetched the class.
+        ``op`` is the opcode that fetched the class.
         """
         found = _match_record(self._data, at)
         if found is None:
@@ -193,13 +199,13 @@ class Shortcuts:
         return made, found.end()
 
     def order(self, call: Call, names: tuple[bytes, ...]) -> tuple[int, ...]:
-        """For each declared field, which of the named values it is; -1: none."""
-        told = [self._memo.get(n[1] if len(n) == 2 else _long(n, 1)) for n in names]
-        if any(type(n) is not str for n in told):
+        """Return for each declared field the index of its value; -1 for none."""
+        texts = [self._memo.get(n[1] if len(n) == 2 else _long(n, 1)) for n in names]
+        if any(type(n) is not str for n in texts):
             raise ValueError("a record is filled with something else than named values")
-        if tuple(told) == call.fields:
+        if tuple(texts) == call.fields:
             return _AS_IS
-        return tuple(told.index(f) if f in told else -1 for f in call.fields)
+        return tuple(texts.index(f) if f in texts else -1 for f in call.fields)
 
     def _value(self, raw: bytes) -> Any:
         seen = self._known.get(raw, _SKIPPED)
@@ -214,7 +220,7 @@ class Shortcuts:
             if len(raw) == width:
                 return value
             if type(value) is not Call or not value.is_size:
-                raise ValueError("something else than a size is called like one")
+                raise ValueError("something else than torch.Size is called like it")
             dims = self._known[raw] = self._size(raw[width:])
             self._memo.rows += (_SKIPPED, _SKIPPED, dims)
             return dims
@@ -226,7 +232,7 @@ class Shortcuts:
             return one
         if kind == 0x8C:  # SHORT_BINUNICODE, MEMOIZE
             if raw[1] != len(raw) - 3:
-                raise ValueError("text of another length than it says")
+                raise ValueError("text of another length than it claims")
             text = sys.intern(raw[2:-1].decode())
             self._memo.rows.append(text)
             return text
@@ -251,6 +257,7 @@ def _long(raw: bytes, at: int) -> int:
 
 
 def by_name(fields: tuple[str, ...], names: list[Any], values: list[Any]) -> tuple[Any, ...]:
+    """Return the values of the declared fields, None where absent."""
     if len(names) != len(values) or any(type(n) is not str for n in names):
         raise ValueError("a record is filled with something else than named values")
     state = dict(zip(names, values, strict=True))

@@ -1,4 +1,4 @@
-"""Permitted globals of torch's own pickles, with what is built for each.
+"""Permit the globals of torch's own pickles, and build a plain value for each.
 
 Every entry names where torch (or the standard library) writes it. Nothing here is imported or
 called by name: the builders below make plain values.
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ckptcore.core.dtype import BY_NAME, DTYPES, UNHELD, UNHELD_STORAGE
+from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
 from ckptcore.core.manifest import CONJ, NEG
 from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.container_items import Far, keys
 from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
 from ckptcore.encodings.pickle.unpickler import Call, Record
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _MAX_RANK = 64
 _MAX_DIM = 1 << 50
@@ -27,8 +27,14 @@ _MAX_DIM = 1 << 50
 class StoredView:
     """A pickled tensor: a view of a storage.
 
-    key: the storage's record ``data/<key>``. storage_bytes: its length. dtype, shape: elements.
-    offset, strides: elements. flags: CONJ and NEG of `ckptcore.core.manifest`.
+    Attributes:
+        key: Key of the storage's record ``data/<key>``.
+        storage_bytes: Length of the storage.
+        dtype: Dtype of the elements.
+        shape: Elements.
+        offset: Elements.
+        strides: Elements.
+        flags: CONJ and NEG of `ckptcore.core.manifest`.
     """
 
     key: str
@@ -41,7 +47,7 @@ class StoredView:
 
 
 def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
-    """Keys of the storages that a tree's tensors view. refused: those of tensors that are not read, too."""
+    """Return the keys of the storages under a tree's tensors; ``refused`` adds those of refused tensors."""
     found: set[str] = set()
     queue, seen = [tree], set[int]()
     while queue:
@@ -65,7 +71,7 @@ def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
 def _dims(values: Any, what: str) -> tuple[int, ...]:
     dims = tuple(values)
     if len(dims) > _MAX_RANK or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims):
-        raise ValueError(f"{what} {shown(dims)}")
+        raise ValueError(f"{what} {short_repr(dims)}")
     return dims
 
 
@@ -77,11 +83,11 @@ def _rebuild(
         return RefusedTensor(f"torch.{dtype}", "", False, dtype, _dims(size, "tensor shape"), (key,))
     shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
     if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset < _MAX_DIM:
-        raise ValueError(f"tensor of shape {shape} with strides {strides} at {shown(offset, 40)}")
+        raise ValueError(f"tensor of shape {shape} with strides {strides} at {short_repr(offset, 40)}")
     flags = 0
     if extra is not None:
         if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
-            raise ValueError(f"tensor metadata {shown(extra)}")
+            raise ValueError(f"tensor metadata {short_repr(extra)}")
         flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
     return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
 
@@ -105,10 +111,7 @@ def _rebuild_v3(
 def _quantized(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RefusedTensor:
     if type(storage) is not tuple:
         raise ValueError("quantised tensor without a storage")
-    keys = (
-        storage[0],
-        *sorted(storages_in(list(rest), refused=True)),
-    )  # scales and zero points, where they are tensors
+    keys = (storage[0], *sorted(storages_in(list(rest), refused=True)))  # scales and zero points as tensors
     return RefusedTensor(
         "torch._utils._rebuild_qtensor",
         "a quantised tensor",
@@ -132,8 +135,10 @@ def _meta(dtype: Any, size: Any, *rest: Any) -> RefusedTensor:
 
 
 def _sparse(layout: Any, data: Any) -> RefusedTensor:
-    """torch/_tensor.py, Tensor._reduce_ex_internal: (indices, values, size, ...), or with two kinds of
-    indices."""
+    """Refuse a sparse tensor: (indices, values, size, ...), or with two kinds of indices.
+
+    torch/_tensor.py, Tensor._reduce_ex_internal, pickles these.
+    """
     parts = data if type(data) is tuple else ()
     tensors = [p for p in parts if isinstance(p, (StoredView, RefusedTensor))]
     size = next((p for p in parts if type(p) is Named and p.kind == "size"), None)
@@ -162,10 +167,10 @@ def _nested_tensor(buffer: Any, *rest: Any) -> RefusedTensor:
 
 
 def of_class(kind: Refused, function: Any, args: Any, *state: Any) -> RefusedTensor:
-    """A tensor of a class that may give its bytes another meaning, as ``function`` makes it of ``args``.
+    """Refuse a tensor of a class that may give its bytes another meaning.
 
-    Its dtype and shape are those of the plain tensor that it is made of, or what `_rebuild_wrapper_subclass`
-    is given first.
+    ``function`` makes it from ``args``. Its dtype and shape are those of the plain tensor that it wraps, or
+    the first arguments of `_rebuild_wrapper_subclass`.
     """
     dtype, shape = "", None
     if type(function) is Call and any(function is call for call in REBUILDS.values()) and type(args) is tuple:
@@ -205,10 +210,10 @@ def _size(values: Any = ()) -> Named:
 
 def _plain_set(values: Any = ()) -> Any:
     if type(values) not in (list, tuple):
-        raise ValueError(f"set of {shown(values, 40)}")
+        raise ValueError(f"set of {short_repr(values, 40)}")
     refused = next((v for v in values if type(v) is Refused), None)
     if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
-        refused = Refused("builtins.set")  # of tuples, say: no more than this value is lost
+        refused = Refused("builtins.set")  # of tuples, for example: only this value is lost
     return refused or set(keys(list(values), Far(100), "a set"))
 
 
@@ -225,25 +230,25 @@ def _complex(real: Any, imag: Any) -> complex:
 
 def _layout(name: Any) -> Named:
     if type(name) is not str:
-        raise ValueError(f"layout {shown(name, 40)}")
+        raise ValueError(f"layout {short_repr(name, 40)}")
     return Named("layout", name)
 
 
 def _device(*parts: Any) -> Named:
     if any(type(p) not in (str, int) for p in parts):
-        raise ValueError(f"device {shown(parts, 40)}")
+        raise ValueError(f"device {short_repr(parts, 40)}")
     return Named("device", [str(p) for p in parts])
 
 
 def _no_bytes(*args: Any) -> bytes:
-    # How protocol 2 spells b"".
+    # Protocol 2 encodes b"" like this.
     if args:
         raise ValueError("bytes with arguments")
     return b""
 
 
 def _latin1(text: Any, encoding: Any) -> bytes:
-    # How protocol 2 spells bytes: _codecs.encode(text, "latin1").
+    # Protocol 2 encodes bytes like this: _codecs.encode(text, "latin1").
     if type(text) is not str or encoding != "latin1":
         raise ValueError("encode of something else than latin-1 text")
     return text.encode("latin1")
@@ -267,10 +272,10 @@ def _windows_path(*parts: Any) -> Named:
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
 STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
     "torch.storage.UntypedStorage": Named("storage", "UntypedStorage"),
-    **{f"torch.{name}": Named("storage", name) for name in UNHELD_STORAGE},
+    **{f"torch.{name}": Named("storage", name) for name in UNSUPPORTED_STORAGES},
 }
-# torch.dtype.__reduce__ gives its name: a global of module torch.
-DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNHELD))}
+# torch.dtype.__reduce__ returns its name: a global of module torch.
+DTYPE_GLOBALS = {f"torch.{name}": Named("dtype", name) for name in (*BY_NAME, *sorted(UNSUPPORTED))}
 # torch/_utils.py.
 REBUILDS = {
     "torch._utils._rebuild_tensor_v2": Call("_rebuild_tensor_v2", _rebuild_v2),
@@ -278,7 +283,7 @@ REBUILDS = {
     "torch._utils._rebuild_parameter": Call("_rebuild_parameter", _parameter),
     "torch._utils._rebuild_parameter_with_state": Call("_rebuild_parameter_with_state", _parameter),
 }
-# torch/_utils.py: tensors that are known by their kind, and are not read.
+# torch/_utils.py: tensors of known kinds that are not read.
 REFUSED_REBUILDS = {
     "torch._utils._rebuild_qtensor": Call("_rebuild_qtensor", _quantized),
     "torch._utils._rebuild_sparse_tensor": Call("_rebuild_sparse_tensor", _sparse),
@@ -311,7 +316,7 @@ COMMON: dict[str, Any] = {
     "torch.serialization._get_layout": Call("_get_layout", _layout),
     "torch.device": Call("torch.device", _device),
 }
-# Classes of plain tensors; only `_with_attributes` takes them.
+# Classes of plain tensors; only `_with_attributes` accepts them.
 _PLAIN = {
     f"torch.{name}": Refused(f"torch.{name}")
     for name in ("Tensor", "_tensor.Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")
@@ -320,14 +325,14 @@ _PLAIN = {
 
 def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
     # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes (FSDP marks its clones
-    # with one), which are left out. Another class may give its bytes another meaning.
+    # with one), which are dropped. Another class may give its bytes another meaning.
     if type(kind) is Refused and kind.name not in _PLAIN:
         return of_class(kind, function, args, *state)
     if type(function) is Refused:
         return function
     known = type(function) is Call and any(function is call for call in REBUILDS.values())
     if type(kind) is not Refused or not known or type(args) is not tuple:
-        raise ValueError(f"a tensor of {shown(kind, 60)}")
+        raise ValueError(f"a tensor of {short_repr(kind, 60)}")
     return function.build(*args)
 
 

@@ -1,10 +1,10 @@
-"""The allow-list unpickler: what plain values does a pickle hold, without running any of it?
+"""Unpickle plain values by an allow-list, without executing any of a pickle.
 
 A small virtual machine for pickle protocols 2 to 5 (Lib/pickletools.py, CPython). It builds None,
 bools, numbers, strings, bytes, lists, tuples, dicts and sets, and calls nothing but the builders
-of the table it is given. Any other global is refused: an error (strict), or a `Refused` value in
+of the given table. Any other global is refused: an error (strict), or a `Refused` value in
 its place. Work and memory are linear in the input's length, and counted on the reading's meter: opcodes
-that could ask for more are bounded or not known, keys that would be slow to hash are rejected.
+that could need more are bounded or unknown, keys that would be slow to hash are rejected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 
 __all__ = ["Call", "Columns", "Names", "Record", "Sizes", "loads", "record"]
 _MAX_LONG_BYTES = 64
-_MAX_STACK = 100_000  # nesting of marks, far over any real pickle
-# What calls may be given, against the pickle's length: arguments shared through the memo cost a call
+_MAX_STACK = 100_000  # nesting of marks, far beyond any real pickle
+# Limit of arguments to calls per byte of pickle: an argument shared through the memo costs a call
 # two bytes, and its builder a copy.
 _MAX_GIVEN, _ENTRY = 64, 32
 _SIZED: dict[type[Any], int] = {
@@ -39,16 +39,19 @@ _SIZED: dict[type[Any], int] = {
     OrderedDict: _ENTRY,
     set: _ENTRY,
 }
-# What is built is counted in blocks of opcodes: bytes per opcode (its value and its time), per item of a
-# dict or set, per character, per record of a declared class, per row of columns, per memo entry far away.
+# Costs are counted in blocks of opcodes: bytes per opcode (its value and its time), per item of a
+# dict or set, per character, per record of a declared class, per row of columns, per far memo entry.
 _BLOCK, _OP, _ITEM, _CHAR, _RECORD, _ROW, _FAR = 1 << 14, 96, 64, 4, 256, 64, 128
 
 
 def record(kind: str, *fields: str, run: tuple[str, ...] = ()) -> Call:
-    """A table entry for a class whose instances are kept as `Record`.
+    """Return a table entry for a class whose instances are kept as `Record`.
 
-    fields: when given, a dict state is kept as a tuple of these values, None where absent; a dict
-    per object is what would make large metadata cost gigabytes. run: see `Call`.
+    Args:
+        kind: Name of the class.
+        *fields: When given, a dict state is kept as a tuple of these values, None where absent. A dict per
+            object would make large metadata cost gigabytes.
+        run: See `Call`.
     """
     return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run)
 
@@ -61,23 +64,28 @@ def loads(
     persistent: Callable[[Any], Any] | None = None,
     refused: list[str] | None = None,
 ) -> Any:
-    """The value that ``data`` pickles.
+    """Return the value that ``data`` pickles.
 
-    table: ``module.name`` -> a `Call`, or a constant that stands for the global itself.
-    what: the file or record, for messages. persistent: resolves persistent ids.
-    refused: when given, globals outside the table become `Refused` and are listed here;
-        otherwise they raise `UnsafeContent`.
-    Raises `MalformedCheckpoint` when the bytes are not a whole, bounded pickle, `MetadataTooLarge` when
-    what they stand for is over the budget.
+    Args:
+        data: The pickle.
+        table: ``module.name`` -> a `Call`, or a constant that replaces the global itself.
+        what: The file or record, for messages.
+        persistent: Resolves persistent ids.
+        refused: When given, globals outside the table become `Refused` and are added to this list.
+
+    Raises:
+        UnsafeContent: A global is outside the table, and ``refused`` is None.
+        MalformedCheckpoint: The bytes are not a complete, bounded pickle.
+        MetadataTooLarge: The values are over the budget.
     """
-    # Nothing below makes cycles, and a collection walks everything built so far.
+    # Nothing below makes cycles, and a collection visits everything built so far.
     collecting = gc.isenabled() and len(data) > 1 << 20
     if collecting:
         gc.disable()
     try:
         return _run(data, table, what, persistent, refused)
     except (IndexError, struct.error) as error:
-        raise MalformedCheckpoint(f"{what} is not a whole pickle: it ends in the middle") from error
+        raise MalformedCheckpoint(f"{what} is not a complete pickle: it ends in the middle") from error
     except (
         TypeError,
         ValueError,
@@ -88,7 +96,7 @@ def loads(
         RecursionError,
         MemoryError,
     ) as error:
-        raise MalformedCheckpoint(f"{what} is not a sound pickle: {error}") from error
+        raise MalformedCheckpoint(f"{what} is not a valid pickle: {error}") from error
     finally:
         if collecting:
             gc.enable()
@@ -110,8 +118,8 @@ def _run(
     at, size = 0, len(data)
     given, limit = 0, _MAX_GIVEN * size + (1 << 20)
     count, spent, far = meter(), size, Far()
-    fresh: dict[Any, Any] | None = None  # the last dict that was made, until it became a record's state
-    quick = True  # until explicit memo numbers turn up, which protocol 4 does not use
+    fresh: dict[Any, Any] | None = None  # the last new dict, until it becomes a record's state
+    quick = True  # until explicit memo numbers appear, which protocol 4 does not use
     append = stack.append
     while True:
         count.require(_cost(spent, given, memo, runs), what)
@@ -119,7 +127,7 @@ def _run(
         for _ in repeat(None, _BLOCK):
             op = data[at]
             at += 1
-            # Ordered by how often real `.metadata` files use them.
+            # In order of frequency in real `.metadata` files.
             if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
                 if op == 0x68:
                     value = memo.get(data[at])
@@ -161,7 +169,7 @@ def _run(
                 if type(state) is dict:
                     given += len(state) * _ENTRY
                     if state is fresh and type(stack[-1]) is Record and stack[-1].fields:
-                        fresh = None  # once: only its values are kept
+                        fresh = None  # only its values are kept
                         spent -= CONTAINER - _RECORD
                 if given > limit:
                     raise _too_much(what, size)
@@ -235,7 +243,7 @@ def _run(
                 at = stop + 1
             elif op == 0x51:  # BINPERSID
                 if persistent is None:
-                    raise MalformedCheckpoint(f"{what} refers to storages that are not there")
+                    raise MalformedCheckpoint(f"{what} refers to storages, and there are none")
                 stack[-1] = persistent(stack[-1])
             elif op == 0x88:  # NEWTRUE
                 append(True)
@@ -258,7 +266,7 @@ def _run(
                 runs.frame_end = at + int.from_bytes(data[at - 8 : at], "little")
             elif op == 0x80:  # PROTO
                 if data[at] > 5:
-                    raise MalformedCheckpoint(f"{what} is pickle protocol {data[at]}, known are 2 to 5")
+                    raise MalformedCheckpoint(f"{what} must be pickle protocol 2 to 5 (got {data[at]})")
                 at += 1
             elif op == 0x43:  # SHORT_BINBYTES
                 n = data[at]
@@ -286,7 +294,7 @@ def _run(
                 items, stack = stack, marks.pop()
                 append = stack.append
                 if type(stack[-1]) is not set:
-                    raise MalformedCheckpoint(f"{what} adds set items to something else")
+                    raise MalformedCheckpoint(f"{what}: cannot add set items to a {type(stack[-1]).__name__}")
                 stack[-1].update(keys(items, far, what))
                 spent += _ITEM * len(items)
             elif op == 0x91:  # FROZENSET
@@ -306,7 +314,7 @@ def _run(
             elif op == 0x30:  # POP
                 if stack:
                     if type(stack.pop()) is Columns:
-                        raise MalformedCheckpoint(f"{what} takes back what it has put into a list")
+                        raise MalformedCheckpoint(f"{what} removes records that it has put into a list")
                 else:
                     stack = marks.pop()
                     append = stack.append
@@ -318,7 +326,7 @@ def _run(
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
                     raise MalformedCheckpoint(f"{what} ends with {len(stack)} values on the stack")
-                spent -= max(_BLOCK - at, 0) * _OP  # of the last block, if it was all
+                spent -= max(_BLOCK - at, 0) * _OP  # a short pickle does not use its complete block
                 count.take(_cost(spent, given, memo, runs), what)
                 return stack[0]
             else:
@@ -326,7 +334,7 @@ def _run(
 
 
 def _cost(spent: int, given: int, memo: Memo, runs: RecordRuns) -> int:
-    """About as many bytes as what was built so far takes, its later forms included."""
+    """Estimate the bytes of what was built so far, its later forms included."""
     return max(spent, 0) + given + _ROW * runs.rows + _FAR * memo.far
 
 
@@ -338,7 +346,7 @@ def _take(data: bytes, at: int, n: int) -> bytes:
 
 
 def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
-    # Python 2 `str`: torch reads it as text in latin-1/utf-8; anything else stays bytes.
+    # Python 2 `str`: torch decodes it as latin-1/utf-8 text; anything else stays bytes.
     if not is_string:
         return raw
     try:
@@ -349,13 +357,13 @@ def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
 
 def _global(module: Any, name: Any, table: Mapping[str, Any], what: str, refused: list[str] | None) -> Any:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise MalformedCheckpoint(f"{what} names a global by something that is not text")
+        raise MalformedCheckpoint(f"{what} names a global with something else than text")
     full = f"{module}.{name}"
     if full in table:
         return table[full]
     if refused is None:
         raise UnsafeContent(
-            f"{what} wants to load {full!r}, which is not on the allow-list", **{"global": full}
+            f"cannot load {full!r} for {what}: it is not on the allow-list", **{"global": full}
         )
     if full not in refused:
         refused.append(full)
@@ -365,15 +373,15 @@ def _global(module: Any, name: Any, table: Mapping[str, Any], what: str, refused
 def _call(function: Any, args: Any, what: str) -> Any:
     if type(function) is Call:
         if type(args) is not tuple:
-            raise MalformedCheckpoint(f"{what} calls {function.name} with no argument tuple")
+            raise MalformedCheckpoint(f"{what} calls {function.name} without an argument tuple")
         return function.build(*args)
     if type(function) is Refused:
         return function
-    raise MalformedCheckpoint(f"{what} calls {type(function).__name__}, which cannot be called")
+    raise MalformedCheckpoint(f"{what} calls a {type(function).__name__}, which cannot be called")
 
 
 def _given(args: Any) -> int:
-    """What a builder may have to copy of its arguments, in about bytes."""
+    """Estimate the bytes of arguments that a builder may have to copy."""
     if type(args) is not tuple:
         return 0  # `_call` refuses it
     total = len(args)
@@ -385,7 +393,7 @@ def _given(args: Any) -> int:
 
 
 def _too_much(what: str, size: int) -> MalformedCheckpoint:
-    return MalformedCheckpoint(f"{what}: {size} bytes of pickle call for far more than they hold")
+    return MalformedCheckpoint(f"{what}: a pickle of {size} bytes calls for far more than it holds")
 
 
 def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None:
@@ -394,8 +402,8 @@ def _build(target: Any, state: Any, table: Mapping[str, Any], what: str) -> None
             state = by_name(target.fields, list(state), list(state.values()))
         target.state = state
     elif type(target) is OrderedDict and (state is None or type(state) is dict):
-        return  # torch's state dicts carry `_metadata` here: module versions, not data
+        return  # torch's state dicts have `_metadata` here: module versions, not data
     elif type(target) is Named and f"BUILD {target.kind}" in table:
-        table[f"BUILD {target.kind}"](target, state)  # no global has a name without a dot
+        table[f"BUILD {target.kind}"](target, state)  # every global has a dot in its name
     elif type(target) is not Refused:
-        raise MalformedCheckpoint(f"{what} sets the state of {type(target).__name__}")
+        raise MalformedCheckpoint(f"{what}: cannot set the state of a {type(target).__name__}")

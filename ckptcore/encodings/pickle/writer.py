@@ -1,8 +1,8 @@
-"""Writing pickles: which bytes does `torch.save` put into data.pkl for a tree of plain values?
+"""Write a tree of plain values as the data.pkl of `torch.save`.
 
-Protocol 2, as torch/serialization.py writes it. By default there is nothing in it but what
-``torch.load(weights_only=True)`` knows, numpy arrays excepted; with ``classes``, paths, namespaces and
-frozen sets are what they were, as Python's own pickler has them.
+Protocol 2, like torch/serialization.py. By default it holds only what ``torch.load(weights_only=True)``
+permits, except for numpy arrays. With ``classes``, paths, namespaces and frozen sets keep their classes, like
+with Python's own pickler.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ class Pickled:
     """Builds one protocol 2 pickle."""
 
     def __init__(self, tensor: Callable[[str], tuple[str, TensorSpec]], *, classes: bool = False) -> None:
-        """tensor: FQN -> (storage key, spec). classes: whether values keep their library classes."""
+        """Begin a pickle; ``tensor`` maps FQN -> (storage key, spec), ``classes`` keeps library classes."""
         self.tensor, self.classes = tensor, classes
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[str, int] = {}
 
     def finish(self) -> bytes:
-        """The whole pickle."""
+        """Return the complete pickle."""
         return bytes(self.out + b".")
 
     def value(self, value: Any) -> None:
-        """Appends one value of a tree as `ckptcore.core.object_tree.decode` gives it; raises TypeError."""
+        """Append one value of a tree from `ckptcore.core.object_tree.decode`; raises TypeError."""
         emit = _VALUES.get(type(value))
         if emit is None:
-            raise TypeError(f"{type(value).__name__} cannot be pickled")
+            raise TypeError(f"cannot pickle a {type(value).__name__}")
         emit(self, value)
 
     def call(self, module: str, name: str, *args: Any) -> None:
-        """Appends ``name(*args)``."""
+        """Append ``name(*args)``."""
         self.name(module, name)
         self.all(args)
         self.out += b"R"
 
     def all(self, values: tuple[Any, ...]) -> None:
-        """Appends a tuple."""
+        """Append a tuple."""
         self.out += b"("
         for v in values:
             self.value(v)
         self.out += b"t"
 
     def name(self, module: str, name: str) -> None:
-        """Appends a global."""
+        """Append a global."""
         full = f"{module}.{name}"
         seen = self._memo.get(full)
         if seen is not None:
@@ -119,7 +119,7 @@ def _set(p: Pickled, value: set[Any] | frozenset[Any]) -> None:
 
 
 def _tensor(p: Pickled, ref: TensorRef) -> None:
-    """As torch/_utils.py: `_rebuild_tensor_v2`, or v3 for dtypes without a storage class."""
+    """Write a tensor like torch/_utils.py: `_rebuild_tensor_v2`, or v3 for dtypes without a storage class."""
     key, spec = p.tensor(ref.fqn)
     dtype = BY_NAME[spec.dtype]
     p.name("torch._utils", "_rebuild_tensor_v2" if dtype.storage else "_rebuild_tensor_v3")
@@ -143,7 +143,7 @@ def _tensor(p: Pickled, ref: TensorRef) -> None:
     p.out += b"tR"
 
 
-# --- values that torch, numpy or the standard library has a name for ---------------------------------
+# --- values with a name in torch, numpy or the standard library ---------------------------------------
 
 
 def _device(p: Pickled, value: Any) -> None:
@@ -152,7 +152,7 @@ def _device(p: Pickled, value: Any) -> None:
 
 
 def _array(p: Pickled, array: Any) -> None:
-    """As numpy/_core/src/multiarray/methods.c, array_reduce, has it."""
+    """Write an array like array_reduce in numpy/_core/src/multiarray/methods.c."""
     p.name("numpy._core.multiarray", "_reconstruct")
     p.out += b"("
     p.name("numpy", "ndarray")
@@ -167,7 +167,7 @@ def _array(p: Pickled, array: Any) -> None:
 
 
 def _array_dtype(p: Pickled, dtype: np.dtype[Any]) -> None:
-    """As descriptor.c, arraydescr_reduce, has it, for numbers and fixed-width text."""
+    """Write a dtype of numbers or fixed-width text like arraydescr_reduce in descriptor.c."""
     p.call("numpy", "dtype", dtype.str[1:], False, True)
     text = dtype.kind in "SU"
     sizes = (dtype.itemsize, dtype.alignment, 8 if dtype.kind == "U" else 0) if text else (-1, -1, 0)
@@ -176,7 +176,7 @@ def _array_dtype(p: Pickled, dtype: np.dtype[Any]) -> None:
 
 
 def _class(module: str, name: str) -> Callable[[Pickled, Any], None]:
-    """Of a value made from one text: without classes, the text is all it says."""
+    """Return a writer of values made from one text; without classes it writes the text."""
 
     def emit(p: Pickled, value: Any) -> None:
         if p.classes:
@@ -188,7 +188,7 @@ def _class(module: str, name: str) -> Callable[[Pickled, Any], None]:
 
 
 def _namespace(module: str, name: str, make: bytes) -> Callable[[Pickled, Any], None]:
-    """Of a value that is its attributes: without classes, a dict. make: how the empty one is built."""
+    """Return a writer of attributes; without classes it writes a dict. ``make`` builds the empty object."""
 
     def emit(p: Pickled, value: Any) -> None:
         if p.classes:
@@ -202,7 +202,7 @@ def _namespace(module: str, name: str, make: bytes) -> Callable[[Pickled, Any], 
 
 
 def _bytes_io(p: Pickled, value: bytes) -> None:
-    """As Modules/_io/bytesio.c, bytesio_getstate, has it; without classes, its bytes."""
+    """Write a buffer like bytesio_getstate in Modules/_io/bytesio.c; without classes, its bytes."""
     if not p.classes:
         p.value(value)
         return
@@ -213,7 +213,7 @@ def _bytes_io(p: Pickled, value: bytes) -> None:
 
 
 def _enum(p: Pickled, value: list[Any]) -> None:
-    """Of [class, value]: as Lib/enum.py pickles a member; without classes, its value."""
+    """Write [class, value] like a member pickled by Lib/enum.py; without classes, its value."""
     module, _, name = value[0].rpartition(".")
     if p.classes:
         p.call(module, name, value[1])
@@ -222,14 +222,14 @@ def _enum(p: Pickled, value: list[Any]) -> None:
 
 
 def _record(p: Pickled, value: list[Any]) -> None:
-    """Of [class, attributes]: as an object without a reduction of its own; without classes, a dict."""
+    """Write [class, attributes] like an object without its own reduction; without classes, a dict."""
     module, _, name = value[0].rpartition(".")
     _namespace(module, name, b")\x81")(p, value[1])
 
 
 def _named(p: Pickled, value: Named) -> None:
     emit = _NAMED.get(value.kind)
-    if emit is None:  # what another format's reader made of its own classes
+    if emit is None:  # another format's reader built it from its own classes
         p.value(value.value)
     else:
         emit(p, value.value)

@@ -1,12 +1,12 @@
-"""Torch zips: where are the tensor bytes inside what `torch.save` wrote?
+"""Locate the tensor bytes inside a file of `torch.save`.
 
 A torch zip is an uncompressed zip: ``<name>/data.pkl`` (a pickle whose persistent ids name
-storages), ``<name>/data/<key>`` (one record a storage, 64-byte aligned from the zip's start),
+storages), ``<name>/data/<key>`` (one record per storage, 64-byte aligned from the zip's start),
 ``byteorder``, ``version`` (torch/serialization.py, caffe2/serialize/inline_container.cc). The
 central directory has every record's CRC-32, which torch itself never checks.
 
 `directory` locates the records, `parse_tensor` resolves a zip with exactly one tensor, and
-`read_objects` gives a zip's whole tree. All read through a `Reader`, touch a few kB, and bound
+`read_objects` returns a zip's complete tree. All read through a `Reader`, read a few KiB, and bound
 every count and offset before use.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNHELD_STORAGE
+from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNSUPPORTED_STORAGES
 from ckptcore.core.manifest import SWAPPED, View, is_row_major
 from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
@@ -27,12 +27,12 @@ from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, 
 from ckptcore.encodings.pickle.unpickler import Call, loads
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.utils.crc32 import crc32
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
 _MAX_PICKLE = 256 << 20
-_STORAGE = 400  # bytes of a storage's place
+_STORAGE = 400  # bytes that a storage's location takes
 _RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
 _EOCD = struct.Struct("<4s4H2IH")
 _EOCD64 = struct.Struct("<4sQ2H2I4Q")
@@ -44,8 +44,15 @@ _NONE32 = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record: first byte of its local header, payload bytes, stored CRC-32, and the first byte
-    of its row in the directory."""
+    """One record.
+
+    Attributes:
+        name: Its name, without the archive's folder in `directory`'s keys.
+        header: First byte of its local header.
+        length: Payload bytes.
+        crc32: Stored CRC-32.
+        row: First byte of its row in the directory.
+    """
 
     name: str
     header: int
@@ -58,9 +65,13 @@ class ZipRecord:
 class Resolved:
     """A tensor inside a zip.
 
-    dtype, shape: as pickled. view: first byte inside the zip, element strides, flags.
-    record_start, record_length: the storage's record, bytes inside the zip.
-    crc32: stored CRC-32 of that record, or None where the zip was written without checksums.
+    Attributes:
+        dtype: As pickled.
+        shape: As pickled.
+        view: First byte inside the zip, element strides, flags.
+        record_start: First byte of the storage's record inside the zip.
+        record_length: Bytes of that record.
+        crc32: Stored CRC-32 of that record, or None where the zip was written without checksums.
     """
 
     dtype: str
@@ -73,7 +84,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """A zip's whole content: the tree (tensors as `StoredView`), its storages, what was refused."""
+    """A zip's complete content: the tree (tensors as `StoredView`), its storages, the refused globals."""
 
     tree: Any
     storages: Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, crc32)
@@ -82,7 +93,7 @@ class Objects:
 
 
 class Window:
-    """Reads of a zip served from its first and last bytes where they suffice."""
+    """Serves reads of a zip from its first and last bytes where they suffice."""
 
     def __init__(self, read: Reader, length: int) -> None:
         self._read, self.length = read, length
@@ -95,9 +106,10 @@ class Window:
             self._tail = read(self._tail_at, _TAIL)
 
     def read(self, start: int, length: int) -> bytes:
+        """Return exactly these bytes; raises `MalformedCheckpoint` for a range outside the zip."""
         if start < 0 or length < 0 or start + length > self.length:
             raise MalformedCheckpoint(
-                f"zip of {self.length} bytes refers to bytes [{start}, {start + length})"
+                f"the zip's metadata refers to bytes [{start}, {start + length}), the zip has {self.length}"
             )
         if start + length <= len(self._head):
             return self._head[start : start + length]
@@ -107,33 +119,34 @@ class Window:
         return self._read(start, length)
 
     def holds(self, start: int, length: int) -> bool:
-        """Whether `read` serves this range without another read."""
+        """Report whether `read` serves this range without another read."""
         return start + length <= len(self._head) or start >= self._tail_at
 
     @property
-    def whole(self) -> bytes | None:
-        """All bytes of a small zip, or None."""
+    def content(self) -> bytes | None:
+        """Return all bytes of a small zip, or None."""
         return self._head if len(self._head) == self.length else None
 
 
 def is_zip(first: bytes) -> bool:
-    """Whether a file that starts with these bytes can be a torch zip."""
+    """Report whether a file that starts with these bytes can be a torch zip."""
     return first[:4] == b"PK\x03\x04"
 
 
 def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
-    """Records by name without the archive's own folder, and whether the zip has checksums.
+    """Return the records by name, without the archive's own folder, and whether the zip has checksums.
 
-    Raises `MalformedCheckpoint` for anything but a whole, uncompressed zip.
+    Raises:
+        MalformedCheckpoint: It is not a complete, uncompressed zip.
     """
     size = window.length
     if size < _EOCD.size:
-        raise MalformedCheckpoint(f"{what}: {size} bytes are no torch zip")
+        raise MalformedCheckpoint(f"{what}: a torch zip must have {_EOCD.size} bytes (got {size})")
     sig, disk, cd_disk, here, count, cd_size, cd_at, comment = _EOCD.unpack(
         window.read(size - _EOCD.size, _EOCD.size)
     )
     if sig != b"PK\x05\x06" or comment or disk or cd_disk:
-        raise MalformedCheckpoint(f"{what} does not end like a torch zip: it is cut or overwritten")
+        raise MalformedCheckpoint(f"{what} does not end like a torch zip: it is truncated or overwritten")
     end = size - _EOCD.size
     if end >= _LOCATOR.size:
         sig, _, at64, _ = _LOCATOR.unpack(window.read(end - _LOCATOR.size, _LOCATOR.size))
@@ -141,9 +154,9 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
             sig, _, _, _, _, _, here, count, cd_size, cd_at = _EOCD64.unpack(window.read(at64, _EOCD64.size))
             end = at64
             if sig != b"PK\x06\x06":
-                raise MalformedCheckpoint(f"{what}: zip64 directory record is damaged")
+                raise MalformedCheckpoint(f"{what}: the zip64 directory record is damaged")
     if here != count or cd_at + cd_size > end or count * _CENTRAL.size > cd_size:
-        raise MalformedCheckpoint(f"{what}: zip directory claims {count} records in {cd_size} bytes")
+        raise MalformedCheckpoint(f"{what}: the zip directory claims {count} records in {cd_size} bytes")
     meter().take(_RECORD * count + cd_size, what)
     raw = window.read(cd_at, cd_size)
     records: dict[str, ZipRecord] = {}
@@ -156,14 +169,14 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
         if folder != prefix or not name or name in records:
             raise MalformedCheckpoint(f"{what}: unexpected zip record {entry.name!r}")
         if entry.header + _LOCAL.size + entry.length > cd_at:
-            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} lies behind the directory")
+            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is behind the directory")
         checked |= entry.crc32 != 0
         records[name] = entry
     return records, checked
 
 
 def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
-    """First byte of a record's payload; checks that the local header agrees."""
+    """Return the first byte of a record's payload, after checking the local header."""
     fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     name_length, extra_length = fields[9], fields[10]
     name = window.read(entry.header + _LOCAL.size, name_length)
@@ -172,7 +185,7 @@ def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
     start: int = entry.header + _LOCAL.size + name_length + extra_length
     if start + entry.length > window.length:
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
-    # Bit 3: the payload is followed by its descriptor. Without checksums nothing else tells that the
+    # Bit 3: the payload is followed by its descriptor. Without checksums only this shows that the
     # header's lengths are right.
     if fields[2] & 8 and window.read(start + entry.length, 4) != b"PK\x07\x08":
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} does not end where it should")
@@ -180,27 +193,33 @@ def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
 
 
 def read_record(window: Window, entry: ZipRecord, checked: bool, what: str) -> bytes:
-    """A small record's payload, verified against its CRC-32 where there is one."""
+    """Return a small record's payload, verified against its CRC-32 where there is one."""
     if entry.length > _MAX_PICKLE:
-        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} has {entry.length} bytes")
+        raise MalformedCheckpoint(
+            f"{what}: zip record {entry.name!r} must have at most {_MAX_PICKLE} bytes (got {entry.length})"
+        )
     raw = window.read(payload_start(window, entry, what), entry.length)
     if checked and crc32(raw) != entry.crc32:
         raise ChecksumMismatch(
-            f"{what}: record {entry.name!r} has CRC-32 {crc32(raw):08x}, {entry.crc32:08x} is stored",
+            f"{what}: record {entry.name!r} must have CRC-32 {entry.crc32:08x} (got {crc32(raw):08x})",
             hint="copy the file again from where it was written",
         )
     return raw
 
 
-_parsed: dict[bytes, Any] = {}  # pickle bytes -> the one tensor in it; equal shards pickle equally
+_parsed: dict[bytes, Any] = {}  # pickle bytes -> its only tensor; equal shards pickle equally
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A resolved tensor and where the parts of its zip that may vary stand.
+    """A resolved tensor and the positions of the parts of its zip that may vary.
 
-    payload_row, id_row: first bytes of the directory rows of the storage and of torch's
-    serialization id (0: there is none). id_at, id_length: the id's payload.
+    Attributes:
+        resolved: The tensor.
+        payload_row: First byte of the storage's directory row.
+        id_row: First byte of the directory row of torch's serialization id (0: there is none).
+        id_at: First byte of the id's payload.
+        id_length: Bytes of the id's payload.
     """
 
     resolved: Resolved
@@ -211,10 +230,13 @@ class Parsed:
 
 
 def parse_tensor(window: Window, what: str) -> Parsed:
-    """The one tensor that a torch zip holds.
+    """Return the only tensor of a torch zip.
 
-    Raises `MalformedCheckpoint`, `ChecksumMismatch`, `UnsafeContent`, and `UnreadablePart` for a tensor whose
-    elements are not plain.
+    Raises:
+        MalformedCheckpoint: It is not a complete torch zip of one tensor.
+        ChecksumMismatch: A record's CRC-32 is wrong.
+        UnsafeContent: The pickle needs a global that is not on the allow-list.
+        UnreadablePart: The tensor's elements are not plain.
     """
     records, checked = directory(window, what)
     swapped, pickled = _preamble(window, records, checked, what)
@@ -226,7 +248,7 @@ def parse_tensor(window: Window, what: str) -> Parsed:
         if len(_parsed) < 4096 and len(pickled) < 4096:
             _parsed[pickled] = seen
     if not isinstance(seen, StoredView):
-        raise MalformedCheckpoint(f"{what} holds {type(seen).__name__}, not a tensor")
+        raise MalformedCheckpoint(f"{what} must hold a tensor (got a {type(seen).__name__})")
     entry = records.get(f"data/{seen.key}")
     if entry is None:
         raise MalformedCheckpoint(f"{what} has no storage {seen.key!r}")
@@ -242,42 +264,42 @@ def parse_tensor(window: Window, what: str) -> Parsed:
 
 
 def _require_known(seen: Any, refused: list[str], what: str) -> None:
-    """Raises unless a pickle is of one tensor and names what is known alone.
+    """Raise unless a pickle is of one tensor and uses only permitted globals.
 
-    The class of a tensor, and what its package keeps in it, make it a part that cannot be read. Any other
-    global is what a pickle could run.
+    A tensor's foreign class, and what its package keeps in it, make the tensor unreadable. Any other
+    global is code that a pickle could run.
     """
     odd = seen if isinstance(seen, RefusedTensor) else None
     package = f"{odd.name.partition('.')[0]}." if odd is not None and odd.foreign else "\0"
     others = [name for name in refused if not name.startswith(package)]
     if others:
         raise UnsafeContent(
-            f"{what} wants to load {others[0]!r}, which is not on the allow-list", **{"global": others[0]}
+            f"cannot load {others[0]!r} for {what}: it is not on the allow-list", **{"global": others[0]}
         )
     if odd is not None:
         raise UnreadablePart(f"{what} cannot be read: it is {odd.what or f'of dtype {odd.dtype}'}")
 
 
 def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
-    """Whether a torch zip's pickle holds this text; False for what is no whole torch zip."""
+    """Report whether a torch zip's pickle contains this text; False for anything but a complete torch zip."""
     try:
         window = Window(read, length)
         records, checked = directory(window, what)
         return text.encode() in _preamble(window, records, checked, what)[1]
     except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
-        return False  # its reader will say what is wrong
+        return False  # its reader will report what is wrong
 
 
 def refused_in(tree: Any) -> tuple[str, ...]:
-    """What was refused in a tree, and classes and functions of the allow-list that are values themselves."""
+    """Return what was refused in a tree, and permitted classes and functions that are values themselves."""
     return _bounds.refused_in(tree, (Refused, Call))
 
 
 def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:
-    """The whole tree of a torch zip; globals outside ``table`` become `Refused` values."""
+    """Return the complete tree of a torch zip; globals outside ``table`` become `Refused` values."""
     window = Window(read, length)
     refused: list[str] = []
-    with passing():  # the directory, the pickle and what the machine made on the way are gone behind it
+    with passing():  # the directory, the pickle and the unpickler's memory are freed afterwards
         records, checked = directory(window, what)
         swapped, pickled = _preamble(window, records, checked, what)
         tree = loads(pickled, table, what=what, persistent=_storage_fields, refused=refused)
@@ -297,11 +319,11 @@ def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] 
 
 
 def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:
-    """The view of a pickled tensor in its record; raises when it reaches outside."""
+    """Return the view of a pickled tensor in its record; raises when it reaches outside."""
     itemsize = BY_NAME[seen.dtype].itemsize
     if seen.storage_bytes != nbytes:
         raise MalformedCheckpoint(
-            f"{what}: storage {seen.key!r} should have {seen.storage_bytes} bytes, has {nbytes}"
+            f"{what}: storage {seen.key!r} must have {seen.storage_bytes} bytes (got {nbytes})"
         )
     last = seen.offset + sum((n - 1) * s for n, s in zip(seen.shape, seen.strides, strict=True))
     if 0 not in seen.shape and (last + 1) * itemsize > nbytes:
@@ -329,18 +351,18 @@ def _preamble(
 
 
 def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
-    """(key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
+    """Return (key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-        raise ValueError(f"unknown persistent id {shown(pid)}")
+        raise ValueError(f"unknown persistent id {short_repr(pid)}")
     _, kind, key, _, numel = pid
     if type(kind) is not Named or kind.kind != "storage" or type(key) is not str or type(numel) is not int:
-        raise ValueError(f"unknown persistent id {shown(pid)}")
+        raise ValueError(f"unknown persistent id {short_repr(pid)}")
     if numel < 0 or numel >= 1 << 50:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":
         return key, "", numel, numel
-    if kind.value in UNHELD_STORAGE:
-        name, width = UNHELD_STORAGE[kind.value]
+    if kind.value in UNSUPPORTED_STORAGES:
+        name, width = UNSUPPORTED_STORAGES[kind.value]
         return key, name, numel, numel * width
     found = BY_STORAGE.get(kind.value)
     if found is None:
@@ -350,7 +372,7 @@ def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
 
 def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord, int]:
     if at + _CENTRAL.size > len(raw):
-        raise MalformedCheckpoint(f"{what}: zip directory is cut")
+        raise MalformedCheckpoint(f"{what}: the zip directory is truncated")
     fields = _CENTRAL.unpack_from(raw, at)
     sig, method, crc, packed, plain = fields[0], fields[4], fields[7], fields[8], fields[9]
     name_length, extra_length, comment_length = fields[10], fields[11], fields[12]
@@ -358,7 +380,7 @@ def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord
     body = at + _CENTRAL.size
     end = body + name_length + extra_length + comment_length
     if sig != b"PK\x01\x02" or end > len(raw):
-        raise MalformedCheckpoint(f"{what}: zip directory is damaged")
+        raise MalformedCheckpoint(f"{what}: the zip directory is damaged")
     try:
         name = raw[body : body + name_length].decode()
     except UnicodeDecodeError as error:

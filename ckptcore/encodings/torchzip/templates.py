@@ -1,4 +1,4 @@
-"""Templates: recognising a torch zip that differs from an earlier one only in its payload.
+"""Recognise a torch zip that differs from an earlier one only in its payload.
 
 Shards of equal dtype and shape pickle to zips that are equal byte by byte except for the payload, its
 CRC-32 (stored twice) and torch's serialization id with its own CRC-32. A checkpoint has thousands
@@ -20,8 +20,16 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """fixed: (start, bytes) that must be equal. crc_at: where the payload's CRC-32 stands.
-    id_at, id_length, id_crc_at: the serialization id record, or zeros."""
+    """The parts of a zip that are equal in all zips of one kind.
+
+    Attributes:
+        resolved: The tensor of the first zip.
+        fixed: (start, bytes) that must be equal.
+        crc_at: Position of the payload's CRC-32.
+        id_at: Position of the serialization id, or 0.
+        id_length: Bytes of the serialization id, or 0.
+        id_crc_at: Position of its CRC-32, or 0.
+    """
 
     resolved: Resolved
     fixed: tuple[tuple[int, bytes], ...]
@@ -35,7 +43,7 @@ _templates: dict[int, list[_Template]] = {}
 
 
 def read_tensor(window: Window, what: str) -> Resolved:
-    """The one tensor that a DCP tensor item holds; see `parse_tensor` for what it raises."""
+    """Return the only tensor of a DCP tensor item; raises like `parse_tensor`."""
     for template in _templates.get(window.length, ()):
         if all(window.read(at, len(raw)) == raw for at, raw in template.fixed):
             return _resolved_by(template, window, what)
@@ -68,7 +76,7 @@ def _template(parsed: Parsed, window: Window) -> _Template | None:
     resolved = parsed.resolved
     start, end = resolved.record_start, resolved.record_start + resolved.record_length
     if window.read(end, 4) != _DESCRIPTOR:
-        return None  # sizes and CRC in the local header: not how torch writes
+        return None  # sizes and CRC in the local header: torch writes none
     free = [(start, end), (end + 4, end + 8), (parsed.payload_row + 16, parsed.payload_row + 20)]
     id_at = id_length = id_crc_at = 0
     if parsed.id_row:

@@ -1,8 +1,8 @@
-"""Writing torch zips: which bytes stand around the records of `torch.save`?
+"""Write the bytes around the records of a torch zip.
 
-Zip records are stored, carry a data descriptor behind their payload (flag bit 3, as
-caffe2/serialize/inline_container.cc writes them), and their payloads start at multiples of 64, so
-that ``mmap=True`` works. What data.pkl holds is `Pickled`'s.
+Zip records are stored, have a data descriptor behind their payload (flag bit 3, like
+caffe2/serialize/inline_container.cc), and their payloads start at multiples of 64, so
+that ``mmap=True`` works. `Pickled` writes data.pkl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FLAGS = 0x0808  # bit 3: sizes and CRC follow the payload; bit 11: UTF-8 names
 
 
 def local_header(name: str, at: int) -> bytes:
-    """The header of a record that begins at byte ``at``, padded so that its payload is aligned."""
+    """Return the header of a record that begins at byte ``at``, padded so that its payload is aligned."""
     raw = name.encode()
     fixed = 30 + len(raw) + 4
     pad = -(at + fixed) % ALIGN
@@ -33,18 +33,18 @@ def local_header(name: str, at: int) -> bytes:
 
 
 def descriptor(crc: int, length: int) -> bytes:
-    """What follows a payload: its CRC-32 and sizes. The CRC stands at byte 4."""
+    """Return the bytes behind a payload: its CRC-32 (at byte 4) and sizes."""
     wide = "Q" if length >= _NONE32 else "I"
     return struct.pack(f"<4sI2{wide}", b"PK\x07\x08", crc, length, length)
 
 
 def central_entry(name: str, at: int, crc: int, length: int) -> bytes:
-    """One row of the central directory. The CRC stands at byte 16."""
+    """Return one row of the central directory; the CRC is at byte 16."""
     raw = name.encode()
     wide_size, wide_at = length >= _NONE32, at >= _NONE32
     values = ([length, length] if wide_size else []) + ([at] if wide_at else [])
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    shown = _NONE32 if wide_size else length
+    size32 = _NONE32 if wide_size else length
     return (
         struct.pack(
             "<4s6H3I5H2I",
@@ -56,8 +56,8 @@ def central_entry(name: str, at: int, crc: int, length: int) -> bytes:
             0,
             0,
             crc,
-            shown,
-            shown,
+            size32,
+            size32,
             len(raw),
             len(extra),
             0,
@@ -72,7 +72,7 @@ def central_entry(name: str, at: int, crc: int, length: int) -> bytes:
 
 
 def end_records(count: int, at: int, size: int) -> bytes:
-    """zip64 end record, its locator, and the classic end record: what torch always writes."""
+    """Return the zip64 end record, its locator, and the classic end record: torch always writes all three."""
     end64 = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, at + size, 1)
     few = min(count, 0xFFFF)
@@ -84,7 +84,7 @@ def end_records(count: int, at: int, size: int) -> bytes:
 
 
 def small_record(name: str, at: int, data: bytes) -> tuple[bytes, bytes]:
-    """(header + payload + descriptor, directory row) of a record whose bytes are known."""
+    """Return (header + payload + descriptor, directory row) of a record whose bytes are known."""
     crc = crc32(data)
-    whole = local_header(name, at) + data + descriptor(crc, len(data))
-    return whole, central_entry(name, at, crc, len(data))
+    record = local_header(name, at) + data + descriptor(crc, len(data))
+    return record, central_entry(name, at, crc, len(data))

@@ -67,7 +67,7 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
     """
     if topology is None:
         places = list(order)
-        return [Share(places, [_piece(tensors[i], Box.whole(tensors[i].shape)) for i in places])]
+        return [Share(places, [_piece(tensors[i], Box.full(tensors[i].shape)) for i in places])]
     mine = [Share() for _ in range(topology.mesh.size)]
     load = [0] * topology.mesh.size
     known: dict[tuple[str, tuple[int, ...], TensorLayout], list[tuple[WriteItem, list[int]]]] = {}
@@ -91,11 +91,11 @@ def _piece(spec: TensorSpec, box: Box) -> WriteItem:
 
 def _holders(topology: Topology, spec: TensorSpec) -> list[tuple[Box, list[int]]]:
     """Return the distinct boxes of a tensor, each with the ranks that have it; require all elements."""
-    boxes = topology.held(spec.fqn, spec.shape)
+    boxes = topology.boxes(spec.fqn, spec.shape)
     found: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes):
         if 0 in spec.shape and box is not None:
-            found.setdefault(Box.whole(spec.shape), []).append(rank)
+            found.setdefault(Box.full(spec.shape), []).append(rank)
         elif box is not None and 0 not in box.shape:
             found.setdefault(box, []).append(rank)
     there = sum(box.numel for box in found)

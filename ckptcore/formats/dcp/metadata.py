@@ -9,7 +9,7 @@ from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS, PATHS
 from ckptcore.encodings.pickle.unpickler import Call, Record, loads, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _MAX_METADATA = 4 << 30
 _MAX_DIM = 1 << 50
@@ -143,14 +143,14 @@ def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
     ):
         state: tuple[Any, ...] = value.state
         return state
-    raise MalformedCheckpoint(f"{name}: expected a {kind} (got {shown(value)})", file=name)
+    raise MalformedCheckpoint(f"{name}: expected a {kind} (got {short_repr(value)})", file=name)
 
 
 def state_of(value: Any, kind: str, name: str) -> dict[str, Any]:
     """Return the dict state of a record of this class."""
     if isinstance(value, Record) and value.kind == kind and type(value.state) is dict:
         return value.state
-    raise MalformedCheckpoint(f"{name}: expected a {kind} (got {shown(value)})", file=name)
+    raise MalformedCheckpoint(f"{name}: expected a {kind} (got {short_repr(value)})", file=name)
 
 
 def _mapping(state: dict[str, Any], key: str, name: str) -> dict[Any, Any]:
@@ -169,5 +169,5 @@ def dims(value: Any, name: str) -> tuple[int, ...]:
         else:
             return tuple(value)
     raise MalformedCheckpoint(
-        f"{name}: a size must be at most 64 non-negative integers (got {shown(value)})", file=name
+        f"{name}: a size must be at most 64 non-negative integers (got {short_repr(value)})", file=name
     )

@@ -39,7 +39,7 @@ from ckptcore.formats.dcp.chunk_table import (
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
@@ -147,7 +147,9 @@ class _Columns:
         count = 0
         for fqn, entry in metadata.tensors.items():
             if type(fqn) is not str or not isinstance(entry, Record):
-                raise MalformedCheckpoint(f"{name}: entry {shown(fqn)} is not tensor metadata", file=name)
+                raise MalformedCheckpoint(
+                    f"{name}: entry {short_repr(fqn)} is not tensor metadata", file=name
+                )
             if entry.kind == "BytesStorageMetadata":
                 objects.append(fqn)
                 continue
@@ -401,7 +403,7 @@ def _codec(descriptors: Any, name: str) -> int:
         if known is not None:
             return known
     raise UnsupportedFormat(
-        f"{name}: cannot read items transformed by {shown(descriptors, 120)}",
+        f"{name}: cannot read items transformed by {short_repr(descriptors, 120)}",
         hint="supported stream extension: stream.zstd",
     )
 

@@ -84,7 +84,7 @@ class Files:
         self.objects[key] = ItemPlace(self._name(), self._at, layout.nbytes)
         n = len(self._tensors)
         self._tensors += layout.tensors
-        self._boxes += [Box.whole(self._request.tensors[i].shape) for i in layout.tensors]
+        self._boxes += [Box.full(self._request.tensors[i].shape) for i in layout.tensors]
         self._slots += [Slot(slot.tensor + n, slot.start + self._at) for slot in layout.slots]
         for one in layout.literals:
             patches = tuple((at, slot + n) for at, slot in one.crc_at)

@@ -23,7 +23,7 @@ from ckptcore.formats.deepspeed.flat_partitions import (
 from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
 from ckptcore.formats.deepspeed.rank_files import ModelStates, World
 from ckptcore.formats.deepspeed.tensor_parallel import Placement
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 STATE = "optimizer.state"
 MASTER = "fp32"  # what the universal form calls a master weight
@@ -96,9 +96,9 @@ def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
         for name, shape in group.items():
             dims = shape.value if isinstance(shape, Named) else shape
             if type(name) is not str or not isinstance(dims, (tuple, list)):
-                raise MalformedCheckpoint(f"{path}: shapes name {shown(name, 60)}", file=path)
+                raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)}", file=path)
             if any(type(n) is not int or not 0 <= n < 1 << 50 for n in dims):
-                raise MalformedCheckpoint(f"{path}: {name} has shape {shown(dims, 60)}", file=path)
+                raise MalformedCheckpoint(f"{path}: {name} has shape {short_repr(dims, 60)}", file=path)
             made[-1][name] = tuple(dims)
     return made
 
@@ -356,7 +356,9 @@ def _count(value: Any, number: int, dp: int, path: str) -> int:
     if value is None:
         return dp
     if type(value) is not int or not 0 < value <= dp:
-        raise MalformedCheckpoint(f"{path}: partition_count is {shown(value, 40)} for {dp} ranks", file=path)
+        raise MalformedCheckpoint(
+            f"{path}: partition_count is {short_repr(value, 40)} for {dp} ranks", file=path
+        )
     return value
 
 

@@ -16,7 +16,7 @@ from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, Unsupport
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _MAX_WORLD = 1 << 20
 _MAX_REPORTED = 20
@@ -144,7 +144,7 @@ def _size(file: RankFile, key: str, values: Mapping[str, Any] | None = None) -> 
     value = (file.tree if values is None else values).get(key)
     if type(value) is not int or not 0 < value <= _MAX_WORLD:
         raise MalformedCheckpoint(
-            f"{key} of {file.path} must be a number of ranks (got {shown(value, 40)})", file=file.path
+            f"{key} of {file.path} must be a number of ranks (got {short_repr(value, 40)})", file=file.path
         )
     return value
 
@@ -160,7 +160,9 @@ def _mixed(found: Mapping[tuple[int, int], RankFile]) -> Iterator[Finding]:
         for key in _ALIKE:
             one, other = first.tree.get(key), file.tree.get(key)
             if one != other:
-                message = f"{file.path} has {key} {shown(other, 40)}, {first.path} has {shown(one, 40)}"
+                message = (
+                    f"{file.path} has {key} {short_repr(other, 40)}, {first.path} has {short_repr(one, 40)}"
+                )
                 yield finding("mixed-saves", "files", message, file=file.path)
 
 

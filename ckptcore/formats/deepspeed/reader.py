@@ -39,7 +39,7 @@ from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, rea
 from ckptcore.formats.deepspeed.tensor_parallel import Placement, TensorParallel, Unmerged, same
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 NAME = "deepspeed"
 MODEL = "module."
@@ -347,7 +347,7 @@ class _Reader:
         kind = "fp32 master weights" if own else "weights as stored"
         return {
             "step": tree.get("global_steps"),
-            "deepspeed": shown(tree.get("ds_version"), 40),
+            "deepspeed": short_repr(tree.get("ds_version"), 40),
             "zero_stage": config_value(tree, "zero_optimization", "stage"),
             "mesh": {"dp": world.dp, "tp": world.tp, "pp": world.pp},
             "weights": "master" if own else "module",

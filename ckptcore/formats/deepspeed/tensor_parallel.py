@@ -20,7 +20,7 @@ from ckptcore.core.manifest import row_major
 from ckptcore.core.object_tree import Named
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.utils.patterns import UnusablePattern, full_matches
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
 _MAX_PIECES = 65_536
@@ -62,7 +62,7 @@ class Unmerged(ValueError):
 
 def same(shape: Shape) -> Placement:
     """The placement of a parameter that the rank has as it is."""
-    return Placement(shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
+    return Placement(shape, (Piece(Box.full(shape), (0,) * len(shape)),))
 
 
 class TensorParallel:
@@ -144,7 +144,7 @@ class TensorParallel:
             version = found.get("version") if isinstance(found, dict) else None
             if version != 1 or not isinstance(found.get("params"), dict):
                 raise UnsupportedFormat(
-                    f"affine_map of version {shown(version, 20)} is not known (1 is)",
+                    f"affine_map of version {short_repr(version, 20)} is not known (1 is)",
                     hint="convert it with the DeepSpeed that wrote it (deepspeed.checkpoint.ds_to_universal)",
                 )
             for pattern, matched in _matches([*found["params"]], names).items():
@@ -158,7 +158,7 @@ class TensorParallel:
         for one in self._info.get(_SUB_PARAMS) or ():
             fields = one.value[1] if isinstance(one, Named) and one.kind == "record" else one
             if not isinstance(fields, dict):
-                raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {shown(one, 40)}")
+                raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {short_repr(one, 40)}")
             for matched in _matches(_texts(fields, "patterns"), names).values():
                 self._sub_params |= {name: fields for name in matched if name not in self._rules}
 
@@ -166,7 +166,7 @@ class TensorParallel:
 def _texts(values: Mapping[str, Any], key: str) -> list[str]:
     found = values.get(key) or []
     if not isinstance(found, (list, tuple)) or any(type(p) is not str for p in found):
-        raise MalformedCheckpoint(f"{key} must be a list of patterns (got {shown(found, 40)})")
+        raise MalformedCheckpoint(f"{key} must be a list of patterns (got {short_repr(found, 40)})")
     return list(found)
 
 
@@ -226,12 +226,12 @@ def _by_sub_params(
         or not isinstance(sizes, (tuple, list))
         or len(sizes) != len(shape)
     ):
-        raise Unmerged(f"its {_SUB_PARAMS} ({shown(dict(fields), 80)}) do not fit its shards")
+        raise Unmerged(f"its {_SUB_PARAMS} ({short_repr(dict(fields), 80)}) do not fit its shards")
     if not 0 <= dim < len(shape):
         raise Unmerged(f"it is cut along dim {dim}, and has {len(shape)}")
     parts = sizes[dim] if isinstance(sizes[dim], (tuple, list)) else (sizes[dim],)
     if any(type(n) is not int or n <= 0 or n % degree for n in parts):
-        raise Unmerged(f"parts of {shown(parts, 40)} elements for {degree} tensor-parallel ranks")
+        raise Unmerged(f"parts of {short_repr(parts, 40)} elements for {degree} tensor-parallel ranks")
     rows = [(n // degree, n) for n in parts]
     return {rank: _pieces(shape, dim, rows, degree, rank) for rank in shapes}
 

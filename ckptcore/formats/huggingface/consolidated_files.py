@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
-from ckptcore.core.redundant_copies import Whole, with_copies
+from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
@@ -96,7 +96,7 @@ def with_consolidated_folder(
             paths = [p for p in paths if p[len(prefix) :] in set(listed.values())]
     consolidated, more = consolidated_tensors(source, paths)
     specs = {t.fqn: t for t in manifest.tensors}
-    copies: dict[str, Whole] = {}
+    copies: dict[str, FullTensor] = {}
     alone, cast = list[str](), list[str]()
     for name, one in consolidated.items():
         if listed is not None and prefix + listed.get(name, "") != one.path:
@@ -111,7 +111,7 @@ def with_consolidated_folder(
         elif spec.dtype != one.dtype:
             cast.append(fqn)
         else:
-            copies[fqn] = Whole(one.path, one.start)
+            copies[fqn] = FullTensor(one.path, one.start)
     del findings[_MAX_LISTED:]
     findings += more
     if alone:

@@ -21,7 +21,7 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -218,7 +218,7 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
         return
     version = metadata.get(OBJECTS_VERSION, "1")  # files of release 0.1 have none
     if version != str(VERSION):
-        why = f"its version must be {VERSION} (got {shown(version, 20)}): upgrade ckptcore"
+        why = f"its version must be {VERSION} (got {short_repr(version, 20)}): upgrade ckptcore"
         builder.unread(OBJECTS, Unread(why, file=path))
         return
     try:

@@ -26,7 +26,7 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 CONFIG = "config.json"
 _BLOCK = (128, 128)
@@ -120,7 +120,7 @@ def _block(source: Source) -> tuple[int, ...]:
         return _BLOCK
     if type(block) is not list or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
         raise MalformedCheckpoint(
-            f"{CONFIG}: weight_block_size must be two positive integers (got {shown(block, 60)})",
+            f"{CONFIG}: weight_block_size must be two positive integers (got {short_repr(block, 60)})",
             file=CONFIG,
             hint=_KEEP,
         )

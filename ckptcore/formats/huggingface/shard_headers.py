@@ -36,7 +36,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.formats.base import Source, natural
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
 INFO, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
@@ -164,7 +164,7 @@ def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> lis
     tensors, metadata, data = read_header(source.store, path, size)
     version = metadata.get(VERSION, "1.0")
     if version != "1.0":
-        raise UnsupportedFormat(f"{path}: {VERSION} must be 1.0 (got {shown(version, 40)})", file=path)
+        raise UnsupportedFormat(f"{path}: {VERSION} must be 1.0 (got {short_repr(version, 40)})", file=path)
     offsets = _offsets(metadata.get(INFO), path)
     if offsets.keys() != tensors.keys():
         odd = min(offsets.keys() ^ tensors.keys())
@@ -175,7 +175,7 @@ def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> lis
         offset = offsets[fqn]
         if len(offset) != len(shape):
             raise MalformedCheckpoint(
-                f"{path}: the offset of {fqn} must have {len(shape)} dims (got {shown(list(offset))})",
+                f"{path}: the offset of {fqn} must have {len(shape)} dims (got {short_repr(list(offset))})",
                 file=path,
                 fqn=fqn,
             )
@@ -190,11 +190,13 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
         top = parse(raw, path)
         rows = {str(k): v["saved_offsets"] for k, v in top.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: cannot read {INFO}: {shown(error, 120)}", file=path) from error
+        raise MalformedCheckpoint(
+            f"{path}: cannot read {INFO}: {short_repr(error, 120)}", file=path
+        ) from error
     for fqn, row in rows.items():
         if type(row) is not list or any(type(n) is not int or not 0 <= n < _MAX_OFFSET for n in row):
             raise MalformedCheckpoint(
-                f"{path}: the offset of {fqn} must be non-negative integers (got {shown(row)})",
+                f"{path}: the offset of {fqn} must be non-negative integers (got {short_repr(row)})",
                 file=path,
                 fqn=fqn,
             )

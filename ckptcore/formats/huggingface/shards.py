@@ -21,7 +21,7 @@ from itertools import islice
 
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.redundant_copies import Whole, with_copies
+from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.errors import Finding, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
@@ -174,13 +174,13 @@ def _same_shapes(shards: FolderShards, consolidated: _Consolidated) -> bool:
     )
 
 
-def _copied(shards: FolderShards, consolidated: _Consolidated) -> dict[str, Whole]:
+def _copied(shards: FolderShards, consolidated: _Consolidated) -> dict[str, FullTensor]:
     """Return the consolidated tensors with the dtype and shape of the shards, except 0-d tensors.
 
     torch consolidates 0-d tensors wrongly; their values are compared together with the headers.
     """
     return {
-        fqn: Whole(one.path, one.start)
+        fqn: FullTensor(one.path, one.start)
         for fqn, parts in shards.parts.items()
         if (one := consolidated.get(fqn)) is not None
         and one.shape

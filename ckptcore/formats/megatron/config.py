@@ -14,7 +14,7 @@ from typing import Any
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
 from ckptcore.formats.base import Source
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
 # Megatron-LM writes no metadata.json for the last two; tools that rewrite such folders may.
@@ -60,14 +60,14 @@ def read_config(source: Source) -> MegatronConfig | None:
     backend, version = form["sharded_backend"], form.get("sharded_backend_version", 1)
     if not isinstance(backend, str) or not isinstance(version, int):
         raise MalformedCheckpoint(
-            f"{CONFIG} must have a text backend and an integer version (got {shown(backend, 40)}, "
-            f"{shown(version, 40)})",
+            f"{CONFIG} must have a text backend and an integer version (got {short_repr(backend, 40)}, "
+            f"{short_repr(version, 40)})",
             file=CONFIG,
         )
     known = BACKENDS.get(backend)
     if known is None or version not in known:
         raise UnsupportedFormat(
-            f"cannot read {source.store.url}: unknown Megatron-Core backend {shown(backend, 40)}, "
+            f"cannot read {source.store.url}: unknown Megatron-Core backend {short_repr(backend, 40)}, "
             f"version {version}",
             hint=f"known: {', '.join(f'{b} {v}' for b, vs in BACKENDS.items() for v in vs)}",
         )
@@ -75,7 +75,7 @@ def read_config(source: Source) -> MegatronConfig | None:
     if common != ("torch", 1):
         raise UnsupportedFormat(
             f"cannot read the common state of {source.store.url}: unknown backend "
-            f"{shown(common[0], 40)}, version {shown(common[1], 40)}",
+            f"{short_repr(common[0], 40)}, version {short_repr(common[1], 40)}",
             hint="known: torch 1",
         )
     return MegatronConfig(backend, version, "common_backend" in form)
@@ -107,13 +107,13 @@ def digests(source: Source) -> dict[str, str]:
         raise MalformedCheckpoint(f"{INTEGRITY} has no table of files", file=INTEGRITY)
     if form.get("algorithm") != "sha256":
         raise UnsupportedFormat(
-            f"algorithm of {INTEGRITY} must be sha256 (got {shown(form.get('algorithm'), 40)})",
+            f"algorithm of {INTEGRITY} must be sha256 (got {short_repr(form.get('algorithm'), 40)})",
             hint="known: sha256",
         )
     for name, value in files.items():
         if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
             raise MalformedCheckpoint(
-                f"{INTEGRITY} must map file names to SHA-256 in hex (got {shown(name)}: {shown(value)})",
+                f"{INTEGRITY} must map file names to SHA-256 in hex (got {short_repr(name)}: {short_repr(value)})",
                 file=INTEGRITY,
             )
     return files

@@ -22,7 +22,7 @@ from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks
 from ckptcore.formats.megatron.partition_rules import Placement, Rank, World, global_name, parse_name, place
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
 from ckptcore.formats.torch_save.tree import TorchTree, add_odd_piece
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 EXTRA_STATE = "_extra_state"
 _MAX_FINDINGS = 20
@@ -332,7 +332,7 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
     counts = layers_per_chunk(ranks.args, ranks.pp, vpp)
     if counts is None or sum(map(sum, counts)) != want:
         raise MalformedCheckpoint(
-            f"cannot number the layers: the arguments give {shown(want, 20)} layers on {ranks.pp} stages "
+            f"cannot number the layers: the arguments give {short_repr(want, 20)} layers on {ranks.pp} stages "
             f"of {vpp} chunks, the ranks present have {sum(seen.values())}",
             hint="copy the files of every rank of the save",
         )
@@ -342,7 +342,7 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
 def _experts(args: Mapping[str, Any], ranks: Ranks, chunks: Sequence[ModelChunk]) -> int:
     count = args.get("num_experts", args.get("num_moe_experts"))
     if count is not None and (type(count) is not int or count < 0):
-        raise MalformedCheckpoint(f"num_experts must be a count (got {shown(count, 40)})")
+        raise MalformedCheckpoint(f"num_experts must be a count (got {short_repr(count, 40)})")
     return count or 0
 
 

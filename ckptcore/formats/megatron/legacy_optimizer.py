@@ -23,7 +23,7 @@ from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Merge
 from ckptcore.formats.megatron.parameter_order import Parameter, Unregistered
 from ckptcore.formats.megatron.partition_rules import place
 from ckptcore.formats.torch_save.tree import TorchTree
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_from_fp16_params"
@@ -234,7 +234,7 @@ def _stored_buffers(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[s
                 tuple(d.value for d in dtypes if isinstance(d, Named)) if isinstance(dtypes, tuple) else ()
             )
             if len(names) != 2 or not isinstance(kinds, dict):
-                raise Unregistered(f"buffer {number} has unknown dtypes {shown(dtypes, 60)}")
+                raise Unregistered(f"buffer {number} has unknown dtypes {short_repr(dtypes, 60)}")
             if any(isinstance(v, Refused) for v in kinds.values()):
                 raise Unregistered(f"a tensor of buffer {number} cannot be read")
             yield number, names, {k: v for k, v in kinds.items() if isinstance(v, (StoredView, list))}

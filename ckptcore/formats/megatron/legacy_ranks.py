@@ -18,7 +18,7 @@ from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import read_megatron
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
 _MAX_SIZE, _MAX_FINDINGS = 1 << 20, 20
@@ -134,7 +134,7 @@ def _read_rank(source: Source, path: str) -> Objects:
 def _parallel_size(args: Mapping[str, Any], key: str) -> int:
     value = next((args[k] for k in (key, *_SIZES[key]) if args.get(k) is not None), 1)
     if type(value) is not int or not 0 < value <= _MAX_SIZE:
-        raise MalformedCheckpoint(f"{key} must be 1 to {_MAX_SIZE} (got {shown(value, 40)})")
+        raise MalformedCheckpoint(f"{key} must be 1 to {_MAX_SIZE} (got {short_repr(value, 40)})")
     return value
 
 
@@ -149,7 +149,7 @@ def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
         return tp
     if etp != 1:
         raise UnsupportedFormat(
-            f"cannot merge experts that are split over {shown(etp, 20)} of {tp} tensor ranks: folder names "
+            f"cannot merge experts that are split over {short_repr(etp, 20)} of {tp} tensor ranks: folder names "
             "do not give the expert-tensor rank (Megatron-LM issue 1719)",
             hint="save it as torch_dist with the Megatron-LM that wrote it",
         )
@@ -173,8 +173,8 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
             yield finding(
                 "item-mismatch",
                 "files",
-                f"{path} and {other} are from different saves: {key} is {shown(have, 40)} and "
-                f"{shown(want, 40)}",
+                f"{path} and {other} are from different saves: {key} is {short_repr(have, 40)} and "
+                f"{short_repr(want, 40)}",
                 file=path,
             )
 

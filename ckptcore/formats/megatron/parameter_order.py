@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.formats.megatron.partition_rules import LAYERS, Placement, Rank, World, cut_shape, place
 from ckptcore.formats.megatron.pipeline import Counts, first_layers, known_rows, layers_per_chunk
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 
 class Unregistered(Exception):
@@ -100,7 +100,7 @@ class ParameterOrder:
         self._weights = weights
         self._impl = args.get("transformer_impl")
         if self._impl not in ("local", "transformer_engine"):
-            raise Unregistered(f"unknown transformer_impl {shown(self._impl, 40)}")
+            raise Unregistered(f"unknown transformer_impl {short_repr(self._impl, 40)}")
         self.grouped = bool(args.get("moe_grouped_gemm"))
         self._legacy_grouped = self.grouped and (
             self._impl == "local" or bool(args.get("moe_use_legacy_grouped_gemm"))
@@ -113,7 +113,7 @@ class ParameterOrder:
         def size(key: str) -> int:
             value = args.get(key)
             if value is not None and (type(value) is not int or not 0 < value < 1 << 20):
-                raise Unregistered(f"{key} is {shown(value, 40)}")
+                raise Unregistered(f"{key} is {short_repr(value, 40)}")
             return value or 1
 
         tp, pp, ep = (size(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert"))
@@ -133,7 +133,7 @@ class ParameterOrder:
         own = self._impl == "local" and any("linear_qkv.layer_norm_weight" in n for n in names)
         experts = args.get("num_experts", args.get("num_moe_experts")) or 0
         if type(experts) is not int or experts >= 1 << 20:
-            raise Unregistered(f"num_experts is {shown(experts, 40)}")
+            raise Unregistered(f"num_experts is {short_repr(experts, 40)}")
         world = World(tp, pp, ep, etp, layers, experts, self._gated(), stacked, own, known_rows(args))
         return world, counts
 

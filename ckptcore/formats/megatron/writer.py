@@ -25,7 +25,7 @@ from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file
-from ckptcore.utils.text import count, shown
+from ckptcore.utils.text import count, short_repr
 
 _RANDOM = "rng_state"
 _MAX_NAME = 255  # bytes of a file name, on every common file system
@@ -169,7 +169,7 @@ def _require_folders(names: Sequence[str]) -> None:
             or any(_OWN.fullmatch(s) and "/".join(steps[:n]) in folders for n, s in enumerate(steps) if n)
         ):
             raise NameMismatch(
-                f"cannot write {shown(name, 120)} to a zarr checkpoint: the name cannot be a folder",
+                f"cannot write {short_repr(name, 120)} to a zarr checkpoint: the name cannot be a folder",
                 hint="rename it with --rename, or leave it out with --exclude",
             )
         taken.add(name)

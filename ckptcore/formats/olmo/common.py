@@ -19,7 +19,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
-from ckptcore.utils.text import count, shown
+from ckptcore.utils.text import count, short_repr
 
 DCP = "model_and_optim"
 WRAPPED = "_fsdp_wrapped_module."  # torch FSDP1 puts it into names
@@ -140,8 +140,8 @@ def _contradictions(trees: dict[int, dict[Any, Any]], files: dict[int, str]) -> 
             if tree.get(key) != trees[first].get(key):
                 one, other = tree.get(key), trees[first].get(key)
                 message = (
-                    f"{key} of {files[rank]} is {shown(one, 40)}, "
-                    f"that of {files[first]} is {shown(other, 40)}"
+                    f"{key} of {files[rank]} is {short_repr(one, 40)}, "
+                    f"that of {files[first]} is {short_repr(other, 40)}"
                 )
                 yield finding("mixed-saves", "files", message, file=files[rank])
     world = trees[first].get("world_size")

@@ -19,7 +19,7 @@ from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Record, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.olmo.common import plain_name
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 # torch 2.1 has it in flat_param, later releases in _flat_param; a NamedTuple of five.
 TABLE: dict[str, Any] = {
@@ -71,7 +71,7 @@ def slices(tree: Any, what: str) -> Iterator[Slice]:
                     fqn = plain_name(f"{prefix.rstrip('.')}.{seen.fqn}" if prefix else seen.fqn)
                     yield _checked(Slice(fqn, seen.shape, seen.start, seen.stop, seen.data, seen.at), what)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise MalformedCheckpoint(f"{what} must hold flat parameters: {shown(error, 160)}") from error
+        raise MalformedCheckpoint(f"{what} must hold flat parameters: {short_repr(error, 160)}") from error
 
 
 def _of_handle(handle: Any) -> Iterator[Slice]:
@@ -109,13 +109,13 @@ def _by_infos(handle: Any) -> Iterator[tuple[int, tuple[int, int, int]]]:
                 raise ValueError(f"elements {start} to {last} are not {numel}")
             yield n, (start, last + 1, at)
         elif inside is not False:
-            raise TypeError(f"{shown(fields)} is not a position")
+            raise TypeError(f"{short_repr(fields)} is not a position")
 
 
 def _checked(found: Slice, what: str) -> Slice:
     numbers = (found.start, found.stop, found.at)
     if any(type(n) is not int for n in numbers):
-        raise TypeError(f"{shown(numbers)} are not integers")
+        raise TypeError(f"{short_repr(numbers)} are not integers")
     if not 0 <= found.start <= found.stop <= prod(found.shape):
         raise MalformedCheckpoint(
             f"{what}: elements [{found.start}, {found.stop}) are outside {found.fqn} {list(found.shape)}"
@@ -133,11 +133,11 @@ def _checked(found: Slice, what: str) -> Slice:
 def _checked_shape(value: Any) -> tuple[int, ...]:
     dims = value.value if type(value) is Named and value.kind == "size" else value
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in dims) or len(dims) > 64:
-        raise ValueError(f"{shown(dims)} is not a shape")
+        raise ValueError(f"{short_repr(dims)} is not a shape")
     return tuple(dims)
 
 
 def _checked_name(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"{shown(value, 40)} is not a name")
+        raise TypeError(f"{short_repr(value, 40)} is not a name")
     return value

@@ -28,7 +28,7 @@ from ckptcore.formats.olmo.common import missing_part, model_origin, require_ren
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
-from ckptcore.utils.text import count, shown
+from ckptcore.utils.text import count, short_repr
 
 NAME = "olmo_local"
 METADATA = "metadata.yaml"
@@ -131,7 +131,9 @@ class _RankStates:
         for number, values in state.items():
             fqn = names.get(number) if type(number) is int else None
             if fqn is None or not isinstance(values, dict):
-                raise MalformedCheckpoint(f"{path}: no parameter group names {shown(number, 40)}", file=path)
+                raise MalformedCheckpoint(
+                    f"{path}: no parameter group names {short_repr(number, 40)}", file=path
+                )
             for key, value in values.items():
                 name = f"optim.state.{fqn}.{key}"
                 if isinstance(value, Refused):

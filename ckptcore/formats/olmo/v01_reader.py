@@ -26,7 +26,7 @@ from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS
 from ckptcore.store import inner_path
-from ckptcore.utils.text import count, shown
+from ckptcore.utils.text import count, short_repr
 
 METADATA = "metadata.json"
 _MAX_METADATA = 1 << 30
@@ -189,7 +189,7 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
             yield _stored_tensor(name, entry, listed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(
-                f"cannot read the entry {shown(name)} of {METADATA}: {error}", file=METADATA
+                f"cannot read the entry {short_repr(name)} of {METADATA}: {error}", file=METADATA
             ) from error
 
 
@@ -198,7 +198,8 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
     spelled = entry.get("dtype")
     if spelled is not None and (type(spelled) is not str or not 0 < len(spelled) <= 40 or spelled in BY_NAME):
         raise MalformedCheckpoint(
-            f"{METADATA}: dtype of {name} must be a safetensors dtype (got {shown(spelled, 40)})", fqn=name
+            f"{METADATA}: dtype of {name} must be a safetensors dtype (got {short_repr(spelled, 40)})",
+            fqn=name,
         )
     known = BY_SAFETENSORS.get(spelled) if spelled is not None else None
     dtype = known.name if known is not None else spelled
@@ -222,7 +223,7 @@ def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Sto
 def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatShard:
     flat, local, offset = (spec.get(k) for k in ("flattened_offsets", "local_shape", "global_offset"))
     if (flat is None) == (local is None or offset is None):
-        raise ValueError(f"{file} must have either flat ranges or a box (got {shown(dict(spec), 120)})")
+        raise ValueError(f"{file} must have either flat ranges or a box (got {short_repr(dict(spec), 120)})")
     if flat is None:
         box = Box(_dims(offset), _dims(local))
         if len(box.shape) != len(shape):
@@ -232,7 +233,7 @@ def _shard(file: str, spec: Mapping[str, Any], shape: tuple[int, ...]) -> FlatSh
     at = 0
     for start, stop in flat:
         if type(start) is not int or type(stop) is not int:
-            raise TypeError(f"the range of {file} must be two integers (got {shown([start, stop])})")
+            raise TypeError(f"the range of {file} must be two integers (got {short_repr([start, stop])})")
         boxes += [(b, at + flat_start(shape, b.offset) - start) for b in from_flat_range(shape, start, stop)]
         at += stop - start
     return FlatShard(file, tuple(boxes), at)
@@ -245,7 +246,7 @@ def _ranges(offsets: Any) -> Any:
 
 def _dims(values: Any) -> tuple[int, ...]:
     if type(values) is not list or len(values) > 64:
-        raise TypeError(f"{shown(values)} is not a shape")
+        raise TypeError(f"{short_repr(values)} is not a shape")
     if any(type(n) is not int or not 0 <= n < _MAX_DIM for n in values):
-        raise ValueError(f"{shown(values)} is not a shape")
+        raise ValueError(f"{short_repr(values)} is not a shape")
     return tuple(values)

@@ -51,7 +51,7 @@ class _Entry:
 
     @property
     def full(self) -> _EntryBox:
-        return _EntryBox(self, Box.whole(self.shape))
+        return _EntryBox(self, Box.full(self.shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ckptcore.core.object_tree import Refused
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS, of_class
 from ckptcore.encodings.pickle.unpickler import Call, Record, record
 from ckptcore.errors import UnsafeContent
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 DTENSOR, SHARDED = "DTensor", "ShardedTensor"
 _SHARD = "torch.distributed._shard"
@@ -85,7 +85,7 @@ def fields(value: Any, kind: str) -> dict[str, Any]:
         parts = value.state if type(value.state) is tuple and len(value.state) == 2 else (value.state,)
         if all(p is None or type(p) is dict for p in parts):
             return {k: v for p in parts if p for k, v in p.items()}
-    raise ValueError(f"expected a {kind} (got {shown(value)})")
+    raise ValueError(f"expected a {kind} (got {short_repr(value)})")
 
 
 def _wrapper(*args: Any) -> Any:
@@ -97,7 +97,7 @@ def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if isinstance(kind, Refused):
         return of_class(kind, function, args, state)
     if type(function) is not Call or type(kind) is not Call or type(args) is not tuple:
-        raise ValueError(f"a tensor of {shown(kind)}")
+        raise ValueError(f"a tensor of {short_repr(kind)}")
     if function is _WRAPPER:
         if kind.name not in (DTENSOR, SHARDED) or len(args) < 3:
             raise ValueError(f"a wrapper subclass of type {kind.name}")
@@ -114,7 +114,7 @@ def _nested_class(owner: Any, name: Any) -> Any:
     if owner is not _SHARDED_CLASS or name != "ProcessGroupState":
         owner_name = owner.name if type(owner) is Call else type(owner).__name__
         raise UnsafeContent(
-            f"a pickle requests attribute {shown(name, 60)} of {owner_name:.60}", **{"global": "getattr"}
+            f"a pickle requests attribute {short_repr(name, 60)} of {owner_name:.60}", **{"global": "getattr"}
         )
     return _GROUP
 

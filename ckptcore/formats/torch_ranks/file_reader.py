@@ -184,7 +184,7 @@ class _File:
                 return
             value = placed
         if isinstance(value, StoredView):
-            piece = self._piece(value, Box.whole(value.shape), name)
+            piece = self._piece(value, Box.full(value.shape), name)
             mark = self._mark(value, piece)
             made.plain.append(Plain(name, path, value.dtype, value.shape, piece, mark))
         elif isinstance(value, RefusedTensor):

@@ -22,7 +22,7 @@ from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 from ckptcore.formats.torch_ranks.dtensor_globals import DTENSOR, fields
 from ckptcore.topology import torch_chunk as cuts
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 _MAX_RANKS = 1 << 20
 _MAX_FACTOR = 1 << 16
@@ -91,12 +91,12 @@ class Placer:
             return _refused_tensor(local, shape)
         dtype = _dtype(value.args[1])
         if type(local) is not StoredView or local.dtype != dtype:
-            raise ValueError(f"a DTensor of {dtype} whose local tensor is {shown(local)}")
+            raise ValueError(f"a DTensor of {dtype} whose local tensor is {short_repr(local)}")
         spec = fields(state.get("_spec"), "DTensorSpec")
         mesh = self._mesh(spec.get("mesh"))
         placements: Any = spec.get("placements")
         if type(placements) not in (tuple, list) or len(placements) != len(mesh.sizes):
-            raise ValueError(f"placements {shown(placements)} on a mesh of {len(mesh.sizes)} axes")
+            raise ValueError(f"placements {short_repr(placements)} on a mesh of {len(mesh.sizes)} axes")
         if mesh.coordinate is None:  # a rank outside the mesh has no elements
             self.storages.add(local.key)
             return Placed(dtype, shape, (), mesh.rank, mesh.ranks)
@@ -121,7 +121,7 @@ class Placer:
     def _sharded(self, value: Record) -> Placed | Refused:
         state = value.state
         if type(state) is not tuple or len(state) < 3 or type(state[0]) is not list:
-            raise ValueError(f"a ShardedTensor with the state {shown(state)}")
+            raise ValueError(f"a ShardedTensor with the state {short_repr(state)}")
         metadata = fields(state[1], "ShardedTensorMetadata")
         shape = _dims(metadata.get("size"))
         properties = metadata.get("tensor_properties")
@@ -137,7 +137,7 @@ class Placer:
         group = fields(state[2], "ProcessGroupState")
         rank, world = group.get("global_rank"), group.get("global_world_size")
         if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= _MAX_RANKS:
-            raise ValueError(f"a ShardedTensor of rank {shown(rank, 20)} of {shown(world, 20)}")
+            raise ValueError(f"a ShardedTensor of rank {short_repr(rank, 20)} of {short_repr(world, 20)}")
         pieces = []
         self._count(len(state[0]))
         for shard in state[0]:
@@ -146,7 +146,7 @@ class Placer:
             offset, extent = _dims(where.get("shard_offsets")), _dims(where.get("shard_sizes"))
             tensor = local.get("tensor")
             if type(tensor) is not StoredView or tensor.shape != extent or tensor.dtype != dtype:
-                raise ValueError(f"a shard of {dtype} {list(extent)} that contains {shown(tensor, 120)}")
+                raise ValueError(f"a shard of {dtype} {list(extent)} that contains {short_repr(tensor, 120)}")
             if len(offset) != len(shape) or len(extent) != len(shape):
                 raise ValueError(f"a shard at {list(offset)} of a tensor of {list(shape)}")
             if 0 in extent:
@@ -170,9 +170,9 @@ class Placer:
         shard = fields(placement, "_StridedShard" if kind == "_StridedShard" else "Shard")
         dim, factor = shard.get("dim"), shard.get("split_factor", 1)
         if type(dim) is not int or not -rank <= dim < rank:
-            raise ValueError(f"a shard of dim {shown(dim, 20)} of {rank}")
+            raise ValueError(f"a shard of dim {short_repr(dim, 20)} of {rank}")
         if type(factor) is not int or not 0 < factor <= _MAX_FACTOR:
-            raise ValueError(f"a split factor of {shown(factor, 20)}")
+            raise ValueError(f"a split factor of {short_repr(factor, 20)}")
         return dim % rank, cuts.Cut(axis, mesh.sizes[axis], mesh.coordinate[axis], factor)
 
     def _runs(
@@ -182,7 +182,7 @@ class Placer:
         self._steps += prod(c.factor for c in cut)
         if self._steps > self._size + (1 << 20):
             raise ValueError(f"strided shards that take {self._steps} steps in {self._size} bytes")
-        found = cuts.held(n, cut, order)
+        found = cuts.local_runs(n, cut, order)
         fits = [runs for runs in found if sum(b - a for a, b in runs) == want]
         if not fits:
             expected = sum(b - a for a, b in found[0])
@@ -226,7 +226,7 @@ class _RankLists:
                 raise ValueError(f"meshes of {self._total} ranks")
             ranks = self._read_ints(value) if type(value) is StoredView else tuple(value)
             if len(ranks) > _MAX_RANKS or any(type(r) is not int or not 0 <= r < _MAX_RANKS for r in ranks):
-                raise ValueError(f"a mesh of ranks {shown(ranks)}")
+                raise ValueError(f"a mesh of ranks {short_repr(ranks)}")
             self._known[key] = ranks
         return ranks
 
@@ -244,17 +244,17 @@ def _mesh(state: dict[str, Any], lists: _RankLists, depth: int = 4) -> _Mesh:
             shapes = [fields(a, "_FlatLayout").get("shape") for a in axes]
         shapes = (shapes,) if type(shapes) is int else shapes
         if type(shapes) not in (list, tuple):
-            raise ValueError(f"a mesh layout of {shown(shapes)}")
+            raise ValueError(f"a mesh layout of {short_repr(shapes)}")
         sizes = tuple(prod(_flat_numbers(s)) for s in shapes)
     if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) > 16:
-        raise ValueError(f"a mesh of {shown(sizes)}")
+        raise ValueError(f"a mesh of {short_repr(sizes)}")
     at = state.get("_coordinate_on_dim", ())
     coordinate = None if at is None else tuple(at)
     if coordinate is not None and (
         len(coordinate) != len(sizes)
         or any(type(c) is not int or not 0 <= c < n for c, n in zip(coordinate, sizes, strict=True))
     ):
-        raise ValueError(f"coordinate {shown(coordinate)} on a mesh of {sizes}")
+        raise ValueError(f"coordinate {short_repr(coordinate)} on a mesh of {sizes}")
     ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list"))
     if ranks is None:
         stored = tensor if type(tensor) is StoredView else state.get("_rank_map")
@@ -309,13 +309,13 @@ def _orders(value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
     if value is None:
         return
     if type(value) not in (tuple, list) or len(value) > 64:
-        raise ValueError(f"a shard order of {shown(value)}")
+        raise ValueError(f"a shard order of {short_repr(value)}")
     for entry in value:
         if type(entry) is not Record or entry.kind != "ShardOrderEntry":
-            raise ValueError(f"a shard order with {shown(entry)}")
+            raise ValueError(f"a shard order with {short_repr(entry)}")
         dim, axes = entry.args if len(entry.args) == 2 else _order_fields(entry)
         if type(dim) is not int or type(axes) not in (tuple, list) or any(type(a) is not int for a in axes):
-            raise ValueError(f"a shard order of dim {shown(dim, 20)} by {shown(axes)}")
+            raise ValueError(f"a shard order of dim {short_repr(dim, 20)} by {short_repr(axes)}")
         yield dim, tuple(axes)
 
 
@@ -327,7 +327,7 @@ def _order_fields(entry: Record) -> tuple[Any, Any]:
 def _dtype(value: Any) -> str:
     if type(value) is Named and value.kind == "dtype" and value.value in BY_NAME:
         return str(value.value)
-    raise ValueError(f"dtype {shown(value)}")
+    raise ValueError(f"dtype {short_repr(value)}")
 
 
 def _dims(value: Any) -> tuple[int, ...]:
@@ -337,7 +337,7 @@ def _dims(value: Any) -> tuple[int, ...]:
         or len(plain) > 64
         or any(type(n) is not int or not 0 <= n < 1 << 50 for n in plain)
     ):
-        raise ValueError(f"size {shown(value)}")
+        raise ValueError(f"size {short_repr(value)}")
     return tuple(plain)
 
 
@@ -348,4 +348,4 @@ def _flat_numbers(value: Any, depth: int = 4) -> Iterator[int]:
         for part in value:
             yield from _flat_numbers(part, depth - 1)
     else:
-        raise ValueError(f"a mesh axis of {shown(value)}")
+        raise ValueError(f"a mesh axis of {short_repr(value)}")

@@ -132,7 +132,7 @@ class _Files:
                 self._distributed[name] = spec, layout
             self._kind[name] = number.setdefault((spec.shape, layout), len(number))
             if len(number) > len(self._boxes):
-                self._boxes.append(topology.held(name, spec.shape))
+                self._boxes.append(topology.boxes(name, spec.shape))
         # The tree differs between ranks only if some ranks lack a tensor.
         self._staged = any(topology.layout(n).at for n in self._names)
         ranks = np.arange(topology.mesh.size, dtype="<i4").tobytes()

@@ -16,7 +16,7 @@ from ckptcore.naming.maps.rope_scaling import (
     rope_scaling_of_hub,
     rope_scaling_of_megatron,
 )
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 Number = int | float
 # Numbers that shapes do not give: nothing else would catch a wrong config. A vocabulary may be padded in one
@@ -88,7 +88,7 @@ class Config:
         )  # no model has more of anything
         if not able or (number in _POSITIVE and value <= 0):
             raise NameMismatch(
-                f"{self.name} says {place} = {shown(value)}, which no model has",
+                f"{self.name} says {place} = {short_repr(value)}, which no model has",
                 hint="Try the config of the model that was trained",
             )
         return value  # type: ignore[no-any-return]  # text is not valid

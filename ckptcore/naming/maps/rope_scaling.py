@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import NameMismatch
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 NONE = "default"  # what transformers calls rotary embeddings without scaling
 _PLAIN = frozenset({NONE, "mrope"})  # sections of the second for pictures, no other frequencies
@@ -115,9 +115,11 @@ def _scaling(
 ) -> RopeScaling:
     known = {k: v for k, v in parameters.items() if v is not None}
     if kind in _PLAIN or (kind in ("linear", "llama3", "yarn") and known.get("factor") == 1):
-        return RopeScaling(f"{name} says {place} = {shown(value)}", NONE, {})
+        return RopeScaling(f"{name} says {place} = {short_repr(value)}", NONE, {})
     of = ", ".join(f"{k} = {v:.15g}" for k, v in known.items())
-    return RopeScaling(f"{name} says {place} = {shown(value)} ({kind}{f': {of}' if of else ''})", kind, known)
+    return RopeScaling(
+        f"{name} says {place} = {short_repr(value)} ({kind}{f': {of}' if of else ''})", kind, known
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -315,14 +315,14 @@ def test_ranges_beyond_any_file(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metadata.json").write_text(json.dumps({"tensors": {"w": entry}}))
     for name in "ab":
-        cheap(tmp_path / name, "more than any file has")
+        cheap(tmp_path / name, "a range that no file has")
 
 
 def test_a_zarray_with_a_duplicate_key(tmp_path: Path) -> None:
     zarray(zarr(tmp_path) / "w", shape=[4], chunks=[4])
     file = tmp_path / "w" / ".zarray"
     file.write_text(file.read_text().replace('"shape"', '"shape": [8], "shape"'))
-    cheap(tmp_path, "stands twice")
+    cheap(tmp_path, "has a name twice")
 
 
 _LAYOUTS: dict[str, dict[str, Any]] = {

@@ -210,5 +210,5 @@ def test_duplicate_names_are_refused(name: str, copy: Copy) -> None:
     text = (folder / name).read_text()
     first = next(iter(json.loads(text).items()))
     (folder / name).write_text(text.rstrip()[:-1] + ", " + json.dumps(dict([first]))[1:])
-    with pytest.raises(CkptError, match="stands twice"):
+    with pytest.raises(CkptError, match="has a name twice"):
         ckptcore.open(str(folder))

@@ -313,14 +313,14 @@ def test_other_old_modules_name_the_new_ones() -> None:
     for room, modules in moved_modules.ROOMS.items():
         assert importlib.util.find_spec(f"ckptcore.{room}") is not None
         for old_name in modules.split():
-            with pytest.raises(ModuleNotFoundError, match=rf"moved into the room ckptcore\.{room};"):
+            with pytest.raises(ModuleNotFoundError, match=rf"moved into the package ckptcore\.{room};"):
                 importlib.import_module(f"ckptcore.{old_name}")
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("from ckptcore import staging", "ckptcore.staging has moved into the room ckptcore.conversion"),
+        ("from ckptcore import staging", "ckptcore.staging has moved into the package ckptcore.conversion"),
         ("import ckptcore.formats._dcpread", "ckptcore.formats._dcpread was private"),
         ("from ckptcore.topology import Topology", "cannot import Topology from ckptcore.topology"),
         ("from ckptcore.formats.dcp import FORMAT", "by_name gives a format"),

@@ -129,9 +129,7 @@ def test_a_safetensors_file(dtype: str, tmp_path: Path) -> None:
 def test_a_request_for_it_is_refused(tmp_path: Path) -> None:
     source = str(torch_file(tmp_path, "coo"))
     manifest = ckptcore.open(source)
-    with pytest.raises(
-        UnreadablePart, match=r"model\.odd cannot be read: a tensor of layout torch\.sparse_coo"
-    ):
+    with pytest.raises(UnreadablePart, match=r"cannot read model\.odd: a tensor of layout torch\.sparse_coo"):
         ckptcore.read(manifest, "model.odd")
     target = {"model": {"w": torch.zeros(3, 4), "odd": torch.zeros(4, 4)}}
     with pytest.raises(UnreadablePart, match="sparse_coo"):

@@ -125,7 +125,7 @@ def resumes(sample: Sample, axes: Axes, tmp_path: Path) -> None:
     for name, parts in theirs.items():
         assert ours[name].keys() == parts.keys(), name
         shape = next(t.shape for t in ckptcore.open(str(tmp_path / "out")).tensors if t.fqn == name)
-        boxes = topology.held(name, shape)
+        boxes = topology.boxes(name, shape)
         for box, rank in ours[name].items():
             assert boxes[rank] == box, (name, box, rank)
             assert rank == parts[box] or boxes.count(box) > 1

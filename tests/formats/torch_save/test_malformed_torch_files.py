@@ -167,7 +167,7 @@ STORAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "fewer than none": (("storage", FLOATS, "0", "cpu", -1), "claims -1 elements"),
     "more than there can be": (("storage", FLOATS, "0", "cpu", 1 << 60), "claims 1152921504606846976"),
     "a key that is not there": (("storage", FLOATS, "7", "cpu", 6), "has no storage '7'"),
-    "another length": (("storage", FLOATS, "0", "cpu", 5), "should have 20 bytes, has 24"),
+    "another length": (("storage", FLOATS, "0", "cpu", 5), r"must have 20 bytes \(got 24\)"),
 }
 
 

@@ -24,7 +24,7 @@ from ckptcore.cli.main import run
 from ckptcore.errors import CkptError, SourceUnreadable, finding
 from ckptcore.redaction import bare_url, beginning, ending, redacted
 from ckptcore.utils import terminal
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import short_repr
 
 # Colours of our own are the only escapes; nothing of a stranger's is one.
 NASTY = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202egnp\u2066\u2028\u200b[/red][bold]\u0085\x7f"
@@ -104,8 +104,8 @@ def test_what_is_cut_was_redacted_before(name: str) -> None:
         for seen in (tail(text, length), beginning(text, length), ending(text, length)):
             assert "hunt" not in seen
             assert "ter2" not in seen
-        assert "hunt" not in shown(long, length)
-    assert "hunt" not in shown([{"a": ("y" * 150, text + "y" * 300)}], 4000)
+        assert "hunt" not in short_repr(long, length)
+    assert "hunt" not in short_repr([{"a": ("y" * 150, text + "y" * 300)}], 4000)
 
 
 @pytest.mark.parametrize("text", HARMLESS)

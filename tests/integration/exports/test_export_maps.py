@@ -159,7 +159,7 @@ def test_an_item_of_another_shape_is_found(truths: Path, tmp_path: Path) -> None
     holds = found.items.holds.copy()
     holds[:, -2:] = holds[:, [-1, -2]]  # as many elements, in another shape
     wrong = replace(found, items=replace(found.items, holds=holds))
-    with pytest.raises(DamagedCheckpoint, match="the metadata says"):
+    with pytest.raises(DamagedCheckpoint, match="metadata has"):
         ckptcore.read(wrong, name)
 
 

@@ -340,8 +340,8 @@ def row_that_climbs_out_of_the_root(w):
     move(w.source, w.elsewhere / "step-1")
     out = f"{w.root}/{w.run}/../../elsewhere/step-1"
     w.sql("UPDATE checkpoint SET uri = :out WHERE uri = :uri", out=out, uri=str(w.source))
-    w.keeps("does not lie below", held=w.elsewhere)
-    w.keeps("does not lie below", held=w.elsewhere, take=True)
+    w.keeps("is not below", held=w.elsewhere)
+    w.keeps("is not below", held=w.elsewhere, take=True)
 
 
 @sequence

@@ -346,7 +346,7 @@ def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
     found = {fqn: each for fqn, *_, each in api.fingerprint(str(source)).tensors}
     for fqn, tensor in state.items():
         dtype, shape, raw = samples.value(tensor)
-        total = box_sum(dtype, shape, Box.whole(shape), np.frombuffer(raw, np.uint8))
+        total = box_sum(dtype, shape, Box.full(shape), np.frombuffer(raw, np.uint8))
         assert found[fqn] == tensor_fingerprint(dtype, shape, total)
 
 

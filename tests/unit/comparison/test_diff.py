@@ -72,13 +72,13 @@ def lay(
 
 
 def whole(*arrays: Any) -> list[tuple[Any, Boxes]]:
-    return [(a, [Box.whole(a.shape)]) for a in arrays]
+    return [(a, [Box.full(a.shape)]) for a in arrays]
 
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """A partition into boxes: again and again one of them is cut in two."""
-    boxes = [Box.whole(shape)]
+    boxes = [Box.full(shape)]
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(boxes) - 1))
         wide = [d for d, n in enumerate(boxes[at].shape) if n > 1]
@@ -179,7 +179,7 @@ def pair(tmp_path: Path) -> Iterator[Any]:
         one, two = (
             lay(
                 tmp_path / side,
-                {k: (np.asarray(v), [Box.whole(np.shape(v))]) for k, v in tensors.items()},
+                {k: (np.asarray(v), [Box.full(np.shape(v))]) for k, v in tensors.items()},
                 objects=o,
             )
             for side, tensors, o in zip("ab", (a, b), objects, strict=True)

@@ -386,7 +386,7 @@ def test_only_regular_files_are_ours_by_name(
     before = picture(folder) if folder.exists() else {}
     if where == ".out.ckptcore":
         for resume in (True, False):
-            with pytest.raises(StagingForeign, match="does not put there"):
+            with pytest.raises(StagingForeign, match="does not create"):
                 replaced(place, single, resume=resume)
     else:
         replaced(place, single)

@@ -1,4 +1,4 @@
-"""Coverage: does the check agree with counting every element, whatever the boxes?"""
+"""Coverage: the check agrees with counting every element, whatever the boxes."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def partition(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
 
 
 @given(st.lists(partition(), min_size=1, max_size=4))
-def test_partitions_are_whole(tensors: list[tuple[tuple[int, ...], list[Piece]]]) -> None:
+def test_partitions_are_complete(tensors: list[tuple[tuple[int, ...], list[Piece]]]) -> None:
     assert coverage(manifest_of(tensors)) == []
 
 
 @settings(max_examples=300)
 @given(partition(), st.data())
 def test_every_change_is_seen_as_counting_sees_it(
-    whole: tuple[tuple[int, ...], list[Piece]], data: st.DataObject
+    drawn: tuple[tuple[int, ...], list[Piece]], data: st.DataObject
 ) -> None:
-    shape, pieces = whole
+    shape, pieces = drawn
     at = data.draw(st.integers(0, len(pieces) - 1))
     kind = data.draw(st.sampled_from(["drop", "copy", "move", "grow"]))
     offset, extent = pieces[at]
@@ -85,7 +85,7 @@ def test_every_change_is_seen_as_counting_sees_it(
     assert all(f.fqn == "t0" and f.severity == "error" for f in found)
 
 
-def test_replicas_and_repeats_are_told_apart() -> None:
+def test_replicas_and_repeats_are_distinguished() -> None:
     builder = Builder()
     file = builder.file("data", 100)
     tensor = builder.tensor(TensorSpec("t", "uint8", (4,)))
@@ -97,7 +97,7 @@ def test_replicas_and_repeats_are_told_apart() -> None:
     assert repeated(manifest) == [2]
 
 
-def test_a_hole_is_told_with_its_place() -> None:
+def test_a_hole_is_reported_with_its_place() -> None:
     (found,) = coverage(manifest_of([((8, 4), [((0, 0), (3, 4)), ((5, 0), (3, 4))])]))
     assert found.code == "hole"
     assert "8 of 32 elements" in found.message

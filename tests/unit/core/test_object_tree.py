@@ -1,4 +1,4 @@
-"""Objects: is the form that docs/reference/objects.md specifies the one that is written and read?"""
+"""Objects: the form that docs/reference/objects.md specifies is the one that is written and read."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_objects_of_another_version_are_refused_and_block_no_tensor(version: str
     source = str(tmp_path / "model.safetensors")
     manifest = ckptcore.open(source)
     assert ckptcore.read(manifest, "w").tolist() == [1, 1]
-    (told,) = ckptcore.check(manifest).findings
-    assert (told.code, told.fqn) == ("unreadable-part", OBJECTS)
-    assert f"version {version!r}" in told.message
+    (found,) = ckptcore.check(manifest).findings
+    assert (found.code, found.fqn) == ("unreadable-part", OBJECTS)
+    assert f"version {version!r}" in found.message
     with pytest.raises(UnreadablePart, match=OBJECTS):
         ckptcore.convert(source, str(tmp_path / "out.safetensors"))
     assert not (tmp_path / "out.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Paths: what stood where in a saved tree survives, in the order of saving, in few bytes."""
+"""Paths: the places of names in a saved tree survive, in the order of saving, in few bytes."""
 
 from __future__ import annotations
 

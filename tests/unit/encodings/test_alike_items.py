@@ -25,8 +25,8 @@ SIGNATURES = {
 def test_every_mark_of_a_zip_counts(which: str, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     shutil.copytree(DIMS, folder)
-    whole = ckptcore.open(str(folder))  # items that are not damaged are known by now
-    assert validate(whole, "bytes").ok
+    manifest = ckptcore.open(str(folder))  # items that are not damaged are known by now
+    assert validate(manifest, "bytes").ok
     file = folder / "__0_0.distcp"
     good = file.read_bytes()
     places = [m.start() for m in re.finditer(SIGNATURES[which], good, re.DOTALL)]

@@ -81,9 +81,9 @@ def test_scalars_become_pythons_own(value: Any, protocol: int) -> None:
 def test_a_random_state_survives() -> None:
     state = np.random.RandomState(7).get_state()
     tree, _ = read(pickle.dumps(state, 2))
-    again = np.random.RandomState()
-    again.set_state(written(tree))
-    assert again.get_state()[1].tolist() == state[1].tolist()
+    restored = np.random.RandomState()
+    restored.set_state(written(tree))
+    assert restored.get_state()[1].tolist() == state[1].tolist()
 
 
 @pytest.mark.parametrize(

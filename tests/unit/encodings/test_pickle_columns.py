@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
 HEAD = ")\x81\x94}\x94("  # how an instance begins, if these were bytes
 
 
-def told(ranks: int, shapes: dict[str, tuple[int, ...]], share: bool = False) -> meta.Metadata:
+def metadata_of(ranks: int, shapes: dict[str, tuple[int, ...]], share: bool = False) -> meta.Metadata:
     """Metadata of a job whose tensors are cut along dim 0, a row a rank, or whole on rank 0.
 
     share: whether names and offsets are the same objects everywhere, as one process leaves them.
@@ -90,7 +90,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_columns_hold_what_single_records_hold(
     tmp_path: Path, one_by_one: Callable[[], None], ranks: int, share: bool, protocol: int
 ) -> None:
-    data = pickle.dumps(told(ranks, SHAPES, share), protocol=protocol)
+    data = pickle.dumps(metadata_of(ranks, SHAPES, share), protocol=protocol)
     quick = digest(tmp_path / "at", data)
     one_by_one()
     assert digest(tmp_path / "at", data) == quick
@@ -103,14 +103,14 @@ def test_short_lists_between_many_frames(
     """Lists of chunks that are shorter than a run is worth, in a pickle of several frames."""
     kinds = ((ranks, 4), (ranks,), (), (ranks, 2, 2))
     shapes = {f"layers.{n}.weight": kinds[n % 4] for n in range(tensors)}
-    data = pickle.dumps(told(ranks, shapes), protocol=4)
+    data = pickle.dumps(metadata_of(ranks, shapes), protocol=4)
     quick = digest(tmp_path / "at", data)
     one_by_one()
     assert digest(tmp_path / "at", data) == quick
 
 
 def test_most_records_are_read_in_runs() -> None:
-    data = pickle.dumps(told(300, SHAPES), protocol=4)
+    data = pickle.dumps(metadata_of(300, SHAPES), protocol=4)
     state = loads(data, TABLE, what="it").state
     chunks = state["state_dict_metadata"]["a.weight"].state["chunks"]
     assert sum(c.count for c in chunks if type(c) is Columns) > 280
@@ -119,7 +119,7 @@ def test_most_records_are_read_in_runs() -> None:
 
 
 def test_frames_that_begin_inside_a_value_are_not_skipped(one_by_one: Callable[[], None]) -> None:
-    data = pickle.dumps(told(300, SHAPES), protocol=4)
+    data = pickle.dumps(metadata_of(300, SHAPES), protocol=4)
     at = data.index(b"storage_data")
     while data[at] != 0x95 or int.from_bytes(data[at + 1 : at + 9], "little") >> 17:
         at += 1
@@ -145,7 +145,7 @@ def outcome(data: bytes) -> int:
 @pytest.mark.parametrize("opcode", [b"0", b"2", b"a", b"s", b"\x86", b"\x94", b"b", b"R", b"1", b"t"])
 def test_an_opcode_between_records_is_not_passed_over(opcode: bytes, one_by_one: Callable[[], None]) -> None:
     """Either way it is an error, or the same tree."""
-    data = pickle.dumps(told(200, {"w": (200, 4)}), protocol=4)
+    data = pickle.dumps(metadata_of(200, {"w": (200, 4)}), protocol=4)
     for record in (data.index(b"__100_0.distcp"), data.index(b"offsets") + 4000):
         at = data.index(b"ub", record) + 2
         results = []
@@ -163,7 +163,7 @@ def test_an_opcode_between_records_is_not_passed_over(opcode: bytes, one_by_one:
 
 
 def test_every_cut_is_an_error() -> None:
-    data = pickle.dumps(told(130, {"w": (130, 4), "b": (130,)}), protocol=4)
+    data = pickle.dumps(metadata_of(130, {"w": (130, 4), "b": (130,)}), protocol=4)
     for end in range(1, len(data), 997):
         with pytest.raises(MalformedCheckpoint):
             loads(data[:end], TABLE, what="it")
@@ -171,8 +171,8 @@ def test_every_cut_is_an_error() -> None:
 
 def test_later_references_into_a_run_are_found() -> None:
     """An offset that the metadata names once more, far behind the run that it is part of."""
-    told_ = told(200, {"w": (200, 4)}, share=True)
-    data = pickle.dumps(told_, protocol=4)
+    metadata = metadata_of(200, {"w": (200, 4)}, share=True)
+    data = pickle.dumps(metadata, protocol=4)
     state = loads(data, TABLE, what="it").state
     seen = set()
     for index in state["storage_data"]:

@@ -1,4 +1,4 @@
-"""Devices: is what a lane scatters and casts the same to the bit as what the host does?"""
+"""Devices: a lane scatters and casts to the same bits as the host."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
     """Strided and cast tensors in columns: every part takes its way through a lane."""
     there, tensor = lane(device).device, numbered((61, 67))
     columns = [Box((0, 0), (61, 30)), Box((0, 30), (61, 37))]
-    state = {"a": (tensor, columns), "b": (tensor.to(torch.bfloat16), [Box.whole((61, 67))])}
+    state = {"a": (tensor, columns), "b": (tensor.to(torch.bfloat16), [Box.full((61, 67))])}
     write_dcp(tmp_path / "ckpt", state, turn=True)
     source, used = str(tmp_path / "ckpt"), []
 
@@ -84,5 +84,5 @@ def test_a_conversion_through_lanes_is_the_same(device: str, tmp_path: Path) -> 
 
 
 def test_a_buffer_that_cannot_be_had_is_a_matter_of_the_budget() -> None:
-    with pytest.raises(BudgetTooSmall, match="no memory for a buffer of 140737488355328 bytes"):
+    with pytest.raises(BudgetTooSmall, match="cannot allocate a buffer of 140737488355328 bytes"):
         host_buffer(1 << 47, "cpu")  # more than a process can address

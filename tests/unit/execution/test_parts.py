@@ -58,10 +58,10 @@ def prepared(source: Path, destination: Path, settings: Settings = SETTINGS, **m
 @pytest.mark.parametrize("name", FORMS.values())
 @pytest.mark.parametrize("nbytes", [1, 300_000, 1 << 40])
 def test_parts_in_any_order_are_the_file(source: Path, tmp_path: Path, name: str, nbytes: int) -> None:
-    whole = convert(Request(str(source), str(tmp_path / name)), SETTINGS, catalog_url=False)
+    undivided = convert(Request(str(source), str(tmp_path / name)), SETTINGS, catalog_url=False)
     plan = prepared(source, tmp_path / f"other-{name}")
     found = list(parts(plan, 0, nbytes, SETTINGS))
-    size = whole.files[0].nbytes
+    size = undivided.files[0].nbytes
     assert [p.begin for p in found] == [0, *(p.end for p in found[:-1])]
     assert found[-1].end == size
     assert len(found) == 1 if nbytes > size else len(found) > 3
@@ -72,8 +72,8 @@ def test_parts_in_any_order_are_the_file(source: Path, tmp_path: Path, name: str
     assert join(plan, 0) == joined
     written = finish(plan)
     assert (tmp_path / f"other-{name}").read_bytes() == (tmp_path / name).read_bytes()
-    assert replace(joined, path="", seconds=0) == replace(whole.files[0], path="", seconds=0)
-    assert written.fingerprint == whole.fingerprint is not None
+    assert replace(joined, path="", seconds=0) == replace(undivided.files[0], path="", seconds=0)
+    assert written.fingerprint == undivided.fingerprint is not None
     assert not list((tmp_path / f".other-{name}.ckptcore" / "receipts").glob("*-*-*"))
 
 
@@ -105,9 +105,9 @@ def test_the_log_says_which_part_of_which_file(
         execute_part(plan, part, SETTINGS)
     # A record counts once, on however many ways (Prefect's handlers, where it was set up) it came to caplog.
     records = {id(r): r.getMessage() for r in caplog.records}
-    told = [message for message in records.values() if message.startswith("wrote")]
-    assert len(told) == len(found) > 2
-    for n, (line, part) in enumerate(zip(told, found, strict=True), 1):
+    lines = [message for message in records.values() if message.startswith("wrote")]
+    assert len(lines) == len(found) > 2
+    for n, (line, part) in enumerate(zip(lines, found, strict=True), 1):
         what = f"part {n} of {len(found)} of out.safetensors"
         where = f"bytes {part.begin} to {part.end} of {found[-1].end}"
         assert line.startswith(f"wrote {what}: {where}, ")
@@ -128,7 +128,7 @@ def test_a_part_that_is_missing_is_named(source: Path, tmp_path: Path) -> None:
 def test_a_part_of_other_settings_is_refused(source: Path, tmp_path: Path) -> None:
     plan = prepared(source, tmp_path / "out.safetensors")
     found = parts(plan, 0, 1, SETTINGS)
-    with pytest.raises(UsageError, match="no part under these settings"):
+    with pytest.raises(UsageError, match="not a part under these settings"):
         execute_part(plan, replace(found[1], end=found[1].end + 1), SETTINGS)
 
 
@@ -139,11 +139,11 @@ def test_what_is_finished_or_cannot_be_shared_has_no_parts(source: Path, tmp_pat
     assert parts(plan, 0, 1, SETTINGS) == ()
     remote = prepare(Request(str(source), "memory://parts/out.safetensors"), SETTINGS).plan_uri
     assert parts(remote, 0, 1, SETTINGS) == ()
-    with pytest.raises(UsageError, match="does not let several processes"):
+    with pytest.raises(UsageError, match="several processes cannot write"):
         execute_part(remote, FilePart(0, 0, 10), SETTINGS)
 
 
-def test_a_killed_joining_is_begun_again(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_killed_join_is_repeated(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     plan = prepared(source, tmp_path / "out.pt")
     found = parts(plan, 0, 500_000, SETTINGS)
     for part in found:
@@ -203,5 +203,5 @@ def test_runs_come_in_any_order(data: bytes, draw: Any) -> None:
         runs.add(start, length, zlib.crc32(data[start : start + length]))
     if data:
         assert list(runs) == [(0, len(data), zlib.crc32(data))]
-        assert runs.whole(len(data)) == zlib.crc32(data)
-    assert runs.whole(len(data) + 1) is None
+        assert runs.total(len(data)) == zlib.crc32(data)
+    assert runs.total(len(data) + 1) is None

@@ -32,12 +32,12 @@ def test_what_was_left_open_is_proven_when_the_run_goes_on(tmp_path: Path) -> No
     written = execute(prepared.plan_uri)
     assert [r.pending for r in written] == [(), (), ()]
     staging = Staging.of_plan(prepared.plan_uri)
-    # As a run leaves it that is killed when the file stands and its record is not whole yet.
+    # The state after a run is killed when the file exists and its record is incomplete.
     write_receipt(staging.receipts, prepared.plan_digest, replace(written[0], pending=(0,)))
-    with pytest.raises(UsageError, match="not proven yet"):
+    with pytest.raises(UsageError, match=r"__0_0\.distcp .*source records"):
         finish(prepared.plan_uri)
-    again = execute(prepared.plan_uri)
-    assert (again[0].reused, again[0].pending) == (True, ())
+    repeated = execute(prepared.plan_uri)
+    assert (repeated[0].reused, repeated[0].pending) == (True, ())
     kept = read_receipt(staging.receipts, prepared.plan_digest, 0)
     assert kept is not None
     assert kept.pending == ()

@@ -1,4 +1,4 @@
-"""Rewritten: a source that is written again in place, with its size and times put back, is never mixed."""
+"""Rewritten: a source that is rewritten in place, with its size and times restored, is never mixed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def rewrite(path: Path, value: float, write: Write) -> None:
     assert [getattr(after, name) for name in same] == [getattr(before, name) for name in same]
 
 
-def held(out: Path) -> set[float]:
+def values_in(out: Path) -> set[float]:
     """Every value of the output: one for a model that is not mixed."""
     tensors: dict[str, Any] = {}
     for file in [out] if out.is_file() else sorted(out.glob("*.safetensors")):
@@ -136,11 +136,11 @@ def test_a_source_rewritten_in_place_is_never_published_mixed(
         except CkptError as error:
             code = error.code
     assert acted
-    assert code in REFUSED if code else len(held(out)) == 1
+    assert code in REFUSED if code else len(values_in(out)) == 1
     assert out.exists() == (code is None)
     if code:  # and the next run finds nothing of the old one to go on with
         ckptcore.convert(str(source), str(out), **options)
-        assert held(out) == {2.0}
+        assert values_in(out) == {2.0}
     assert sorted(p.name for p in tmp_path.iterdir()) == [out.name, source.name]
 
 
@@ -173,7 +173,7 @@ def test_plain_values_and_weights_are_of_one_moment(tmp_path: Path, moment: str)
     if code:
         assert code in REFUSED
         ckptcore.convert(str(source), str(out), settings=SMALL)
-    assert len(held(out)) == 1
+    assert len(values_in(out)) == 1
 
 
 class Rereads:
@@ -230,7 +230,7 @@ def bytes_of(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
-def test_a_backup_that_comes_by_while_the_source_is_read_again(tmp_path: Path) -> None:
+def test_a_backup_that_comes_by_while_the_source_is_reread(tmp_path: Path) -> None:
     source, out = tmp_path / "source.safetensors", tmp_path / "out.safetensors"
     raw(source, 1.0)
     age(source)
@@ -239,14 +239,14 @@ def test_a_backup_that_comes_by_while_the_source_is_read_again(tmp_path: Path) -
     with mock.patch.object(reproof, "_compare_files", once), disturbed("executed", lambda: touch(source)):
         ckptcore.convert(str(source), str(out))
     assert once.count == 2
-    assert held(out) == {1.0}
+    assert values_in(out) == {1.0}
     always = Rereads(lambda: touch(source))
     with mock.patch.object(reproof, "_compare_files", always), disturbed("executed", lambda: touch(source)):  # noqa: SIM117
         with pytest.raises(SourceChanged, match="again and again"):
             ckptcore.convert(str(source), str(tmp_path / "other.safetensors"))
     assert always.count == 3
     ckptcore.convert(str(source), str(tmp_path / "other.safetensors"))  # what was written is kept, and proven
-    assert held(tmp_path / "other.safetensors") == {1.0}
+    assert values_in(tmp_path / "other.safetensors") == {1.0}
 
 
 def test_a_write_in_the_tick_of_the_last_one_is_not_missed(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_staging_folder_of_an_older_version_goes_on(tmp_path: Path, changed: b
             assert changed
             ckptcore.convert(str(source), str(out), **options)
     assert rereads.count == 1
-    assert held(out) == {2.0 if changed else 1.0}
+    assert values_in(out) == {2.0 if changed else 1.0}
     assert changed or sum(kept) == 2
 
 
@@ -313,7 +313,7 @@ def test_a_plan_that_lost_its_stamps_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(SourceChanged, match="does not say what its source was"):
         ckptcore.publish(prepared)
     ckptcore.convert(str(tmp_path / "source.safetensors"), str(tmp_path / "out"))
-    assert held(tmp_path / "out") == {1.0}
+    assert values_in(tmp_path / "out") == {1.0}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -326,16 +326,16 @@ def test_no_digest_and_no_claim_rests_on_a_ctime(tmp_path: Path) -> None:
     claimed, seen = source_digest(manifest), stamp_of(survey(str(source)))
     request = Request(str(source), str(tmp_path / "out"))
     planned = stages.prepare(request).plan_digest
-    whole = blake3(manifest.digest.encode())  # as claims of 0.20 have it
+    digest = blake3(manifest.digest.encode())  # as claims of 0.20 have it
     for path in sorted(source.glob("*.distcp")):
-        told = path.stat()
-        stamp = f"{told.st_size} bytes, modified {told.st_mtime_ns}, inode {told.st_ino}"
-        whole.update(f"{path.name}\0{stamp}\n".encode())
-    assert claimed == whole.hexdigest()
+        status = path.stat()
+        stamp = f"{status.st_size} bytes, modified {status.st_mtime_ns}, inode {status.st_ino}"
+        digest.update(f"{path.name}\0{stamp}\n".encode())
+    assert claimed == digest.hexdigest()
     age(source)
     touch(source)
-    again = stages.inspect(str(source))
-    assert (again.digest, source_digest(again), stamp_of(survey(str(source)))) == (
+    inspected = stages.inspect(str(source))
+    assert (inspected.digest, source_digest(inspected), stamp_of(survey(str(source)))) == (
         manifest.digest,
         claimed,
         seen,
@@ -362,7 +362,7 @@ def test_a_write_through_a_memory_map_is_seen(tmp_path: Path) -> None:
         with disturbed("half", act), pytest.raises(SourceChanged):
             ckptcore.convert(str(source), str(out), settings=SMALL)
         ckptcore.convert(str(source), str(out), settings=SMALL)
-    assert held(out) == {1.0, 2.0}
+    assert values_in(out) == {1.0, 2.0}
 
 
 @pytest.mark.parametrize("moment", ["listed", "header", "inspected", "prepared", "half", "read back"])
@@ -380,7 +380,7 @@ def test_an_object_that_is_replaced_while_it_is_read(tmp_path: Path, moment: str
             ckptcore.convert(source, str(out), settings=SMALL)
         except SourceChanged:
             ckptcore.convert(source, str(out), settings=SMALL)
-    assert held(out) == {2.0}
+    assert values_in(out) == {2.0}
 
 
 @pytest.mark.soak
@@ -398,5 +398,5 @@ def test_rewriting_at_any_moment(tmp_path: Path) -> None:
         except CkptError as error:
             assert error.code in REFUSED, error  # noqa: PT017  either way is right
         writer.join()
-        assert not out.exists() or len(held(out)) == 1
+        assert not out.exists() or len(values_in(out)) == 1
     assert published

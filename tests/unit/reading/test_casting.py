@@ -1,4 +1,4 @@
-"""Casting: does a tile become what torch makes of the whole tensor, on every device?"""
+"""Casting: a tile becomes what torch makes of the whole tensor, on every device."""
 
 from __future__ import annotations
 

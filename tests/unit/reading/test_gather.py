@@ -1,4 +1,4 @@
-"""Gathering: is any box of any layout right, with any buffer, and every byte accounted for?"""
+"""Gathering: any box of any layout is right, with any buffer, and every byte is accounted for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_any_box_of_any_permutation(data: st.DataObject) -> None:
     ranges: list[tuple[int, int, int]] = []
     want = Box(offset, extent)
     into = Interleaver(tile, want, "bfloat16", scratch)
-    into.put(payload, Box.whole(shape), want, lambda *r: ranges.append(r))
+    into.put(payload, Box.full(shape), want, lambda *r: ranges.append(r))
     into.flush()
     assert (tile == values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]).all()
     assert all(zlib.crc32(raw[at : at + n]) == crc for at, n, crc in ranges)
@@ -55,10 +55,10 @@ def test_crc_of_two_parts(a: bytes, b: bytes) -> None:
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
-def test_crc_of_pieces_in_any_order(whole: bytes, data: st.DataObject) -> None:
-    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
+def test_crc_of_pieces_in_any_order(record: bytes, data: st.DataObject) -> None:
+    cuts = sorted({0, len(record), *data.draw(st.lists(st.integers(0, len(record)), max_size=6))})
     parts = data.draw(st.permutations(list(pairwise(cuts))))
-    pieces = CrcPieces(len(whole))
-    told = [pieces.add(a, b - a, zlib.crc32(whole[a:b])) for a, b in parts]
-    assert told[:-1] == [None] * (len(told) - 1)
-    assert told[-1] == zlib.crc32(whole)
+    pieces = CrcPieces(len(record))
+    found = [pieces.add(a, b - a, zlib.crc32(record[a:b])) for a, b in parts]
+    assert found[:-1] == [None] * (len(found) - 1)
+    assert found[-1] == zlib.crc32(record)

@@ -1,4 +1,4 @@
-"""Interleaving: do chunks that lie side by side get into a tile bit by bit, few copies at a time?"""
+"""Interleaving: chunks side by side get into a tile bit by bit, few copies at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class Stored:
-    """A chunk as it lies in a file, behind some other bytes."""
+    """A chunk as it is in a file, behind some other bytes."""
 
     def __init__(self, values: np.ndarray, box: Box, padding: int) -> None:
         part = values[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
@@ -67,11 +67,11 @@ def test_any_neighbours(data: st.DataObject) -> None:
     of = Box(offset, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
     tile = np.full(of.shape, 77, DTYPES[dtype])
     into = Interleaver(tile, of, dtype, np.empty(data.draw(st.sampled_from([16, 512, 4096])), np.uint8))
-    told = data.draw(st.booleans())
+    verified = data.draw(st.booleans())
     for chunk in chunks:
         common = chunk.box.intersect(of)
         if common is not None:
-            into.put(chunk.payload, chunk.box, common, chunk.seen if told else None)
+            into.put(chunk.payload, chunk.box, common, chunk.seen if verified else None)
     into.flush()
     assert (tile == values[tuple(slice(o, o + n) for o, n in zip(of.offset, of.shape, strict=True))]).all()
     for chunk in chunks:
@@ -91,7 +91,7 @@ def test_short_runs_are_copied_together(width: int, together: bool, monkeypatch:
     values = np.random.default_rng(0).integers(0, 1 << 16, (64, 16 * width), np.uint16)
     chunks = [Stored(values, Box((0, n * width), (64, width)), 8) for n in range(16)]
     tile = np.zeros(values.shape, np.uint16)
-    into = Interleaver(tile, Box.whole(values.shape), "bfloat16", np.empty(1 << 20, np.uint8))
+    into = Interleaver(tile, Box.full(values.shape), "bfloat16", np.empty(1 << 20, np.uint8))
     for chunk in chunks:
         into.put(chunk.payload, chunk.box, chunk.box, chunk.seen)
     if together:

@@ -115,15 +115,15 @@ def test_the_api_goes_from_plan_to_output(tmp_path: Path) -> None:
     source = two_shards(tmp_path, 3.0)
     prepared = ckptcore.prepare(str(source), str(tmp_path / "out"), max_file_size=4000)
     receipts = ckptcore.execute(prepared, [f.index for f in prepared.files])
-    again = ckptcore.execute(prepared)
+    reused = ckptcore.execute(prepared)
     assert [r.reused for r in receipts] == [False] * 3
-    assert [r.reused for r in again] == [True] * 3
+    assert [r.reused for r in reused] == [True] * 3
     assert ckptcore.publish(prepared).destination == str(tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source.safetensors"]
 
 
 @pytest.mark.parametrize("change", ["flip", "drop", "replace"])
-def test_what_was_published_is_looked_at_again_after_a_kill(tmp_path: Path, change: str) -> None:
+def test_what_was_published_is_rechecked_after_a_kill(tmp_path: Path, change: str) -> None:
     from ckptcore.conversion.pipeline import finish
 
     source = two_shards(tmp_path, 1.0)
@@ -169,7 +169,7 @@ def test_opaque_objects_with_tensors_are_left_out_by_name_only(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["[/red]x", "a[bold]b", "tab\tand\x1b[31m", "häß漢字", "with space"])
-def test_hostile_names_are_shown_as_they_are(
+def test_hostile_names_are_displayed_escaped(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ckptcore.__main__ import main
@@ -178,23 +178,23 @@ def test_hostile_names_are_shown_as_they_are(
     out = tmp_path / f"out{name.replace('/', '')}.safetensors"
     assert main(["inspect", str(tmp_path / "a.safetensors")]) == 0
     assert main(["consolidate", str(tmp_path / "a.safetensors"), str(out), "--no-catalog"]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b[31m" not in shown
+    output = capsys.readouterr().out
+    assert "\x1b[31m" not in output
     assert list(load_file(out)) == [name]
 
 
 @pytest.mark.parametrize("layout", ["gaps", "transposed", "expanded"])
 def test_values_are_counted_in_any_layout(tmp_path: Path, layout: str) -> None:
-    whole = torch.zeros(40, 30)
-    whole[:, 20:] = float("nan")
-    view = {"gaps": whole[:, :20], "transposed": whole.t(), "expanded": whole[0, 25:26].expand(100)}[layout]
+    full = torch.zeros(40, 30)
+    full[:, 20:] = float("nan")
+    view = {"gaps": full[:, :20], "transposed": full.t(), "expanded": full[0, 25:26].expand(100)}[layout]
     torch.save({"t": view}, tmp_path / "a.pt")
     report = ckptcore.check(ckptcore.open(str(tmp_path / "a.pt")), "values")
-    told = [f.message for f in report.findings if f.code == "not-finite"]
+    messages = [f.message for f in report.findings if f.code == "not-finite"]
     want = {
         "gaps": [],
         "transposed": ["t: 400 NaN and 0 Inf of 1200 elements"],
         "expanded": ["t: 100 NaN and 0 Inf of 100 elements"],
     }[layout]
-    assert told == want
+    assert messages == want
     assert report.ok

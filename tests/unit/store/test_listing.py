@@ -1,4 +1,4 @@
-"""Listing: is every file seen once, and does whatever is written show in the stamps?"""
+"""Listing: every file is seen once, and whatever is written shows in the stamps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local store: is a name always the file that stands there now?"""
+"""Local store: a name always refers to the current file."""
 
 from __future__ import annotations
 

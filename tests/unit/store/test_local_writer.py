@@ -1,4 +1,4 @@
-"""Local writers: does a file appear whole or not at all, and do several processes share one?"""
+"""Local writers: a file appears completely or not at all, and several processes share one."""
 
 from __future__ import annotations
 

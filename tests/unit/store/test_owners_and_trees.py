@@ -1,4 +1,4 @@
-"""Owners and folder trees: whose files may be used, and is nothing else walked into or removed?"""
+"""Owners and folder trees: only trusted users' files are used, and nothing else is walked into or removed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_who_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.strangers_may_write(0o770)
     assert found.strangers_may_write(0o772)
     monkeypatch.setenv(VARIABLE, "nobody")
-    with pytest.raises(UsageError, match="not numbers of users"):
+    with pytest.raises(UsageError, match="must be a list of user ids"):
         Owners.of_process()
 
 
@@ -60,7 +60,7 @@ def test_only_what_it_should_be_and_whose(tmp_path: Path) -> None:
     US.require_folder(seen["folder"], "f")
     US.require_only_name(seen["file"], "f")
     for name in ("folder", "link", "pipe"):
-        with pytest.raises(StagingForeign, match="a regular file should be there"):
+        with pytest.raises(StagingForeign, match="must be a regular file"):
             US.require_file(seen[name], name)
     with pytest.raises(StagingForeign, match="belongs to another user") as caught:
         THEM.require_file(seen["file"], "f")
@@ -84,7 +84,7 @@ def test_a_folder_is_entered_by_its_own_name_alone(fd: int) -> None:
     assert made is not None
     os.close(made)
     os.symlink("precious", "link", dir_fd=fd)
-    with pytest.raises(StagingForeign, match="a folder should be there"):
+    with pytest.raises(StagingForeign, match="must be a folder"):
         enter(fd, "link", "link", US)
     with pytest.raises(StagingForeign, match="another user"):
         enter(fd, "tree", "tree", THEM)
@@ -114,15 +114,15 @@ def test_below_a_root_means_below_it(fd: int, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("tree")
     os.mkfifo(tmp_path / "pipe")
     wrong = {
-        f"{root}/tree/../precious/thesis": "does not lie below",
-        f"{root}x/y": "does not lie below",
-        f"{root}/link/deep": "a link, or no folder",
+        f"{root}/tree/../precious/thesis": "is not below",
+        f"{root}x/y": "is not below",
+        f"{root}/link/deep": "not a folder, or a link",
         f"{root}/pipe": "FIFO",
         f"{root}/link": "link",
         f"{root}/nothing": "No such file",
     }
-    for uri, words in wrong.items():
-        with pytest.raises(UsageError, match=words):
+    for uri, message in wrong.items():
+        with pytest.raises(UsageError, match=message):
             open_above(root, uri)
     with pytest.raises(UsageError, match="reached through a link"):
         open_below(f"{root}/link", f"{root}/link/deep", "x")

@@ -1,4 +1,4 @@
-"""Places: is one storage known under all its names, and are two never taken for one?"""
+"""Places: one storage is known under all its names, and two are never taken for one."""
 
 from __future__ import annotations
 

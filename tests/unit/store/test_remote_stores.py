@@ -1,4 +1,4 @@
-"""Remote stores: do reading, staging and publishing work through every fsspec file system alike?"""
+"""Remote stores: reading, staging and publishing work through every fsspec file system alike."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_versions_are_those_of_the_listing(s3: str, tmp_path: Path) -> None:
     assert read.call_count == 1
 
 
-def test_existing_output_is_refused_and_replaced_as_a_whole(root: str) -> None:
+def test_existing_output_is_refused_and_replaced_completely(root: str) -> None:
     source = f"{root}/source/step-3"
     ckptcore.convert(source, f"{root}/out", verb="export", max_file_size=2_000)
     before = content(f"{root}/out")
@@ -87,7 +87,7 @@ def test_single_file_and_deep_check(root: str) -> None:
     assert report.unverified == 0
 
 
-def test_a_missing_folder_is_an_error_with_words(root: str) -> None:
+def test_a_missing_folder_is_an_error_with_a_message(root: str) -> None:
     with pytest.raises(SourceUnreadable, match="does not exist"):
         ckptcore.open(f"{root}/nothing")
 

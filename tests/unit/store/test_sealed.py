@@ -1,4 +1,4 @@
-"""Sealed folders: does a run see what it put there, and refuse what somebody else did?"""
+"""Sealed folders: a run sees what it put there, and refuses what another user did."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_folder_is_made_for_its_user_alone(home: SealedFolder) -> None:
     assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
 
 
-def test_what_is_held_stays_what_it_was(home: SealedFolder, tmp_path: Path) -> None:
+def test_an_open_folder_stays_the_same(home: SealedFolder, tmp_path: Path) -> None:
     store = SealedStore(home, "files")
     store.put("a", b"ours")
     home.path.rename(tmp_path / "away")
@@ -95,11 +95,11 @@ def test_strange_things_are_neither_read_nor_written_nor_removed(home: SealedFol
 def test_a_folder_behind_a_link_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "home").symlink_to("real")
-    with pytest.raises(StagingForeign, match="a folder should be there"):
+    with pytest.raises(StagingForeign, match="must be a folder"):
         SealedFolder(tmp_path / "home").open(make=True)
 
 
-def test_a_folder_with_strange_names_is_somebody_else_s(tmp_path: Path) -> None:
+def test_a_folder_with_strange_names_is_refused(tmp_path: Path) -> None:
     def foreign(path: Path, names: Names) -> None:
         refuse_odd(path, [name for name in names if name != "ours"])
 

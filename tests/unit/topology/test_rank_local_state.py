@@ -1,4 +1,4 @@
-"""Bound state: what does a reshard leave out, and what not?"""
+"""Rank-local state: a reshard drops random and loader states, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topologies of real checkpoints: is every element on some rank, once per replica, optimizer and all?"""
+"""Topologies of real checkpoints: every element is on some rank, once per replica, with the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ckptcore
 from ckptcore.core.manifest import Manifest
 from ckptcore.topology.rank_layout import lay_out
 
-# Sample: (folder in it, a parameter, state that must lie as it does, how on pp=2,fsdp=2,tp=2).
+# Sample: (folder in it, a parameter, state with its layout, how on pp=2,fsdp=2,tp=2).
 HEAD = "lm_head.weight"
 ROW = "transformer.blocks.1.attn_out.weight"
 COLUMN = "blocks.0.attention.w_q.weight"
@@ -40,9 +40,9 @@ def opened(name: str, request: pytest.FixtureRequest) -> Manifest:
 
 @pytest.mark.parametrize("name", REAL)
 def test_state_beside_parameters(name: str, request: pytest.FixtureRequest) -> None:
-    _, parameter, state, told = REAL[name]
+    _, parameter, state, layout = REAL[name]
     topology = lay_out(opened(name, request), "pp=2,fsdp=2,tp=2")
-    assert described(topology, parameter) == described(topology, state) == told
+    assert described(topology, parameter) == described(topology, state) == layout
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=3", "pp=2,fsdp=2,tp=2", "dp_replicate=2,tp=2", "fsdp=2,tp=4"])

@@ -1,4 +1,4 @@
-"""Topologies beside torch: do we say of every rank what FSDP2, tensor, expert and pipeline parallel do?"""
+"""Topologies beside torch: every rank gets what FSDP2, tensor, expert and pipeline parallel give it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 def cut(shape: tuple[int, ...], box: Box) -> list[float]:
-    whole = np.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
-    flat: list[float] = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+    full = np.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
+    flat: list[float] = full[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
     return np.asarray(flat).reshape(-1).tolist()  # type: ignore[no-any-return]
 
 
@@ -54,26 +54,26 @@ def cut(shape: tuple[int, ...], box: Box) -> list[float]:
 def test_every_rank_has_what_we_say(ranks: int, model: str, mesh: str, jobs: Callable[[int], Path]) -> None:
     folder = jobs(ranks) / f"{model}-{mesh}"
     # A stage's own checkpoint has only its layers: names and shapes are those of any mesh without stages.
-    whole = (
+    saved = (
         folder
         if (folder / "ckpt").exists()
         else next(jobs(ranks).glob(f"{model}-fsdp*")).parent
         / (f"{model}-{'fsdp=4' if ranks == 4 else 'fsdp=4,tp=2'}")
     )
-    manifest = ckptcore.open(str(whole / "ckpt"))
+    manifest = ckptcore.open(str(saved / "ckpt"))
     topology = lay_out(manifest, mesh)
     assert topology.mesh.size == ranks
     shapes = {t.fqn.removeprefix("model."): t.shape for t in manifest.tensors if t.fqn.startswith("model.")}
     for rank in range(ranks):
-        held = json.loads((folder / f"rank{rank}.json").read_text())
+        expected = json.loads((folder / f"rank{rank}.json").read_text())
         found = {}
         for fqn, shape in shapes.items():
-            box = topology.held(f"model.{fqn}", shape)[rank]
+            box = topology.boxes(f"model.{fqn}", shape)[rank]
             if box is not None:
                 found[fqn] = [list(box.shape), cut(shape, box)]
-        # What a rank's empty part is called in the other dims says nothing.
-        assert found.keys() == held.keys()
-        differ = {f for f in found if found[f] != held[f] and (found[f][1] or held[f][1])}
+        # What a rank's empty part has as other dims proves nothing.
+        assert found.keys() == expected.keys()
+        differ = {f for f in found if found[f] != expected[f] and (found[f][1] or expected[f][1])}
         assert not differ, (rank, sorted(differ))
 
 

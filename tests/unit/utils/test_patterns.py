@@ -13,12 +13,12 @@ def test_an_expression_that_never_ends_is_ended() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 20_000, "(?P<x>a)(?P<x>b)", "(?<=a+)b"])
-def test_what_is_no_expression_is_said(pattern: str) -> None:
+def test_an_invalid_expression_is_an_error(pattern: str) -> None:
     with pytest.raises(UnusablePattern):
         full_matches([pattern], ["a"])
 
 
-def test_whole_texts_are_matched() -> None:
+def test_complete_texts_are_matched() -> None:
     assert full_matches(["a", "a.*"], ["a", "ab"]) == [(True, False), (True, True)]
     assert full_matches([], ["a"]) == []
     assert full_matches(["a"], []) == [()]
