@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptcore.checking.check import require_whole
+from ckptcore.checking.check import require_complete
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
 from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE, Difference, Side, TensorDifference
 from ckptcore.comparison.tensor_compare import Opened, Pair, labelled, walk
@@ -142,7 +142,7 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number:
         return known is not None and not rules.dropped(known)
 
     with labelled(f"{label} ({url})"):
-        report = require_whole(manifest, selected)
+        report = require_complete(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
         mapped = remap(
             manifest,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.checking.check import require_whole
+from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.tensor_compare import Opened, labelled
 from ckptcore.core.box import Box
@@ -94,7 +94,7 @@ def fingerprint(
     """The fingerprint of a checkpoint; see `ckptcore.api.fingerprint`."""
     include, exclude = rules.include, rules.exclude
     inside = in_model(manifest, rules.model_prefix) if rules.model else str
-    require_whole(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
+    require_complete(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rules.rename}
     if rules.model:
         part = find_model(manifest, rules.model_prefix)
