@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import Kind
 from ckptcore.checking.examine import validate
 from ckptcore.comparison.fingerprint import fingerprint
-from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import Prints, Published, facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
@@ -155,7 +155,7 @@ def _prints(manifest: Manifest, take: Settings, on_place: OnPlace) -> Prints:
     except CkptError as error:  # it is recorded as it is; scrub will say what is wrong
         on_place(f"no fingerprint of {manifest.root}: {error.message}")
         return NO_PRINTS
-    return held_by(manifest, found.tensors, dict(found.renamed))
+    return matching(manifest, found.tensors, dict(found.renamed))
 
 
 def _digests(manifest: Manifest) -> list[Published]:

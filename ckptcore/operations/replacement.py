@@ -21,7 +21,7 @@ from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow, ConversionRow
 from ckptcore.comparison.fingerprint import fingerprint
-from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
@@ -198,7 +198,7 @@ def _stand_of(
 
 def _taken_fingerprint(catalog: Catalog, uri: str, manifest: Manifest, settings: Settings) -> str:
     found = fingerprint(manifest, settings)
-    prints = held_by(manifest, found.tensors, dict(found.renamed))
+    prints = matching(manifest, found.tensors, dict(found.renamed))
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     catalog.record_validation(facts(manifest, uri, verified="cover", prints=prints), warnings, level="cover")
     return found.fingerprint
