@@ -26,7 +26,7 @@ from flows._options import FlowOptions, declared, takes
 from flows._reschedule import inside, put_off
 from flows._retry import patiently
 from flows.convert import steps
-from tasks.settle import may_become_whole, settle
+from tasks.settle import may_become_complete, settle
 
 
 @flow(name="arrived", flow_run_name=run_name)
@@ -90,7 +90,7 @@ def arrived(
                 tried = settle.with_options(retries=len(here), retry_delay_seconds=[*here])
                 digest = tried(request.source, request.recover)
             except Exception as error:
-                if may_become_whole(error):
+                if may_become_complete(error):
                     put_off(looks, reason(error))
                 raise
             # Announced twice, by two senders or by a webhook and a sweep: one run does the work.

@@ -18,12 +18,12 @@ log = logging.getLogger("ckptcore.tasks")
 
 def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Whether what the task found may still become a whole checkpoint."""
-    return may_become_whole(state.result(raise_on_failure=False))
+    return may_become_complete(state.result(raise_on_failure=False))
 
 
-def may_become_whole(error: object) -> bool:
+def may_become_complete(error: object) -> bool:
     """Whether what could not be read may still become a whole checkpoint, here or once a server answers."""
-    return waiting.may_become_whole(error) or passes(error)
+    return waiting.may_become_complete(error) or passes(error)
 
 
 @task(

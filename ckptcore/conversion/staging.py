@@ -1,8 +1,8 @@
 """Manage the staging folder, where an output is written until it is complete.
 
 The folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
-``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into place. A killed run leaves
-the staging folder, and the next one resumes from it.
+``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into place. A killed run
+leaves the staging folder, and the next one resumes from it.
 
 Its name can be guessed, so another user may have created it. A run uses, empties or removes only what belongs
 to the trusted users (`ckptcore.store.sealed`); it refuses everything else with `StagingForeign`.
@@ -204,7 +204,7 @@ class Staging:
             require(now, target)
 
     def clear(self, *, publication: bool = True) -> None:
-        """Remove everything but the lock from the staging folder. publication: also a publication's record."""
+        """Remove everything but the lock from the folder. publication: also the record of a publication."""
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
         if publication:

@@ -90,14 +90,14 @@ def test_what_others_convert_is_waited_for(runs, wait, catalog, tmp_path):
 def test_two_at_once_make_it_once(runs, wait, tmp_path, catalog, url, monkeypatch):
     source = save(runs / "llama" / "step-1")
     gate, found = threading.Barrier(2), []
-    real = once.wait_until_whole
+    real = once.wait_until_complete
 
     def together(*given):
         manifest = real(*given)
         gate.wait(300)
         return manifest
 
-    monkeypatch.setattr(once, "wait_until_whole", together)
+    monkeypatch.setattr(once, "wait_until_complete", together)
 
     def convert():
         request = Request(str(source), str(tmp_path / "out"))

@@ -43,8 +43,8 @@ FAULTS = {
     "in its record": (aside.RemovalRecord, "dump", 1, True),
     "before it is moved": (aside.Aside, "take", 1, False),
     "moved and not committed": (aside.Aside, "take", 1, True),
-    "committed": (module, "_require_read_again", 1, False),
-    "read again": (module, "_require_read_again", 1, True),
+    "committed": (module, "_require_replacement", 1, False),
+    "read again": (module, "_require_replacement", 1, True),
     "before the first name goes": (aside.Aside, "remove", 1, False),
     "one name gone": (aside, "_unlink", 1, True),
     "two names gone": (aside, "_unlink", 2, True),
@@ -147,7 +147,7 @@ def test_a_run_leaves_alone_what_another_is_deleting(shared, template, tmp_path,
     def other(*_):
         seen.append((retire(world.catalog, Policy(3), world.name, yes=True).left, world.source.exists()))
 
-    step = module._require_read_again
-    monkeypatch.setattr(module, "_require_read_again", lambda *given: (other(), step(*given)))
+    step = module._require_replacement
+    monkeypatch.setattr(module, "_require_replacement", lambda *given: (other(), step(*given)))
     world.deletes()
     assert seen == [((), False)]
