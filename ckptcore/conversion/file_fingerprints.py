@@ -117,6 +117,6 @@ def _distinct_rows(
         raise OutputMismatch(
             f"{receipts[files[first]].path} and {receipts[files[second]].path} contain the same box of "
             f"{names[boxes[first, 0]]} with different elements",
-            hint="run the command duplicate with --no-resume",
+            hint="run the command again with --no-resume",
         )
     return order[~duplicate]

@@ -117,7 +117,7 @@ def _require_other_names(
     for name, thing in files.items():
         if name and thing.nbytes and name in things and things[name].nbytes == thing.nbytes:
             raise UsageError(
-                f"cannot distinguish {_full(child, name)} from {_full(source, name)}: name and size are equal",
+                f"cannot distinguish {_full(child, name)} from {_full(source, name)}: equal names and sizes",
                 hint="convert to another format, or to a place with the same kind of URL",
             )
 

@@ -1,7 +1,7 @@
 """Verify that the checkpoints in the catalog are intact: a share at a time, those not verified longest first.
 
 The first is always read to its end: otherwise a checkpoint that takes more than the time budget would never
-be verified. A later check that runs out of time records nothing, and comes before the verified ones next time.
+be verified. A later check that runs out of time records nothing, and comes first next time.
 """
 
 from __future__ import annotations
