@@ -44,7 +44,7 @@ def test_an_announced_step_fills_a_template_where_no_name_tells_one(catalog, roo
     root("r", "s3://b/r", "/out/{run}/{step:06d}")
     assert destination(catalog, "s3://b/r/x/step-3", 7) == ("r", "/out/x/000003")
     assert destination(catalog, "s3://b/r/x/final", 7) == ("r", "/out/x/000007")
-    with pytest.raises(UsageError, match="no name in x/final tells a step"):
+    with pytest.raises(UsageError, match=r"\{step\}: no step number in 'x/final'"):
         destination(catalog, "s3://b/r/x/final")
 
 

@@ -166,7 +166,7 @@ def test_what_digests_prove_is_ok_and_without_them_unproven(
     weights = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert {*weights, "config.json", "tokenizer.json", "README.md"} <= set(answer["unproven"])
     (told,) = [f for f in answer["findings"] if f["code"] == "unproven"]
-    assert told["message"].startswith("nothing proves the bytes of README.md, config.json, ")
+    assert told["message"].startswith("no checksum covers the bytes of README.md, config.json, ")
     assert main(["validate", str(exported), "--level", "bytes", "--no-catalog"]) == 0
     assert capsys.readouterr().out.startswith("unproven at level bytes")
     # A level that does not read the files does not speak of their bytes.
@@ -180,7 +180,7 @@ def test_a_file_that_came_later_is_called_unproven(
     (exported / "generation_config.json").write_text("{}")
     _, proven = scrubbed(url, exported)
     assert (proven.proof, proven.unproven) == ("unproven", ("generation_config.json",))
-    assert proven.message == "nothing proves the bytes of generation_config.json"
+    assert proven.message == "no checksum covers the bytes of generation_config.json"
     code, answer = validated(url, exported, capsys)
     assert (code, answer["status"], answer["unproven"]) == (0, "unproven", ["generation_config.json"])
 
@@ -213,7 +213,7 @@ def test_another_checkpoint_at_a_known_place_is_not_called_damaged(
     code, answer = validated(url, exported, capsys)
     assert (code, answer["status"]) == (0, "unproven")
     (told,) = [f for f in answer["findings"] if f["code"] == "not-registered"]
-    assert "the catalog knows safetensors with the manifest" in told["message"]
+    assert "the catalog has safetensors with manifest" in told["message"]
 
 
 def test_a_missing_catalog_is_not_made_to_look_into_it(
@@ -236,7 +236,7 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
     prepared = ckptcore.prepare(str(tmp_path / "step-1.safetensors"), str(tmp_path / "other"), **options)
     ckptcore.execute(prepared)
     Staging(str(tmp_path / "other")).files.put("config.json", b"{}")
-    with pytest.raises(OutputMismatch, match=r"config\.json is not as it was planned"):
+    with pytest.raises(OutputMismatch, match=r"config\.json is not as planned"):
         ckptcore.publish(prepared)
     assert not (tmp_path / "other").exists()
 

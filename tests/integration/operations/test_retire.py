@@ -127,7 +127,7 @@ def test_what_was_never_converted_or_has_no_fingerprint_stays(runs, url, watch, 
     without = Settings(memory=32 << 20, workers=1)
     convert(Request(str(runs / "llama/step-2"), str(tmp_path / "out/step-2")), without, None, url)
     found = retired()
-    assert found[1] == ("unsafe", ("nothing was made of it",))
+    assert found[1] == ("unsafe", ("it has no child",))
     assert "--fingerprint" in found[2][1][0]
     assert fates(retired(take=MEANS)) == {1: "unsafe", 2: "deleted", 3: "kept"}
 
@@ -420,7 +420,7 @@ def test_an_export_that_failed_its_verification_stands_for_nothing(made, retired
     catalog.record_verdict(written, [("fingerprints", "failed", "w differs")])
     found = retired()
     assert found[1][0] == "unsafe"
-    assert "failed when it was verified" in " ".join(found[1][1])
+    assert "failed its verification" in " ".join(found[1][1])
     assert fates(found)[2] == "deleted"
     assert made[1].exists()
     catalog.record_verdict(written, [("fingerprints", "ok", "equal")])

@@ -61,7 +61,7 @@ def child_exchanged_while_the_source_is_away(w):
         move(other, w.child)
 
     behind(w, module, "_moved_away", exchanged)
-    w.keeps("holds other tensors now")
+    w.keeps("has other tensors now")
     assert w.catalog.show(str(w.source)).checkpoint.state == "present"
 
 
@@ -172,7 +172,7 @@ def the_system_refuses_to_remove_a_name(w):
     w.monkeypatch.setattr(aside.os, "unlink", refused)
     found = w.retire()
     w.monkeypatch.undo()
-    assert (found.fate.value, "the next run goes on" in found.why[-1]) == ("deleted", True)
+    assert (found.fate.value, "the next run resumes" in found.why[-1]) == ("deleted", True)
     assert not w.source.exists()  # no reader sees half of it
     w.retire(last=3)
     assert w.left == ()
@@ -194,7 +194,7 @@ def saved_anew_while_the_source_is_away_and_the_child_fails(w):
 
     behind(w, module, "_moved_away", anew)
     found = w.retire()
-    assert (found.fate.value, "waits in" in found.why[0]) == ("unsafe", True)
+    assert (found.fate.value, f"it is in {w.source.parent}/." in found.why[0]) == ("unsafe", True)
     assert snapshot(w.source) == snapshot(w.template.again)
     home = next(w.source.parent.glob(".*.ckptcore"))
     assert snapshot(home / "step-1") == old

@@ -390,7 +390,7 @@ def source_with_an_edited_fingerprint(w):
     w.make(exclude=("scale",))
     theirs = "SELECT fingerprint FROM conversion WHERE source_uri = :uri"
     w.sql(f"UPDATE checkpoint SET fingerprint = ({theirs}) WHERE uri = :uri", uri=str(w.source))
-    w.keeps("is not that of its tensors")
+    w.keeps("does not match those of its tensors")
     w.keeps(take=True)
 
 
@@ -435,7 +435,7 @@ def child_overwritten_and_its_digest_edited(w):
         new=blake3(data).hexdigest(),
         uri=str(w.child),
     )
-    w.keeps("holds other tensors")
+    w.keeps("has other tensors")
 
 
 @sequence

@@ -204,8 +204,8 @@ def test_a_failure_stops_nothing_else_and_is_tried_again_later(runs, watch, swep
     assert "disk-full: no room" in found.items[0].why
     found = sweep(catalog, full, settle_s=0)
     assert ([i.standing for i in found.items], len(tried)) == (["failed", "converted"], 2)
-    assert "tried again after" in found.items[0].why
-    sweep(catalog, full, settle_s=0, again=True)
+    assert "retried after" in found.items[0].why
+    sweep(catalog, full, settle_s=0, retry_failed=True)
     assert len(tried) == 3
 
 
