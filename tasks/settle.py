@@ -38,6 +38,6 @@ def settle(source: str, recover: bool = False) -> str:
     Raises what reading raises, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
     says when to look again.
     """
-    manifest = waiting.whole(source, recover)
+    manifest = waiting.read_complete(source, recover)
     log.info("%s is whole: %s, %s", source, manifest.format, count(manifest.num_tensors, "tensor"))
     return manifest.digest

@@ -112,7 +112,7 @@ def test_asked_again_what_was_broken_is_looked_at_again(runs, watch, swept, monk
         patch.setattr(settling, "validate", lambda *a: Report("cover", "dcp", 1, 4, (WRONG,)))
         assert swept()[0]["step-1"].standing == "broken"
     assert swept()[0]["step-1"].standing == "broken"
-    assert swept(again=True)[0]["step-1"].standing == "made"
+    assert swept(retry_failed=True)[0]["step-1"].standing == "made"
 
 
 def test_a_target_that_learns_to_recover_looks_again(runs, watch, swept, catalog, monkeypatch):
