@@ -20,6 +20,7 @@ from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 LEVELS = ("files", "cover", "bytes", "values")
@@ -162,8 +163,7 @@ def require_complete(
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
         errors = [f for f in errors if not _of_others(f, selected, unused)]
     if errors:
-        others = len(errors) - 1
-        more = f" (and {others} more finding{'s' * (others > 1)})" if others else ""
+        more = f" (and {count(len(errors) - 1, 'more finding')})" if len(errors) > 1 else ""
         cls = error_class(errors)
         hint = _leave_out(manifest, errors) if cls is UnreadablePart else errors[0].hint
         raise cls(f"{errors[0].message}{more}", hint=hint, findings=tuple(errors))

@@ -22,6 +22,7 @@ from ckptcore.formats import by_name
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
 from ckptcore.planning.request import Settings
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 Pairs = Sequence[tuple[str, str]]
@@ -191,11 +192,11 @@ def _without_objects(sides: tuple[_Side, _Side], rules: DiffRules) -> list[tuple
     without = [s for s in sides if not by_name(s.source.format).abilities.objects]
     if rules.model or not without or not any(s.objects for s in sides):
         return []
-    count = sum(len(s.objects) for s in sides)
+    total = sum(len(s.objects) for s in sides)
     for side in sides:
         side.objects = {}
     formats = " and ".join(dict.fromkeys(s.source.format for s in without))
-    return [(f"{count} plain value{'s' * (count != 1)}", f"{formats} stores no plain values")]
+    return [(count(total, "plain value"), f"{formats} stores no plain values")]
 
 
 def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:

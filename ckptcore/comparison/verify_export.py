@@ -61,6 +61,7 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.store import join_url, local_path, open_store
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import identify
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 _MAX_SMALL = 64 << 20  # bytes of a config.json or a model card
@@ -372,12 +373,12 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
         for name, count in use.repeated.items()
     ]
     rules = Counter(d.rule for d in known.dropped)
-    count = sum(t.numel for t in export.stored.tensors)
-    values = {"tensors": len(there), "elements": count, "left_out": dict(rules)}
+    numel = sum(t.numel for t in export.stored.tensors)
+    values = {"tensors": len(there), "elements": numel, "left_out": dict(rules)}
     if problems:
         return failed(ELEMENTS, problems, **values)
     left = "".join(f"; left out: {n}, {rule}" for rule, n in rules.items())
-    return passed(ELEMENTS, f"{len(there)} tensors, {count:,} elements{left}", **values)
+    return passed(ELEMENTS, f"{count(len(there), 'tensor')}, {numel:,} elements{left}", **values)
 
 
 def _adapter_names(export: _Export, content: bytes) -> Check:
@@ -484,7 +485,7 @@ def _values(
         result = not_done(VALUES, f"the source cannot be read: {named(of_source)}", of_source)
     else:
         casts = "".join(f", {n} cast from {how}" for how, n in cast.items())
-        result = passed(VALUES, f"{len(own)} tensors are equal bit for bit{casts}", **values)
+        result = passed(VALUES, f"{count(len(own), 'tensor')} equal bit for bit{casts}", **values)
     return result, _finite(own, of_source), own
 
 
@@ -539,9 +540,9 @@ def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
     if not not_finite:
         return passed(FINITE, "no NaN, no Inf", **values)
     total = sum(nan for _, nan, _ in not_finite), sum(inf for _, _, inf in not_finite)
-    return passed(
-        FINITE, f"{total[0]} NaN and {total[1]} Inf in {len(not_finite)} tensors, as in the source", **values
-    )
+    tensors = count(len(not_finite), "tensor")
+    text = f"{total[0]} NaN and {total[1]} Inf in {tensors}, as in the source"
+    return passed(FINITE, text, **values)
 
 
 def _near(
@@ -573,7 +574,8 @@ def _near(
         return not_done(NEAR, f"{wanted.near} has no tensor with a name and shape of the export")
     lacking = f"; {wanted.near} lacks {len(found.only_export)}" if found.only_export else ""
     least = f"{low[0][0]:.4f} ({low[0][1]})"
-    return passed(NEAR, f"{len(found.cosines)} tensors, the lowest cosine is {least}{lacking}", **values)
+    tensors = count(len(found.cosines), "tensor")
+    return passed(NEAR, f"{tensors}, the lowest cosine is {least}{lacking}", **values)
 
 
 def _fingerprint(export: _Export, seen: Sequence[Seen]) -> str | None:

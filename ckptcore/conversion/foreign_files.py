@@ -169,8 +169,8 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
     ]
     if special:
         raise UsageError(
-            f"cannot replace {request.destination}: it has {len(special)} special files or mounts, which are "
-            f"never replaced: {some(special)}",
+            f"cannot replace {request.destination}: {len(special)} of its files are special or mounts, which "
+            f"are never replaced: {some(special)}",
             hint="choose another destination",
         )
     if local_path(request.destination) is None:

@@ -29,7 +29,7 @@ from ckptcore.formats import by_name
 from ckptcore.operations.discover import matches, step_and_run
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path
-from ckptcore.utils.text import shown
+from ckptcore.utils.text import shown as quoted
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -157,7 +157,7 @@ def _require_types(options: Mapping[str, Any]) -> None:
         except (ValidationError, TypeError, ValueError) as error:
             why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise UsageError(
-                f"the target cannot be used: {name} cannot be {shown(value)}: {why}",
+                f"the target cannot be used: {name} cannot be {quoted(value)}: {why}",
                 hint=f"{name} is of the type {types[name]}",
             ) from error
 

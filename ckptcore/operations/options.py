@@ -1,6 +1,6 @@
 """Declare the options of sweep, scrub, retire and verify-export once, for the command line and for flows.
 
-As in `ckptcore.planning.options`, a field is an option. The options for memory, threads and device are there.
+As in `ckptcore.planning.options`, a field is an option; the means of a conversion come beside these.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Annotated
 
 from ckptcore.planning.options import Option, Texts
 
-# The catalog of an operation; operations need one.
+# The catalog that something is done in the name of; there is no doing without one.
 Catalog = Annotated[
     str | None,
     Option(
-        "The catalog to use; default: CKPTCORE_CATALOG_URL, else the user's own.",
+        "The catalog to go by; default: CKPTCORE_CATALOG_URL, else the user's own.",
         "URL",
         env="CKPTCORE_CATALOG_URL",
     ),
@@ -23,23 +23,21 @@ Catalog = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """Which checkpoints a sweep converts."""
+    """What a sweep converts."""
 
-    dry_run: Annotated[bool, Option("Report what would be done, and change nothing.")] = False
+    dry_run: Annotated[bool, Option("Say what would be done, and do nothing.")] = False
     settle: Annotated[str, Option("Leave alone what changed within this time.", "TIME")] = "2m"
     again: Annotated[bool, Option("Also what failed a short time ago, or was broken.")] = False
-    fingerprint: Annotated[bool, Option("Compute the fingerprint of every conversion.")] = False
+    fingerprint: Annotated[bool, Option("One digest of the numbers of every conversion.")] = False
     catalog: Catalog = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubOptions:
-    """How much a scrub verifies."""
+    """How much a scrub proves."""
 
-    share: Annotated[float, Option("The share of the checkpoints to verify, above 0 and up to 1.")] = 0.05
-    budget: Annotated[
-        str, Option("Stop after this time; the first checkpoint is always finished.", "TIME")
-    ] = "10m"
+    share: Annotated[float, Option("Of what the catalog knows, above 0 to 1.")] = 0.05
+    budget: Annotated[str, Option("Stop after this time, the first aside.", "TIME")] = "10m"
     catalog: Catalog = None
 
 
@@ -47,15 +45,15 @@ class ScrubOptions:
 class RetireOptions:
     """What is kept, and what may be lost."""
 
-    keep_last: Annotated[int, Option("Keep the newest N steps of every run.", "N")] = 3
-    keep_every: Annotated[int | None, Option("Also keep every step that K divides.", "K")] = None
-    yes: Annotated[bool, Option("Delete; without it nothing changes.", off="dry-run")] = False
-    fingerprint: Annotated[bool, Option("Read sources and children to compute their fingerprints.")] = False
+    keep_last: Annotated[int, Option("The newest N steps of every run.", "N")] = 3
+    keep_every: Annotated[int | None, Option("And every step that K divides.", "K")] = None
+    yes: Annotated[bool, Option("Delete; without it nothing is changed.", off="dry-run")] = False
+    fingerprint: Annotated[bool, Option("Read sources and children to take their fingerprints.")] = False
     accept_cast: Annotated[bool, Option("The same as --accept-loss cast.", hidden=True)] = False
     accept_loss: Annotated[
         Texts,
         Option(
-            "Objects and files that may be lost; cast: the precision that a cast lost (repeatable).", "GLOB"
+            "Objects and files that may go unproven; the word cast: what a cast took (repeatable).", "GLOB"
         ),
     ] = None
     catalog: Catalog = None
@@ -63,23 +61,23 @@ class RetireOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What an export is compared with."""
+    """What an export is held against."""
 
     against: Annotated[
-        str | None, Option("The source; default: the one in the catalog, or else in the model card.", "SRC")
+        str | None,
+        Option("The source; default: the one that the catalog, or else the model card, names.", "SRC"),
     ] = None
     reference: Annotated[
-        str | None, Option("A reference Hugging Face folder, whose logits are compared.", "FOLDER")
+        str | None, Option("A Hugging Face folder that is right: its logits are compared.", "FOLDER")
     ] = None
     near: Annotated[
-        str | None, Option("A related Hugging Face folder, whose tensors are compared by cosine.", "BASE")
+        str | None,
+        Option("A related Hugging Face folder: tensors of one name must point the same way.", "BASE"),
     ] = None
-    near_threshold: Annotated[float, Option("The least cosine that passes.", "COSINE")] = 0.8
-    logits: Annotated[
-        bool, Option("Open the export with transformers; this loads the model into memory.")
-    ] = False
-    logits_dtype: Annotated[str, Option("The dtype in which models are opened.", "DTYPE")] = "fp32"
+    near_threshold: Annotated[float, Option("The least cosine that is near.", "COSINE")] = 0.8
+    logits: Annotated[bool, Option("Open it with transformers; this takes the model's memory.")] = False
+    logits_dtype: Annotated[str, Option("The dtype that models are opened in.", "DTYPE")] = "fp32"
     logits_tolerance: Annotated[
-        float, Option("The largest difference of logits that passes; 0 is bit for bit.", "DIFFERENCE")
+        float, Option("The largest difference of logits that is none; 0 is bit for bit.", "DIFFERENCE")
     ] = 0.0
-    any_memory: Annotated[bool, Option("Open models even if they are larger than free memory.")] = False
+    any_memory: Annotated[bool, Option("Open models that are larger than the free memory, too.")] = False
