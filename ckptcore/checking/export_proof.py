@@ -21,9 +21,9 @@ ELEMENTS, NAMES, VALUES, FINITE, NEAR, LOGITS = (
 CHECKS = {
     ELEMENTS: "every element of the model part is in the export once, and nothing else is",
     NAMES: "names and shapes are those of the model class in config.json, or of an adapter's own config",
-    VALUES: "every tensor holds what the source holds, through the map and the cast",
+    VALUES: "every tensor equals the source's, through the map and the cast",
     FINITE: "no NaN and no Inf that the source does not have",
-    NEAR: "every tensor points the way of its namesake in a related folder",
+    NEAR: "the cosine of every tensor with its namesake in a related folder is near 1",
     LOGITS: "transformers opens the export and computes the logits of the reference",
 }
 ALWAYS = (ELEMENTS, NAMES, VALUES, FINITE)  # checks that every proof includes

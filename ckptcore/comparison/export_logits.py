@@ -86,7 +86,7 @@ def check_logits(export: str, wanted: LogitsWanted) -> Check:
     for folder in folders:
         if not os.path.isfile(f"{folder}/config.json"):
             return not_done(LOGITS, f"cannot open {folder} with transformers: there is no config.json")
-    asked = {
+    request = {
         "folders": folders,
         "dtype": dtypes.get(wanted.dtype).name,
         "device": wanted.device,
@@ -95,7 +95,7 @@ def check_logits(export: str, wanted: LogitsWanted) -> Check:
         "length": LENGTH,
     }
     # No timeout: two entire models are read, from disks and on devices of any speed.
-    outcome = transformers_process.ask("ckptcore.comparison.logits_process", asked, seconds=None)
+    outcome = transformers_process.ask("ckptcore.comparison.logits_process", request, seconds=None)
     return _logits_check(outcome, folders, wanted)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from ckptcore.planning.transformers_process import LOCAL, Answer, brief, quiet_transformers, serve
 
 
-def answer(asked: dict[str, Any]) -> Answer:
+def answer(request: dict[str, Any]) -> Answer:
     """Compute the logits of each folder, and compare the first one's with the second's.
 
     Args:
-        asked: The request.
+        request: The request.
 
     Returns:
         ``folders``: for each ``{"class", "shape", "finite"}``, or ``{"refused": why}`` if transformers does
@@ -30,7 +30,7 @@ def answer(asked: dict[str, Any]) -> Answer:
     library = quiet_transformers()
     out: Answer = {"transformers": library.__version__, "folders": []}
     configs: list[Any] = []
-    for folder in asked["folders"]:
+    for folder in request["folders"]:
         try:
             configs.append(library.AutoConfig.from_pretrained(folder, **LOCAL))
         except Exception as error:  # any failure of a third-party config class means that it does not open
@@ -43,13 +43,13 @@ def answer(asked: dict[str, Any]) -> Answer:
     sizes = [_vocabulary(c) for c in configs]
     if None in sizes:
         at = sizes.index(None)
-        return out | {"error": f"{asked['folders'][at]} has no vocabulary: it is not a language model"}
+        return out | {"error": f"{request['folders'][at]} has no vocabulary: it is not a language model"}
     out["tokens"] = bound = min(n for n in sizes if n is not None)
-    seeded = torch.Generator().manual_seed(asked["seed"])
-    ids = torch.randint(bound, (asked["batch"], asked["length"]), generator=seeded)
+    seeded = torch.Generator().manual_seed(request["seed"])
+    ids = torch.randint(bound, (request["batch"], request["length"]), generator=seeded)
     found: list[Any] = []
-    for place, folder in enumerate(asked["folders"]):
-        outcome, logits = _logits(library, torch, folder, configs[place], ids, asked)
+    for place, folder in enumerate(request["folders"]):
+        outcome, logits = _logits(library, torch, folder, configs[place], ids, request)
         out["folders"][place] |= outcome
         found.append(logits)
     if len(found) == 2 and all(f is not None for f in found) and found[0].shape == found[1].shape:
@@ -62,14 +62,14 @@ def answer(asked: dict[str, Any]) -> Answer:
 
 
 def _logits(
-    library: Any, torch: Any, folder: str, config: Any, ids: Any, asked: dict[str, Any]
+    library: Any, torch: Any, folder: str, config: Any, ids: Any, request: dict[str, Any]
 ) -> tuple[dict[str, Any], Any]:
     """Return (outcome of a folder, its logits on the CPU or None)."""
     names = getattr(config, "architectures", None) or []
     cls = getattr(library, names[0], None) if names else None
     # Version 5 calls it dtype, earlier ones torch_dtype.
     kind = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    means = {kind: getattr(torch, asked["dtype"]), "output_loading_info": True, **LOCAL}
+    means = {kind: getattr(torch, request["dtype"]), "output_loading_info": True, **LOCAL}
     try:
         model, info = (cls or library.AutoModelForCausalLM).from_pretrained(folder, **means)
     except (ImportError, MemoryError):  # a library or memory is lacking: the folder may be correct
@@ -82,8 +82,8 @@ def _logits(
     random = {k: sorted(_key_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
     if any(random.values()):
         return outcome | random, None
-    model = model.to(asked["device"]).eval()
-    inputs = {"input_ids": ids.to(asked["device"])}
+    model = model.to(request["device"]).eval()
+    inputs = {"input_ids": ids.to(request["device"])}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.inference_mode():

@@ -291,10 +291,10 @@ def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[C
     """Yield the checks of an export that cannot be opened at all."""
     problems = [Problem(f.fqn or f.file or "", f.message) for f in error.findings]
     yield failed(ELEMENTS, problems or [Problem("", error.message)])
-    asked = [NAMES, VALUES, FINITE]
-    asked += [NEAR] if wanted.near is not None else []
-    asked += [LOGITS] if wanted.logits is not None else []
-    for name in asked:
+    names = [NAMES, VALUES, FINITE]
+    names += [NEAR] if wanted.near is not None else []
+    names += [LOGITS] if wanted.logits is not None else []
+    for name in names:
         yield not_done(name, f"cannot read {url}")
 
 
