@@ -80,7 +80,7 @@ def test_another_process_that_converts_is_waited_for(runs, wait, catalog, tmp_pa
         claim = claims.take(conn, datetime.now(UTC), key, str(source), "another")
     code, answer, _ = wait(source, "0.2s")
     assert (code, answer["error"]["code"]) == (Busy.exit_code, "busy")
-    assert "another converts" in answer["error"]["message"]
+    assert "another is converting" in answer["error"]["message"]
     assert not (tmp_path / "out").exists()
     with catalog.writing() as conn:
         claims.failed(conn, datetime.now(UTC), claim, "interrupted", "gone")
