@@ -23,7 +23,7 @@ def is_pending(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 
 def may_complete(error: object) -> bool:
     """Return whether a source that could not be read may still become a complete checkpoint."""
-    return waiting.may_become_whole(error) or passes(error)
+    return waiting.may_become_complete(error) or passes(error)
 
 
 @task(
@@ -38,6 +38,6 @@ def settle(source: str, recover: bool = False) -> str:
     Raises the errors of reading, and `DamagedCheckpoint` with the findings. `ckptcore.operations.wait.delays`
     gives the pauses between tries.
     """
-    manifest = waiting.whole(source, recover)
+    manifest = waiting.read_complete(source, recover)
     log.info("%s is complete: %s, %s", source, manifest.format, count(manifest.num_tensors, "tensor"))
     return manifest.digest

@@ -24,7 +24,7 @@ def look(
 ) -> list[SweepItem]:
     """Return the checkpoints below a root, with the status of each. name: for the name of the task run."""
     with open_catalog(catalog) as known:
-        items = list(look_through(known, root, dry_run=dry_run, settle_s=settle_s, again=again))
+        items = list(look_through(known, root, dry_run=dry_run, settle_s=settle_s, retry_failed=again))
     ready = sum(item.standing == "ready" for item in items)
     log.info("%s: %s, %d to convert", name, count(len(items), "checkpoint"), ready)
     return items

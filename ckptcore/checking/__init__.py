@@ -1,9 +1,9 @@
-"""Judge a checkpoint: complete, and correct? Four levels, each with everything below it.
+"""Check that a checkpoint is complete and correct, at four levels; each level includes those below it.
 
-Knows manifests, and how stored bytes are read; no format by name. A check returns findings, and never stops
-at the first.
+The package works on manifests and stored bytes, and knows no format by name. A check returns all findings;
+it does not stop at the first.
 
-- `check.check` makes a `check.Report`; `check.require_whole` raises for what somebody asks for.
+- `check.check` returns a `check.Report`; `check.require_complete` raises when a requested part has errors.
 - `scan` reads all bytes, for the levels ``bytes`` and ``values``.
-- `verdicts` says what findings amount to; `export_proof` is the outcome of `verify-export`.
+- `verdicts` maps findings to error classes and status texts; `export_proof` is the result of `verify-export`.
 """

@@ -1,9 +1,8 @@
-"""Checking: is it there, is it whole, are the bytes right, are the values sane?
+"""Check a manifest at one of four levels, each of which includes the levels below it.
 
-Four levels, each with everything below it: ``files`` (present, sizes, stray files), ``cover``
-(every element in exactly one place, from metadata alone), ``bytes`` (stored checksums, layouts,
-equal replicas; reads everything once) and ``values`` (NaN and Inf). Rules are rows of a table. A
-report can be complete and bad: checks return findings and never stop at the first.
+``files``: present, sizes, stray files. ``cover``: every element in exactly one place, from metadata alone.
+``bytes``: stored checksums, layouts, equal replicas; reads everything once. ``values``: NaN and Inf.
+Rules are rows of a table. Checks return all findings; they do not stop at the first.
 """
 
 from __future__ import annotations
@@ -14,26 +13,32 @@ from typing import Any
 
 import numpy as np
 
-from ckptcore.checking.verdicts import PART_CODES, called, verdict
+from ckptcore.checking.verdicts import PART_CODES, error_class, verdict
 from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 LEVELS = ("files", "cover", "bytes", "values")
-_NAMED = 5  # files that a finding names; the report has all of them
+_NAMED = 5  # files listed in the message of a finding; the report has all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a check found.
+    """The result of a check.
 
-    level: how deep it looked. tensors: number of tensors. nbytes: bytes of tensor data.
-    findings: in the order of levels. unverified: items without a stored checksum. unproven: the files whose
-    bytes nothing proves, where the level is deep enough to ask.
+    Attributes:
+        level: The level of the check, one of `LEVELS`.
+        format: The name of the checkpoint's format.
+        tensors: Number of tensors.
+        nbytes: Bytes of tensor data.
+        findings: In the order of levels.
+        unverified: Number of items without a stored checksum.
+        unproven: Files whose bytes no checksum covers. Empty below level ``bytes``.
     """
 
     level: str
@@ -46,20 +51,21 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing found is an error."""
+        """Whether no finding is an error."""
         return not any(f.severity == "error" for f in self.findings)
 
     @property
     def status(self) -> str:
-        """What the findings amount to (`ckptcore.checking.verdicts.verdict`).
+        """The verdict on the findings (`ckptcore.checking.verdicts.verdict`).
 
-        It is unproven where none is an error and nothing proves some of the bytes."""
+        Without errors, it is ``unproven`` if no checksum covers some of the bytes, else ``ok``.
+        """
         if not self.ok:
             return verdict(self.findings)
         return "unproven" if self.unproven else "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON of `ckptcore validate --output json`."""
+        """Return the JSON of `ckptcore validate --output json`."""
         return {
             "ok": self.ok,
             "status": self.status,
@@ -80,13 +86,25 @@ def check(
     workers: int = 2,
     progress: Progress | None = None,
 ) -> Report:
-    """Checks a manifest up to ``level``; ``bytes`` and ``values`` read the files of ``store``.
+    """Check a manifest up to a level.
 
-    Peak memory: a few MiB a worker. Raises `UsageError` for an unknown level, or when the level
-    needs a store and none is given.
+    Peak memory: a few MiB a worker.
+
+    Args:
+        manifest: The manifest to check.
+        store: Where the files are read; needed for the levels ``bytes`` and ``values``.
+        level: One of `LEVELS`.
+        workers: Number of threads that read.
+        progress: Called with the number of bytes read.
+
+    Returns:
+        A report with the findings of this level and of all levels below it.
+
+    Raises:
+        UsageError: For an unknown level, or if the level needs a store and none is given.
     """
     if level not in LEVELS:
-        raise UsageError(f"no level is called {level!r}", hint=f"one of: {', '.join(LEVELS)}")
+        raise UsageError(f"level must be one of {', '.join(LEVELS)} (got {level!r})")
     depth = LEVELS.index(level)
     found = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
     for rule_level, rule in RULES:
@@ -95,7 +113,7 @@ def check(
     unverified, unproven = 0, tuple[str, ...]()
     if depth >= LEVELS.index("bytes"):
         if store is None:
-            raise UsageError(f"level {level!r} reads files: a store is needed")
+            raise UsageError(f"level {level!r} reads files and needs a store")
         from ckptcore.checking.scan import SHA256, mismatches, scan
 
         broken = {f.file for f in found if f.severity == "error" and f.code in _UNREADABLE}
@@ -112,23 +130,32 @@ def check(
 
 
 def unproven_finding(paths: Sequence[str]) -> list[Finding]:
-    """The finding that names files whose bytes nothing proves; none where there are none."""
+    """Return one finding for all files whose bytes no checksum covers; an empty list if there are none."""
     if not paths:
         return []
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    told = f"nothing proves the bytes of {', '.join(paths[:_NAMED])}{more}"
-    return [finding("unproven", "bytes", told, file=paths[0] if len(paths) == 1 else None)]
+    message = f"no checksum covers the bytes of {', '.join(paths[:_NAMED])}{more}"
+    return [finding("unproven", "bytes", message, file=paths[0] if len(paths) == 1 else None)]
 
 
-def require_whole(
+def require_complete(
     manifest: Manifest, selected: Callable[[str], bool], *, later: Set[str] = frozenset()
 ) -> Report:
-    """The report of a manifest of which everything that is asked for is complete.
+    """Check a manifest at level ``cover``, and raise if a selected part has errors.
 
-    selected: whether a tensor or object of this name is asked for. What is wrong with others, or with files
-    that nothing asked for lies in, stops nothing. later: codes that the caller looks at itself.
-    Raises what `ckptcore.checking.verdicts.called` names: `DamagedCheckpoint`, `NotComplete`,
-    `UnprovenCheckpoint`, `UnreadablePart`.
+    Errors of other parts, and of files that no selected part is stored in, are ignored.
+
+    Args:
+        manifest: The manifest to check.
+        selected: Whether the tensor or object of this name is selected.
+        later: Codes of findings that the caller handles itself.
+
+    Returns:
+        The report on the whole manifest.
+
+    Raises:
+        DamagedCheckpoint: Or `NotComplete`, `UnprovenCheckpoint`, `UnreadablePart`: the class that
+            `ckptcore.checking.verdicts.error_class` chooses.
     """
     report = check(manifest, None, "cover")
     errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
@@ -136,34 +163,34 @@ def require_whole(
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
         errors = [f for f in errors if not _of_others(f, selected, unused)]
     if errors:
-        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
-        cls = called(errors)
+        more = f" (and {count(len(errors) - 1, 'more finding')})" if len(errors) > 1 else ""
+        cls = error_class(errors)
         hint = _leave_out(manifest, errors) if cls is UnreadablePart else errors[0].hint
         raise cls(f"{errors[0].message}{more}", hint=hint, findings=tuple(errors))
     return report
 
 
 def _of_others(found: Finding, selected: Callable[[str], bool], unused: frozenset[str]) -> bool:
-    """Whether a finding is about a part that is not asked for."""
+    """Return whether a finding is only about parts that are not selected."""
     if found.fqn is not None:
         return found.code in PART_CODES and not selected(found.fqn)
     return found.code in _OF_FILES and found.file in unused
 
 
 def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozenset[str]:
-    """Files with stored items, none of which belongs to what is asked for."""
+    """Return the files with stored items of which none belongs to a selected part."""
     items, chunks = manifest.items, manifest.chunks
-    asked = np.array([selected(t.fqn) for t in manifest.tensors], np.bool_)
-    held = chunks.item[asked[chunks.tensor] & (chunks.item >= 0)]
-    used = set(items.file[held].tolist())
+    mask = np.array([selected(t.fqn) for t in manifest.tensors], np.bool_)
+    needed = chunks.item[mask[chunks.tensor] & (chunks.item >= 0)]
+    used = set(items.file[needed].tolist())
     used |= {manifest.items[b.item].file for b in manifest.blobs if b.item >= 0 and selected(b.key)}
-    if manifest.inputs is not None:  # which of them are asked for is known when tensors are computed
+    if manifest.inputs is not None:  # which inputs are needed is known only when tensors are computed
         used |= set(items.file[manifest.inputs.chunks.item].tolist())
     return frozenset(manifest.files[n].path for n in set(items.file.tolist()) - used)
 
 
 def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
-    """The next step: globs that leave out what cannot be read, and nothing else."""
+    """Return the hint: globs that exclude exactly the unreadable parts."""
     names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
     others = {t.fqn for t in manifest.tensors} | {b.key for b in manifest.blobs}
     return leave_out(names, others - set(names)) if names else errors[0].hint
@@ -174,7 +201,7 @@ _OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
 
 
 def _unread(manifest: Manifest) -> Iterable[Finding]:
-    """Tensors of a kind that is not read; of those that need refused globals, their readers say so."""
+    """Report tensors of an unsupported kind; readers report tensors that need refused globals."""
     needs = {b.key for b in manifest.blobs if b.refused}
     for name, why in manifest.unread.items():
         if name in needs:
@@ -184,16 +211,16 @@ def _unread(manifest: Manifest) -> Iterable[Finding]:
 
 
 def _files(manifest: Manifest) -> Iterable[Finding]:
-    """Every named file is there and as long as what is placed in it."""
+    """Report files that are missing, too short or too long for what the metadata places in them."""
     items = manifest.items
     need = np.zeros(len(manifest.files), np.int64)
     if len(items):
         np.maximum.at(need, items.file, items.start + items.length)
     used = np.zeros(len(manifest.files), np.bool_)
     used[items.file] = True
-    # Torch zips fill their file exactly. A DCP file with a safetensors blob ends where the blob
-    # says, and such a blob is there even when it is empty; files of raw items alone (safetensors,
-    # torch_save) have an exact check in their reader.
+    # Torch zips fill their file exactly. A DCP file with a safetensors blob ends where the blob's header
+    # says, and the blob exists even when it is empty. Files of raw items alone (safetensors, torch_save)
+    # have an exact check in their reader.
     exact = np.zeros(len(manifest.files), np.bool_)
     exact[items.file[items.envelope == int(Envelope.TORCHZIP)]] = True
     if bool((items.envelope == int(Envelope.SAFETENSORS)).any()):
@@ -203,7 +230,7 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
             continue
         if file.size is None:
             yield finding(
-                "missing-file", "files", f"{file.path} is not there{_rank(file.path)}", file=file.path
+                "missing-file", "files", f"{file.path} is missing{_rank(file.path)}", file=file.path
             )
         elif file.size < need[i]:
             yield finding(
@@ -222,13 +249,13 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
 
 
 def _something(manifest: Manifest) -> Iterable[Finding]:
-    """There is something in the checkpoint."""
+    """Report a checkpoint with no tensor and no object."""
     if not manifest.tensors and not manifest.blobs:
         yield finding("no-tensors", "cover", "the metadata names no tensor and no object")
 
 
 def _lengths(manifest: Manifest) -> Iterable[Finding]:
-    """No item is shorter than its chunk's bytes."""
+    """Report items that are shorter than their chunk's bytes."""
     if manifest.inputs is not None:
         yield from _lengths(manifest.inputs)
     chunks, items = manifest.chunks, manifest.items
@@ -256,7 +283,7 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
 
 
 def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
-    """No two items share bytes of a file (members of one safetensors blob share its range)."""
+    """Report items that share bytes of a file (members of one safetensors blob share its range)."""
     items = manifest.items
     rows = np.flatnonzero((items.envelope == int(Envelope.TORCHZIP)) & (items.length > 0))
     if len(rows) < 2:
@@ -266,7 +293,7 @@ def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
     same = items.file[a] == items.file[b]
     equal = (items.start[a] == items.start[b]) & (items.length[a] == items.length[b])
     shared = same & (items.start[b] < items.start[a] + items.length[a])
-    # One chunk named twice in the metadata is the same item twice; different chunks are not.
+    # One chunk listed twice in the metadata is the same item twice; two chunks in one range are a clash.
     clash = shared & ~equal
     if (shared & equal).any():
         owner = _owners(manifest)
@@ -283,7 +310,7 @@ def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
 
 
 def _by_place(file: Any, start: Any, length: Any) -> Any:
-    """The order of items by file, first byte and length."""
+    """Return the order of items by file, first byte and length."""
     room = int(start.max()) + 1
     if (int(file.max()) + 1) * room >= 1 << 62:
         return np.lexsort((length, start, file))
@@ -296,7 +323,7 @@ def _by_place(file: Any, start: Any, length: Any) -> Any:
 
 
 def _owners(manifest: Manifest) -> Any:
-    """int64 [items]: a number that is equal for items of equal chunks (tensor and box)."""
+    """Return int64 [items]: a number that is equal for items of equal chunks (tensor and box)."""
     chunks = manifest.chunks
     owner = np.arange(len(manifest.items), dtype=np.int64) + len(chunks)
     placed = np.flatnonzero(chunks.item >= 0)

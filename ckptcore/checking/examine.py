@@ -1,8 +1,7 @@
-"""Open a checkpoint and check it: what is at a place, and is it complete?
+"""Open a checkpoint, read its manifest, and check it.
 
-A file of its own, because its start is the start of `inspect` and `validate` (decision 80 in DESIGN.md).
-For verbs that look and write nothing. They start without the stages of `ckptcore.conversion.pipeline`, which
-read and check through this module, too.
+This is a module of its own because its import time is the start time of `inspect` and `validate` (decision 80
+in DESIGN.md). They do not import the stages of `ckptcore.conversion.pipeline`, which use this module, too.
 """
 
 from __future__ import annotations
@@ -17,11 +16,21 @@ from ckptcore.utils.workers import Progress
 
 
 def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
-    """The manifest of what is at a path or URL; no tensor byte is read.
+    """Read the manifest of the checkpoint at a path or URL; no tensor byte is read.
 
-    recover: take a save as it is that did not finish, or that nothing proves whole. keep_quantized: give
-    quantised weights as they are stored, instead of their values.
-    Raises `SourceUnreadable`, `UnknownFormat`, `UnsupportedFormat`, `NotComplete`, ....
+    Args:
+        source: Path or URL.
+        recover: Accept a save that did not finish, or that nothing proves complete.
+        keep_quantized: Keep quantised weights as they are stored, instead of their values.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        SourceUnreadable: The source does not exist or cannot be read.
+        UnknownFormat: No format recognises the source.
+        UnsupportedFormat: The format is recognised but not supported.
+        NotComplete: The save did not finish.
     """
     opened = open_source(source, recover=recover, keep_quantized=keep_quantized)
     with closing(opened.store):
@@ -31,7 +40,7 @@ def inspect(source: str, recover: bool = False, keep_quantized: bool = False) ->
 def validate(
     manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
-    """Checks a manifest; levels ``bytes`` and ``values`` read its files."""
+    """Check a manifest (`check`); levels ``bytes`` and ``values`` read its files."""
     deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
     if not deep:
         return check(manifest, None, level)

@@ -1,4 +1,4 @@
-"""Say what was proven of an export: its checks, each with a verdict. Frozen values with a JSON form."""
+"""Hold the result of `verify-export`: its checks, each with a verdict. Frozen values with a JSON form."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ ELEMENTS, NAMES, VALUES, FINITE, NEAR, LOGITS = (
     "near",
     "logits",
 )
-# Check -> what it asks, in the order in which answers show them.
+# Check -> what it requires, in the order of the answers.
 CHECKS = {
     ELEMENTS: "every element of the model part is in the export once, and nothing else is",
     NAMES: "names and shapes are those of the model class in config.json, or of an adapter's own config",
-    VALUES: "every tensor holds what the source holds, through the map and the cast",
+    VALUES: "every tensor equals the source's, through the map and the cast",
     FINITE: "no NaN and no Inf that the source does not have",
-    NEAR: "every tensor points the way of its namesake in a related folder",
+    NEAR: "the cosine of every tensor with its namesake in a related folder is near 1",
     LOGITS: "transformers opens the export and computes the logits of the reference",
 }
-ALWAYS = (ELEMENTS, NAMES, VALUES, FINITE)  # what a proof needs, whatever else is asked for
-_NAMED = 5  # problems that a line of text names; JSON has all
+ALWAYS = (ELEMENTS, NAMES, VALUES, FINITE)  # checks that every proof includes
+_NAMED = 5  # problems listed in a line of text; JSON has all
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. name: of a tensor, a file, or a field of a config. what: what is wrong."""
+    """One problem: the name of a tensor, a file or a field of a config, and what is wrong with it."""
 
     name: str
     what: str
@@ -43,10 +43,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of one check.
+    """The result of one check.
 
-    name: a key of `CHECKS`. verdict: ``ok``, ``failed`` or ``not-done``. summary: what was found, or why it
-    was not done. problems: what failed, tensor by tensor. values: figures, in their JSON form.
+    Attributes:
+        name: A key of `CHECKS`.
+        verdict: ``ok``, ``failed`` or ``not-done``.
+        summary: The result in a line, or why the check was not done.
+        problems: What failed, tensor by tensor.
+        values: Figures, in their JSON form.
     """
 
     name: str
@@ -56,7 +60,7 @@ class Check:
     values: tuple[tuple[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         problems = [{"name": p.name, "what": p.what} for p in self.problems]
         rest = {"asks": CHECKS[self.name], "verdict": self.verdict, "summary": self.summary}
         return {"check": self.name, **rest, "problems": problems, **dict(self.values)}
@@ -64,12 +68,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class ExportProof:
-    """What was proven of an export.
+    """The result of `verify-export`.
 
-    export, format: where it lies, and as what. source: what it was held against, or None; found_by: what
-    names that: ``--against``, the catalog, the model card. checks: in the order of `CHECKS`. fingerprint: of
-    what the export holds, where every tensor was read. conversion: id of the conversion in the catalog that
-    the verdict is stored with.
+    Attributes:
+        export: Path or URL of the export.
+        format: Its format.
+        source: What it was compared with, or None.
+        found_by: What named the source: ``--against``, the catalog, or the model card.
+        checks: In the order of `CHECKS`.
+        fingerprint: Of the export's tensors, if every tensor was read.
+        conversion: Id of the conversion in the catalog that the verdict is stored with.
     """
 
     export: str
@@ -96,7 +104,7 @@ class ExportProof:
         return tuple(c for c in self.checks if c.verdict == FAILED)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON of `ckptcore verify-export --output json`."""
+        """Return the JSON of `ckptcore verify-export --output json`."""
         return {
             "verdict": self.verdict,
             "export": self.export,
@@ -110,7 +118,7 @@ class ExportProof:
 
 
 def verdict_of(verdicts: Sequence[str]) -> str:
-    """What the verdicts of checks amount to.
+    """Return the verdict on an export, from the verdicts of its checks.
 
     >>> verdict_of(["ok", "not-done"]), verdict_of(["failed", "not-done"]), verdict_of(["ok"])
     ('unproven', 'failed', 'ok')
@@ -121,21 +129,21 @@ def verdict_of(verdicts: Sequence[str]) -> str:
 
 
 def passed(name: str, summary: str, **values: Any) -> Check:
-    """A check that found nothing wrong."""
+    """Return a check that found no problem; values: figures for the JSON."""
     return Check(name, OK, summary, (), tuple(values.items()))
 
 
 def failed(name: str, problems: Sequence[Problem], **values: Any) -> Check:
-    """A check that found something wrong."""
+    """Return a check that found problems; values: figures for the JSON."""
     return Check(name, FAILED, named(problems), tuple(problems), tuple(values.items()))
 
 
 def not_done(name: str, reason: str, problems: Sequence[Problem] = ()) -> Check:
-    """A check that was not done."""
+    """Return a check that was not done."""
     return Check(name, NOT_DONE, reason, tuple(problems))
 
 
 def named(problems: Sequence[Problem]) -> str:
-    """Problems in one line: the first few, and how many more there are."""
+    """Return problems in one line: the first few, and how many more there are."""
     more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
     return f"{'; '.join(map(str, problems[:_NAMED]))}{more}"

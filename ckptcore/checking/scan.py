@@ -1,6 +1,6 @@
-"""Scan all stored bytes: do they match their checksums, and their copies each other?
+"""Compare all stored bytes with their checksums, and replicas with each other.
 
-Reads every item once, in blocks, on a few threads. Memory: three blocks a worker.
+Every item is read once, in blocks, on a few threads. Memory: three blocks a worker.
 """
 
 from __future__ import annotations
@@ -47,22 +47,33 @@ def scan(
     workers: int,
     progress: Progress | None,
 ) -> tuple[list[Finding], int, set[str]]:
-    """Findings of every chunk's bytes, how many items carry no checksum, and the files these lie in.
+    """Read every chunk and compare it with its checksum and its replicas.
 
-    Of a derived tensor, what it is computed from is looked at.
+    For a derived tensor, its inputs are read.
+
+    Args:
+        manifest: The checkpoint.
+        store: Where its files are read.
+        skip_files: Files that are not read, because a finding already reports them.
+        values: Count NaN and Inf, too.
+        workers: Number of threads.
+        progress: Called with the number of bytes read.
+
+    Returns:
+        The findings, the number of items without a checksum, and the files that contain such items.
     """
-    wholes = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
-    pieces, unverified = sum(len(m.chunks) for m in wholes), 0
-    total = sum(t.nbytes for m in wholes for n, t in enumerate(m.tensors) if n not in m.derived)
+    manifests = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
+    num_chunks, unverified = sum(len(m.chunks) for m in manifests), 0
+    total = sum(t.nbytes for m in manifests for n, t in enumerate(m.tensors) if n not in m.derived)
     meter = ProgressMeter(progress, "validate", total)
     findings: list[Finding] = []
     bare: set[str] = set()
-    for whole in wholes:
-        state = _Scan(whole, store, skip_files, values, meter)
+    for each in manifests:
+        state = _Scan(each, store, skip_files, values, meter)
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-            for found in pool.map(state.chunk, range(len(whole.chunks)), chunksize=1):
+            for found in pool.map(state.chunk, range(len(each.chunks)), chunksize=1):
                 findings += found
-            findings += _as_one(whole, [d for found in pool.map(state.pair, replicas(whole)) for d in found])
+            findings += _merged(each, [d for found in pool.map(state.pair, replicas(each)) for d in found])
         unverified += state.unverified
         bare |= state.bare
         if values:
@@ -72,17 +83,17 @@ def scan(
             finding(
                 "no-checksum",
                 "bytes",
-                f"{unverified} of {pieces} stored pieces carry no "
-                "checksum: their layout is right, their bytes cannot be proven",
+                f"{unverified} of {num_chunks} stored chunks have no checksum: "
+                "their layout is correct, their bytes cannot be verified",
             )
         )
     return findings, unverified, bare
 
 
 def mismatches(manifest: Manifest, store: Store) -> Iterator[Finding]:
-    """A finding for every file whose SHA-256 is not the one that the checkpoint says.
+    """Yield a finding for every file whose SHA-256 differs from the one that the checkpoint records.
 
-    Reads each listed file once, in blocks of 4 MiB. Missing files are the reader's to report.
+    Each listed file is read once, in blocks of 4 MiB. The reader reports missing files.
     """
     for path, wanted in dict(manifest.origin.get(SHA256) or {}).items():
         size = store.size(path)
@@ -95,17 +106,20 @@ def mismatches(manifest: Manifest, store: Store) -> Iterator[Finding]:
             yield finding(
                 "digest-mismatch",
                 "bytes",
-                f"{path} has SHA-256 {total.hexdigest()[:16]}..., the checkpoint says {wanted[:16]}...",
+                f"{path} has SHA-256 {total.hexdigest()[:16]}..., the checkpoint records {wanted[:16]}...",
                 file=path,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Two copies of a part of a tensor that are not equal bit for bit.
+    """Two replicas of a chunk that are not equal bit for bit.
 
-    paths: the files they lie in, the one that is read first. first: the first such element, as its
-    row-major place in the tensor and as its index. count: how many there are.
+    Attributes:
+        fqn: The tensor.
+        paths: The files of the two replicas; conversions read the first.
+        first: The first differing element: its row-major position in the tensor, and its index.
+        count: Number of differing elements.
     """
 
     fqn: str
@@ -114,21 +128,21 @@ class Differing:
     count: int
 
 
-def _as_one(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
-    """A finding for each tensor and two files: a tensor may have thousands of parts."""
+def _merged(manifest: Manifest, found: Sequence[Differing]) -> list[Finding]:
+    """Return one finding for each tensor and pair of files: a tensor may have thousands of chunks."""
     groups: dict[tuple[str, tuple[str, str]], list[Differing]] = {}
     for one in found:
         groups.setdefault((one.fqn, one.paths), []).append(one)
-    told = []
+    findings = []
     for (fqn, paths), parts in groups.items():
         numel = manifest.tensors[manifest.index[fqn]].numel
         _, index = min(part.first for part in parts)
-        told.append(mismatch(fqn, paths, index, sum(part.count for part in parts), numel))
-    return told
+        findings.append(mismatch(fqn, paths, index, sum(part.count for part in parts), numel))
+    return findings
 
 
 class _Scan:
-    """What the workers of one scan share."""
+    """The state that the workers of one scan share."""
 
     def __init__(
         self, manifest: Manifest, store: Store, skip: set[str | None], values: bool, meter: ProgressMeter
@@ -143,7 +157,7 @@ class _Scan:
         self._meter = meter
 
     def chunk(self, row: int) -> list[Finding]:
-        """Findings of one chunk's item."""
+        """Return the findings on one chunk's item."""
         payload, name, path = self._open(row)
         if isinstance(payload, list):
             return payload
@@ -163,12 +177,12 @@ class _Scan:
             payload.close()
 
     def pair(self, rows: tuple[int, int]) -> list[Differing]:
-        """Where two copies of the same box do not hold the same bits; nothing where they do."""
+        """Return where two replicas of a box differ; an empty list if they are equal."""
         opened = [self._open(row) for row in rows]
         payloads = [p for p, _, _ in opened if isinstance(p, Payload)]
         try:
             if len(payloads) < 2:
-                return []  # told by `chunk`
+                return []  # `chunk` reports it
             return self._compare((payloads[0], payloads[1]), rows, (opened[0][2], opened[1][2]))
         finally:
             for payload in payloads:
@@ -195,7 +209,7 @@ class _Scan:
         return [Differing(spec.fqn, paths, first, count)]
 
     def value_findings(self) -> list[Finding]:
-        """One finding a tensor that holds NaN or Inf."""
+        """Return one finding for each tensor with NaN or Inf."""
         return [
             finding("not-finite", "values", f"{name}: {nan} NaN and {inf} Inf of {numel} elements", fqn=name)
             for name, (nan, inf, numel) in sorted(self._bad_values.items())
@@ -274,16 +288,16 @@ class _Scan:
                 seen[1] += inf
 
     def _tiles(self, payload: Payload, row: int, slot: int) -> Iterator[tuple[Box, Bytes]]:
-        """The elements of a chunk, row-major, a block at a time, whatever their layout in storage."""
+        """Yield the elements of a chunk, row-major, a block at a time, whatever their layout in storage."""
         manifest, chunks = self.manifest, self.manifest.chunks
         spec = manifest.tensors[int(chunks.tensor[row])]
         rank, itemsize = len(spec.shape), BY_NAME[spec.dtype].itemsize
-        whole = Box(tuple(chunks.lo[row, :rank].tolist()), tuple(chunks.shape[row, :rank].tolist()))
-        for box in whole.tiles(_BLOCK // itemsize):
+        chunk_box = Box(tuple(chunks.lo[row, :rank].tolist()), tuple(chunks.shape[row, :rank].tolist()))
+        for box in chunk_box.tiles(_BLOCK // itemsize):
             buffer = np.frombuffer(self._buffers(_BLOCK)[slot], np.uint8)
             tile = tile_view(buffer, box.shape, spec.dtype)
             into = Interleaver(tile, box, spec.dtype, self._scratch())
-            into.put(payload, whole, box, None)
+            into.put(payload, chunk_box, box, None)
             into.flush()
             yield box, buffer[: box.numel * itemsize]
 
@@ -301,7 +315,7 @@ class _Scan:
 
 
 def _as_findings(error: CkptError, name: str, path: str) -> list[Finding]:
-    """Damage as a finding; what says nothing about the checkpoint (no permission, say) is raised."""
+    """Turn damage into a finding; raise errors that are not about the checkpoint (no permission, say)."""
     if isinstance(error, UnsafeContent):
         code = "unsafe-item" if "global" in error.values else "bad-path"
         return [finding(code, "bytes", error.message, fqn=name, file=path)]

@@ -1,7 +1,7 @@
-"""Verdicts: what are findings called that stop a conversion, and which of them are about one part alone?
+"""Map the findings that stop a conversion to an error class and a status text.
 
-Damage, a save that did not finish, a part that is not understood, and what nothing proves are different news:
-each has an error of its own. A part that cannot be read stops what asks for it, and nothing else.
+Damage, an unfinished save, an unreadable part and unproven data are different news: each has its own error.
+An unreadable part stops only the conversions that ask for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptcore.errors import (
     UnreadablePart,
 )
 
-# Codes about the one tensor or object that a finding names, which stop nothing that leaves it out.
+# Codes about the one tensor or object that a finding names. Excluding it avoids the error.
 PART_CODES = frozenset(
     {
         "unreadable-part",
@@ -33,24 +33,24 @@ PART_CODES = frozenset(
         "unfit-quantization",
     }
 )
-# Of these, what says nothing against the checkpoint: it is whole, and a part of it is not understood.
+# Of these, the codes that do not mean damage: the checkpoint is complete, but a part of it is not supported.
 UNREADABLE_CODES = frozenset({"unreadable-part", "refused-tensors", "unmerged-tensor"})
-# The first row that has all codes of the errors: their class, and the same in a word.
-_CALLED: tuple[tuple[frozenset[str], type[CkptError], str], ...] = (
+# Codes, error class, status text. The first row that has all codes of the errors applies.
+_CLASSES: tuple[tuple[frozenset[str], type[CkptError], str], ...] = (
     (frozenset({"not-complete"}), NotComplete, "not complete"),
     (frozenset({"unproven-shape"}), UnprovenCheckpoint, "unproven"),
     (UNREADABLE_CODES, UnreadablePart, "in part unreadable"),
 )
 
 
-def called(findings: Iterable[Finding]) -> type[CkptError]:
-    """The error class of what stops a conversion: `DamagedCheckpoint` unless none of it is damage."""
+def error_class(findings: Iterable[Finding]) -> type[CkptError]:
+    """Return the error class for findings that stop a conversion: `DamagedCheckpoint` if any is damage."""
     codes = {f.code for f in findings}
-    return next((cls for known, cls, _ in _CALLED if codes <= known), DamagedCheckpoint)
+    return next((cls for known, cls, _ in _CLASSES if codes <= known), DamagedCheckpoint)
 
 
 def verdict(findings: Iterable[Finding]) -> str:
-    """What a checkpoint with these findings is called.
+    """Return the status text of a checkpoint with these findings.
 
     >>> verdict([Finding("unproven-shape", "cover", "")]), verdict([])
     ('unproven', 'ok')
@@ -58,4 +58,4 @@ def verdict(findings: Iterable[Finding]) -> str:
     codes = {f.code for f in findings if f.severity == "error"}
     if not codes:
         return "ok"
-    return next((word for known, _, word in _CALLED if codes <= known), "damaged")
+    return next((text for known, _, text in _CLASSES if codes <= known), "damaged")

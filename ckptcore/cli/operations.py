@@ -36,7 +36,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
             names or (),
             dry_run=given["dry_run"],
             settle_s=parse_duration(given["settle"]),
-            again=given["again"],
+            retry_failed=given["again"],
             on_item=show.item_line(as_json),
         )
     show.swept(found, as_json=as_json)

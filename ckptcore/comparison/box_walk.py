@@ -1,7 +1,7 @@
-"""Walk over the boxes of many tensors in several threads: what comparing and fingerprinting share.
+"""Walk over the boxes of many tensors in several threads, for comparing and fingerprinting.
 
 A tensor is cut into boxes that fit the budget; workers share the boxes, also those of one large tensor. A
-tensor is opened when its first box is due, and closed behind its last one.
+tensor is opened before its first box is read, and closed after its last one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class OpenTensor:
 
     Args:
         spec: Its dtype and shape.
-        across: How many of its chunks lie beside each other.
-        readers: One for each side; closed behind the last box.
+        across: How many of its chunks a box can cross (`ckptcore.reading.gather.beside`).
+        readers: One for each side; closed after the last box.
     """
 
     def __init__(self, spec: TensorSpec, across: int, readers: Sequence[BoxReader]) -> None:
@@ -32,7 +32,7 @@ class OpenTensor:
         self.under_way = 1  # the walk itself, and every box
 
     def close(self) -> None:
-        """Release what was found of its chunks."""
+        """Close the readers."""
         for reader in self.readers:
             reader.close()
 
@@ -50,9 +50,9 @@ def walk_boxes(
 
     Args:
         tensors: Opened one after the other, when it is their turn.
-        worker: Called once in each thread; gives what reads one box, with buffers of its own.
-        budget: How large boxes are, and how many threads there are.
-        meter: Counts what is read.
+        worker: Called once in each thread; returns a function that reads one box into buffers of its own.
+        budget: The size of boxes and the number of threads.
+        meter: Counts the bytes that are read.
 
     Raises:
         CkptError: The first error of any worker; all tensors are closed then.

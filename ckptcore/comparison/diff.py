@@ -1,6 +1,6 @@
-"""Diffing: do two checkpoints hold the same, whatever their formats and topologies?
+"""Compare two checkpoints, whatever their formats and topologies.
 
-1. Both must be whole (level ``cover``). Names are brought together: the model part, renames, ties, globs.
+1. Both must be complete (level ``cover``). Names are aligned: the model part, renames, ties, globs.
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal dtype and shape, are read side by side
    (`ckptcore.comparison.tensor_compare`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptcore.checking.check import require_whole
+from ckptcore.checking.check import require_complete
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
 from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE, Difference, Side, TensorDifference
 from ckptcore.comparison.tensor_compare import Opened, Pair, labelled, walk
@@ -22,6 +22,7 @@ from ckptcore.formats import by_name
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
 from ckptcore.planning.request import Settings
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 Pairs = Sequence[tuple[str, str]]
@@ -29,11 +30,15 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class DiffRules:
-    """What is compared with what.
+    """Which tensors are compared, and under which names.
 
-    model: compare the model parts alone, wrappers off. prefixes: where the model is in A and in B, as far
-    as that is told. rename: (old, new) for A's names. tie: (gone, kept): a side that lacks ``gone`` is
-    held to have ``kept`` there, too. include, exclude: globs on the names that are compared.
+    Attributes:
+        model: Compare the model parts alone, with wrappers removed from names.
+        prefixes: The prefix of the model in A and in B; where one is missing, it is detected.
+        rename: (old, new) for A's names.
+        tie: (gone, kept): a side that lacks ``gone`` is compared as if ``kept`` were stored there, too.
+        include: Globs on the names that are compared.
+        exclude: Globs on the names that are not compared.
     """
 
     model: bool = False
@@ -44,7 +49,7 @@ class DiffRules:
     exclude: tuple[str, ...] = ()
 
     def dropped(self, *names: str) -> str:
-        """The rule that leaves out what goes by these names; empty when none does."""
+        """Return the rule that excludes a tensor or value with these names; empty if none does."""
         if self.include and not any(matches(n, self.include) for n in names):
             return "matches no --include"
         hit = next((g for g in self.exclude for n in names if matches(n, [g])), None)
@@ -59,7 +64,19 @@ def diff(
     progress: Progress | None = None,
     urls: tuple[str, str] | None = None,
 ) -> Difference:
-    """Compares two checkpoints; see `ckptcore.diff`. urls: what they are called."""
+    """Compare two checkpoints.
+
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        rules: Which tensors are compared, and under which names.
+        settings: Memory, threads and device.
+        progress: Called with the number of bytes read.
+        urls: Their names in the result and in errors; None means their roots.
+
+    Returns:
+        The differences; see `ckptcore.diff`.
+    """
     urls = urls or (a.root, b.root)
     sides = (_prepare(a, "A", urls[0], rules, 0), _prepare(b, "B", urls[1], rules, 1))
     _tie(sides, rules.tie)
@@ -90,7 +107,7 @@ def diff(
 
 @dataclass
 class _Side:
-    """One checkpoint, its names as they are compared."""
+    """One checkpoint, with the names under which it is compared."""
 
     label: str
     url: str
@@ -106,11 +123,11 @@ class _Side:
     unverified: int = 0
 
     def spec(self, name: str) -> TensorSpec:
-        """A tensor under its stored name."""
+        """Return a tensor under its stored name."""
         return replace(self.named.tensors[self.rows[name]], fqn=self.stored[name])
 
     def result(self) -> Side:
-        """The side as the answer has it."""
+        """Return the side in the form of the result."""
         specs = [self.named.tensors[row] for row in self.rows.values()]
         return Side(
             self.url,
@@ -131,7 +148,7 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number:
     inside = in_model(manifest, prefix) if rules.model else str
 
     def compared(name: str) -> str | None:
-        """What a stored name is called where it is compared; None for what is not."""
+        """Return the name under which a stored tensor is compared; None if it is not compared."""
         inner = inside(name)
         return (
             None if inner is None else apply_renames(strip_wrappers(inner) if rules.model else inner, rename)
@@ -142,7 +159,7 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number:
         return known is not None and not rules.dropped(known)
 
     with labelled(f"{label} ({url})"):
-        report = require_whole(manifest, selected)
+        report = require_complete(manifest, selected)
         model = find_model(manifest, prefix) if rules.model else None
         mapped = remap(
             manifest,
@@ -171,19 +188,19 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number:
 
 
 def _without_objects(sides: tuple[_Side, _Side], rules: DiffRules) -> list[tuple[str, str]]:
-    """Takes the objects out where one side's format has no place for any; gives (name, why)."""
+    """Drop the objects if one side's format cannot store any; return (name, reason)."""
     without = [s for s in sides if not by_name(s.source.format).abilities.objects]
     if rules.model or not without or not any(s.objects for s in sides):
         return []
-    count = sum(len(s.objects) for s in sides)
+    total = sum(len(s.objects) for s in sides)
     for side in sides:
         side.objects = {}
     formats = " and ".join(dict.fromkeys(s.source.format for s in without))
-    return [(f"{count} plain values", f"{formats} has no place for any")]
+    return [(count(total, "plain value"), f"{formats} stores no plain values")]
 
 
 def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
-    """Lets a side that lacks a tied name have the other's tensor there."""
+    """Give a side that lacks a tied name the tensor that it is tied to."""
     for gone, kept in ties:
         for name in (gone, kept):
             if not any(name in side.rows for side in sides):
@@ -197,7 +214,7 @@ def _tie(sides: tuple[_Side, _Side], ties: Pairs) -> None:
 
 
 def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
-    """Applies the globs; raises `UsageError` for one that matches nothing, and when nothing is left."""
+    """Apply the globs; raise `UsageError` for a glob that matches nothing, and if nothing is left."""
     names = {
         n for s in sides for n in (*s.rows, *s.unread, *s.objects, *(o.root for o in s.objects.values()))
     }
@@ -206,8 +223,8 @@ def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
             if not any(matches(name, [glob]) for name in names):
                 raise UsageError(
                     f"{option} {glob} matches nothing on either side",
-                    hint="the globs are for the names that are compared, after --rename and "
-                    "--model; `ckptcore inspect` lists the stored ones",
+                    hint="globs apply to the names after --rename and --model; "
+                    "`ckptcore inspect` lists the stored names",
                 )
     for side in sides:
         for name in list(side.rows):
@@ -219,12 +236,14 @@ def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
         side.left_out += dropped.items()
         side.objects = {n: o for n, o in side.objects.items() if n not in dropped}
     if not any(side.rows or side.objects for side in sides):
-        raise UsageError("nothing is left to compare", hint="look at --include and --exclude")
+        raise UsageError("nothing is left to compare", hint="check --include and --exclude")
 
 
 def _arrays(side: _Side, other: _Side, opened: Opened) -> int:
-    """Takes out arrays that are a plain value on one side and a tensor of the same bits on the other, as in
-    a ``.pt`` that `torch.load` opens without trust; gives how many."""
+    """Drop arrays that are a plain value on one side and a tensor of the same bits on the other.
+
+    A ``.pt`` that `torch.load` opens with ``weights_only`` has such arrays. Return how many were dropped.
+    """
     equal = 0
     for name in [n for n in side.objects if n in other.rows and n not in side.rows]:
         spec, values = other.spec(name), side.objects[name].values
@@ -238,7 +257,7 @@ def _arrays(side: _Side, other: _Side, opened: Opened) -> int:
 
 
 def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:
-    """(what is different without looking at a byte, what has to be read)."""
+    """Return (differences in metadata, pairs whose bytes must be read)."""
     different = [TensorDifference(n, (ONLY_A,), a.spec(n), None) for n in a.rows if n not in b.rows]
     different += [TensorDifference(n, (ONLY_B,), None, b.spec(n)) for n in b.rows if n not in a.rows]
     same = []

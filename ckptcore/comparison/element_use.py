@@ -1,11 +1,11 @@
-"""Account for stored elements: is each one of a source in what was mapped from it, once?
+"""Prove that every stored element of a source is in the mapped tensors exactly once.
 
-A mapped tensor is boxes of views into stored items (`ckptcore.core.manifest.Chunks`). Seen from an item, both
-sides are sets of addresses: the elements that the source's tensors hold there, and those that the mapped ones
-take. They are compared exactly, whatever a map splits, merges, permutes or reshapes:
+A mapped tensor consists of boxes of views into stored items (`ckptcore.core.manifest.Chunks`). For each item,
+both sides are sets of addresses: the elements of the source's tensors, and those of the mapped tensors. They
+are compared exactly, whatever a map splits, merges, permutes or reshapes:
 
-1. A run of an item that both sides name alike is accounted for: without a map, that is all of them.
-2. What is left is marked element by element, in windows: +1 for the source, -1 for what is mapped.
+1. A run of an item that both sides contain is accounted for: without a map, that is all of them.
+2. The rest is marked element by element, in windows: +1 for the source, -1 for the mapped tensors.
 
 Peak memory: a few int64 columns as long as the number of chunks, and 64 MiB.
 """
@@ -25,18 +25,18 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Ints, Manifest, with_dims
 
 _WINDOW = 1 << 23  # elements that are marked at a time
-_TILE = 1 << 20  # elements whose addresses are made at a time
+_TILE = 1 << 20  # elements whose addresses are computed at a time
 Marks = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How stored elements go on.
+    """Stored elements that are not in exactly one mapped tensor.
 
     Attributes:
-        unused: Stored tensor -> how many of its stored elements are in no mapped tensor.
-        repeated: Mapped tensor -> how many of its elements another one has too, or are of no tensor that
-            goes on.
+        unused: Stored tensor -> number of its stored elements that are in no mapped tensor.
+        repeated: Mapped tensor -> number of its elements that another one has, too, or that belong to no kept
+            tensor.
         once: As ``unused``, where elements of which several copies are stored count once.
     """
 
@@ -46,12 +46,12 @@ class Use:
 
 
 def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
-    """Compare what is stored with what is mapped.
+    """Compare the stored elements with the mapped ones.
 
     Args:
         source: The checkpoint.
-        mapped: Over the same items.
-        kept: The source's tensors that go on.
+        mapped: The mapped tensors, over the same items.
+        kept: Names of the source's tensors that the map keeps.
     """
     have, want = _uses(source, kept.__contains__), _uses(mapped, lambda _: True)
     left_have, left_want = _cancelled(have, want)
@@ -67,8 +67,15 @@ def element_use(source: Manifest, mapped: Manifest, kept: Set[str]) -> Use:
 class _Uses:
     """Runs of elements: row n is the elements start + sum(index * stride) of an item, owned by names[owner].
 
-    shape, stride: int64 [n, R], dims by stride, the largest first. run: whether it is one run without gaps.
-    copy: whether an earlier row of the owner is the same box.
+    Attributes:
+        names: Names of tensors.
+        owner: int64 [n], index into ``names``.
+        item: int64 [n], the stored item.
+        start: int64 [n], in elements.
+        shape: int64 [n, R], dims by stride, the largest first.
+        stride: int64 [n, R], in elements.
+        run: bool [n], whether the row is one run without gaps.
+        copy: bool [n], whether an earlier row of the owner is the same box.
     """
 
     names: list[str]
@@ -87,7 +94,7 @@ class _Uses:
 
 
 def _uses(manifest: Manifest, kept: Callable[[str], bool]) -> _Uses:
-    """The stored elements of some tensors; of a computed one, those that it is computed from."""
+    """Return the stored elements of some tensors; for a computed tensor, those of its inputs."""
     rows = [t for t, spec in enumerate(manifest.tensors) if kept(spec.fqn)]
     tables = [_of(manifest, [t for t in rows if t not in manifest.derived])]
     if manifest.inputs is not None:
@@ -138,7 +145,7 @@ def _of(manifest: Manifest, tensors: list[int]) -> _Uses:
 
 
 def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
-    """The rows of both sides without those that name the same run of the same item."""
+    """Return the rows of both sides, without runs that both sides contain."""
     keys = [np.stack([u.item, u.start, np.where(u.run, u.numel, -1)], axis=1) for u in (have, want)]
     _, which = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
     which = which.reshape(-1)
@@ -150,10 +157,7 @@ def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Addresses of one row, few enough to be made at once.
-
-    simple: whether none comes twice. copy: see `_Uses`.
-    """
+    """Addresses of one row, few enough to compute at once. simple: whether all are distinct. copy: see `_Uses`."""
 
     name: str
     start: int
@@ -167,14 +171,14 @@ class _Tile:
         return self.start + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
     def addresses(self) -> Ints:
-        """Every address, in the order of the elements."""
+        """Return every address, in the order of the elements."""
         found = np.full((1,) * len(self.shape), self.start, np.int64)
         for d, (n, s) in enumerate(zip(self.shape, self.stride, strict=True)):
             found = found + (np.arange(n) * s).reshape((-1,) + (1,) * (len(self.shape) - 1 - d))
         return found.reshape(-1)
 
     def inside(self, marks: Marks, begin: int) -> Marks | None:
-        """The marks of this tile as a view, where it lies in the window as a whole."""
+        """Return the marks of this tile as a view, or None unless the window contains the entire tile."""
         if not self.simple or self.start < begin or self.last >= begin + len(marks):
             return None
         width = marks.itemsize
@@ -189,7 +193,7 @@ def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
         start, name = int(uses.start[row]), uses.names[int(uses.owner[row])]
         shape, stride = tuple(uses.shape[row].tolist()), tuple(uses.stride[row].tolist())
         dims = list(zip(shape, stride, strict=True))
-        reach = 1  # dims by stride: none reaches into the next larger one
+        reach = 1  # dims by stride: none may overlap the next larger one
         simple = True
         for n, s in reversed(dims):
             simple &= n == 1 or s >= reach
@@ -203,7 +207,7 @@ def _tiles(uses: _Uses, rows: Ints) -> list[_Tile]:
 def _mark_leftover(
     have: list[_Tile], want: list[_Tile], unused: Counter[str], once: Counter[str], repeated: Counter[str]
 ) -> None:
-    """Adds what one item's tiles leave over."""
+    """Count the elements of one item's tiles that the two sides do not share."""
     for begin in sorted({w for t in (*have, *want) for w in _windows(t)}):
         marks = np.zeros(_WINDOW, np.int16)
         mine = [t for t in have if begin in _windows(t)]
@@ -225,7 +229,7 @@ def _mark_leftover(
 
 
 def _windows(tile: _Tile) -> range:
-    """The first addresses of the windows that a tile reaches into."""
+    """Return the first addresses of the windows that a tile overlaps."""
     return range(tile.start // _WINDOW * _WINDOW, tile.last + 1, _WINDOW)
 
 
@@ -239,12 +243,12 @@ def _add(marks: Marks, begin: int, tile: _Tile, by: int) -> None:
 
 
 def _seen(marks: Marks, begin: int, tile: _Tile) -> Marks:
-    """The marks of a tile's elements in the window."""
+    """Return the marks of a tile's elements in the window."""
     view = tile.inside(marks, begin)
     return view if view is not None else np.concatenate([marks[p] for p in _addresses_in_window(tile, begin)])
 
 
 def _addresses_in_window(tile: _Tile, begin: int) -> Iterator[Ints]:
-    """Where a tile's elements are in a window."""
+    """Yield the positions of a tile's elements in a window."""
     addresses = tile.addresses() - begin
     yield addresses[(addresses >= 0) & (addresses < _WINDOW)]

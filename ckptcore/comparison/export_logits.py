@@ -1,8 +1,8 @@
-"""Ask transformers: does an export open, and does it compute what a reference folder computes?
+"""Open an export with transformers, and compare its logits with those of a reference folder.
 
-Both are opened in one process of their own (`ckptcore.comparison.logits_process`), one after the other, on
-seeded token ids. Unlike everything else here this takes a whole model's memory, so it is asked for by name,
-and sizes are compared with what is free before anything starts.
+Both are opened in one separate process (`ckptcore.comparison.logits_process`), one after the other, on seeded
+token ids. Unlike all other checks, this one loads an entire model into memory. So it runs only on request,
+and model sizes are compared with free memory first.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from ckptcore.utils.memory import available_memory
 from ckptcore.utils.units import show_size
 
 SEED, BATCH, LENGTH = 0, 2, 16
-_BASE = 1 << 30  # bytes of the interpreter, torch, transformers and what lies between layers
+_BASE = 1 << 30  # bytes of the interpreter, torch, transformers and activations
 _MOST_FIELDS = 8
-_OPENED_IN = ("float32", "bfloat16", "float16", "float64")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsWanted:
-    """What is to be computed.
+    """How logits are computed and compared.
 
-    reference: the folder that is right, or None to see that logits are finite. dtype: that models are opened
-    in. device: where. tolerance: the largest absolute difference that is no failure. any_memory: do not
-    compare sizes with what is free.
+    Attributes:
+        reference: The reference folder, or None to check only that logits are finite.
+        dtype: The dtype in which models are opened.
+        device: The torch device.
+        tolerance: The largest absolute difference that passes.
+        any_memory: Do not compare model sizes with free memory.
     """
 
     reference: str | None = None
@@ -46,18 +49,18 @@ class LogitsWanted:
     any_memory: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in _OPENED_IN:
-            raise UsageError(
-                f"cannot open models as {self.dtype}", hint=f"Try one of {', '.join(_OPENED_IN)}"
-            )
-        if not 0 <= self.tolerance < math.inf:  # never true of NaN
-            raise UsageError(f"cannot use a tolerance of {self.tolerance}", hint="Try a number from 0 on")
+        if self.dtype not in _DTYPES:
+            raise UsageError(f"cannot open models as {self.dtype}", hint=f"Try one of {', '.join(_DTYPES)}")
+        if not 0 <= self.tolerance < math.inf:  # false for NaN
+            raise UsageError(f"tolerance must be a finite number of at least 0 (got {self.tolerance})")
 
 
 def require_memory(wanted: LogitsWanted, manifests: Mapping[str, Manifest]) -> None:
-    """Raises `BudgetTooSmall` unless the larger of the models fits into what is free.
+    """Raise `BudgetTooSmall` unless the larger of the models fits into free memory.
 
-    manifests: folder -> what lies there.
+    Args:
+        wanted: The dtype, and whether to compare at all.
+        manifests: Folder -> manifest of the model in it.
     """
     width = dtypes.get(wanted.dtype).itemsize
     free = available_memory()
@@ -69,21 +72,21 @@ def require_memory(wanted: LogitsWanted, manifests: Mapping[str, Manifest]) -> N
         raise BudgetTooSmall(
             f"cannot open {url} as {wanted.dtype}: it takes {show_size(most + _BASE)}, "
             f"{show_size(free)} are free",
-            hint="Try a machine with more memory, --logits-dtype bf16, or --any-memory to try all the same",
+            hint="Try a machine with more memory, --logits-dtype bf16, or --any-memory to skip this check",
             needed=most + _BASE,
             free=free,
         )
 
 
 def check_logits(export: str, wanted: LogitsWanted) -> Check:
-    """Opens the export, and the reference, and compares what they compute; the check `LOGITS`."""
+    """Open the export and the reference, and compare their logits; return the check `LOGITS`."""
     if importlib.util.find_spec("transformers") is None:
         return not_done(LOGITS, "transformers is not installed: pip install 'ckptcore[hf]'")
     folders = [require_folder(u) for u in (export, wanted.reference) if u is not None]
     for folder in folders:
         if not os.path.isfile(f"{folder}/config.json"):
             return not_done(LOGITS, f"cannot open {folder} with transformers: there is no config.json")
-    asked = {
+    request = {
         "folders": folders,
         "dtype": dtypes.get(wanted.dtype).name,
         "device": wanted.device,
@@ -91,8 +94,8 @@ def check_logits(export: str, wanted: LogitsWanted) -> Check:
         "batch": BATCH,
         "length": LENGTH,
     }
-    # No limit of time: two models are read whole, from disks and on devices of any speed.
-    outcome = transformers_process.ask("ckptcore.comparison.logits_process", asked, seconds=None)
+    # No timeout: two entire models are read, from disks and on devices of any speed.
+    outcome = transformers_process.ask("ckptcore.comparison.logits_process", request, seconds=None)
     return _logits_check(outcome, folders, wanted)
 
 
@@ -108,14 +111,14 @@ def _logits_check(outcome: dict[str, Any], folders: Sequence[str], wanted: Logit
     values |= {"dtype": wanted.dtype, "finite": mine["finite"]}
     if not others:
         if not mine["finite"]:
-            return failed(LOGITS, [Problem("", "the logits hold NaN or Inf")], **values)
+            return failed(LOGITS, [Problem("", "the logits contain NaN or Inf")], **values)
         return passed(LOGITS, f"{mine['class']} opens, and its logits are finite", **values)
     if "difference" not in outcome:
         what = f"logits have the shape {mine['shape']}, those of the reference {others[0]['shape']}"
         return failed(LOGITS, [Problem("", what)], **values)
     difference = outcome["difference"]
     values |= {"max_abs_difference": difference["max_abs"], "bit_equal": difference["equal"]}
-    if difference["equal"] or difference["max_abs"] <= wanted.tolerance:  # NaN is never below
+    if difference["equal"] or difference["max_abs"] <= wanted.tolerance:  # false for NaN
         same = "bit for bit" if difference["equal"] else f"within {difference['max_abs']:.3g}"
         return passed(LOGITS, f"{mine['class']}: equal to the reference {same}", **values)
     wrong = [Problem("", f"logits differ from the reference by up to {difference['max_abs']:.3g}")]
@@ -123,15 +126,18 @@ def _logits_check(outcome: dict[str, Any], folders: Sequence[str], wanted: Logit
 
 
 def _unopened(outcome: Mapping[str, Any]) -> list[Problem]:
-    """Why a folder has no logits."""
+    """Return why a folder has no logits; an empty list if it has."""
     if "refused" in outcome:
         return [Problem("", f"transformers does not open it: {outcome['refused']}")]
-    texts = {"missing": "is not there: transformers starts it at random", "mismatched": "has another shape"}
+    texts = {
+        "missing": "is missing: transformers initialises it at random",
+        "mismatched": "has another shape",
+    }
     return [Problem(name, what) for kind, what in texts.items() for name in outcome.get(kind, ())]
 
 
 def _fields(folders: Sequence[str]) -> list[Problem]:
-    """Where the two config.json say other things: what no shape shows."""
+    """Return the fields in which the two config.json differ: shapes do not show these."""
     one, two = (_config_form(folder) for folder in folders)
     skipped = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
     keys = [key for key in sorted({*one, *two} - skipped) if one.get(key) != two.get(key)]
@@ -142,18 +148,18 @@ def _fields(folders: Sequence[str]) -> list[Problem]:
 
 
 def _config_form(folder: str) -> dict[str, Any]:
-    with open(f"{folder}/config.json", "rb") as file:  # it was opened by transformers before
+    with open(f"{folder}/config.json", "rb") as file:  # transformers opened it before
         form = json.load(file)
     return form if isinstance(form, dict) else {}
 
 
 def require_folder(url: str) -> str:
-    """The absolute path of a folder of this machine; raises `UsageError` for anything else."""
+    """Return the absolute path of a local folder; raise `UsageError` for anything else."""
     path = local_path(url)
     if path is None:
         raise UsageError(
-            f"cannot open {url} with transformers: it is no path of this machine", hint="Try a copy of it"
+            f"cannot open {url} with transformers: it is not a local path", hint="Try a local copy"
         )
     if not path.is_dir():
-        raise UsageError(f"cannot open {url} with transformers: it is no folder", hint="Try its folder")
+        raise UsageError(f"cannot open {url} with transformers: it is not a folder", hint="Try its folder")
     return str(path.absolute())

@@ -1,8 +1,8 @@
-"""Hold an export against a related folder: does every tensor point the way of its namesake?
+"""Compute the cosine between each tensor of an export and its namesake in a related folder.
 
-Weights that were trained on from others stay near them: their cosine is near 1. Rows in a wrong order, gate
-in the place of up, or experts shifted by one make it about 0, in that tensor. Both sides are read box by box,
-and the sums are of float64.
+Fine-tuned weights stay near the weights that they started from: their cosine is near 1. Rows in a wrong
+order, gate in the place of up, or experts shifted by one make it about 0, in that tensor. Both sides are read
+box by box, and sums are computed in float64.
 
 Peak memory: the interpreter, torch, and ``Settings.memory``.
 """
@@ -28,16 +28,19 @@ from ckptcore.reading.casting import torch_on
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.utils.workers import Progress, ProgressMeter
 
-_BLOCK = 1 << 16  # elements that are float64 at a time
+_BLOCK = 1 << 16  # elements that are cast to float64 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How two folders lie to each other.
+    """Cosines between the tensors of two folders.
 
-    cosines: (name, cosine) of tensors that both have in one shape. only_export: names that the other lacks;
-    only_base: that the export lacks. shapes: (name, shape of the export, of the other). zero: names of which
-    one side is all zeros and the other is not: they have no direction.
+    Attributes:
+        cosines: (name, cosine) of tensors that both have in one shape.
+        only_export: Names that the base lacks.
+        only_base: Names that the export lacks.
+        shapes: (name, shape in the export, shape in the base) where shapes differ.
+        zero: Names where exactly one side is all zeros: they have no cosine.
     """
 
     cosines: tuple[tuple[str, float], ...]
@@ -48,9 +51,10 @@ class Near:
 
 
 def near(export: Opened, base: Opened, settings: Settings, progress: Progress | None = None) -> Near:
-    """Compares the tensors that two checkpoints have under one name.
+    """Compare the tensors that two checkpoints have under one name.
 
-    Raises the first error of any worker, and what `Opened.finish` raises.
+    Raises:
+        CkptError: The first error of any worker, or an error of `Opened.finish`.
     """
     mine, theirs = export.manifest.index, base.manifest.index
     shapes, pairs = [], []
@@ -78,7 +82,7 @@ def near(export: Opened, base: Opened, settings: Settings, progress: Progress | 
 
 
 class _SummedPair(OpenTensor):
-    """A pair while it is read, and its sums."""
+    """A pair of tensors while it is read, and its sums."""
 
     def __init__(self, name: str, sides: tuple[Opened, Opened], rows: tuple[int, int]) -> None:
         specs = [s.manifest.tensors[r] for s, r in zip(sides, rows, strict=True)]
@@ -89,7 +93,7 @@ class _SummedPair(OpenTensor):
         self.lock, self.sums = threading.Lock(), np.zeros(3)
 
     def cosine(self) -> float | None:
-        """The cosine, NaN where an element is none; None where one side alone is all zeros."""
+        """Return the cosine, NaN if an element is NaN; None if exactly one side is all zeros."""
         dot, one, two = self.sums.tolist()
         if one == two == 0:
             return 1.0
@@ -105,19 +109,19 @@ def _opening(pairs: Sequence[_SummedPair]) -> Iterator[_SummedPair]:
 
 
 def _sums_box(sides: tuple[Opened, Opened], budget: Budget) -> Callable[[_SummedPair, Box], None]:
-    """What sums one box in one thread."""
+    """Return a function that reads and sums one box; it is used in one thread."""
     torch = torch_on("cpu")
     one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
 
     def read(each: _SummedPair, box: Box) -> None:
-        held = []
+        tiles = []
         for side, reader, spec, buffer in zip(sides, each.readers, each.specs, (one, two), strict=True):
             with labelled(side.label):
                 reader.read(box, tile_view(buffer, box.shape, spec.dtype), scratch)
-            held.append(_elements(torch, buffer, spec.dtype, box.numel))
+            tiles.append(_elements(torch, buffer, spec.dtype, box.numel))
         sums = np.zeros(3)
         for at in range(0, box.numel, _BLOCK):
-            a, b = (_as_float64(torch, h[at : at + _BLOCK]) for h in held)
+            a, b = (_as_float64(torch, h[at : at + _BLOCK]) for h in tiles)
             sums += [float(torch.dot(a, b)), float(torch.dot(a, a)), float(torch.dot(b, b))]
         with each.lock:
             each.sums += sums
@@ -131,7 +135,7 @@ def _elements(torch: Any, buffer: Bytes, dtype: str, count: int) -> Any:
 
 
 def _as_float64(torch: Any, block: Any) -> Any:
-    """Elements as float64; a complex number as its two parts."""
+    """Return elements as float64; a complex number as its two parts."""
     if block.is_complex():
         block = torch.view_as_real(block.to(torch.complex128)).reshape(-1)
     return block.to(torch.float64)

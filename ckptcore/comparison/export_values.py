@@ -1,11 +1,11 @@
 """Read an export beside its source, through the map and the cast, and compare every element.
 
-Both sides of a tensor are read box by box (`ckptcore.comparison.box_walk`). What the source holds is cast as
+Both sides of a tensor are read box by box (`ckptcore.comparison.box_walk`). The source's elements are cast as
 the export was, and the bits are compared. In the same pass the export is fingerprinted, and NaN and Inf of
-both sides are counted. A tensor that is damaged on one side is noted, and the others are read all the same.
+both sides are counted. A tensor that is damaged on one side is recorded, and the others are still read.
 
-Peak memory: the interpreter, torch where tensors are computed or cast, and ``Settings.memory``: a tile of
-each side, one that is cast, and a buffer for strided reads, a worker.
+Peak memory: the interpreter, torch where tensors are computed or cast, and ``Settings.memory``: per worker, a
+tile of each side, a cast tile, and a buffer for strided reads.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ SOURCE, EXPORT = "source", "export"
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Two tensors of one shape that must hold the same.
+    """Two tensors of one shape that must be equal.
 
-    name: what they are called where this is reported. sides: what is read first, and what must be the same
-    after the cast to its dtype. rows: their numbers in the two manifests. wanted: whether the second is a
-    tensor of the export, to be fingerprinted.
+    Attributes:
+        name: Their name in reports.
+        sides: (source, export). The source must equal the export after the cast to the export's dtype.
+        rows: Their rows in the two manifests.
+        wanted: Whether the second is a tensor of the export, to be fingerprinted.
     """
 
     name: str
@@ -57,10 +59,17 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was found of a pair.
+    """The result of comparing a pair.
 
-    differing: elements with other bits than they should have; first: index of one of them. nan, inf: how many
-    there are, (source, export). fingerprint: of the export's tensor. damage: side -> why it cannot be read.
+    Attributes:
+        name: Its name in reports.
+        specs: The tensors, (source, export).
+        differing: Number of elements whose bits differ.
+        first: Index of one of them.
+        nan: Number of NaN, (source, export).
+        inf: Number of Inf, (source, export).
+        fingerprint: Of the export's tensor.
+        damage: (side, why it cannot be read).
     """
 
     name: str
@@ -74,7 +83,7 @@ class Seen:
 
     @property
     def fingerprinted(self) -> Fingerprinted:
-        """The export's tensor as fingerprints of checkpoints are made of it."""
+        """The export's tensor in the form that checkpoint fingerprints are computed from."""
         spec = self.specs[1]
         return spec.fqn, spec.dtype, spec.shape, self.fingerprint
 
@@ -82,9 +91,10 @@ class Seen:
 def read_beside(
     pairs: Sequence[Beside], settings: Settings, progress: Progress | None = None
 ) -> tuple[Seen, ...]:
-    """Reads and compares every pair, in their order.
+    """Read and compare every pair; return results in the order of the pairs.
 
-    Raises what reading raises, but for damage, which is noted.
+    Raises:
+        CkptError: The first error of any worker, except damage, which the results record.
     """
     budget = Budget.of(settings)
     opened = [_ComparedPair(p) for p in pairs if p.specs[0].numel]
@@ -95,9 +105,10 @@ def read_beside(
 
 
 def finish(side: Opened, label: str) -> tuple[str, str] | None:
-    """(side, damage) that shows when what was read of a side is proven as a whole; None where nothing does.
+    """Verify the checksums of everything that was read of a side; return (side, damage) or None.
 
-    Raises `SourceChanged` when its files are not those that were opened.
+    Raises:
+        SourceChanged: Its files are not those that were opened.
     """
     try:
         side.finish()
@@ -107,7 +118,7 @@ def finish(side: Opened, label: str) -> tuple[str, str] | None:
 
 
 class _ComparedPair(OpenTensor):
-    """A pair while it is read, and what was found. Its spec is of the wider dtype: boxes of both fit."""
+    """A pair while it is read, and its result. Its spec has the wider dtype, so that boxes of both fit."""
 
     def __init__(self, pair: Beside) -> None:
         specs = pair.specs
@@ -121,16 +132,16 @@ class _ComparedPair(OpenTensor):
         self.sum, self.damage = ZERO, dict[str, str]()
 
     def begin(self) -> None:
-        """Makes the readers, when it is its turn."""
+        """Open the readers, right before the first box."""
         self.readers = [side.reader(row) for side, row in zip(self.pair.sides, self.pair.rows, strict=True)]
 
     def count(self, before: Counts, after: Counts) -> None:
-        """Adds what a box has of NaN and Inf, in the source and in the export."""
+        """Add a box's numbers of NaN and Inf, in the source and in the export."""
         self.nan = self.nan[0] + before[0], self.nan[1] + after[0]
         self.inf = self.inf[0] + before[1], self.inf[1] + after[1]
 
     def seen(self) -> Seen:
-        """What was found."""
+        """Return the result."""
         spec = self.specs[1]
         taken = tensor_fingerprint(spec.dtype, spec.shape, self.sum)
         damage = tuple(self.damage.items())
@@ -150,7 +161,7 @@ def _seen_empty(pair: Beside) -> Seen:
 
 
 def _compares_box(budget: Budget) -> Callable[[_ComparedPair, Box], None]:
-    """What compares one box in one thread."""
+    """Return a function that compares one box; it is used in one thread."""
     one, two, cast, scratch = (np.empty(budget.tile, np.uint8) for _ in range(4))
 
     def compare(each: _ComparedPair, box: Box) -> None:
@@ -169,17 +180,19 @@ def _compares_box(budget: Budget) -> Callable[[_ComparedPair, Box], None]:
     return compare
 
 
-def _compare_box(each: _ComparedPair, box: Box, held: Bytes, got: Bytes, room: Bytes, scratch: Bytes) -> None:
+def _compare_box(
+    each: _ComparedPair, box: Box, stored: Bytes, got: Bytes, room: Bytes, scratch: Bytes
+) -> None:
     (source, export), itemsize = each.specs, BY_NAME[each.specs[1].dtype].itemsize
-    wanted = held
+    wanted = stored
     if source.dtype != export.dtype:
         wanted = room[: len(got)]
-        cast_into(tile_view(held, box.shape, source.dtype), source.dtype, wanted, export.dtype, "cpu")
+        cast_into(tile_view(stored, box.shape, source.dtype), source.dtype, wanted, export.dtype, "cpu")
     found = differing(wanted, got, itemsize)
-    if found is not None and wanted is not held:
+    if found is not None and wanted is not stored:
         found = _but_nan(wanted, got, export.dtype, itemsize)
     after = not_finite(got, export.dtype)
-    before = after if found is None and wanted is held else not_finite(held, source.dtype)
+    before = after if found is None and wanted is stored else not_finite(stored, source.dtype)
     summed = box_sum(export.dtype, export.shape, box, got, scratch) if each.pair.wanted else ZERO
     with each.lock:
         each.count(before, after)
@@ -191,7 +204,7 @@ def _compare_box(each: _ComparedPair, box: Box, held: Bytes, got: Bytes, room: B
 
 
 def _but_nan(wanted: Bytes, got: Bytes, dtype: str, itemsize: int) -> tuple[int, int] | None:
-    """As `differing`, for what was cast: which NaN a NaN becomes is the processor's choice."""
+    """Compare cast elements like `differing`, with all NaN equal: processors choose different NaN bits."""
     units = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
     if BY_NAME[dtype].kind != "f" or itemsize not in units:
         return differing(wanted, got, itemsize)

@@ -1,10 +1,10 @@
-"""Fingerprint a checkpoint that exists, read once, in bounded memory.
+"""Fingerprint an existing checkpoint in one read, in bounded memory.
 
-Workers share the boxes of all tensors, also of one large tensor; a box is read, verified on the way, and
-summed (`ckptcore.fingerprints.sums`), on a device where one is named. At the end every record with a checksum
-that was touched is verified as a whole, and the files must still be those that were opened.
+Workers share the boxes of all tensors, also of one large tensor. A box is read, verified, and summed
+(`ckptcore.fingerprints.sums`), on a device if one is given. At the end every record with a checksum of which
+a part was read is verified completely, and the files must still be those that were opened.
 
-Peak memory: the interpreter, torch where tensors are computed or turned, and ``Settings.memory``.
+Peak memory: the interpreter, torch where tensors are computed or transposed, and ``Settings.memory``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.checking.check import require_whole
+from ckptcore.checking.check import require_complete
 from ckptcore.comparison.box_walk import OpenTensor, walk_boxes
 from ckptcore.comparison.tensor_compare import Opened, labelled
 from ckptcore.core.box import Box
@@ -40,10 +40,14 @@ from ckptcore.utils.workers import Progress, ProgressMeter
 
 @dataclass(frozen=True, slots=True)
 class FingerprintRules:
-    """Of what a fingerprint is taken.
+    """Which tensors are fingerprinted, and under which names.
 
-    model: of the model part alone, wrappers off the names. model_prefix: where that is, or None to find it.
-    include, exclude: globs on stored names. rename: (old, new).
+    Attributes:
+        model: The model part alone, with wrappers removed from names.
+        model_prefix: The prefix of the model part, or None to detect it.
+        include: Globs on stored names that are fingerprinted.
+        exclude: Globs on stored names that are not.
+        rename: (old, new).
     """
 
     model: bool = False
@@ -58,11 +62,14 @@ EVERYTHING = FingerprintRules()
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """What a checkpoint holds.
+    """The fingerprints of a checkpoint and of its tensors.
 
-    fingerprint: of all tensors that were taken. map_digest: of what was done to names and what was left
-    out. tensors: (FQN, dtype, shape, fingerprint) of each. renamed: (stored name, name). unverified: stored
-    items that were read and have no checksum.
+    Attributes:
+        fingerprint: Of all selected tensors together.
+        map_digest: Of the renames and the excluded names.
+        tensors: (FQN, dtype, shape, fingerprint) of each.
+        renamed: (stored name, name).
+        unverified: Number of stored items that were read and have no checksum.
     """
 
     fingerprint: str
@@ -72,7 +79,7 @@ class Fingerprints:
     unverified: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         rows = [
             {"fqn": fqn, "dtype": dtype, "shape": list(shape), "fingerprint": each}
             for fqn, dtype, shape, each in self.tensors
@@ -91,17 +98,31 @@ def fingerprint(
     progress: Progress | None = None,
     rules: FingerprintRules = EVERYTHING,
 ) -> Fingerprints:
-    """The fingerprint of a checkpoint; see `ckptcore.api.fingerprint`."""
+    """Fingerprint a checkpoint; see `ckptcore.api.fingerprint`.
+
+    Args:
+        manifest: The checkpoint.
+        settings: Memory, threads and device.
+        progress: Called with the number of bytes read.
+        rules: Which tensors are fingerprinted, and under which names.
+
+    Returns:
+        The fingerprints of the checkpoint and of its tensors.
+
+    Raises:
+        UsageError: No tensor is selected.
+        DamagedCheckpoint: A selected tensor is incomplete or does not match its checksum.
+    """
     include, exclude = rules.include, rules.exclude
     inside = in_model(manifest, rules.model_prefix) if rules.model else str
-    require_whole(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
+    require_complete(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rules.rename}
     if rules.model:
         part = find_model(manifest, rules.model_prefix)
         options |= {"prefix": part.prefix, "also": part.foreign, "unwrap": True}
     mapped = remap(manifest, **options)
     if not mapped.manifest.tensors:
-        raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
+        raise UsageError("no tensor is left", hint="check --include, --exclude and --model-prefix")
     opened = Opened(manifest.root, mapped.manifest)
     try:
         tensors = _tensors(opened, settings, progress)
@@ -113,7 +134,7 @@ def fingerprint(
 
 
 class _Summed(OpenTensor):
-    """A tensor while its boxes are read and summed. row: its number in the manifest."""
+    """A tensor while its boxes are read and summed. row: its row in the manifest."""
 
     def __init__(self, opened: Opened, row: int) -> None:
         super().__init__(opened.manifest.tensors[row], opened.beside(row), [opened.reader(row)])
@@ -121,7 +142,7 @@ class _Summed(OpenTensor):
 
 
 def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> tuple[Fingerprinted, ...]:
-    """The fingerprint of every tensor. Raises the first error of any worker."""
+    """Return the fingerprint of every tensor. Raise the first error of any worker."""
     budget, specs = Budget.of(settings), opened.manifest.tensors
     sums, lock = [ZERO] * len(specs), threading.Lock()
 

@@ -1,7 +1,7 @@
-"""Compute logits with transformers: do two folders open, and do they say the same?
+"""Open folders with transformers, and compute and compare their logits, in a separate process.
 
-Runs in a process of its own (`ckptcore.planning.transformers_process`), which is asked
-``{"folders": [path, ...], "dtype", "device", "seed", "batch", "length"}``. One process for all folders, one
+The process (`ckptcore.planning.transformers_process`) receives the request
+``{"folders": [path, ...], "dtype", "device", "seed", "batch", "length"}``. One process opens all folders, one
 model at a time: logits of one model can differ in their last bits from process to process.
 """
 
@@ -13,23 +13,27 @@ from typing import Any
 from ckptcore.planning.transformers_process import LOCAL, Answer, brief, quiet_transformers, serve
 
 
-def answer(asked: dict[str, Any]) -> Answer:
-    """What became of each folder, and how the first one's logits lie to the second's.
+def answer(request: dict[str, Any]) -> Answer:
+    """Compute the logits of each folder, and compare the first one's with the second's.
 
-    ``folders``: for each ``{"class", "shape", "finite"}``, or ``{"refused": why}`` where transformers does
-    not open it, or ``{"missing": [...], "mismatched": [...]}`` where it would start tensors at random.
-    ``difference``: ``{"max_abs", "equal"}``, of two that have logits of one shape. ``error``: why nothing
-    can be said.
+    Args:
+        request: The request.
+
+    Returns:
+        ``folders``: for each ``{"class", "shape", "finite"}``, or ``{"refused": why}`` if transformers does
+        not open it, or ``{"missing": [...], "mismatched": [...]}`` if it would initialise tensors at random.
+        ``difference``: ``{"max_abs", "equal"}``, if two have logits of one shape. ``error``: why there is no
+        result.
     """
     import torch
 
     library = quiet_transformers()
     out: Answer = {"transformers": library.__version__, "folders": []}
     configs: list[Any] = []
-    for folder in asked["folders"]:
+    for folder in request["folders"]:
         try:
             configs.append(library.AutoConfig.from_pretrained(folder, **LOCAL))
-        except Exception as error:  # any failure of a third-party config class says that it does not open
+        except Exception as error:  # any failure of a third-party config class means that it does not open
             configs.append(None)
             out["folders"].append({"refused": brief(error)})
         else:
@@ -39,13 +43,13 @@ def answer(asked: dict[str, Any]) -> Answer:
     sizes = [_vocabulary(c) for c in configs]
     if None in sizes:
         at = sizes.index(None)
-        return out | {"error": f"{asked['folders'][at]} has no vocabulary: it is no model of tokens"}
+        return out | {"error": f"{request['folders'][at]} has no vocabulary: it is not a language model"}
     out["tokens"] = bound = min(n for n in sizes if n is not None)
-    seeded = torch.Generator().manual_seed(asked["seed"])
-    ids = torch.randint(bound, (asked["batch"], asked["length"]), generator=seeded)
+    seeded = torch.Generator().manual_seed(request["seed"])
+    ids = torch.randint(bound, (request["batch"], request["length"]), generator=seeded)
     found: list[Any] = []
-    for place, folder in enumerate(asked["folders"]):
-        outcome, logits = _logits(library, torch, folder, configs[place], ids, asked)
+    for place, folder in enumerate(request["folders"]):
+        outcome, logits = _logits(library, torch, folder, configs[place], ids, request)
         out["folders"][place] |= outcome
         found.append(logits)
     if len(found) == 2 and all(f is not None for f in found) and found[0].shape == found[1].shape:
@@ -58,30 +62,28 @@ def answer(asked: dict[str, Any]) -> Answer:
 
 
 def _logits(
-    library: Any, torch: Any, folder: str, config: Any, ids: Any, asked: dict[str, Any]
+    library: Any, torch: Any, folder: str, config: Any, ids: Any, request: dict[str, Any]
 ) -> tuple[dict[str, Any], Any]:
-    """(what became of a folder, its logits on the CPU or None)."""
+    """Return (outcome of a folder, its logits on the CPU or None)."""
     names = getattr(config, "architectures", None) or []
     cls = getattr(library, names[0], None) if names else None
     # Version 5 calls it dtype, earlier ones torch_dtype.
     kind = "dtype" if int(library.__version__.split(".")[0]) >= 5 else "torch_dtype"
-    means = {kind: getattr(torch, asked["dtype"]), "output_loading_info": True, **LOCAL}
+    means = {kind: getattr(torch, request["dtype"]), "output_loading_info": True, **LOCAL}
     try:
         model, info = (cls or library.AutoModelForCausalLM).from_pretrained(folder, **means)
-    except (ImportError, MemoryError):  # a library or memory is lacking: nothing is said against the folder
+    except (ImportError, MemoryError):  # a library or memory is lacking: the folder may be correct
         raise
-    except Exception as error:  # any failure of a third-party model class says that it does not open
-        if "allocate" in str(error) and isinstance(
-            error, RuntimeError
-        ):  # torch's way to say that memory is lacking
+    except Exception as error:  # any failure of a third-party model class means that it does not open
+        if isinstance(error, RuntimeError) and "allocate" in str(error):  # torch is out of memory
             raise
         return {"refused": brief(error)}, None
     outcome: dict[str, Any] = {"class": type(model).__name__}
     random = {k: sorted(_key_names(info.get(f"{k}_keys") or ())) for k in ("missing", "mismatched")}
     if any(random.values()):
         return outcome | random, None
-    model = model.to(asked["device"]).eval()
-    inputs = {"input_ids": ids.to(asked["device"])}
+    model = model.to(request["device"]).eval()
+    inputs = {"input_ids": ids.to(request["device"])}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.inference_mode():
@@ -90,19 +92,19 @@ def _logits(
     if logits is None:
         logits = getattr(output, "last_hidden_state", None)
     if logits is None:
-        return outcome | {"refused": "it gives no logits and no hidden state"}, None
+        return outcome | {"refused": "it returns no logits and no hidden state"}, None
     logits = logits.float().cpu()
     outcome |= {"shape": list(logits.shape), "finite": bool(torch.isfinite(logits).all())}
     return outcome, logits
 
 
 def _key_names(keys: Sequence[Any]) -> list[str]:
-    """Names of tensors; of a mismatch, its first element."""
+    """Return names of tensors; the name of a mismatch is its first element."""
     return [str(k[0]) if isinstance(k, tuple | list) else str(k) for k in keys]
 
 
 def _vocabulary(config: Any) -> int | None:
-    """How many token ids a model takes."""
+    """Return the number of token ids of a model, or None."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) and size > 0 else None

@@ -11,8 +11,8 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.reading.gather import Bytes
 
 Counts = tuple[int, int]  # NaN, Inf
-_BLOCK = 1 << 16  # elements: what a core keeps near
-# dtype -> (unit, bits without the sign, those of Inf): above Inf all is NaN.
+_BLOCK = 1 << 16  # elements that fit into a core's cache
+# dtype -> (unit, mask without the sign bit, bits of Inf): greater values are NaN.
 _IEEE: dict[str, tuple[Any, int, int]] = {
     "float64": (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
     "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
@@ -20,7 +20,7 @@ _IEEE: dict[str, tuple[Any, int, int]] = {
     "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
     "float8_e5m2": (np.uint8, 0x7F, 0x7C),
 }
-# dtype -> its NaN (the sign aside for the first); these have no Inf.
+# dtype -> (mask, bits of NaN); these have no Inf.
 _NO_INF: dict[str, tuple[int, int]] = {
     "float8_e4m3fn": (0x7F, 0x7F),
     "float8_e4m3fnuz": (0xFF, 0x80),
@@ -31,7 +31,7 @@ _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16
 
 
 def not_finite(data: Bytes, dtype: str) -> Counts:
-    """How many elements are NaN, and how many Inf; of a complex number each part counts.
+    """Return the number of NaN and the number of Inf; each part of a complex number counts.
 
     >>> not_finite(np.array([1, np.nan, -np.inf], np.float32).view(np.uint8), "float32")
     (1, 1)
@@ -55,7 +55,7 @@ def not_finite(data: Bytes, dtype: str) -> Counts:
 
 
 def is_nan(data: Bytes, dtype: str) -> npt.NDArray[np.bool_]:
-    """Which elements are NaN; of a real dtype."""
+    """Return bool [n]: which elements of a real dtype are NaN."""
     found: npt.NDArray[np.bool_]
     if dtype in _NO_INF:
         mask, nan = _NO_INF[dtype]

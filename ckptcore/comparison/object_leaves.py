@@ -1,9 +1,9 @@
-"""Leaves: which plain values does a checkpoint hold, whatever its format keeps together?
+"""Flatten the objects of checkpoints into plain values by path, and compare them.
 
-One format keeps a nest of dicts and lists as one object, another its values under names of their own.
-Taken apart alike, they can be compared: a leaf is a value that is no dict and no list, under the
-path to it, joined with dots. Tensors inside are no leaves; they are compared by their names. What some
-formats wrap and others cannot (a namespace, a path, bytes in a buffer) counts as what is in it.
+One format stores nested dicts and lists as one object, another stores each value under a name of its own.
+Flattened, they can be compared: a leaf is a value that is not a dict or list, under the path to it, joined
+with dots. Tensors inside objects are not leaves; they are compared by name. Wrappers that only some formats
+can store (a namespace, a path, bytes in a buffer) are compared by their content.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from ckptcore.core.manifest import Blob
 from ckptcore.core.object_tree import Named, Refused, decode
 from ckptcore.utils.text import short_repr
 
-_SHOWN = 60
+_TEXT_LENGTH = 60
 _WRAPPERS = ("namespace", "path", "bytesio", "bytetensor")  # kinds of `Named`
-_TORN = ("tensor", "ndarray")  # formats that keep these apart take the tuples around them apart
+_SPLIT = ("tensor", "ndarray")  # formats that store these separately split the tuples around them
 
 
 @dataclass(slots=True)
 class ObjectLeaf:
-    """What stands at a path. root: the object it is stored in. values: JSON forms; several when paths
-    collide."""
+    """The value at a path. root: the object it is stored in. values: JSON forms; several if paths collide."""
 
     root: str
     values: list[Any] = field(default_factory=list)
@@ -39,7 +38,7 @@ Leaves = dict[str, ObjectLeaf]
 
 
 def leaves(blobs: Iterable[Blob], named: Callable[[str], str]) -> Leaves:
-    """The plain values of objects by path. named: path -> name under which it is compared."""
+    """Return the plain values of objects by path. named: path -> name under which it is compared."""
     found: Leaves = {}
     for blob in blobs:
         tree = blob.tree if blob.known else {"$": "refused", "name": ", ".join(blob.refused) or "unreadable"}
@@ -49,7 +48,7 @@ def leaves(blobs: Iterable[Blob], named: Callable[[str], str]) -> Leaves:
 
 
 def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tuple[str, str]]]:
-    """(what is not the same, number of equal leaves, (name, why) of what cannot be compared)."""
+    """Return (differences, number of equal leaves, (name, reason) of leaves that cannot be compared)."""
     different: list[ObjectDifference] = []
     skipped: list[tuple[str, str]] = []
     equal = 0
@@ -57,18 +56,18 @@ def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tup
         ours, theirs = (x[name].values if name in x else None for x in (a, b))
         if ours is None or theirs is None:
             what = ONLY_B if ours is None else ONLY_A
-            different.append(ObjectDifference(name, what, _words(ours), _words(theirs)))
+            different.append(ObjectDifference(name, what, _texts(ours), _texts(theirs)))
         elif _canonical(ours) != _canonical(theirs):
-            different.append(ObjectDifference(name, VALUES, _words(ours), _words(theirs)))
+            different.append(ObjectDifference(name, VALUES, _texts(ours), _texts(theirs)))
         elif refused := _first_refused(ours):
-            skipped.append((name, f"neither side's value is built: {refused}"))
+            skipped.append((name, f"the value is not built on either side: {refused}"))
         else:
             equal += 1
     return different, equal, skipped
 
 
 def as_tensor(value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
-    """(dtype, shape, row-major little-endian bytes) of a numpy array that is a leaf; None for all else."""
+    """Return (dtype, shape, row-major little-endian bytes) of a leaf that is a numpy array, else None."""
     if not isinstance(value, dict) or value.get("$") != "ndarray" or "refused" in value["value"]:
         return None
     form = decode(value["value"])
@@ -80,7 +79,7 @@ def as_tensor(value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
 
 
 def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, value) of every leaf; an empty dict or list is one."""
+    """Yield (path, value) of every leaf; an empty dict or list is one."""
     while isinstance(tree, dict) and tree.get("$") in _WRAPPERS:
         tree = tree["value"]
     if isinstance(tree, dict) and tree.get("$") == "tensor":
@@ -102,18 +101,20 @@ def _children(tree: Any) -> list[tuple[Any, Any]]:
         return list(tree.items())
     if kind in ("dict", "odict"):
         return [(decode(k), v) for k, v in tree["items"]]
-    # A tuple is a value, as (0.9, 0.95) is.
-    return list(enumerate(tree["items"])) if kind == "tuple" and _holds(tree, _TORN) else []
+    # Other tuples are values, such as (0.9, 0.95).
+    return list(enumerate(tree["items"])) if kind == "tuple" and _contains(tree, _SPLIT) else []
 
 
-def _holds(tree: Any, kinds: Sequence[str]) -> bool:
+def _contains(tree: Any, kinds: Sequence[str]) -> bool:
     if isinstance(tree, list):
-        return any(_holds(v, kinds) for v in tree)
-    return isinstance(tree, dict) and (tree.get("$") in kinds or any(_holds(v, kinds) for v in tree.values()))
+        return any(_contains(v, kinds) for v in tree)
+    return isinstance(tree, dict) and (
+        tree.get("$") in kinds or any(_contains(v, kinds) for v in tree.values())
+    )
 
 
 def _first_refused(tree: Any) -> str:
-    """The first value inside that was not built; empty when there is none."""
+    """Return the first value inside that was not built; empty if there is none."""
     if isinstance(tree, list):
         return next((r for r in map(_first_refused, tree) if r), "")
     if not isinstance(tree, dict):
@@ -124,17 +125,17 @@ def _first_refused(tree: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """Equal text for equal values: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    """Return equal text for equal values: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     return json.dumps(value, sort_keys=True)
 
 
-def _words(values: list[Any] | None) -> str:
+def _texts(values: list[Any] | None) -> str:
     if values is None:
         return ""
-    return ", ".join(_word(decode(v)) for v in values[:3])
+    return ", ".join(_text(decode(v)) for v in values[:3])
 
 
-def _word(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Named):
-        return f"{value.kind} {short_repr(value.value, _SHOWN)}"
-    return f"not built: {value.name}" if isinstance(value, Refused) else short_repr(value, _SHOWN)
+        return f"{value.kind} {short_repr(value.value, _TEXT_LENGTH)}"
+    return f"not built: {value.name}" if isinstance(value, Refused) else short_repr(value, _TEXT_LENGTH)

@@ -1,4 +1,4 @@
-"""Differences: what was compared, and what is not the same? Frozen values with a JSON form."""
+"""Hold the result of a comparison: frozen values with a JSON form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ ONLY_A, ONLY_B, DTYPE, SHAPE, VALUES = "only-in-a", "only-in-b", "dtype", "shape
 class Element:
     """One element that differs.
 
-    index: its place in the tensor. a, b: the values, as Python has them. a_bits, b_bits: their bits in
-    hex, the highest first; two values that look alike (NaNs, 0.0 and -0.0) differ here.
+    Attributes:
+        index: Its index in the tensor.
+        a: A's value, as a Python number.
+        b: B's value.
+        a_bits: The bits of A's value in hex, the highest first; they differ even for NaNs, or 0.0 and -0.0.
+        b_bits: The bits of B's value.
     """
 
     index: tuple[int, ...]
@@ -29,11 +33,15 @@ class Element:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides.
+    """A tensor that differs between the two sides.
 
-    name: under which it was compared. what: ``only-in-a``, ``only-in-b``; ``dtype``, ``shape`` or both; or
-    ``values``. a, b: the tensor as each side stores it, under its stored name. differing: number of
-    elements with other bits, first: the first of them in row-major order; for ``values`` only.
+    Attributes:
+        name: The name under which it was compared.
+        what: ``only-in-a``, ``only-in-b``; ``dtype``, ``shape`` or both; or ``values``.
+        a: The tensor as A stores it, under its stored name.
+        b: The tensor as B stores it.
+        differing: Number of elements whose bits differ; for ``values`` only.
+        first: The first of them in row-major order; for ``values`` only.
     """
 
     name: str
@@ -46,10 +54,13 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """A plain value that is not the same on both sides.
+    """A plain value that differs between the two sides.
 
-    name: its place, path elements joined with dots. what: ``only-in-a``, ``only-in-b`` or ``values``.
-    a, b: the values in words, shortened; empty where there is none.
+    Attributes:
+        name: Its path, elements joined with dots.
+        what: ``only-in-a``, ``only-in-b`` or ``values``.
+        a: A's value as text, shortened; empty if there is none.
+        b: B's value as text.
     """
 
     name: str
@@ -62,9 +73,15 @@ class ObjectDifference:
 class Side:
     """One of the two checkpoints.
 
-    url: where it lies. tensors, nbytes: what was compared of it. model: where the model was found, when
-    only that was compared. left_out: (stored name, rule). unverified: stored items that were read and
-    have no checksum to prove them. warnings: findings that do not stop a comparison.
+    Attributes:
+        url: Its path or URL.
+        format: Its format.
+        tensors: Number of tensors that were compared.
+        nbytes: Bytes of these tensors.
+        model: How the model part was found, if only that was compared.
+        left_out: (stored name, rule).
+        unverified: Number of stored items that were read and have no checksum.
+        warnings: Findings that do not stop a comparison.
     """
 
     url: str
@@ -79,10 +96,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The answer of a comparison.
+    """The result of a comparison.
 
-    tensors, objects: what is not the same, tensors in A's order, then what only B has. equal_tensors,
-    equal_objects: how many are. skipped: (name, why) of what could not be compared.
+    Attributes:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        tensors: Tensors that differ, in A's order, then those that only B has.
+        objects: Plain values that differ.
+        equal_tensors: Number of equal tensors.
+        equal_objects: Number of equal plain values.
+        skipped: (name, reason) of values that could not be compared.
     """
 
     a: Side
@@ -95,11 +118,11 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was compared is the same: names, dtypes, shapes, bits, plain values."""
+        """Whether everything that was compared is equal: names, dtypes, shapes, bits, plain values."""
         return not self.tensors and not self.objects
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON of `ckptcore diff --output json`."""
+        """Return the JSON of `ckptcore diff --output json`."""
         return {
             "equal": self.equal,
             "a": _side(self.a),

@@ -1,11 +1,11 @@
 """Compare tensors bit for bit, read side by side in bounded memory.
 
-A tensor is cut into boxes; a box is read from both sides and compared as bits. Workers share the
-boxes, also those of one large tensor. At the end every record with a checksum that was touched is
-verified, and the files must still be those that were opened.
+A tensor is cut into boxes; a box is read from both sides and compared as bits. Workers share the boxes, also
+those of one large tensor. At the end every record with a checksum of which a part was read is verified, and
+the files must still be those that were opened.
 
-Peak memory: the interpreter, torch where it is needed, and ``Settings.memory``: two tiles, a buffer
-for strided reads and room for comparing or computing, a worker. Nothing grows with a tensor's size.
+Peak memory: the interpreter, torch where it is needed, and ``Settings.memory``: per worker, two tiles, a
+buffer for strided reads, and a buffer for comparing or computing. It does not grow with a tensor's size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SMALL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor to compare: a name, what each side calls it, its rows in both manifests."""
+    """A tensor to compare: its name, its spec on each side, its rows in both manifests."""
 
     name: str
     a: TensorSpec
@@ -47,7 +47,7 @@ class Pair:
 
 
 class Opened:
-    """One checkpoint that is read. label: what errors call it."""
+    """One checkpoint that is read. label: its name in errors."""
 
     def __init__(self, label: str, manifest: Manifest) -> None:
         self.label, self.manifest = label, manifest
@@ -57,15 +57,15 @@ class Opened:
 
     @property
     def unverified(self) -> int:
-        """Stored items that were read and have no checksum."""
+        """Number of stored items that were read and have no checksum."""
         return self.records.unverified
 
     def reader(self, row: int) -> BoxReader:
-        """A reader of a tensor's boxes."""
+        """Return a reader of a tensor's boxes."""
         return BoxReader(self.manifest, row, self.records)
 
     def read(self, row: int) -> bytes:
-        """The bytes of a small tensor."""
+        """Read the bytes of a small tensor."""
         spec = self.manifest.tensors[row]
         data, box = np.empty(spec.nbytes, np.uint8), Box.full(spec.shape)
         with labelled(self.label):
@@ -77,22 +77,33 @@ class Opened:
         return data.tobytes()
 
     def finish(self) -> None:
-        """Proves what is partly read; raises `DamagedCheckpoint`, or `SourceChanged`."""
+        """Verify partly read records, and the files' stamps; raise `DamagedCheckpoint` or `SourceChanged`."""
         with labelled(self.label):
             self.records.finish()
             require_same(self._noted, self.store)
 
     def beside(self, row: int) -> int:
-        """How many chunks of a tensor lie beside each other."""
+        """Return how many chunks of a tensor a box can cross (`ckptcore.reading.gather.beside`)."""
         return beside(self.manifest.chunks, row, len(self.manifest.tensors[row].shape))
 
 
 def walk(
     a: Opened, b: Opened, pairs: Sequence[Pair], settings: Settings, progress: Progress | None = None
 ) -> list[TensorDifference]:
-    """The pairs of equal dtype and shape that are not equal bit for bit, in order.
+    """Compare pairs of equal dtype and shape bit for bit.
 
-    Raises the first error of any worker.
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        pairs: Tensors to compare.
+        settings: Memory and threads.
+        progress: Called with the number of bytes read.
+
+    Returns:
+        The pairs that differ, in order.
+
+    Raises:
+        CkptError: The first error of any worker.
     """
     budget, lock, found = Budget.of(settings), threading.Lock(), list[_Pair]()
 
@@ -110,7 +121,7 @@ def walk(
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Errors inside say which of two checkpoints they are about."""
+    """Prefix the messages of errors inside with the label of a checkpoint."""
     try:
         yield
     except CkptError as error:
@@ -120,23 +131,23 @@ def labelled(label: str) -> Iterator[None]:
 
 
 class _Pair(OpenTensor):
-    """A pair while it is read, and what was found."""
+    """A pair while it is read, and its result."""
 
     def __init__(self, pair: Pair, sides: tuple[Opened, Opened]) -> None:
         both = list(zip(sides, pair.rows, strict=True))
         across = max(side.beside(row) for side, row in both)
         super().__init__(pair.a, across, [side.reader(row) for side, row in both])
         self.pair, self.differing = pair, 0
-        self.first: tuple[int, bytes, bytes] | None = None  # row-major place, both elements
+        self.first: tuple[int, bytes, bytes] | None = None  # row-major position, both elements
 
     def add(self, place: int, count: int, one: bytes, two: bytes) -> None:
-        """Notes ``count`` elements that differ, the first of them at ``place``."""
+        """Record ``count`` elements that differ, the first of them at row-major position ``place``."""
         self.differing += count
         if self.first is None or place < self.first[0]:
             self.first = place, one, two
 
     def result(self) -> TensorDifference:
-        """The difference of a pair that is not equal."""
+        """Return the difference of a pair that is not equal."""
         assert self.first is not None  # something differs
         pair, (place, one, two) = self.pair, self.first
         index = tuple(int(i) for i in np.unravel_index(place, pair.a.shape)) if pair.a.shape else ()
@@ -148,7 +159,7 @@ class _Pair(OpenTensor):
 def _compares_box(
     sides: tuple[Opened, Opened], budget: Budget, lock: threading.Lock
 ) -> Callable[[_Pair, Box], None]:
-    """What compares one box in one thread."""
+    """Return a function that compares one box; it is used in one thread."""
     one, two, scratch = (np.empty(budget.tile, np.uint8) for _ in range(3))
 
     def compare(each: _Pair, box: Box) -> None:
@@ -170,7 +181,7 @@ def _compares_box(
 
 
 def _element(raw: bytes, dtype: str) -> bool | int | float | complex:
-    """The element of little-endian bytes."""
+    """Return the element of little-endian bytes."""
     import torch
 
     element = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))

@@ -1,12 +1,12 @@
-"""Verify an export: is it what its source holds, as a model that transformers opens?
+"""Verify that an export equals its source, and is a model that transformers opens.
 
 1. `ELEMENTS`: names and shapes through the map, and the stored elements behind them (`element_use`).
-2. `NAMES`: the model class of config.json, on the meta device, in a process of its own.
-3. `VALUES` and `FINITE`: both sides read once, side by side (`export_values`).
-4. `NEAR` and `LOGITS`, where they are asked for.
+2. `NAMES`: the model class of config.json, on the meta device, in a separate process.
+3. `VALUES` and `FINITE`: both sides are read once, side by side (`export_values`).
+4. `NEAR` and `LOGITS`, on request.
 
-How names map is `ckptcore.planning.compose.map_export`'s to say: what an export is made of is not written
-down a second time here. A check that cannot be done says why, and stops none of the others.
+`ckptcore.planning.compose.map_export` alone decides how names map, for conversions and for this proof. A
+check that cannot be done states the reason, and does not stop the others.
 
 Peak memory: the interpreter, torch where tensors are cast, and ``Settings.memory``; logits take a model's.
 """
@@ -62,6 +62,7 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.store import join_url, local_path, open_store
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import identify
+from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
 _MAX_SMALL = 64 << 20  # bytes of a config.json or a model card
@@ -71,15 +72,15 @@ Ties = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked beside the checks that are always made. near: a related folder, and the least cosine."""
+    """The checks on request. near: a related folder. threshold: the least cosine. logits: how to compare."""
 
     near: str | None = None
     threshold: float = 0.8
     logits: LogitsWanted | None = None
 
     def __post_init__(self) -> None:
-        if not -1 <= self.threshold <= 1:  # never true of NaN
-            raise UsageError(f"cannot use {self.threshold} as a cosine", hint="Try one from -1 to 1, as 0.8")
+        if not -1 <= self.threshold <= 1:  # false for NaN
+            raise UsageError(f"the least cosine must be from -1 to 1 (got {self.threshold})", hint="Try 0.8")
 
 
 def verify_export(
@@ -92,9 +93,20 @@ def verify_export(
     missing: str = "no source is known",
     record: ExportRecord | None = None,
 ) -> ExportProof:
-    """The proof of an export; see `ckptcore.api.verify_export`.
+    """Verify an export; see `ckptcore.api.verify_export`.
 
-    missing: why there is no source. record: what a catalog says of the export, for where there is none.
+    Args:
+        url: Path or URL of the export.
+        source: What it was exported from, or None if that is unknown.
+        wanted: The checks on request.
+        settings: Memory, threads and device.
+        progress: Called with the number of bytes read.
+        missing: Why there is no source.
+        record: What a catalog records of the export, for where there is no source.
+
+    Returns:
+        The proof. Damage of the export is a failed check, not an error.
+
     """
     found_by = source.by if source is not None else ""
     place = source.request.source if source is not None else None
@@ -119,7 +131,7 @@ def verify_export(
             raise
         mapped = _Unmapped(str(error))
     if isinstance(mapped, _Unmapped):
-        checks = [_whole_check(export, mapped.reason), _check_names(export)[0]]
+        checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0]]
         checks.append(
             not_done(VALUES, mapped.reason)
             if record is None
@@ -146,10 +158,15 @@ def verify_export(
 
 @dataclass(frozen=True)
 class _Export:
-    """The folder that is verified. stored: its tensors as they are stored; values: those of quantised ones.
+    """The folder that is verified.
 
-    config: its config.json, or None. adapter: its adapter_config.json, or None. card: its README, empty where
-    there is none.
+    Attributes:
+        url: Its path or URL.
+        stored: Its tensors as they are stored.
+        values: Its tensors with quantised weights as values.
+        config: Its config.json, or None.
+        adapter: Its adapter_config.json, or None.
+        card: Its README, empty if there is none.
     """
 
     url: str
@@ -161,7 +178,7 @@ class _Export:
 
     @classmethod
     def open(cls, url: str) -> _Export:
-        """Reads its metadata and its small files."""
+        """Read its metadata and its small files."""
         values = inspect(url)
         stored = inspect(url, keep_quantized=True) if values.derived else values
         if stored.origin.get("file"):
@@ -177,13 +194,13 @@ class _Export:
         return cls(url, stored, values, config, small.get(ADAPTER), card)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of what is stored."""
+        """Return name -> shape of the stored tensors."""
         return {t.fqn: t.shape for t in self.stored.tensors}
 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """A source, mapped. warnings: what is said beside the checks."""
+    """A source and its mapped tensors."""
 
     source: ExportSource
     manifest: Manifest
@@ -192,13 +209,13 @@ class _Mapped:
 
 @dataclass(frozen=True)
 class _Unmapped:
-    """Why there is nothing to hold an export against."""
+    """The reason why there is nothing to compare an export with."""
 
     reason: str
 
 
 def _is_callers(error: Exception, source: ExportSource) -> bool:
-    """Whether an error of reading the source is raised instead of a proof: it was named, or may pass."""
+    """Return whether to raise an error of reading the source: the user named it, or a retry may succeed."""
     if not isinstance(error, CkptError) or error.transient:
         return True
     return source.asked and not isinstance(error, DamagedCheckpoint)
@@ -206,22 +223,21 @@ def _is_callers(error: Exception, source: ExportSource) -> bool:
 
 def _map(source: ExportSource, export: _Export) -> _Mapped | _Unmapped:
     request = source.request
-    if not source.exact and export.values.derived:  # what is quantised there was carried as it is
+    if not source.exact and export.values.derived:  # quantised weights were copied as they are stored
         request = replace(request, keep_quantized=True)
-    if (
-        export.config is not None or export.adapter is not None
-    ):  # the folders that the request named may be gone
+    if export.config is not None or export.adapter is not None:
+        # The folders of the request may no longer exist.
         request = replace(request, config=export.url, tokenizer=NONE)
     manifest = inspect(request.source, request.recover, request.keep_quantized)
     if source.digest is not None and manifest.digest != source.digest and not source.asked:
         return _Unmapped(
             f"{request.source} is another checkpoint now: its manifest digest is {manifest.digest[:16]}, "
-            f"{source.by} says {source.digest[:16]}"
+            f"{source.by} records {source.digest[:16]}"
         )
     if _shares_files(manifest, export.stored):
         if source.asked:
             raise UsageError(
-                f"cannot hold {export.url} against {request.source}: they are the same files",
+                f"cannot compare {export.url} with {request.source}: they are the same files",
                 hint="name the checkpoint that was exported: --against SRC",
             )
         return _Unmapped(f"{source.by} names the export itself as its source")
@@ -230,12 +246,12 @@ def _map(source: ExportSource, export: _Export) -> _Mapped | _Unmapped:
 
 
 def _shares_files(one: Manifest, other: Manifest) -> bool:
-    """Whether a file with tensors is one of both: what is held against itself is always equal."""
+    """Return whether both have a file with tensors in common: comparing a file with itself proves nothing."""
     return not _files(one).isdisjoint(_files(other))
 
 
 def _files(manifest: Manifest) -> set[object]:
-    """What each of its files with tensors is, whatever it is called: links lead to one file."""
+    """Return the identity of each file with tensors; several links may lead to one file."""
     found: set[object] = set()
     for name in placed(manifest):
         url = join_url(manifest.root, name)
@@ -244,21 +260,21 @@ def _files(manifest: Manifest) -> set[object]:
             place = identify(url)
             found.add((place.family, place.spots))
             continue
-        with suppress(OSError):  # it is missing: said by the check of elements
+        with suppress(OSError):  # it is missing: the check of elements reports it
             seen = os.stat(path)
             found.add((seen.st_dev, seen.st_ino))
     return found
 
 
 def _tied(request: Request, manifest: Manifest, mapped: MappedExport, export: _Export) -> MappedExport:
-    """With the ties that the export itself tells, of tensors that it lacks; their equality is checked."""
+    """Add the ties that the export records, for tensors that it lacks; their equality is checked."""
     there, specs = export.stored.index, {t.fqn: t for t in mapped.mapped.manifest.tensors}
     lacking = {name for name in specs if name not in there}
     if not lacking:
         return mapped
 
     def useful(ties: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-        """Those of tensors that can be equal."""
+        """Return the ties between tensors that can be equal."""
         return tuple(
             (a, b)
             for a, b in ties
@@ -272,7 +288,7 @@ def _tied(request: Request, manifest: Manifest, mapped: MappedExport, export: _E
     if {a for a, _ in ties} != lacking and export.config is not None:
         try:
             expected = check_names(export.config, {n: t.shape for n, t in specs.items()}).ties
-        except (NameMismatch, UsageError):  # said by the check of names
+        except (NameMismatch, UsageError):  # the check of names reports it
             expected = ()
         ties = tuple(dict(useful(expected) + ties).items())
     if not ties:
@@ -281,40 +297,40 @@ def _tied(request: Request, manifest: Manifest, mapped: MappedExport, export: _E
 
 
 def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[Check]:
-    """The checks of an export that cannot be opened at all."""
+    """Yield the checks of an export that cannot be opened at all."""
     problems = [Problem(f.fqn or f.file or "", f.message) for f in error.findings]
     yield failed(ELEMENTS, problems or [Problem("", error.message)])
-    asked = [NAMES, VALUES, FINITE]
-    asked += [NEAR] if wanted.near is not None else []
-    asked += [LOGITS] if wanted.logits is not None else []
-    for name in asked:
+    names = [NAMES, VALUES, FINITE]
+    names += [NEAR] if wanted.near is not None else []
+    names += [LOGITS] if wanted.logits is not None else []
+    for name in names:
         yield not_done(name, f"cannot read {url}")
 
 
 def _unlike(
     export: Manifest, reference: Manifest, settings: Settings, progress: Progress | None
 ) -> Iterator[Problem]:
-    """The tensors that are not the reference's: logits alone do not say which is wrong."""
+    """Yield the tensors that differ from the reference: logits alone do not show which one is wrong."""
     try:
         found = diff(export, reference, DiffRules(), settings, progress)
     except CkptError as error:
-        yield Problem("", f"the tensors were not held against the reference's: {error}")
+        yield Problem("", f"cannot compare the tensors with the reference's: {error}")
         return
     texts = {
         ONLY_A: "is not in the reference",
-        ONLY_B: "is in the reference alone",
+        ONLY_B: "is only in the reference",
         DTYPE: "has another dtype in the reference",
         SHAPE: "has another shape in the reference",
     }
     for tensor in found.tensors:
         what = [texts[kind] for kind in tensor.what if kind in texts]
         if tensor.differing:
-            what.append(f"{tensor.differing:,} elements are not those of the reference")
+            what.append(f"{tensor.differing:,} elements differ from the reference")
         yield Problem(tensor.name, "; ".join(what))
 
 
 def _defects(export: _Export) -> list[Problem]:
-    """What is wrong with an export by itself: files that are missing or cut off, holes."""
+    """Return the problems of an export by itself: missing or truncated files, holes."""
     report = check(export.stored, None, "cover")
     problems = [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
     if export.stored.origin.get("file"):
@@ -322,11 +338,11 @@ def _defects(export: _Export) -> list[Problem]:
     used = {file.path for file in export.stored.files}
     beside = [n for n in folder_at(export.stored.root).files if n.endswith(".safetensors") and n not in used]
     return problems + [
-        Problem(n, "is no part of the export, and loaders may read it instead") for n in beside
+        Problem(n, "is not part of the export, and loaders may read it instead") for n in beside
     ]
 
 
-def _whole_check(export: _Export, reason: str) -> Check:
+def _unmapped_elements(export: _Export, reason: str) -> Check:
     problems = _defects(export)
     return failed(ELEMENTS, problems) if problems else not_done(ELEMENTS, reason)
 
@@ -344,10 +360,10 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
                 of = f" (of {stored[name]})" if name in stored else ""
                 problems.append(Problem(name, f"is not in the export{of}"))
         elif there[name].shape != spec.shape:
-            what = f"has the shape {list(there[name].shape)}, {list(spec.shape)} comes from the source"
+            what = f"has the shape {list(there[name].shape)}, the source gives {list(spec.shape)}"
             problems.append(Problem(name, what))
     problems += [
-        Problem(name, "is in the export, and comes from no tensor of the source")
+        Problem(name, "is in the export, but comes from no tensor of the source")
         for name in there
         if name not in wanted
     ]
@@ -355,34 +371,34 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
     nonzero, unread = zero_problems(mapped.manifest, known)
     problems += nonzero
     rules = Counter(d.rule for d in known.dropped)
-    count = sum(t.numel for t in export.stored.tensors)
-    values = {"tensors": len(there), "elements": count, "left_out": dict(rules)}
+    numel = sum(t.numel for t in export.stored.tensors)
+    values = {"tensors": len(there), "elements": numel, "left_out": dict(rules)}
     if problems:
         return failed(ELEMENTS, problems, **values)
     if unread:
         return not_done(ELEMENTS, f"the source cannot be read: {unread}")
     left = "".join(f"; left out: {n}, {rule}" for rule, n in rules.items())
-    return passed(ELEMENTS, f"{len(there)} tensors, {count:,} elements{left}", **values)
+    return passed(ELEMENTS, f"{count(len(there), 'tensor')}, {numel:,} elements{left}", **values)
 
 
 def _adapter_names(export: _Export, content: bytes) -> Check:
-    """Of an adapter: names, shapes and ranks against its own config; the model below it is not here."""
+    """Check an adapter's names, shapes and ranks against its own config; its base model is not available."""
     try:
         form = json.loads(content)
         shapes = export.shapes()
         adapter = find_adapter(shapes, form) if isinstance(form, dict) else None
         if adapter is None:
-            return failed(NAMES, [Problem(ADAPTER, "is no JSON object, or there is no LoRA beside it")])
+            return failed(NAMES, [Problem(ADAPTER, "is not a JSON object, or there is no LoRA beside it")])
         adapter_config(adapter, shapes, form)
     except (ValueError, RecursionError) as error:
-        return failed(NAMES, [Problem(ADAPTER, f"is no JSON: {error}")])
+        return failed(NAMES, [Problem(ADAPTER, f"is not JSON: {error}")])
     except (NameMismatch, UsageError) as error:
         return failed(NAMES, [Problem("", error.message)])
     return passed(NAMES, f"they fit {ADAPTER}")
 
 
 def _check_names(export: _Export) -> tuple[Check, Ties]:
-    """The check of names, and the ties of the model class between tensors that are both there."""
+    """Return the check of names, and the model class's ties between tensors that are both stored."""
     if export.config is None:
         if export.adapter is not None:
             return _adapter_names(export, export.adapter), ()
@@ -390,7 +406,7 @@ def _check_names(export: _Export) -> tuple[Check, Ties]:
     try:
         form = json.loads(export.config.content[CONFIG].decode())
         if not isinstance(form, dict):
-            return failed(NAMES, [Problem("config.json", "is no JSON object")]), ()
+            return failed(NAMES, [Problem("config.json", "is not a JSON object")]), ()
     except (ValueError, RecursionError) as error:
         return failed(NAMES, [Problem("config.json", f"is not JSON: {error}")]), ()
     try:
@@ -413,18 +429,18 @@ def _check_names(export: _Export) -> tuple[Check, Ties]:
 
 _MISFITS = {
     "missing": "is missing",
-    "unexpected": "is no name of the model",
+    "unexpected": "is not a name of the model",
     "shapes": "has another shape than the model",
-    "broken": "cannot be put together",
+    "broken": "cannot be assembled",
 }
 
 
 def _values(
     export: _Export, mapped: _Mapped, tied: Ties, settings: Settings, progress: Progress | None
 ) -> tuple[Check, Check, tuple[Seen, ...]]:
-    """The checks of values and of NaN and Inf, and what was seen of the export's tensors.
+    """Return the checks of values and of NaN and Inf, and the results of the export's tensors.
 
-    tied: by the model class: of two that are both there, transformers takes one.
+    tied: pairs that the model class ties: if both are stored, transformers loads one of them.
     """
     known = mapped.export.mapped
     one, two = Opened(f"source ({mapped.manifest.root})", known.manifest), Opened(export.url, export.stored)
@@ -441,15 +457,8 @@ def _values(
             ]
         there = export.stored
         for a, b in tied:
-            if (
-                len(
-                    {
-                        (there.tensors[there.index[n]].shape, there.tensors[there.index[n]].dtype)
-                        for n in (a, b)
-                    }
-                )
-                > 1
-            ):
+            first, second = (there.tensors[there.index[n]] for n in (a, b))
+            if (first.shape, first.dtype) != (second.shape, second.dtype):
                 problems.append(
                     Problem(a, f"has another shape or dtype than {b}, to which config.json ties it")
                 )
@@ -476,24 +485,24 @@ def _values(
         result = not_done(VALUES, f"the source cannot be read: {named(of_source)}", of_source)
     else:
         casts = "".join(f", {n} cast from {how}" for how, n in cast.items())
-        result = passed(VALUES, f"{len(own)} tensors are equal bit for bit{casts}", **values)
+        result = passed(VALUES, f"{count(len(own), 'tensor')} equal bit for bit{casts}", **values)
     return result, _finite(own, of_source), own
 
 
 def _comparable(
     export: _Export, mapped: _Mapped, one: Opened, two: Opened
 ) -> tuple[list[Problem], list[Beside]]:
-    """(dtypes that are not those of the source through the cast, tensors to read side by side)."""
+    """Return (dtypes that the cast does not explain, tensors to read side by side)."""
     dtypes, exact = mapped.export.dtypes, mapped.source.exact
     there, problems, pairs = export.stored.index, [], []
     for row, spec in enumerate(one.manifest.tensors):
         other = there.get(spec.fqn)
         if other is None or export.stored.tensors[other].shape != spec.shape:
-            continue  # said by the check of elements
+            continue  # the check of elements reports it
         got, right = export.stored.tensors[other].dtype, dtypes.get(spec.fqn, spec.dtype)
         both = BY_NAME[got].is_float and BY_NAME[spec.dtype].is_float
         if got != right and (exact or not both):
-            problems.append(Problem(spec.fqn, f"is {got}, {right} comes from the source"))
+            problems.append(Problem(spec.fqn, f"is {got}, the source gives {right}"))
             continue
         pairs.append(Beside(spec.fqn, (one, two), (row, other)))
     return problems, pairs
@@ -511,7 +520,7 @@ def _closing(sides: Sequence[Opened]) -> Iterator[None]:
 def _differing(seen: Seen) -> str:
     spec, where = seen.specs[1], list(seen.first or ())
     cast = f", after the cast from {seen.specs[0].dtype}" if seen.specs[0].dtype != spec.dtype else ""
-    return f"{seen.differing:,} of {spec.numel:,} elements are not those of the source{cast}, as at {where}"
+    return f"{seen.differing:,} of {spec.numel:,} elements differ from the source{cast}, first at {where}"
 
 
 def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
@@ -520,20 +529,20 @@ def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
         for s in seen
         if not s.damage and (s.nan[1] > s.nan[0] or s.inf[1] > s.inf[0])
     ]
-    held = [(s.name, s.nan[1], s.inf[1]) for s in seen if s.nan[1] or s.inf[1]]
+    not_finite = [(s.name, s.nan[1], s.inf[1]) for s in seen if s.nan[1] or s.inf[1]]
     values: Mapping[str, object] = {
-        "tensors": [{"name": name, "nan": nan, "inf": inf} for name, nan, inf in held]
+        "tensors": [{"name": name, "nan": nan, "inf": inf} for name, nan, inf in not_finite]
     }
     if problems:
         return failed(FINITE, problems, **values)
     if of_source or any(s.damage for s in seen):
         return not_done(FINITE, "not every tensor could be read")
-    if not held:
+    if not not_finite:
         return passed(FINITE, "no NaN, no Inf", **values)
-    total = sum(nan for _, nan, _ in held), sum(inf for _, _, inf in held)
-    return passed(
-        FINITE, f"{total[0]} NaN and {total[1]} Inf in {len(held)} tensors, as in the source", **values
-    )
+    total = sum(nan for _, nan, _ in not_finite), sum(inf for _, _, inf in not_finite)
+    tensors = count(len(not_finite), "tensor")
+    text = f"{total[0]} NaN and {total[1]} Inf in {tensors}, as in the source"
+    return passed(FINITE, text, **values)
 
 
 def _near(
@@ -548,9 +557,7 @@ def _near(
     low = sorted((c, n) for n, c in found.cosines if math.isfinite(c))
     far = [Problem(n, "an element is NaN or Inf") for n, c in found.cosines if not math.isfinite(c)]
     far += [
-        Problem(n, f"cosine {c:.4f}, at least {wanted.threshold} is asked")
-        for c, n in low
-        if c < wanted.threshold
+        Problem(n, f"cosine {c:.4f} is less than {wanted.threshold}") for c, n in low if c < wanted.threshold
     ]
     far += [Problem(n, f"has the shape {list(a)}, {wanted.near} has {list(b)}") for n, a, b in found.shapes]
     values = {
@@ -564,14 +571,15 @@ def _near(
     if far:
         return failed(NEAR, far, **values)
     if not found.cosines:
-        return not_done(NEAR, f"{wanted.near} has no tensor of a name and shape of the export")
+        return not_done(NEAR, f"{wanted.near} has no tensor with a name and shape of the export")
     lacking = f"; {wanted.near} lacks {len(found.only_export)}" if found.only_export else ""
     least = f"{low[0][0]:.4f} ({low[0][1]})"
-    return passed(NEAR, f"{len(found.cosines)} tensors, the lowest cosine is {least}{lacking}", **values)
+    tensors = count(len(found.cosines), "tensor")
+    return passed(NEAR, f"{tensors}, the lowest cosine is {least}{lacking}", **values)
 
 
 def _fingerprint(export: _Export, seen: Sequence[Seen]) -> str | None:
-    """Of the whole export, where each of its tensors was read."""
+    """Return the fingerprint of the export, or None unless each of its tensors was read."""
     if len(seen) != len(export.stored.tensors) or any(s.damage for s in seen):
         return None
     return checkpoint_fingerprint(s.fingerprinted for s in seen)

@@ -1,16 +1,16 @@
 """The pipeline of a conversion: prepare, execute, verify, publish, register.
 
-It knows formats, checks, plans and execution, the store and the catalog. It knows no command line, no
-Prefect, and no folders of many checkpoints. Everything between its stages lies in a staging folder beside the
-destination, so that each stage can run in another process, and a killed run goes on where it stopped.
+It uses formats, checks, plans and execution, the store and the catalog. It knows no command line, no Prefect,
+and no folders of many checkpoints. All state between its stages is in a staging folder beside the
+destination, so each stage can run in another process, and the next run resumes a killed one.
 
     pipeline         `convert`, and its stages `prepare`, `execute`, `finish`, `settle`; `inspect`, `validate`
-    saved_plan       plans that are kept: `plan_into`, `load_request`
-    destination      `refuse_existing`, `require_place`: may this place be written?
-    registration     `start`, `register`, `fail`: what the catalog learns
-    export_verdict   `find_source`, `record_verdict`: where an export comes from, and what was proven of it
-    publish          `Result`; the output is read back, then published
+    saved_plan       `plan_into`, `load_request`: plans saved for later
+    destination      `refuse_existing`, `require_place`: checks whether a place may be written
+    registration     `start`, `register`, `fail`: records conversions in the catalog
+    export_verdict   `find_source`, `record_verdict`: finds an export's source, and stores the verdict on it
+    publish          `Result`; reads the output back, then publishes it
     staging, staged_plan, staged_proof, publication_record, local_publication, remote_publication,
     foreign_files, file_fingerprints
-                     how the stages keep what they promise
+                     the internals of the stages
 """

@@ -1,7 +1,7 @@
-"""A model card's last line: the fingerprint of the tensors, which is known when all of them were moved.
+"""Add the fingerprint of the tensors to a model card as its last line, after all of them were copied.
 
-A card is planned before any byte is read, and its digest is part of the plan. What is published is the card
-that was planned, and this one line more: whoever knows the line can tell the planned card by its digest.
+A card is planned before any byte is read, and its digest is part of the plan. The published card is the
+planned card and this one line. Without the line, the card's digest is the planned one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from ckptcore.store import Readable, open_store
 
 
 def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, published: bool, begun: bool) -> Plan:
-    """The plan with the card as it is published: with its last line, which is added where it is staged.
+    """Add the last line to the staged card, and return the plan with the digest of the result.
 
-    published: the output is at the destination already, and nothing is written. begun: a killed run has begun
-    to copy it to an object store: the card stays the one that it recorded. A card that is neither the planned
-    one nor that with its line leaves the plan as it is: whoever holds the card against it will see.
+    If the card is neither the planned one nor the planned one with its line, the plan stays as it is; the
+    comparison of the card with the plan fails later.
+
+    Args:
+        staging: The staging folder.
+        plan: The plan of the conversion.
+        fingerprint: The fingerprint of all tensors.
+        published: The output is already at the destination, and nothing is written.
+        begun: A killed run began to copy the output to an object store; the card must be the recorded one.
     """
     planned = dict(plan.extra).get(CARD)
     if planned is None:
@@ -37,18 +43,18 @@ def with_fingerprint(staging: Staging, plan: Plan, fingerprint: str, *, publishe
         data = _card(staging.files)
     if data is None:
         return plan
-    whole = data + line
+    full = data + line
     if data.endswith(line) and _blake3(data.removesuffix(line)) == planned:
-        whole = data
+        full = data
     elif published or _blake3(data) != planned:
         return plan
     if begun:
         record = noted(staging)
-        if record is None or record.puts.get(CARD) != (len(whole), _blake3(whole)):
+        if record is None or record.puts.get(CARD) != (len(full), _blake3(full)):
             return plan
-    if whole != data:
-        staging.files.put(CARD, whole)
-    extra = tuple((path, _blake3(whole) if path == CARD else digest) for path, digest in plan.extra)
+    if full != data:
+        staging.files.put(CARD, full)
+    extra = tuple((path, _blake3(full) if path == CARD else digest) for path, digest in plan.extra)
     return replace(plan, extra=extra)
 
 

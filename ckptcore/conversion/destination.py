@@ -1,8 +1,8 @@
-"""Destinations: may this place be written at all?
+"""Check before any work whether a destination may be written.
 
-Two questions, asked before any work. Is the place apart from what the conversion reads, under every
-name that either of them has (`require_place`)? And is it free (`refuse_existing`)? What lies at a place that
-is to be replaced, and whose that is, `ckptcore.conversion.foreign_files` tells.
+It must be apart from everything that the conversion reads, whatever names either of them has
+(`require_place`), and it must be free (`refuse_existing`). `ckptcore.conversion.foreign_files` checks the
+files at a destination that is to be replaced.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.text import short_repr
 
 _ELSEWHERE = "choose another destination"
-# The machine's own, by the Filesystem Hierarchy Standard and its macOS counterparts. No word replaces these
-# folders or what holds them, and nothing that is in the trees.
+# System folders by the Filesystem Hierarchy Standard and its macOS counterparts. No option replaces these
+# folders or their parents, nor anything inside the trees.
 SYSTEM_FOLDERS = (
     "/Applications",
     "/Library",
@@ -79,7 +79,7 @@ SYSTEM_TREES = (
     "/var/spool",
 )
 _STAGING = re.compile(r"^\..+\.ckptcore(\.gone-[0-9a-f-]+)?$")
-_SAYS = {Relation.SAME: "is", Relation.INSIDE: "lies in", Relation.AROUND: "contains"}
+_VERBS = {Relation.SAME: "is", Relation.INSIDE: "is inside", Relation.AROUND: "contains"}
 
 
 def require_place(
@@ -90,18 +90,28 @@ def require_place(
     tokenizer: str | None = None,
     plan: Path | None = None,
 ) -> None:
-    """Raises `UsageError` unless a destination can be written without touching what is not its own.
+    """Check that a destination can be written without touching other data.
 
-    It must not be, hold, or lie in the source or a saved plan, whatever it is called, nor be or hold the
-    folder of the config or of the tokenizer; nor may its staging folder. It must not be a device, a FIFO, a
-    socket, a mount point, or a whole bucket.
+    It must not be, contain, or be inside the source or a saved plan, under any of their names, nor be or
+    contain the folder of the config or of the tokenizer. The same is true of its staging folder. It must not
+    be a device, a FIFO, a socket, a mount point, or an entire bucket.
+
+    Args:
+        destination: Path or URL that is to be written.
+        source: Path or URL that is read.
+        config: The folder or file of ``--config``, or None.
+        tokenizer: The folder of ``--tokenizer``, or None.
+        plan: The folder of a saved plan, or None.
+
+    Raises:
+        UsageError: The destination breaks one of these rules.
     """
     _require_plain(destination)
     parent, name = split_url(destination)
     staging = identify(join_url(parent, f".{name}.ckptcore"))
     here = identify(destination)
     if here.is_bucket:
-        raise UsageError(f"{destination} is a whole bucket", hint="name a folder in it")
+        raise UsageError(f"{destination} is an entire bucket", hint="name a folder in it")
     others = {
         "source": source,
         "--config folder": _named_folder(config),
@@ -113,18 +123,18 @@ def require_place(
             continue
         there = identify(url)
         how = relation(here, there)
-        # Of these folders the files at their top are read: a folder in one is apart from them.
+        # Only the files at the top of these folders are read: a folder inside is apart from them.
         if how is not Relation.APART and not (what.startswith("--") and how is Relation.INSIDE):
-            raise UsageError(f"{destination} {_SAYS[how]} the {what}, {url}", hint=_ELSEWHERE)
+            raise UsageError(f"{destination} {_VERBS[how]} the {what}, {url}", hint=_ELSEWHERE)
         if relation(staging, there) in (Relation.SAME, Relation.AROUND):
             raise UsageError(
-                f"the {what}, {url}, lies in the staging folder of {destination}", hint=_ELSEWHERE
+                f"the {what}, {url}, is inside the staging folder of {destination}", hint=_ELSEWHERE
             )
     _require_replaceable_kind(destination)
 
 
 def require_apart(place: str, request: Request) -> None:
-    """Raises `UsageError` when a plan is to be saved in, around or at what its request reads or writes."""
+    """Raise `UsageError` if a plan would be saved in, around or at a place that its request uses."""
     here = identify(place)
     others = {
         "source": request.source,
@@ -135,26 +145,30 @@ def require_apart(place: str, request: Request) -> None:
     for what, url in others.items():
         if url is not None and (how := relation(here, identify(url))) is not Relation.APART:
             raise UsageError(
-                f"{place} {_SAYS[how]} the {what}, {url}", hint="name another folder for the plan"
+                f"{place} {_VERBS[how]} the {what}, {url}", hint="name another folder for the plan"
             )
 
 
 def refuse_existing(request: Request) -> None:
-    """Raises `DestinationExists` unless a request's destination is free or may be replaced, and `UsageError`
-    as `require_place` does. A link is never replaced, nor is what it leads to."""
+    """Check that a request's destination is free or may be replaced. A link and its target never are.
+
+    Raises:
+        DestinationExists: The destination exists and may not be replaced.
+        UsageError: As `require_place`.
+    """
     require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
     path = local_path(request.destination)
     if path is not None and _is_link(path):
         raise DestinationExists(
             f"{request.destination} exists, and is a link to {os.readlink(path)}",
-            hint="name what it leads to, or remove the link",
+            hint="name its target, or remove the link",
         )
     if not request.replaces and not is_free(request.destination, single=request.single is not None):
         raise DestinationExists(f"{request.destination} exists")
 
 
 def _is_link(path: Path) -> bool:
-    """Raises `DestinationUnwritable` for what no file can be called, and what may not be looked at."""
+    """Return whether a path is a link; raise `DestinationUnwritable` for invalid names and missing access."""
     try:
         return stat.S_ISLNK(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +178,7 @@ def _is_link(path: Path) -> bool:
 
 
 def is_free(destination: str, *, single: bool) -> bool:
-    """Whether nothing is at a destination. An empty folder is nothing for a folder, not for a file."""
+    """Return whether a destination is free. An empty folder is free for a folder, but not for a file."""
     path = local_path(destination)
     if path is not None:
         if not os.path.lexists(path):
@@ -172,28 +186,36 @@ def is_free(destination: str, *, single: bool) -> bool:
         try:
             return not single and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
         except OSError as error:
-            raise DestinationUnwritable(f"cannot look at {destination}: {error.strerror}") from error
+            raise DestinationUnwritable(f"cannot read {destination}: {error.strerror}") from error
     parent, name = split_url(destination)
     return open_store(parent).size(name) is None and not take(destination)
 
 
 def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    """(path, what it is) of what no destination may hold. catalogs: what each SQLite file is -> its path."""
+    """Yield (path, description) of what no destination may contain. catalogs: description -> SQLite file."""
     home = os.path.expanduser("~")
     yield home, "the home folder"
     yield from ((folder, "a folder of the system") for folder in (*SYSTEM_FOLDERS, *SYSTEM_TREES))
     yield from ((folder, "a user's home folder") for folder in _homes())
     yield sys.prefix, "the Python that this runs in"
-    with contextlib.suppress(FileNotFoundError):  # it was removed: there is nothing to keep
-        yield os.getcwd(), "the folder that this runs in"
+    with contextlib.suppress(FileNotFoundError):  # it was removed: there is nothing to protect
+        yield os.getcwd(), "the working folder"
     for what, path in catalogs.items():
         for suffix in ("", "-wal", "-shm", "-journal"):
             yield f"{path}{suffix}", what
 
 
 def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
-    """Raises `UsageError` when a destination that exists is or holds what is `protected`, or lies in a tree
-    of the system or of the running program."""
+    """Check that an existing destination may be replaced.
+
+    Args:
+        destination: Path or URL.
+        catalogs: Description -> SQLite file.
+
+    Raises:
+        UsageError: It is or contains a `protected` path, or is inside a tree of the system or of the running
+            program.
+    """
     if local_path(destination) is None:
         return
     here = identify(destination)
@@ -204,17 +226,17 @@ def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
     for tree in filter(os.path.isdir, (*SYSTEM_TREES, *program)):
         if relation(here, identify(tree)) is Relation.INSIDE and not _is_ram(destination):
             raise UsageError(
-                f"cannot replace {destination}: it lies in {tree}, which is the system's or this program's",
+                f"cannot replace {destination}: it is inside {tree}, which is part of the system or program",
                 hint=_ELSEWHERE,
             )
     for path, what in protected(catalogs):
         how = relation(here, identify(path))
         if how is Relation.SAME or (how is Relation.AROUND and os.path.lexists(path)):
-            raise UsageError(f"{destination} {_SAYS[how]} {what}, {path}", hint=_ELSEWHERE)
+            raise UsageError(f"{destination} {_VERBS[how]} {what}, {path}", hint=_ELSEWHERE)
 
 
 def _homes() -> Iterator[str]:
-    """The home folders of the users of this machine; accounts of services may name a whole system folder."""
+    """Yield the home folders of this machine's users; service accounts may name a system folder."""
     try:
         import pwd
     except ImportError:  # not a Unix
@@ -223,39 +245,38 @@ def _homes() -> Iterator[str]:
 
 
 def _is_ram(destination: str) -> bool:
-    """Whether a place is on the disk in memory that Linux keeps below /dev."""
+    """Return whether a place is on Linux's memory disk below /dev."""
     path = local_path(destination)
     return path is not None and os.path.realpath(path).startswith("/dev/shm/")
 
 
 def _named_folder(named: str | None) -> str | None:
-    """The folder, or file, that `ckptcore.planning.hub_files.read_named` reads."""
+    """Return the folder or file that `ckptcore.planning.hub_files.read_named` reads."""
     if named is None or named == NONE:
         return None
     return split_url(named)[0] if named.endswith(f"/{CONFIG}") or named == CONFIG else named
 
 
 def _require_plain(destination: str) -> None:
-    """Raises unless a destination has one reading: here, in its store, and for whoever comes after."""
+    """Raise `UsageError` unless a destination has one meaning: here, in its store, and for later readers."""
     if "::" in destination:
         raise UsageError(
-            f"{destination} is a chain of file systems, which nothing is written through",
-            hint="name the place at its end",
+            f"cannot write {destination}: it is a chain of file systems", hint="name the place at its end"
         )
     path = local_path(destination)
     parent, name = split_url(destination)
     _, sign, rest = destination.partition("://")
     if not name or name in (".", "..") or (sign and not rest.strip("/")):
         raise UsageError(
-            f"{destination!r} is no place to write to", hint="name the new folder or file itself"
+            f"cannot write to {destination!r}: it has no name", hint="name the new folder or file itself"
         )
     if path is not None and ".." in path.parts:
         physical, lexical = os.path.realpath(path.parent), os.path.realpath(parent)
         if path.name == ".." or physical != lexical:
-            raise UsageError(f"{destination} goes up behind a link", hint="name the place without ..")
+            raise UsageError(f"{destination} has '..' after a link", hint="name the place without ..")
     parts = os.path.abspath(path).split("/") if path is not None else destination.split("/")
     if any(_STAGING.match(p) for p in parts):
-        raise UsageError(f"{destination} lies in a staging folder", hint=_ELSEWHERE)
+        raise UsageError(f"{destination} is inside a staging folder", hint=_ELSEWHERE)
 
 
 def _require_replaceable_kind(destination: str) -> None:
@@ -265,7 +286,7 @@ def _require_replaceable_kind(destination: str) -> None:
     try:
         followed = stat.S_IFMT(os.stat(path).st_mode)
         found = look(os.fspath(path))
-    except (OSError, ValueError):  # nothing there, or nothing that can be looked at: the write will say so
+    except (OSError, ValueError):  # it does not exist or cannot be read: the write reports that
         return
     if followed not in (stat.S_IFREG, stat.S_IFDIR):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Find what an export was made from, and keep the verdict on it.
+"""Find the source of an export, and store the verdict on the export.
 
-The catalog knows the request of every conversion; a model card names the source. Neither is needed: whoever
-verifies an export can name its source.
+The catalog has the request of every conversion; a model card names the source. Neither is needed: the user
+who verifies an export can name its source.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ _DTYPES = ("dtype", "dtype_for")
 def find_source(
     export: str, against: str | None, options: Mapping[str, Any], catalog: str | bool | None
 ) -> KnownExport:
-    """What is known of an export.
+    """Find the source and the request of an export.
 
     Args:
         export: Its URL.
         against: The source that the caller names, or None.
-        options: Fields of `Request` that say how it was exported, in place of what the catalog says.
+        options: Fields of `Request` that override the request in the catalog.
         catalog: URL; None for the default one, False for none.
+
+    Returns:
+        The source with its request, or the reason why none is known.
 
     Raises:
         CatalogError: The catalog cannot be used.
@@ -86,8 +89,11 @@ def _found(
 
 
 def record_verdict(known: KnownExport, proof: ExportProof, catalog: str | bool | None) -> ExportProof:
-    """Stores the verdict with the conversion that wrote the export, if a catalog knows one; gives the proof
-    with the conversion's id."""
+    """Store the verdict with the conversion that wrote the export, if a catalog has one.
+
+    Returns:
+        The proof with the conversion's id.
+    """
     if known.conversion is None or catalog is False:
         return proof
     from ckptcore.catalog import open_catalog
@@ -98,7 +104,7 @@ def record_verdict(known: KnownExport, proof: ExportProof, catalog: str | bool |
 
 
 def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
-    """Stores the verdict with a conversion. What was asked for beside and could not be done is no word."""
+    """Store the verdict with a conversion; optional checks that were not done are left out."""
     checks = [
         (c.name, c.verdict, c.summary) for c in proof.checks if c.name in ALWAYS or c.verdict != NOT_DONE
     ]
@@ -108,7 +114,7 @@ def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
 def _registered(
     export: str, catalog: str | bool | None
 ) -> tuple[ConversionRow, str, CheckpointDetail] | None:
-    """(the conversion that wrote what lies there now, digest of its source's manifest or "", the export)."""
+    """Return (the conversion that wrote the current content, digest of its source's manifest or "", the export)."""
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 
@@ -128,8 +134,7 @@ def _registered(
 
 
 def _is_recorded(export: str, known: CheckpointDetail) -> bool:
-    """Whether what lies there has the manifest that was recorded; also where it cannot be opened any more:
-    then its files were damaged since."""
+    """Return whether an export has the recorded manifest, or is damaged and cannot be opened any more."""
     try:
         found = {inspect(export).digest, inspect(export, keep_quantized=True).digest}
     except CkptError as error:
@@ -138,7 +143,7 @@ def _is_recorded(export: str, known: CheckpointDetail) -> bool:
 
 
 def _by_catalog(made: ConversionRow, digest: str, export: str, against: str | None) -> ExportSource | None:
-    """The source by the request of a conversion; None where this version cannot read the request."""
+    """Return the source by the request of a conversion; None if this version cannot read the request."""
     try:
         request = Request.from_dict(dict(made.request))
     except (UsageError, TypeError, AttributeError):  # of a newer version, or of a catalog that was rebuilt
@@ -156,7 +161,7 @@ def _by_catalog(made: ConversionRow, digest: str, export: str, against: str | No
 
 
 def _card(export: str) -> tuple[str, str, str] | None:
-    """What a model card in the export says."""
+    """Return the provenance in the export's model card, or None."""
     try:
         with closing(open_store(export)) as store:
             size = store.size("README.md")

@@ -1,7 +1,7 @@
-"""Fingerprint tables: which fingerprints do the sums of many files make up, and whose are they?
+"""Compute the fingerprints of tensors from the sums of the files that contain their boxes.
 
-Files hold boxes of tensors, and receipts what these add. The same box in several files (a replica for each
-rank) counts once; boxes that are no partition of their tensor make up no fingerprint.
+Each receipt has the sums of the boxes in its file. The same box in several files (a replica for each rank)
+counts once. If the boxes are not a partition of their tensor, there is no fingerprint.
 """
 
 from __future__ import annotations
@@ -24,10 +24,17 @@ _log = logging.getLogger("ckptcore")
 
 
 def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tuple[Fingerprinted, ...] | None:
-    """The fingerprint of every tensor that a plan writes, before any cast, in the order of the files.
+    """Compute the fingerprint of every tensor that a plan writes, before any cast.
 
-    None when a file was written without sums. Raises `OutputMismatch` for two files that hold the same box
-    of a tensor with other elements.
+    Args:
+        plans: The plan of each file.
+        receipts: The receipt of each file, in the same order.
+
+    Returns:
+        The tensors in the order of the files; None if a file was written without sums.
+
+    Raises:
+        OutputMismatch: Two files contain the same box of a tensor with different elements.
     """
     if any(receipt.sums is None for receipt in receipts):
         return None
@@ -35,38 +42,46 @@ def fingerprints(plans: Iterable[FilePlan], receipts: Sequence[Receipt]) -> tupl
     specs: list[tuple[str, Shape]] = []
     rows, sums, files = [], [], []
     for number, (plan, receipt) in enumerate(zip(plans, receipts, strict=True)):
-        held = plan.columns
-        for name, source, rank, full in zip(held.names, held.source_dtype, held.rank, held.full, strict=True):
+        own = plan.columns
+        for name, source, rank, full in zip(own.names, own.source_dtype, own.rank, own.full, strict=True):
             if names.setdefault(name, len(specs)) == len(specs):
-                specs.append((held.dtypes[source], tuple(full[:rank].tolist())))
-        tensor = np.array([names[name] for name in held.names], np.int64)
-        # Copies: the plan's own arrays would keep all of it, of every file at once.
-        rows.append((tensor, held.offset.copy(), held.shape.copy()))
-        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(held), 2))
-        files.append(np.full(len(held), number))
+                specs.append((own.dtypes[source], tuple(full[:rank].tolist())))
+        tensor = np.array([names[name] for name in own.names], np.int64)
+        # Copies: views would keep the plans of all files in memory at once.
+        rows.append((tensor, own.offset.copy(), own.shape.copy()))
+        sums.append(np.frombuffer(receipt.sums or b"", "<u8").reshape(len(own), 2))
+        files.append(np.full(len(own), number))
     boxes, added = _columns(rows), np.concatenate(sums)
     kept = _distinct_rows(boxes, added, np.concatenate(files), list(names), receipts)
     volume, total = np.zeros(len(specs), np.int64), np.zeros((len(specs), 2), np.uint64)
     np.add.at(volume, boxes[kept, 0], np.prod(boxes[kept, 1 + boxes.shape[1] // 2 :], axis=1))
     np.add.at(total, boxes[kept, 0], added[kept])
     found = []
-    for name, (dtype, full), held_elements, (one, two) in zip(
+    for name, (dtype, full), elements, (one, two) in zip(
         names, specs, volume.tolist(), total.tolist(), strict=True
     ):
-        if held_elements != Box.full(full).numel:
-            _log.warning("no fingerprint: the boxes of %s in the files are no partition of it", name)
+        if elements != Box.full(full).numel:
+            _log.warning("no fingerprint: the boxes of %s in the files are not a partition of it", name)
             return None
         found.append((name, dtype, full, tensor_fingerprint(dtype, full, (one, two))))
     return tuple(found)
 
 
-def held_by(
+def matching(
     manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[str, str]
 ) -> tuple[str | None, dict[str, str]]:
-    """(fingerprint of a checkpoint, those of its tensors by FQN), as far as tensors of it were fingerprinted.
+    """Select the fingerprints that belong to a checkpoint's tensors.
 
-    names: FQN in the checkpoint -> name in ``found``, where they differ. A tensor of another dtype (a cast)
-    or shape is another tensor. The checkpoint's is None unless all its tensors are known.
+    A tensor of another dtype (a cast) or shape is another tensor.
+
+    Args:
+        manifest: The checkpoint.
+        found: Fingerprinted tensors.
+        names: FQN in the checkpoint -> name in ``found``, where they differ.
+
+    Returns:
+        (fingerprint of the checkpoint, fingerprints of its tensors by FQN). The first is None unless all its
+        tensors are known.
     """
     known = {name: (dtype, shape, each) for name, dtype, shape, each in found}
     mine: dict[str, str] = {}
@@ -80,7 +95,7 @@ def held_by(
 
 
 def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
-    """(tensor, offsets, shapes) of all boxes as one table, each brought to the highest rank."""
+    """Return (tensor, offsets, shapes) of all boxes as one table, padded to the highest rank."""
     rank = max(offset.shape[1] for _, offset, _ in rows)
     parts = [
         np.concatenate([tensor[:, None], with_dims(offset, rank, 0), with_dims(shape, rank, 1)], axis=1)
@@ -92,16 +107,16 @@ def _columns(rows: Sequence[tuple[Ints, Ints, Ints]]) -> Ints:
 def _distinct_rows(
     boxes: Ints, sums: npt.NDArray[np.uint64], files: Ints, names: Sequence[str], receipts: Sequence[Receipt]
 ) -> Ints:
-    """The rows of boxes that no earlier row has; equal boxes must have equal sums."""
+    """Return the rows without those whose box an earlier row has; equal boxes must have equal sums."""
     order = np.lexsort(boxes.T[::-1])  # stable: equal boxes stay in the order of the files
-    again = np.zeros(len(order), np.bool_)
-    again[1:] = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
-    other = np.flatnonzero(again[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
+    duplicate = np.zeros(len(order), np.bool_)
+    duplicate[1:] = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
+    other = np.flatnonzero(duplicate[1:] & (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
     if len(other):
         first, second = order[other[0]], order[other[0] + 1]
         raise OutputMismatch(
-            f"{receipts[files[first]].path} and {receipts[files[second]].path} hold the same box of "
+            f"{receipts[files[first]].path} and {receipts[files[second]].path} contain the same box of "
             f"{names[boxes[first, 0]]} with different elements",
             hint="run the command again with --no-resume",
         )
-    return order[~again]
+    return order[~duplicate]

@@ -1,9 +1,9 @@
-"""Accounting: is every file of what is to be replaced one that may go?
+"""Check that every file of a destination that is to be replaced may be removed.
 
-A file may go when the format's own reader uses it, when a row of the catalog tells its digest, when the very
-same bytes are about to be put in its place, or when an interrupted publication wrote it. Whatever else lies
-in the folder is somebody's: it is listed, and replaced only on a second word (``--overwrite-foreign``). What
-is special, mounted, of the source, or the ground that this process stands on is replaced on no word at all.
+A file may be removed if the format's own reader uses it, if a row of the catalog records its digest, if the
+same bytes are about to take its place, or if an interrupted publication wrote it. Any other file is foreign:
+it is listed, and replaced only with ``--overwrite-foreign``. Special files, mounts, files of the source, and
+what this process runs from are never replaced.
 """
 
 from __future__ import annotations
@@ -43,12 +43,20 @@ def require_accounted(
     catalog: str | bool | None = False,
     begun: Publication | None = None,
 ) -> Replaced:
-    """What a request replaces at its destination, every file of it accounted for; empty where nothing is.
+    """List what a request replaces at its destination, and account for every file of it.
 
-    extra: small files that are about to be put there. catalog: URL of the catalog whose rows count, None for
-    the default one, False for none. begun: the publication that a killed run left there half done.
-    Raises `DestinationExists` listing the strangers, unless the request takes them along, and `UsageError`
-    for what is never replaced.
+    Args:
+        request: The request.
+        extra: Path -> bytes of the small files that are about to be written.
+        catalog: URL of the catalog whose rows count, None for the default one, False for none.
+        begun: The publication that a killed run left unfinished.
+
+    Returns:
+        What may be replaced; empty if the destination is free.
+
+    Raises:
+        DestinationExists: There are foreign files, and the request does not replace them.
+        UsageError: Something there is never replaced.
     """
     there = take_settled(request.destination)
     if not there:
@@ -69,7 +77,7 @@ def require_accounted(
             raise DestinationExists(
                 f"cannot replace {request.destination}: nothing accounts for {len(names)} of its files: "
                 f"{some([n or 'the object of its own name' for n in names], 5)}{use.why}",
-                hint="try another destination, move them away, or replace the folder together with them by "
+                hint="try another destination, move these files away, or replace them, too, with "
                 "--overwrite-foreign",
                 strangers=names[:100],
                 count=len(names),
@@ -79,7 +87,7 @@ def require_accounted(
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What a reader takes of a folder. read: every file; data: those with tensors. why: why none reads it."""
+    """The files that a reader uses. read: all; data: those with tensors. why: why no reader opens it."""
 
     read: frozenset[str] = frozenset()
     data: frozenset[str] = frozenset()
@@ -87,7 +95,7 @@ class _Use:
 
 
 def _used(destination: str) -> _Use:
-    """The files that the format's own reader uses, relative to the destination."""
+    """Return the files that the format's own reader uses, relative to the destination."""
     try:
         source = open_source(destination)
         with closing(source.store):
@@ -125,7 +133,7 @@ def _proofs(
 
 
 def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, int, str]]:
-    """(path, bytes, digest) of the files that the catalog knows at a place."""
+    """Return (path, bytes, digest) of the files that the catalog records at a place."""
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog.normalize import normal_uri
     from ckptcore.catalog.query import files_at
@@ -153,7 +161,7 @@ def _is_known(store: Readable, name: str, entry: Entry, proofs: _Proofs, request
 
 
 def _require_ours_to_replace(request: Request, there: Inventory) -> None:
-    """Raises `UsageError` for what is replaced on no word."""
+    """Raise `UsageError` for what no option replaces."""
     special = [
         f"{name or request.destination} ({e.stamp})"
         for name, e in there.items()
@@ -161,7 +169,8 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
     ]
     if special:
         raise UsageError(
-            f"cannot replace {request.destination}: {len(special)} in it are never replaced: {some(special)}",
+            f"cannot replace {request.destination}: {len(special)} of its files are special or mounts, which "
+            f"are never replaced: {some(special)}",
             hint="choose another destination",
         )
     if local_path(request.destination) is None:
@@ -171,8 +180,8 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
     shared = [name or request.destination for name, e in there.items() if e.inode in read]
     if shared:
         raise UsageError(
-            f"cannot replace {request.destination}: {len(shared)} in it are files of the source, of "
-            f"--config or of --tokenizer under another name: {some(shared)}",
+            f"cannot replace {request.destination}: {len(shared)} of its files are those of the source, "
+            f"--config or --tokenizer under another name: {some(shared)}",
             hint="choose another destination",
         )
     top = there[""]
@@ -187,7 +196,7 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
 
 
 def _inodes(url: str) -> set[tuple[int, int] | None]:
-    """(device, inode) of every file and folder of a place, and of what its links lead to."""
+    """Return (device, inode) of every file and folder of a place, and of its links' targets."""
     path = local_path(url)
     if path is None:
         return set()
@@ -198,7 +207,7 @@ def _inodes(url: str) -> set[tuple[int, int] | None]:
         elif entry.kind == LINK:
             try:
                 seen = os.stat(os.path.join(path, name))
-            except OSError:  # it leads nowhere: nothing can be lost by it
+            except OSError:  # a broken link: nothing can be lost through it
                 continue
             if stat.S_ISREG(seen.st_mode) or stat.S_ISDIR(seen.st_mode):
                 found.add((seen.st_dev, seen.st_ino))
@@ -206,7 +215,7 @@ def _inodes(url: str) -> set[tuple[int, int] | None]:
 
 
 def _catalog_files(catalog: str | bool | None) -> dict[str, Path]:
-    """The SQLite files that are, or may be, catalogs of this user."""
+    """Return description -> path of the SQLite files that are, or may be, catalogs of this user."""
     from ckptcore.catalog import default_url
     from ckptcore.catalog.database import parse, sqlite_path
 

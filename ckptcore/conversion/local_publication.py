@@ -1,10 +1,9 @@
-"""Publishing: how do staged files become visible at their destination, and what becomes of what was there?
+"""Publish staged files at a local destination, and remove or restore what was there.
 
-On a local disk two folders change places in one step; what was there is then looked at once more, where
-nobody finds it, and goes file by file as it was recorded, or comes back. All steps are of names in folders
-that are held open since the staging folder was: a parent that is swapped for a link leads none of them
-elsewhere. On an object store see `ckptcore.conversion.remote_publication`. What a run stages, and where, is
-`ckptcore.conversion.staging`'s.
+Two folders change places in one step. The old output is then checked once more, where no other process finds
+it. It is removed file by file as recorded, or restored. All steps use names in folders that are kept open
+since the staging folder was opened: replacing a parent by a link redirects none of them. For object stores
+see `ckptcore.conversion.remote_publication`; for the layout of staged files `ckptcore.conversion.staging`.
 """
 
 from __future__ import annotations
@@ -32,14 +31,20 @@ _Inode = tuple[int, int] | None
 
 
 def publish_local(staging: Staging, publication: Publication, *, single: bool) -> None:
-    """Moves the staged files into place, recorded first.
+    """Record a publication, then move the staged files into place.
 
-    publication: with what it may replace. Raises `DestinationExists` when anything else lies at the
-    destination by now, which stays as it is, and `DestinationUnwritable`.
+    Args:
+        staging: The staging folder, locked.
+        publication: The plan's digest, and what may be replaced.
+        single: The output is one file.
+
+    Raises:
+        DestinationExists: Something else appeared at the destination; it stays as it is.
+        DestinationUnwritable: A file system call failed.
     """
     staging.files.close()
     with staging.spots() as spots:
-        assert spots is not None  # its lock is held
+        assert spots is not None  # it is locked
         staged = spots.file if single else spots.folder
         try:
             sync_folder(spots.folder.name, spots.folder.at)
@@ -52,12 +57,15 @@ def publish_local(staging: Staging, publication: Publication, *, single: bool) -
 
 
 def conclude(staging: Staging) -> None:
-    """Ends a local publication that a killed run left in its middle: what was replaced is removed when the
-    new output is in its place, and comes back when it is not. Does nothing otherwise.
+    """Finish a local publication that a killed run left unfinished; do nothing if there is none.
 
-    Raises `StagingForeign`, before anything else, when something in the staging folder is not the trusted
-    users', and for what waits there without a record that says by what it was replaced; `DestinationExists`
-    when that can neither go nor come back: then somebody else's lies at the destination.
+    If the new output is in its place, the old one is removed; otherwise it is restored.
+
+    Raises:
+        StagingForeign: Something in the staging folder does not belong to the trusted users, or the old
+            output is there without a record of its replacement. Nothing was changed.
+        DestinationExists: Another process wrote to the destination: the old output can be neither removed nor
+            restored.
     """
     begun = noted(staging)
     if staging.root.local is None:
@@ -66,33 +74,33 @@ def conclude(staging: Staging) -> None:
         if spots is None:
             return
         try:
-            held = _waiting(spots, begun)
+            old = _old_output(spots, begun)
         except OSError as error:
             raise _unpublished(spots, error) from error
-        # What was exchanged may be anybody's, and lie where the staged files did.
-        moved = held in (spots.folder, spots.file) or (begun is not None and _is_in_place(spots, begun))
+        # The exchanged folder may be another user's, and be where the staged files were.
+        moved = old in (spots.folder, spots.file) or (begun is not None and _is_in_place(spots, begun))
         staging.require_ours(published=moved)
-        if held is None:
+        if old is None:
             return
         if begun is None:
             raise StagingForeign(
-                f"cannot go on in {os.path.dirname(held.path)}: {held.name} in it was moved away from "
-                f"{staging.destination}, and no record says what for",
+                f"cannot resume in {os.path.dirname(old.path)}: {old.name} in it was moved away from "
+                f"{staging.destination}, and there is no record of the reason",
                 hint="move it to where it belongs; nothing of it was removed",
-                path=held.path,
+                path=old.path,
             )
         try:
-            _end(spots, held, begun)
+            _conclude(spots, old, begun)
         except OSError as error:
             raise _unpublished(spots, error) from error
 
 
 def is_in_place(staging: Staging, begun: Publication) -> bool:
-    """Whether the output of a publication on this machine is at its destination, and nothing came to it."""
+    """Return whether the output of a local publication is at its destination, unchanged."""
     try:
         with staging.spots() as spots:
             return spots is not None and _is_in_place(spots, begun)
-    except OSError:  # what cannot be looked at was not put there by this
+    except OSError:  # this process did not write what it cannot read
         return False
 
 
@@ -101,7 +109,7 @@ def _is_in_place(spots: Spots, begun: Publication) -> bool:
 
 
 def _identity(spot: Spot) -> tuple[int, ...] | None:
-    """(device, inode, time of its last change in ns) of what bears a name; a rename keeps it."""
+    """Return (device, inode, mtime in ns) of the file or folder at a name; a rename keeps them."""
     seen = spot.look()
     return None if seen is None else (seen.st_dev, seen.st_ino, seen.st_mtime_ns)
 
@@ -111,26 +119,26 @@ def _inode(spot: Spot) -> tuple[int, ...] | None:
     return None if found is None else found[:2]
 
 
-def _waiting(spots: Spots, begun: Publication | None) -> Spot | None:
-    """Where that lies which a killed run replaced, or was about to; None where nothing does."""
+def _old_output(spots: Spots, begun: Publication | None) -> Spot | None:
+    """Return where the output is that a killed run replaced or was about to replace, or None."""
     if spots.aside.look() is not None:
         return spots.aside
     if begun is None or begun.identity is None:
         return None
     top, new = begun.replaces.inventory.get(""), begun.identity[:2]
-    if _inode(spots.target) == new:  # killed behind the exchange, whatever was exchanged
+    if _inode(spots.target) == new:  # killed after the exchange, whatever was exchanged
         seen = spots.target.look()
         staged = spots.folder if seen is not None and stat.S_ISDIR(seen.st_mode) else spots.file
-        linked = _inode(staged) == new  # it has both names still
-        return None if linked or _is_nothing(staged) else staged
+        linked = _inode(staged) == new  # it still has both names
+        return None if linked or _is_empty(staged) else staged
     for staged in (spots.file, spots.folder):
         if top is not None and _inode(staged) == top.inode != new:
             return staged
     return None
 
 
-def _is_nothing(spot: Spot) -> bool:
-    """Whether nothing bears a name, or an empty folder."""
+def _is_empty(spot: Spot) -> bool:
+    """Return whether a name does not exist or is an empty folder."""
     seen = spot.look()
     if seen is None or not stat.S_ISDIR(seen.st_mode):
         return seen is None
@@ -138,30 +146,30 @@ def _is_nothing(spot: Spot) -> bool:
         return not os.listdir(below)
 
 
-def _end(spots: Spots, held: Spot, begun: Publication) -> None:
+def _conclude(spots: Spots, old: Spot, begun: Publication) -> None:
     target, top = spots.target, begun.replaces.inventory.get("")
     if begun.identity is not None and _inode(target) == begun.identity[:2]:
         if not begun.step:
-            return  # an earlier version replaced it, on a word that was enough then
+            return  # an earlier version replaced it, by the rules of that version
         seen = target.look()
         staged = spots.folder if seen is not None and stat.S_ISDIR(seen.st_mode) else spots.file
-        if held != spots.aside:
-            rename_new(held, spots.aside)
-        _let_go(staged, spots, begun.replaces, begun=True)
+        if old != spots.aside:
+            rename_new(old, spots.aside)
+        _remove_aside(staged, spots, begun.replaces, begun=True)
     elif target.look() is not None:
         raise DestinationExists(
-            f"{target.path} appeared meanwhile, and what it was to replace lies in {held.path}",
-            hint=f"move one of the two to where it belongs: nothing of {held.path} was removed",
+            f"{target.path} appeared meanwhile, and the output that it replaces is in {old.path}",
+            hint=f"move one of the two to where it belongs: nothing of {old.path} was removed",
         )
-    elif top is not None and _inode(held) != top.inode:
+    elif top is not None and _inode(old) != top.inode:
         raise StagingForeign(
-            f"cannot move {held.path} to {target.path}: it is not what was moved away from there "
-            f"(got inode {_inode(held)}, recorded was {top.inode})",
-            hint="find out who put it there, and take it away; nothing of it was changed",
-            path=held.path,
+            f"cannot move {old.path} to {target.path}: it is not what was moved away from there "
+            f"(got inode {_inode(old)}, recorded was {top.inode})",
+            hint="find out who wrote it, and move it away; nothing of it was changed",
+            path=old.path,
         )
     else:
-        rename_new(held, target)
+        rename_new(old, target)
 
 
 def _move(staged: Spot, spots: Spots, replaces: Replaced) -> None:
@@ -183,19 +191,21 @@ def _move(staged: Spot, spots: Spots, replaces: Replaced) -> None:
             if target.look() is None:
                 rename_new(aside, target)
             raise
-    _let_go(staged, spots, replaces, begun=False)
+    _remove_aside(staged, spots, replaces, begun=False)
 
 
 def _changed(target: Spot, name: str, was: Entry | None, now: Entry | None) -> DestinationExists:
-    """The refusal to replace what is not as it was judged."""
+    """Return the error for a destination that changed since it was checked."""
     path = os.path.join(target.path, name) if name else target.path
     if was is not None and now is not None and same(was, now, status=False):
         return DestinationExists(
-            f"cannot replace {path}: its status changed since it was judged, and a rewrite could hide behind "
-            f"that (got ctime {now.ctime} ns, judged was {was.ctime} ns)",
-            hint="look at it, and run the same command again: it is judged anew",
+            f"cannot replace {path}: its status changed since it was checked, and it may have been rewritten "
+            f"(got ctime {now.ctime} ns, it was {was.ctime} ns)",
+            hint="inspect it, and run the same command again: it is checked anew",
         )
-    return DestinationExists(f"{path} came, went or changed meanwhile", hint="look at it, run again")
+    return DestinationExists(
+        f"{path} appeared, disappeared or changed meanwhile", hint="inspect it, then run again"
+    )
 
 
 def _is_folder(spot: Spot) -> bool:
@@ -204,7 +214,7 @@ def _is_folder(spot: Spot) -> bool:
 
 
 def _worth_keeping(inventory: Inventory) -> bool:
-    """Whether there is anything but an empty folder."""
+    """Return whether there is anything but an empty folder."""
     return any(name or entry.kind != FOLDER for name, entry in inventory.items())
 
 
@@ -212,28 +222,30 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
     at = {"src_dir_fd": staged.at, "dst_dir_fd": target.at}
     if _is_folder(staged):
         try:
-            os.rename(staged.name, target.name, **at)  # replaces an empty folder, and nothing else
+            os.rename(staged.name, target.name, **at)  # replaces only an empty folder
         except OSError as error:
             if target.look() is not None:
                 raise DestinationExists(f"{target.path} appeared meanwhile") from error
             raise
         return
     try:
-        os.link(staged.name, target.name, **at, follow_symlinks=False)  # unlike rename, over no file
+        os.link(staged.name, target.name, **at, follow_symlinks=False)  # unlike rename, replaces no file
     except FileExistsError as error:
         raise DestinationExists(f"{target.path} appeared meanwhile") from error
     os.unlink(staged.name, dir_fd=staged.at)
 
 
-def _let_go(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool) -> None:
-    """Removes what was moved aside, when it is what was judged. Raises `DestinationExists` otherwise, with
-    everything back in its place.
+def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool) -> None:
+    """Remove what was moved aside, if it is unchanged since it was checked.
 
-    begun: a killed run may have removed a part of it. Then nothing comes back: what is not as it was judged
-    is kept beside the destination.
+    begun: a killed run may have removed a part of it. Then nothing is restored: files that changed are kept
+    beside the destination.
+
+    Raises:
+        DestinationExists: It changed; everything is restored to its place.
     """
     found, target, aside = take_at(spots.aside), spots.target, spots.aside
-    # Moving it has changed the status of a file itself.
+    # Moving a file changes its own status.
     strangers = [n for n, e in found.items() if not same(replaces.inventory.get(n), e, status=bool(n))]
     if not strangers or (begun and not found.keys() >= replaces.inventory.keys()):
         _discard(spots, replaces.inventory)
@@ -244,24 +256,24 @@ def _let_go(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool) -> N
     else:
         rename_new(aside, staged)
     raise DestinationExists(
-        f"{os.path.join(target.path, strangers[0])} came or changed in the moment of publishing; "
-        "it is back in its place",
-        hint="look at it, and run again",
+        f"{os.path.join(target.path, strangers[0])} appeared or changed during publishing; "
+        "it is restored to its place",
+        hint="inspect it, then run again",
     )
 
 
 def _discard(spots: Spots, inventory: Inventory) -> None:
-    """Removes what was replaced, name by name; what nobody recorded is kept beside the destination."""
+    """Remove what was replaced, name by name; names that are not recorded are kept beside the destination."""
     aside = spots.aside
     seen = aside.look()
     if seen is None:
         return
     if stat.S_ISDIR(seen.st_mode):
-        # The status of a file with several names changes when one of the others goes.
+        # The status of a file with several names changes when another of its names is removed.
         names = Counter(entry.inode for entry in inventory.values())
         with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.at)) as below:
             _remove_recorded(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
-        with contextlib.suppress(OSError):  # something is left
+        with contextlib.suppress(OSError):  # it is not empty
             os.rmdir(aside.name, dir_fd=aside.at)
             return
     elif same(inventory.get(""), entry_at(aside, seen), status=False):
@@ -269,13 +281,13 @@ def _discard(spots: Spots, inventory: Inventory) -> None:
         return
     kept = spots.target.beside(f"{spots.target.name}.kept-{os.getpid()}-{time.time_ns():x}")
     rename_new(aside, kept)
-    _log.warning("what came to %s while it was replaced is kept in %s", spots.target.path, kept.path)
+    _log.warning("files that appeared in %s while it was replaced are in %s", spots.target.path, kept.path)
 
 
 def _remove_recorded(
     at: int, path: str, prefix: str, inventory: Inventory, twins: Collection[_Inode]
 ) -> None:
-    """Removes recorded names below a descriptor, depth first, each looked at right before."""
+    """Remove recorded names below a descriptor, depth first; each is checked right before."""
     for name in os.listdir(at):
         spot, was = Spot(at, name, f"{path}/{name}"), inventory.get(prefix + name)
         try:
@@ -292,7 +304,7 @@ def _remove_recorded(
                 if os.path.samestat(os.fstat(below), seen):
                     _remove_recorded(below, spot.path, f"{prefix}{name}/", inventory, twins)
             os.rmdir(name, dir_fd=at)
-        except OSError as error:  # not empty, or not to be removed: it is kept
+        except OSError as error:  # not empty, or not removable: it is kept
             _log.debug("%s is kept: %s", spot.path, error.strerror)
 
 

@@ -1,13 +1,13 @@
-"""Converting: the stages of a job, for the command line, for flows, and for Python alike.
+"""Run the stages of a conversion, for the command line, for flows, and for Python.
 
     prepare   read, check, plan; claim the destination            -> Prepared
     execute   write some or all files of the plan                 -> Receipts
               (or `execute_part` and `join`, for a file that several machines write)
-    finish    verify what was written, and publish it             -> Result
-    register  tell the catalog; `settle` removes the staging folder
+    finish    verify the written files, and publish them          -> Result
+    register  record the result in the catalog; `settle` removes the staging folder
 
-`convert` is all of them. Everything between the stages lies beside the destination, so each can
-run in another process, and a killed run goes on where it stopped.
+`convert` runs all of them. All state between the stages is in a folder beside the destination, so each can
+run in another process, and the next run resumes a killed one.
 """
 
 from __future__ import annotations
@@ -72,10 +72,21 @@ _BASE_MEMORY = {False: 160 << 20, True: 420 << 20}
 class Prepared:
     """A plan that is ready to run.
 
-    plan_uri: where it lies. files: what will be written. bytes_in, bytes_out: in total.
-    peak_memory: expected, bytes. renamed: (old, new). cast: (name, from, to). dropped: (name,
-    rule). ties: (dropped, kept). warnings: findings that do not stop it. model: for an export, how
-    the model part was found. timings: stage -> seconds.
+    Attributes:
+        plan_uri: Where the plan is stored.
+        files: The files that will be written.
+        bytes_in: Bytes that will be read.
+        bytes_out: Bytes that will be written.
+        peak_memory: Expected peak, in bytes.
+        renamed: (old name, new name).
+        cast: (name, old dtype, new dtype).
+        dropped: (name, rule).
+        ties: (dropped name, kept name).
+        warnings: Findings that do not stop the conversion.
+        model: For an export, how the model part was found.
+        manifest_digest: Of the source.
+        plan_digest: Of the plan.
+        timings: Stage -> seconds.
     """
 
     plan_uri: str
@@ -101,12 +112,27 @@ def prepare(
     catalog_url: str | bool | None = False,
     topology: Layouts | None = None,
 ) -> Prepared:
-    """Checks the source, plans, and saves the plan beside the destination.
+    """Check the source, plan, and save the plan beside the destination.
 
-    catalog_url: whose rows account for files of a destination that is replaced; None for the default, False
-    for none. topology: see `ckptcore.planning.compose.compose`. The same request over the same source gives
-    the same plan, and keeps what an earlier run has written. Raises `DestinationExists`, `DamagedCheckpoint`,
-    `Busy`, `DiskFull`, ....
+    The same request over the same source gives the same plan, and keeps the files that an earlier run wrote.
+
+    Args:
+        request: What to convert, and how.
+        settings: Memory, threads and device.
+        manifest: The source's manifest, if it was read before.
+        catalog_url: The catalog whose rows account for files of a destination that is replaced; None for the
+            default, False for none.
+        topology: See `ckptcore.planning.compose.compose`.
+
+    Returns:
+        A summary of the plan.
+
+    Raises:
+        DestinationExists: The destination is not free.
+        DamagedCheckpoint: The source is damaged or incomplete.
+        Busy: Another process is writing the destination.
+        DiskFull: The output does not fit.
+        UsageError: The request cannot be carried out.
     """
     settings = settings or Settings()
     _require_means(settings, request)
@@ -122,9 +148,20 @@ def execute(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> tuple[Receipt, ...]:
-    """Writes files of a saved plan; those that are finished and hash to their receipt are kept.
+    """Write files of a saved plan; finished files that hash to their receipt are kept.
 
-    indices: which files; None for all. Raises `DamagedCheckpoint` when bytes fail their checksum.
+    Args:
+        plan_uri: Where the plan is stored.
+        indices: Indices of files; None for all.
+        settings: Memory, threads and device.
+        progress: Called with the number of bytes written.
+
+    Returns:
+        The receipts of these files.
+
+    Raises:
+        DamagedCheckpoint: Bytes of the source do not match their checksum.
+        SourceChanged: The source was rewritten since it was planned.
     """
     staging = Staging.of_plan(plan_uri)
     with staging.lock(shared=True):
@@ -132,8 +169,11 @@ def execute(
 
 
 def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
-    """One output file as parts of about ``nbytes``, for `execute_part` under the same settings. None at all
-    where a file can only be written as a whole: on an object store, or when it is finished."""
+    """Cut an output file into parts of about ``nbytes``, for `execute_part` with the same settings.
+
+    Returns:
+        The parts; empty if the file is finished, or is on an object store and must be written in one go.
+    """
     staging = Staging.of_plan(plan_uri)
     plan = load_head(staging.plan)
     done = published_plan(staging) == plan.digest or read_receipt(staging.receipts, plan.digest, index)
@@ -146,9 +186,10 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
 def execute_part(
     plan_uri: str, part: FilePart, settings: Settings, progress: Progress | None = None
 ) -> Receipt:
-    """Writes one part of a file; one that is there and hashes to its receipt is kept. `join` ends the file.
+    """Write one part of a file; a part that hashes to its receipt is kept. `join` completes the file.
 
-    Raises `DamagedCheckpoint` when bytes fail their checksum.
+    Raises:
+        DamagedCheckpoint: Bytes of the source do not match their checksum.
     """
     staging = Staging.of_plan(plan_uri)
     with staging.lock(shared=True):
@@ -156,10 +197,11 @@ def execute_part(
 
 
 def join(plan_uri: str, index: int) -> Receipt:
-    """Makes one file of its parts, proven byte for byte; a file that is finished is left alone.
+    """Join the parts of a file, and verify it byte for byte; a finished file is left as it is.
 
-    Raises `OutputMismatch` when what lies there is not what its parts' writers wrote, `UsageError` when one
-    is missing.
+    Raises:
+        OutputMismatch: The bytes in the file are not those that the parts' writers wrote.
+        UsageError: A part is missing.
     """
     staging = Staging.of_plan(plan_uri)
     with staging.lock(shared=True), closing(staging.files):
@@ -168,7 +210,7 @@ def join(plan_uri: str, index: int) -> Receipt:
 
 
 def finish(plan_uri: str, settings: Settings | None = None, progress: Progress | None = None) -> Result:
-    """Verifies that every file is there and the output reads back as planned, and publishes it.
+    """Verify that every file exists and that the output reads back as planned, then publish it.
 
     The staging folder stays, for `register`; `settle` removes it.
     """
@@ -178,16 +220,16 @@ def finish(plan_uri: str, settings: Settings | None = None, progress: Progress |
 
 
 def settle(plan_uri: str) -> None:
-    """Removes the staging folder of a published plan."""
+    """Remove the staging folder of a published plan."""
     staging = Staging.of_plan(plan_uri)
     conclude(staging)
     staging.remove()
 
 
 def tidy(destination: str) -> None:
-    """Removes what a run left beside a published destination that was killed before it could.
+    """Remove the staging folder that a killed run left beside a published destination.
 
-    For who has found the destination registered, and holds its claim. Raises `Busy`.
+    The caller has the claim on the destination, and found it in the catalog. Raises `Busy`.
     """
     staging = Staging(destination)
     staging.sweep_gone()
@@ -196,9 +238,7 @@ def tidy(destination: str) -> None:
             with staging.lock():
                 conclude(staging)
                 staging.remove()
-    except (
-        StagingForeign
-    ) as error:  # what is published needs nothing of it: it is left to whoever put it there
+    except StagingForeign as error:  # the published output does not need it: it is left to its owner
         _log.warning("%s", error.message)
 
 
@@ -209,15 +249,24 @@ def convert(
     catalog_url: str | bool | None = None,
     topology: Layouts | None = None,
 ) -> Result:
-    """All stages: the whole job in this process.
+    """Run all stages of a conversion in this process.
 
-    catalog_url: where to register; None for the default, False for nowhere. topology: see
-    `ckptcore.planning.compose.compose`.
-    Raises what the stages raise; a failure is registered as such.
+    Args:
+        request: What to convert, and how.
+        settings: Memory, threads and device.
+        progress: Called with the stage, the bytes done and the bytes in total.
+        catalog_url: The catalog that records the conversion; None for the default, False for none.
+        topology: See `ckptcore.planning.compose.compose`.
+
+    Returns:
+        The published output.
+
+    Raises:
+        CkptError: An error of a stage. The catalog records it as a failure.
     """
     settings = settings or Settings()
     registration = start(request, catalog_url)
-    tell = progress or _silent
+    report = progress or _silent
     manifest: Manifest | None = None
     try:
         _require_means(settings, request)
@@ -225,13 +274,13 @@ def convert(
         began = time.perf_counter()
         manifest = inspect(request.source, request.recover, request.keep_quantized)
         inspected = time.perf_counter() - began
-        tell("inspect", manifest.nbytes, manifest.nbytes)
-        tell("validate", 0, manifest.nbytes)
+        report("inspect", manifest.nbytes, manifest.nbytes)
+        report("validate", 0, manifest.nbytes)
         staging = Staging(request.destination)
         with staging.lock(make=True):
             prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
-            tell("validate", manifest.nbytes, manifest.nbytes)
-            tell("plan", prepared.bytes_out, prepared.bytes_out)
+            report("validate", manifest.nbytes, manifest.nbytes)
+            report("plan", prepared.bytes_out, prepared.bytes_out)
             began = time.perf_counter()
             receipts = _execute(staging, None, settings, progress)
             wrote = time.perf_counter() - began
@@ -239,7 +288,7 @@ def convert(
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
             result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
-            tell("register", result.nbytes, result.nbytes)
+            report("register", result.nbytes, result.nbytes)
             result = register(registration, result, manifest)
             staging.remove()
     except BaseException as error:
@@ -287,8 +336,8 @@ def _prepare(
         if ours is not None and ours.step == DONE:
             restore(staging, composed, stamps, ours, same=same)
         elif not (request.resume and same):
-            # What a killed run began to replace on an object store is known by its record alone, until the
-            # next publication records what it goes on with.
+            # Only the record knows what a killed run began to replace on an object store. It stays until the
+            # next publication takes it over.
             staging.clear(publication=publishing_plan(staging) is None)
             save(staging, composed, stamps, ctimes)
             ours = None
@@ -297,12 +346,12 @@ def _prepare(
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()
             if request.replaces:
-                # Only who replaces something waits for it.
+                # A late import: most conversions replace nothing.
                 from ckptcore.conversion.foreign_files import require_accounted
 
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
             note_replaced(staging, replaced)
-        # Every time: an equal plan may come with another word on --overwrite.
+        # Every time: the plan may be equal, and --overwrite may differ.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))
         written = (read_receipt(staging.receipts, plan.digest, f.index) is not None for f in plan.files)
         staging.require_room(sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if not there))
@@ -329,7 +378,7 @@ def _prepare(
 
 
 def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def _require_apart(request: Request) -> None:
@@ -337,14 +386,14 @@ def _require_apart(request: Request) -> None:
 
 
 def _require_means(settings: Settings, request: Request) -> None:
-    """Budget and device are tried before anything is touched."""
+    """Check budget and device before anything is written."""
     Budget.of(settings)
     if settings.device != "cpu" and (request.dtype or request.dtype_for):
         torch_on(settings.device)
 
 
 def peak_memory(plan: Plan, settings: Settings) -> int:
-    """Expected peak, bytes: the process and its buffers, whatever the checkpoint's size."""
+    """Return the expected peak in bytes: the process and its buffers, whatever the checkpoint's size."""
     largest = max((f.nbytes for f in plan.files), default=0)
     tile = Budget.of(settings).tile
     buffers = min(settings.memory, 4 * settings.threads * tile, 4 * settings.threads * max(largest, 1))
@@ -352,7 +401,7 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
 
 
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
-    """Reads the manifest again; raises `SourceChanged` when it is another one."""
+    """Read the manifest a second time; raise `SourceChanged` if it differs."""
     if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
         raise SourceChanged(
             f"{request.source} was rewritten while it was read",
@@ -380,6 +429,6 @@ def _execute(
 
 
 def _remove_if_unused(staging: Staging) -> None:
-    """Takes away a staging folder that holds no finished file."""
+    """Remove a staging folder without finished files."""
     if staging.is_unused():
         staging.remove()

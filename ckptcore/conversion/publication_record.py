@@ -1,9 +1,9 @@
-"""Publications: what is recorded of one before its first change, so that a rerun needs no fresh look?
+"""Record a publication before its first change, so that a rerun can finish it.
 
-``replaces.json`` is written with the plan: what lay at the destination when it was judged.
-``publishing.json`` is written right before the first change, with the names that are to be put and those that
-may be removed. A run that is killed is gone on with by these lists; what came to the destination meanwhile is
-in none of them.
+``replaces.json`` is written with the plan: the content of the destination when it was checked.
+``publishing.json`` is written right before the first change, with the names to write and the names that may
+be removed. A rerun finishes a killed publication by these lists; files that appeared at the destination
+meanwhile are not in them.
 """
 
 from __future__ import annotations
@@ -20,40 +20,49 @@ from ckptcore.store import Store
 from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
 
 REPLACES = "replaces.json"
-# Steps of a publication, in order. REMOVING, PUTTING: of an object store; MOVING: on this machine.
+# Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.
 MOVING, REMOVING, PUTTING, DONE = "moving", "removing", "putting", "done"
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """What a publication may replace. inventory: all of it, empty for nothing. first: what makes it loadable,
-    and is removed before the files that hold its tensors."""
+    """What a publication may replace.
+
+    Attributes:
+        inventory: All of it; empty for nothing.
+        first: Files that make it loadable; they are removed before the files with its tensors.
+    """
 
     inventory: Inventory = field(default_factory=dict)
     first: tuple[str, ...] = ()
 
     @property
     def lacks_times(self) -> bool:
-        """Whether an older version took it: a rewrite in place could hide from what it noted."""
+        """Whether an older version recorded it without times that would show a rewrite in place."""
         return any(e.kind in (FILE, LINK) and e.inode and e.ctime is None for e in self.inventory.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {"inventory": {n: asdict(e) for n, e in self.inventory.items()}, "first": list(self.first)}
 
     @classmethod
     def from_dict(cls, form: Mapping[str, Any]) -> Replaced:
-        """What `as_dict` gave."""
+        """Read the form of `as_dict`."""
         return cls({n: entry_of(e) for n, e in form["inventory"].items()}, tuple(form["first"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One that has begun.
+    """A publication that was begun.
 
-    plan: its digest. identity: (device, inode, mtime in ns) of what is moved into place; None on an object
-    store. step: how far it came, "" for one that an earlier version began. puts: name -> (bytes, BLAKE3 or
-    None) of every file. there: what lay at the destination when all was put. receipts: of its files.
+    Attributes:
+        plan: The plan's digest.
+        identity: (device, inode, mtime in ns) of what is moved into place; None on an object store.
+        step: The current step; "" if an earlier version began it.
+        replaces: What may be replaced.
+        puts: Name -> (bytes, BLAKE3 or None) of every file.
+        there: The content of the destination after all files were written.
+        receipts: Of its files.
     """
 
     plan: str
@@ -65,13 +74,13 @@ class Publication:
     receipts: tuple[Receipt, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             "plan": self.plan,
             "identity": None if self.identity is None else list(self.identity),
             "step": self.step,
             "replaces": self.replaces.as_dict(),
-            "puts": {name: list(told) for name, told in self.puts.items()},
+            "puts": {name: list(put) for name, put in self.puts.items()},
             "there": {n: asdict(e) for n, e in self.there.items()},
             "receipts": [
                 {**r.as_dict(), "sums": None if r.sums is None else r.sums.hex()} for r in self.receipts
@@ -80,7 +89,7 @@ class Publication:
 
     @classmethod
     def from_dict(cls, form: Mapping[str, Any]) -> Publication:
-        """What `as_dict` gave; also of the form that earlier versions wrote, which has no step."""
+        """Read the form of `as_dict`, or that of earlier versions, which has no step."""
         identity = form["identity"]
         plan, moved = str(form["plan"]), None if identity is None else tuple(identity)
         if "step" not in form:
@@ -97,13 +106,15 @@ class Publication:
 
 
 def note(staging: Staging, publication: Publication) -> None:
-    """Records a publication, or how far it came."""
+    """Record a publication and its step."""
     staging.root.put(PUBLISHING, canonical_json(publication.as_dict()))
 
 
 def noted(staging: Staging) -> Publication | None:
-    """The publication that a run began, or None; also for a record that a crash cut off: nothing was
-    changed before it was whole."""
+    """Return the publication that a run began, or None.
+
+    Also None for a record that a crash truncated: nothing changes before the record is complete.
+    """
     form = _stored_json(staging.root, PUBLISHING)
     try:
         return None if form is None else Publication.from_dict(form)
@@ -112,12 +123,12 @@ def noted(staging: Staging) -> Publication | None:
 
 
 def note_replaced(staging: Staging, replaced: Replaced) -> None:
-    """Records what was judged to be replaceable."""
+    """Record what may be replaced."""
     staging.root.put(REPLACES, canonical_json(replaced.as_dict()))
 
 
 def noted_replaced(staging: Staging) -> Replaced | None:
-    """What was judged when the plan was made; None where an earlier version made it, or it was cut off."""
+    """Return what may be replaced by the plan; None if an earlier version planned, or it is truncated."""
     form = _stored_json(staging.root, REPLACES)
     try:
         return None if form is None else Replaced.from_dict(form)
@@ -126,7 +137,7 @@ def noted_replaced(staging: Staging) -> Replaced | None:
 
 
 def entry_of(form: Mapping[str, Any]) -> Entry:
-    """The entry of its JSON form; older versions took no ctime."""
+    """Read an entry from its JSON form; older versions recorded no ctime."""
     inode, ctime = form["inode"], form.get("ctime")
     return Entry(
         form["kind"],

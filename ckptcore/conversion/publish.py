@@ -1,9 +1,8 @@
-"""Finishing: is the written output what was planned, and is it in its place?
+"""Verify that the written output equals the plan, and publish it.
 
-Every file must have its receipt and size, and the output must read back, through its own reader,
-as the planned names, dtypes and shapes, complete. Only then it is published. What is about to be
-published is written down first (its inode: a rename keeps it), so that a run that was killed in the
-middle knows whether the destination is its own.
+Every file must have its receipt and size. The output must read back, through its own reader, as the planned
+names, dtypes and shapes, complete. Only then is it published. The inode of the output is recorded first (a
+rename keeps it), so that the next run knows whether a killed run published it.
 """
 
 from __future__ import annotations
@@ -47,15 +46,30 @@ _log = logging.getLogger("ckptcore")
 class Result:
     """A published output.
 
-    destination: where. nbytes: of all files. files: their receipts. tensors: what they hold.
-    manifest_digest: of the output. conversion: id in the catalog, or None. timings: stage ->
-    seconds. bytes_in: source bytes read. written: the output's own manifest, as it was read back.
-    warnings: findings that did not stop it. fingerprint: of the tensors as they were before any cast, or
-    None when not every file was summed; fingerprints: of each of them. renamed: (old, new) names;
-    map_digest: of everything that was done to names. dropped: (name, rule) of what was left out.
-    source_stamp, source_ctime: what the source was read as, see `ckptcore.execution.source_stamps.digest`.
-    published: (path, bytes, BLAKE3 or None) of every published file: those of the receipts and the small ones
-    beside them. proof: what was proven of an export after it was published, where that was asked.
+    Attributes:
+        destination: Its path or URL.
+        format: Its format.
+        nbytes: Bytes of all files.
+        files: Receipts of its files.
+        tensors: Its tensors.
+        manifest_digest: Of the output.
+        plan_digest: Of the plan.
+        bytes_in: Source bytes read.
+        timings: Stage -> seconds.
+        written: The output's manifest, as it was read back.
+        plan_uri: Where the plan was stored.
+        conversion: Id in the catalog, or None.
+        warnings: Findings that did not stop the conversion.
+        fingerprint: Of the tensors before any cast; None if not every file was summed.
+        fingerprints: Of each tensor.
+        renamed: (old name, new name).
+        map_digest: Of everything that was done to names.
+        made: Tensors that a map computed from others.
+        dropped: (name, rule) of tensors that were left out.
+        source_stamp: Digest of the source's stamps (`ckptcore.execution.source_stamps.digest`).
+        source_ctime: Digest of the source's ctimes.
+        published: (path, bytes, BLAKE3 or None) of every published file, including the small ones.
+        proof: The proof of an export after it was published, if requested.
     """
 
     destination: str
@@ -83,7 +97,7 @@ class Result:
     proof: ExportProof | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         plain = (
             "destination",
             "format",
@@ -108,12 +122,27 @@ class Result:
 
     @property
     def loadable(self) -> str | None:
-        """``no`` where transformers will not open an export; None where nothing is known of that."""
+        """``no`` if transformers will not open an export; None if that is unknown."""
         return "no" if any(w.code == "not-loadable" for w in self.warnings) else None
 
 
 def finish_staged(staging: Staging, settings: Settings, progress: Progress | None) -> Result:
-    """Verifies and publishes a staged output whose files are all written."""
+    """Verify and publish a staged output whose files are all written.
+
+    Args:
+        staging: The staging folder, locked.
+        settings: Memory, threads and device.
+        progress: Called with the number of bytes done.
+
+    Returns:
+        The published output.
+
+    Raises:
+        OutputMismatch: A staged file or the output differs from the plan.
+        SourceChanged: The source was rewritten since it was planned.
+        DestinationExists: Another process wrote to the destination.
+        UsageError: A file is not written yet.
+    """
     began = time.perf_counter()
     conclude(staging)
     plan = load_head(staging.plan)
@@ -134,7 +163,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         written, commit = _read_back(staging, plan, receipts)
         published = _published_files(staging.files, plan.extra, receipts, written)
         verified = time.perf_counter()
-        if publishing_plan(staging) != plan.digest:  # else what was proven when it began may be gone
+        if publishing_plan(staging) != plan.digest:  # else it was verified, and may no longer exist
             require_source(staging, plan, settings, progress)
         _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
         publication = _publication(staging, plan, receipts)
@@ -173,18 +202,20 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
 
 
 def _require_proven(receipts: Sequence[Receipt]) -> None:
-    """A run that was stopped may leave files whose sources' checksums are still to be proven."""
+    """Raise `UsageError` for files of a stopped run whose source records are not verified yet."""
     left = [r for r in receipts if r.pending]
     if left:
         raise UsageError(
-            f"{left[0].path} was written, but {len(left[0].pending)} source records of it are not proven yet",
-            hint="run execute for every file again: what is written is kept",
+            f"{left[0].path} is written, but {len(left[0].pending)} of its source records are not verified",
+            hint="run execute for every file again: written files are kept",
         )
 
 
 def published_plan(staging: Staging) -> str | None:
-    """The digest of the plan whose output is at the destination, when an earlier run published it and was
-    stopped before it could clean up; else None."""
+    """Return the digest of the plan whose output is at the destination, or None.
+
+    There is one if an earlier run published it and stopped before it removed its staging folder.
+    """
     begun = noted(staging)
     if begun is None:
         return None
@@ -194,7 +225,7 @@ def published_plan(staging: Staging) -> str | None:
 
 
 def publishing_plan(staging: Staging) -> str | None:
-    """The digest of the plan that an earlier run began to copy to a remote destination, or None."""
+    """Return the digest of the plan that an earlier run began to copy to a remote destination, or None."""
     begun = noted(staging)
     if staging.root.local is not None or begun is None or begun.step == DONE:
         return None
@@ -204,16 +235,23 @@ def publishing_plan(staging: Staging) -> str | None:
 def _published_files(
     store: Readable, extra: Sequence[tuple[str, str]], receipts: Sequence[Receipt], written: Manifest
 ) -> tuple[tuple[str, int, str | None], ...]:
-    """(path, bytes, digest) of every file of the output, which is in ``store``.
+    """Return (path, bytes, digest) of every file of the output.
 
-    extra: (path, BLAKE3) of the files that came along (config, tokenizer, card), as they were planned.
-    Files that hold no tensor are digested where receipts have no digests: they are small. Raises
-    `OutputMismatch` when one that came along is not what was planned.
+    Files without tensors are digested even if receipts have no digests: they are small.
+
+    Args:
+        store: Where the output is.
+        extra: (path, BLAKE3) of the small files (config, tokenizer, card), as planned.
+        receipts: Of the files of the plan.
+        written: The output's manifest.
+
+    Raises:
+        OutputMismatch: A small file differs from the plan.
     """
-    held = {f.path for f in written.files}
+    with_tensors = {f.path for f in written.files}
     found = []
     for r in receipts:
-        known = r.digest is not None or r.path in held
+        known = r.digest is not None or r.path in with_tensors
         found.append((r.path, r.nbytes, r.digest if known else digest_of(store, r.path, r.nbytes)))
     for path, planned in extra:
         size = store.size(path)
@@ -229,8 +267,8 @@ def _published_files(
 def _published_output(
     staging: Staging, plan: Plan, receipts: Sequence[Receipt]
 ) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:
-    """The manifest and the files of what is at the destination, when it still is what was published."""
-    source = open_source(staging.destination, keep_quantized=True)  # what counts is what was written
+    """Return the manifest and the files at the destination, if they are still the published ones."""
+    source = open_source(staging.destination, keep_quantized=True)  # the stored form is what was written
     with closing(source.store):
         written = read_manifest(source)
         begun = noted(staging)
@@ -246,7 +284,7 @@ def _published_output(
         except OutputMismatch:
             proven = False
     if not proven or sorted(_specs(written)) != _planned(staging, plan)[0]:
-        raise DestinationExists(f"{staging.destination} exists, and has changed since it was published")
+        raise DestinationExists(f"{staging.destination} exists, and changed since it was published")
     return written, published
 
 
@@ -255,8 +293,10 @@ def _specs(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[str]]:
-    """(name, dtype, shape of each tensor that is planned; commit files), one file's plan at a time: those of
-    a large job are gigabytes together."""
+    """Return ((name, dtype, shape) of each planned tensor, commit files).
+
+    The files' plans are loaded one at a time: in a large job they take gigabytes together.
+    """
     specs: set[tuple[str, str, tuple[int, ...]]] = set()
     commit = []
     for file in plan.files:
@@ -268,7 +308,7 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
 
 
 def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) -> Publication:
-    """What is about to be published; on an object store, one that a killed run recorded is gone on with."""
+    """Return the publication to carry out: on an object store, the one that a killed run recorded."""
     begun = noted(staging)
     if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
         return begun
@@ -276,7 +316,7 @@ def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) ->
     if replaces is None or replaces.lacks_times:  # an earlier version made the plan
         replaces, request = Replaced(), staged_request(staging)
         if request.replaces:
-            # Only who replaces something waits for it.
+            # A late import: most conversions replace nothing.
             from ckptcore.conversion.foreign_files import require_accounted
 
             replaces = require_accounted(request, {}, begun=begun)
@@ -289,9 +329,9 @@ def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) ->
 
 
 def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> None:
-    """Holds every staged file against its receipt, or the plan.
+    """Compare every staged file with its receipt, or with the plan.
 
-    A file that is the very one that was written, by its stamp, is not read again.
+    A file whose stamp shows that it is unchanged is not read again.
     """
     staging.require_planned(planned_paths(plan))
     for planned, receipt in zip(plan.files, receipts, strict=True):
@@ -302,30 +342,30 @@ def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) 
                 hint="run the command again with --no-resume",
             )
         if receipt.stamp is None and receipt.digest is None:
-            continue  # written without digests, by a version that took no stamps
+            continue  # written without digests, by a version that recorded no stamps
         if receipt.stamp != seen_as(staging.files, receipt) and not is_intact(staging.files, receipt):
             raise OutputMismatch(
                 f"{planned.path} was changed since it was written (got {seen_as(staging.files, receipt)}, "
-                f"written was {receipt.stamp}, BLAKE3 {receipt.digest})",
-                hint="run the command again: the file is written anew",
+                f"wrote {receipt.stamp}, BLAKE3 {receipt.digest})",
+                hint="run the command again: the file is rewritten",
                 file=planned.path,
             )
     for path, digest in plan.extra:
         size = staging.files.size(path)
         if size is None or digest_of(staging.files, path, size) != digest:
             raise OutputMismatch(
-                f"{path} is not as it was planned (got {size} bytes, planned was BLAKE3 {digest})",
-                hint="run the command again: the file is written anew",
+                f"{path} is not as planned (got {size} bytes, planned BLAKE3 {digest})",
+                hint="run the command again: the file is rewritten",
                 file=path,
             )
 
 
 def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:
-    """The staged output's own manifest, when it holds what was planned; and its commit files."""
+    """Read the staged output; return its manifest, if it equals the plan, and its commit files."""
     _require_written(staging, plan, receipts)
     source = Source(staging.files, plan.target.single, staging.files.list())
     form = by_name(plan.target.format)
-    assert form.reader is not None  # by_name finds those that read
+    assert form.reader is not None  # by_name returns formats with a reader
     written = form.reader.read(source)
     report = check(written, None, "cover")
     wanted, last = _planned(staging, plan)
@@ -339,24 +379,24 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
             f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}"
         )
-    # These make a folder loadable, too: with the index they come last.
+    # These make a folder loadable, too: they are written last, with the index.
     commit = [path for path, _ in plan.extra if path in (CONFIG, ADAPTER)]
     return _as_found(written, source, form), (*commit, *last)
 
 
 def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:
-    """What was written as anybody finds it who opens the destination: one content, one digest."""
+    """Return the manifest as a later reader of the destination gets it: one content, one digest."""
     seen = reader.detect(source)
-    if seen is None:  # a file may bear no mark of its format: Fabric's one file is any torch.save to a reader
+    if seen is None:  # a file may have no mark of its format: Fabric's one file reads as any torch.save
         return read_manifest(source)
     evidence = {"evidence": list(seen.because), "file": source.name}
     return replace(written, origin={**written.origin, **evidence})
 
 
 def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set[str]) -> set[str]:
-    """The unplanned tensors whose bytes the plan itself holds: arrays that an object brought along."""
+    """Return the unplanned tensors whose bytes are in the plan itself: arrays inside objects."""
     found = set(unplanned)
-    items: dict[str, list[tuple[str, int, int]]] = {}  # path -> (tensor, first byte, behind the last)
+    items: dict[str, list[tuple[str, int, int]]] = {}  # path -> (tensor, first byte, end)
     for n, spec in enumerate(written.tensors):
         chunks = written.chunks_of(n) if spec.fqn in found else ()
         for item in (written.items[c.item] for c in chunks if c.item >= 0):
@@ -365,6 +405,6 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set
     index = {f.path: f.index for f in plan.files}
     for path, rows in items.items():
         one = load_file_plan(staging.plan, index[path]) if path in index else None
-        held = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
-        found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in held)}
+        spans = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
+        found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in spans)}
     return found

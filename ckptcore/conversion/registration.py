@@ -1,6 +1,6 @@
-"""Registering: what does the catalog learn of a conversion?
+"""Record conversions in the catalog.
 
-A conversion is begun before any work, so that an unusable catalog stops it early, and ends as
+A conversion is recorded as begun before any work, so that an unusable catalog stops it early. It ends as
 succeeded, with source, output and lineage, or as failed, with its error.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.export_verdict import keep
-from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
 from ckptcore.fingerprints.sums import Fingerprinted
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
     from ckptcore.conversion.publish import Result
 
-_MOST = (1 << 63) - 1  # a lying shape can claim more than a database integer holds
+_MOST = (1 << 63) - 1  # a forged shape can claim more than a database integer can store
 Prints = tuple[str | None, Mapping[str, str]]
 Published = tuple[str, int, str | None]
 _log = logging.getLogger("ckptcore")
@@ -34,7 +34,7 @@ _log = logging.getLogger("ckptcore")
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What an announcement calls a source: it counts where the folder's name has no step."""
+    """Run and step of a source by its announcement, for a folder whose name has no step."""
 
     run: str = ""
     step: int | None = None
@@ -45,7 +45,7 @@ UNANNOUNCED = Announcement()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A conversion that the catalog knows to be running."""
+    """A conversion that the catalog records as running."""
 
     catalog: Catalog
     id: str
@@ -59,7 +59,17 @@ def start(
     flow_run_id: str | None = None,
     announcement: Announcement = UNANNOUNCED,
 ) -> Registration | None:
-    """Begins a conversion in the catalog; None when ``catalog_url`` is False. announcement: of its source."""
+    """Record the begin of a conversion.
+
+    Args:
+        request: What is converted.
+        catalog_url: URL of the catalog; None for the default, False for none.
+        flow_run_id: Id of the Prefect flow run, or None.
+        announcement: Run and step of the source, if it was announced.
+
+    Returns:
+        The running conversion; None if there is no catalog.
+    """
     if catalog_url is False:
         return None
     from ckptcore import __version__
@@ -74,14 +84,23 @@ def start(
         tool_version=__version__,
         flow_run_id=flow_run_id,
     )
-    catalog.close()  # connections are not held while files are written; the next use opens one
+    catalog.close()  # no connection stays open while files are written; the next use opens one
     return Registration(catalog, found, request, announcement)
 
 
 def register(registration: Registration | None, result: Result, source: Manifest) -> Result:
-    """Records a published result; gives it with the conversion's id.
+    """Record a published result.
 
-    source: the manifest of what was converted. Raises `CatalogError` that says the output is published.
+    Args:
+        registration: The running conversion, or None.
+        result: The published output.
+        source: The source's manifest.
+
+    Returns:
+        The result with the conversion's id.
+
+    Raises:
+        CatalogError: The output is published, but could not be registered.
     """
     if registration is None:
         return result
@@ -89,21 +108,21 @@ def register(registration: Registration | None, result: Result, source: Manifest
 
     digests = {r.path: r.digest for r in result.files}
     numbers = result.fingerprints
-    # What a map of names split, merged or moved within is another tensor than what it was made of.
+    # A tensor that a name map split, merged or permuted is another tensor than its sources.
     old = dict(result.renamed) | {s: "" for made in result.made if not made.same for s in made.sources}
     read = facts(
         source,
         registration.request.source,
         verified="cover",
         announcement=registration.announcement,
-        prints=held_by(source, numbers, old),
+        prints=matching(source, numbers, old),
     )
     made = facts(
         result.written,
         result.destination,
         digests,
         verified="cover",
-        prints=held_by(result.written, numbers, {}),
+        prints=matching(result.written, numbers, {}),
         published=result.published,
     )
     try:
@@ -132,7 +151,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
-    """Records a failure. That the catalog fails too must not hide the first error: it is logged."""
+    """Record a failure. If the catalog fails, too, that is logged: it must not hide the first error."""
     if registration is None:
         return
     ended = ended_by(error)
@@ -159,10 +178,10 @@ def record_fingerprint(
     names: Mapping[str, str],
     catalog_url: str | None,
 ) -> None:
-    """Records the fingerprints of tensors that were read. names: FQN -> what it was called meanwhile."""
+    """Record the fingerprints of tensors that were read. names: FQN -> its name in ``found``."""
     from ckptcore.catalog import open_catalog
 
-    prints = held_by(manifest, found, names)
+    prints = matching(manifest, found, names)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     known = facts(manifest, uri, verified="cover", prints=prints)
     with open_catalog(catalog_url) as catalog:
@@ -179,9 +198,18 @@ def facts(
     announcement: Announcement = UNANNOUNCED,
     published: Sequence[Published] = (),
 ) -> CheckpointFacts:
-    """What the catalog stores of a manifest. prints: its fingerprint and those of its tensors.
-    announcement: for a place whose name has no step. published: (path, size, digest) of every file there, as
-    far as known: those that the manifest does not name are recorded beside those that it does."""
+    """Return what the catalog stores of a manifest.
+
+    Args:
+        manifest: The checkpoint.
+        uri: Its path or URL.
+        digests: Path -> digest of its files.
+        verified: The check level that it passed.
+        prints: Its fingerprint and those of its tensors.
+        announcement: Run and step, for a place whose name has no step.
+        published: (path, size, digest) of every known file; files that the manifest does not list are
+            recorded, too.
+    """
     from ckptcore.catalog import CheckpointFacts
 
     step, run = _step_and_run(uri)
@@ -213,7 +241,7 @@ def facts(
 
 
 def _step_and_run(uri: str) -> tuple[int | None, str | None]:
-    """The training step that a folder's name tells, and the run that its parent is named after.
+    """Return the training step in a folder's name, and the run by its parent's name.
 
     >>> _step_and_run("/runs/llama-7b/step-300"), _step_and_run("/data/model")
     ((300, 'llama-7b'), (None, None))

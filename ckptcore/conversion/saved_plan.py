@@ -1,7 +1,7 @@
-"""Saved plans: a request, and the digests of what it was made from.
+"""Save a plan in a folder, and load it again.
 
-A saved plan is a folder: ``request.json`` and the plan itself, so that it can be looked at, kept, and
-carried out only if the source is still the same.
+The folder has ``request.json`` and the plan itself, with the digests of its inputs. A user can inspect and
+keep it. It is carried out only if the source is unchanged.
 """
 
 from __future__ import annotations
@@ -33,10 +33,22 @@ from ckptcore.store.sealed import SealedFolder, SealedStore
 
 
 def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
-    """Plans a request and saves the plan in a folder, file by file as they are planned.
+    """Plan a request, and save the plan in a folder, file by file as they are planned.
 
-    Raises `DestinationExists` when the folder is not empty, `StagingForeign` when it is another user's, and
-    what `compose` raises; nothing is left then.
+    After an error nothing is left.
+
+    Args:
+        folder: A new or empty folder.
+        request: What to convert, and how.
+        manifest: The source's manifest.
+
+    Returns:
+        The composed plan.
+
+    Raises:
+        DestinationExists: The folder is not empty.
+        StagingForeign: It belongs to another user.
+        CkptError: An error of `compose`.
     """
     require_apart(str(folder), request)
     home, store = _sealed(folder)
@@ -62,15 +74,18 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
 
 
 def load_request(folder: Path) -> Request:
-    """The request of a plan folder, when the source still gives the same plan.
+    """Load the request of a plan folder, and check that the source still gives the same plan.
 
-    Raises `SourceChanged` otherwise, and `StagingForeign` for a folder that another user made, or that
-    everybody can write to: a request says what is replaced, and by what.
+    Raises:
+        SourceChanged: The source or a config file changed, or another version planned.
+        StagingForeign: The folder belongs to another user, or every user can write to it: a request decides
+            what is replaced, and by what.
+        UsageError: The folder has no plan.
     """
     home, store = _sealed(folder)
     size = store.size(REQUEST)
     if size is None:
-        raise UsageError(f"{folder} holds no plan", hint="make one with `ckptcore plan SRC DST --save DIR`")
+        raise UsageError(f"no plan in {folder}", hint="make one with `ckptcore plan SRC DST --save DIR`")
     _require_own(home, folder)
     head = load_head(store)
     try:
@@ -83,14 +98,14 @@ def load_request(folder: Path) -> Request:
     manifest = inspect(request.source, request.recover, request.keep_quantized)
     if manifest.digest != head.manifest_digest:
         raise SourceChanged(
-            f"{request.source} has changed since the plan was made: its manifest digest is "
+            f"{request.source} changed since the plan was made: its manifest digest is "
             f"{manifest.digest[:16]}, the plan was made from {head.manifest_digest[:16]}"
         )
     with closing(open_store(manifest.root)) as source:
         stamps.require_same(stamps.load(store) or {}, source)
     if compose(request, manifest).plan.digest != head.digest:
         raise SourceChanged(
-            f"cannot carry out {folder}: another version planned it, or the config files have changed "
+            f"cannot carry out {folder}: another version planned it, or the config files changed "
             f"(got plan {head.digest[:16]})",
             hint="make a new plan with `ckptcore plan SRC DST --save DIR`; nothing was written",
         )
@@ -98,7 +113,7 @@ def load_request(folder: Path) -> Request:
 
 
 def _sealed(folder: Path) -> tuple[SealedFolder, SealedStore]:
-    """A plan's folder. Links on the way to it are the user's, who named it."""
+    """Open a plan's folder. Links in its path are followed: the user named them."""
     home = SealedFolder(Path(os.path.realpath(folder)), mode=0o777)
     return home, SealedStore(home)
 
@@ -106,14 +121,14 @@ def _sealed(folder: Path) -> tuple[SealedFolder, SealedStore]:
 def _require_own(home: SealedFolder, folder: Path) -> None:
     if home.anybody_may_write():
         raise StagingForeign(
-            f"cannot use {folder}: everybody may write to it",
-            hint=f"see that the plan is still yours, then `chmod o-w {folder}`",
+            f"cannot use {folder}: every user may write to it",
+            hint=f"check that the plan is still yours, then run `chmod o-w {folder}`",
             path=str(folder),
         )
 
 
 def _take_back(home: SealedFolder, store: SealedStore, *, there: bool) -> None:
-    """Removes what was saved of a plan; the folder too, unless it was there before."""
+    """Remove the saved part of a plan, and the folder unless it existed before."""
     for path in store.list():
         store.remove(path)
     if not there:

@@ -1,4 +1,4 @@
-"""Keep a plan in its staging folder: save it, prove what is there of it, and carry it out from there."""
+"""Save a plan in its staging folder, check an earlier run's files against it, and load it to carry it out."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def save(
     stamps: dict[str, str | None],
     ctimes: dict[str, int | None] | None = None,
 ) -> None:
-    """Stages a plan, the stamps of its source, and the small files that go beside its output.
+    """Save a plan, the stamps of its source, and the small files of its output in the staging folder.
 
-    ctimes: of the source; None keeps those that were noted when the staged files were begun.
+    ctimes: of the source; None keeps those that were recorded when the first staged file was begun.
     """
     save_stamps(staging.plan, stamps, ctimes)
     _put_extra(staging, composed)
@@ -37,10 +37,10 @@ def save(
 
 
 def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
-    """Holds what an earlier run has staged of the same plan against it, before files are added.
+    """Compare an earlier run's staging folder with the same plan, before files are added.
 
-    What lies on this machine is replaced where it differs, byte for byte: a head may bear the right digest
-    above plans that are not its own. Raises `OutputMismatch` for staged files that nobody planned.
+    Local files of the plan that differ are replaced: a head with the right digest may be stored beside the
+    file plans of another. Raises `OutputMismatch` for staged files that are not in the plan.
     """
     if staging.root.local is None:
         _put_extra(staging, composed)
@@ -51,7 +51,7 @@ def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -
 
 
 def staged_request(staging: Staging) -> Request:
-    """The request that a staged plan was made for; raises `UsageError`, `MalformedCheckpoint`."""
+    """Load the request of a staged plan; raise `UsageError`, `MalformedCheckpoint`."""
     store = staging.root
     size = store.size(REQUEST)
     if size is None:
@@ -65,15 +65,17 @@ def staged_request(staging: Staging) -> Request:
 
 
 def planned_paths(plan: Plan) -> set[str]:
-    """The files that are published, and no others."""
+    """Return the paths of all files that are published."""
     return {f.path for f in plan.files} | {path for path, _ in plan.extra}
 
 
 def restore(
     staging: Staging, composed: Composed, stamps: dict[str, str | None], done: Publication, *, same: bool
 ) -> None:
-    """Brings back the plan and the receipts of a publication that is done: a run was killed in the middle of
-    removing them, and what is published is still to be verified by them."""
+    """Restore the plan and the receipts of a finished publication, to verify the published files.
+
+    A run was killed while it removed them. same: the staged plan is complete.
+    """
     if not same:
         save_stamps(staging.plan, stamps)
         save_plan(staging.plan, composed.plan, composed.files)
@@ -83,7 +85,7 @@ def restore(
 
 
 def plan_run(staging: Staging, plan: Plan, source: Store, noted: Mapping[str, str | None]) -> PlanRun:
-    """What a staged plan is carried out with. noted: the stamps of the source's files."""
+    """Return the inputs for carrying out a staged plan. noted: the stamps of the source's files."""
     return PlanRun(
         digest=plan.digest,
         load=partial(load_file_plan, staging.plan),
@@ -98,19 +100,19 @@ def plan_run(staging: Staging, plan: Plan, source: Store, noted: Mapping[str, st
 
 
 def saved_digest(staging: Staging) -> str | None:
-    """The digest of the plan that is staged, or None when none is, or only half of one."""
+    """Return the digest of the staged plan, or None if there is none or it is incomplete."""
     if staging.plan.size("head.json") is None:
         return None
     try:
         head = load_head(staging.plan)
-    except MalformedCheckpoint:  # cut off by a crash: planned again
+    except MalformedCheckpoint:  # truncated by a crash: planned again
         return None
-    there = staging.plan.list()  # a run that was killed while it cleaned up may leave the head alone
+    there = staging.plan.list()  # a run that was killed while it cleaned up may leave only the head
     return head.digest if all(file_name(f.index) in there for f in head.files) else None
 
 
 def _put_extra(staging: Staging, composed: Composed) -> None:
-    """Stages the small files; those that lie there are left alone."""
+    """Write the small files to the staging folder, unless they are there already."""
     for path, digest in composed.plan.extra:
         data = composed.extra[path]
         if staging.files.size(path) != len(data) or digest_of(staging.files, path, len(data)) != digest:

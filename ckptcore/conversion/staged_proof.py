@@ -1,9 +1,9 @@
-"""Prove that what was staged is what the source holds, although its files' status has changed.
+"""Prove that the staged output equals the source, although the status of the source's files changed.
 
-A file that is rewritten in place can get its size and modification time back. Its ctime tells, but a chmod or
-a backup changes that, too. So where a ctime alone differs from the one noted with the plan, or the plan of an
+A file that is rewritten in place can get its size and modification time back. Its ctime changes, but a chmod
+or a backup changes that, too. If only a ctime differs from the one recorded with the plan, or the plan of an
 older version has none, every output file is computed a second time and compared with the staged bytes, while
-stamps and ctimes stay as they are. That costs reading the source and the staged files once, and decides it.
+stamps and ctimes stay constant. That reads the source and the staged files once, and is conclusive.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.utils.workers import Progress
 
-_TRIES = 3  # a backup that goes through the source meanwhile touches every file once
+_TRIES = 3  # a backup that runs meanwhile changes the ctime of every file once
 _HINT = "run the command again when nothing writes to the source"
 _log = logging.getLogger("ckptcore")
 
 
 def require_source(staging: Staging, plan: Plan, settings: Settings, progress: Progress | None) -> None:
-    """Last thing before publishing: the source is what was read, by its stamps and ctimes, or by its bytes.
+    """Check right before publishing that the source is unchanged, by stamps and ctimes, or by its bytes.
 
-    Raises `SourceChanged`. What was staged from other bytes is removed first: nobody may go on with it.
+    Raises `SourceChanged`. Files that were staged from other bytes are removed first: no run may use them.
     """
     noted, before = load(staging.plan), load_ctimes(staging.plan)
-    if noted is None:  # nothing says what the source was: no comparing can prove anything
+    if noted is None:  # without stamps nothing can be proven
         raise SourceChanged(
-            f"the plan in {staging.plan.url} does not say what its source was",
-            hint="prepare the conversion again",
+            f"the plan in {staging.plan.url} has no stamps of its source", hint="prepare the conversion again"
         )
     with closing(open_store(plan.source)) as source:
         require_same(noted, source)
@@ -62,17 +61,17 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
             require_same(noted, source)
             now = take_ctimes(noted, source)
             if untouched(before, now):
-                save(staging.plan, noted, now)  # what was proven is what these times stand for
+                save(staging.plan, noted, now)  # the proof is valid for these times
                 return
     raise SourceChanged(
-        f"what was read of {plan.source} cannot be proven: the ctimes of its files change again and again "
+        f"cannot prove that {plan.source} is unchanged: the ctimes of its files keep changing "
         f"(last that of {_differing(before, now)})",
         hint=_HINT,
     )
 
 
 def _compare_files(staging: Staging, plan: Plan, recompute: Callable[[], None]) -> None:
-    """Reads the manifest again, which the literals of plans come from, and computes every file anew."""
+    """Read the manifest again, the source of the plans' literals, and compute every file a second time."""
     request = staged_request(staging)
     opened = open_source(request.source, recover=request.recover, keep_quantized=request.keep_quantized)
     with closing(opened.store):

@@ -1,11 +1,11 @@
-"""Staging: where does an output lie until it is whole, and who may work on it?
+"""Manage the staging folder, where an output is written until it is complete.
 
-Everything is written into a folder beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with
-``plan/``, ``receipts/``, ``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into
-place. A run that is killed leaves the staging folder, from which the next one goes on.
+The folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
+``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into place. A killed run
+leaves the staging folder, and the next one resumes from it.
 
-Its name can be guessed, so somebody else may have put one there. What a run uses, empties or removes is the
-trusted users' own (`ckptcore.store.sealed`); everything else is refused as it is, by `StagingForeign`.
+Its name can be guessed, so another user may have created it. A run uses, empties or removes only what belongs
+to the trusted users (`ckptcore.store.sealed`); it refuses everything else with `StagingForeign`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
 
-PUBLISHING = "publishing.json"  # written right before the move: names the plan that is published
-REPLACED = "replaced"  # what an output took the place of
+PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
+REPLACED = "replaced"  # the old output that a new one replaced
 LOCK, PARTS = "lock", ("plan", "receipts", "files")
 RECORDS = ("request.json", "replaces.json", PUBLISHING)
 # The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
-# removed files that are open. Anything else by such a name is somebody's.
+# removed files that are open. All other files are foreign.
 _FILES = re.compile(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
 _UNFINISHED = re.compile(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
 _TRIES, _PAUSE_S = 50, 0.01
@@ -50,8 +50,14 @@ _log = logging.getLogger("ckptcore")
 
 @dataclass(frozen=True, slots=True)
 class Spots:
-    """Where a publication on this machine moves things. folder, file: the new output, as it is one or the
-    other. target: its place. aside: what was there, until its end."""
+    """The places that a local publication moves files between.
+
+    Attributes:
+        folder: The new output, if it is a folder.
+        file: The new output, if it is one file.
+        target: The destination.
+        aside: Where the old output is kept until it is removed.
+    """
 
     folder: Spot
     file: Spot
@@ -65,7 +71,7 @@ class Staging:
     def __init__(self, destination: str) -> None:
         parent, name = split_url(destination)
         if not name:
-            raise UsageError(f"{destination!r} is no place to write to")
+            raise UsageError(f"cannot write to {destination!r}: it has no name")
         self.destination, self.name, self.parent = destination.rstrip("/") or "/", name, parent
         self.url = join_url(parent, f".{name}.ckptcore")
         here = local_path(self.url)
@@ -75,26 +81,31 @@ class Staging:
 
     @property
     def plan_uri(self) -> str:
-        """Where the plan lies; all that a worker must be told."""
+        """Where the plan is stored; a worker needs nothing else."""
         return self.plan.url
 
     @classmethod
     def of_plan(cls, plan_uri: str) -> Staging:
-        """The staging folder that a plan lies in; raises `UsageError`."""
+        """Return the staging folder that a plan is in; raise `UsageError` for other paths."""
         above, part = split_url(plan_uri)
         parent, name = split_url(above)
         if part != "plan" or not (name.startswith(".") and name.endswith(".ckptcore")):
-            raise UsageError(f"{plan_uri!r} is no plan of a conversion")
+            raise UsageError(f"{plan_uri!r} is not the plan of a conversion")
         return cls(join_url(parent, name[1 : -len(".ckptcore")]))
 
     @contextlib.contextmanager
     def lock(self, *, shared: bool = False, make: bool = False) -> Iterator[None]:
-        """Holds the destination against other processes of this machine.
+        """Lock the destination against other processes of this machine.
 
-        shared: for workers of one plan beside each other. make: make the staging folder where there is none;
-        else nothing is held then, as there is nothing. What others than the trusted users could write to is
-        emptied when it is made ready, as far as it is ours, and refused otherwise.
-        Raises `Busy`, `StagingForeign`, `DestinationUnwritable`.
+        Args:
+            shared: A shared lock, for several workers of one plan.
+            make: Create the staging folder if there is none, and empty our own folder if other users could
+                write to it. Without ``make``, a missing folder is not locked.
+
+        Raises:
+            Busy: Another process has the lock.
+            StagingForeign: Other users than the trusted ones could write to the folder.
+            DestinationUnwritable: A file system call failed.
         """
         if self._home is None:
             yield  # object stores have no locks; equal runs write equal bytes
@@ -109,9 +120,9 @@ class Staging:
                 os.close(fd)
 
     def require_ours(self, *, published: bool) -> None:
-        """Raises `StagingForeign` when anything in the staging folder is a link, or not the trusted users'.
+        """Raise `StagingForeign` if anything in the staging folder is a link, or another user's.
 
-        published: the output was moved out already; what it replaced may lie in its place, and be anybody's.
+        published: the output was moved out already; the old output may be in its place, and be any user's.
         """
         if self._home is None or self._home.open() is None:
             return
@@ -122,17 +133,17 @@ class Staging:
             self.root.size(name)
 
     def require_room(self, nbytes: int) -> None:
-        """Raises `DiskFull` where fewer bytes are free than are still to be written."""
+        """Raise `DiskFull` if fewer bytes are free than are still to be written."""
         free = self.root.free_bytes()
         if free is not None and nbytes > free:
             raise DiskFull(
-                f"{nbytes} bytes are to be written beside {self.destination}, {free} are free",
+                f"cannot write {nbytes} bytes beside {self.destination}: {free} bytes are free",
                 needed=nbytes,
                 free=free,
             )
 
     def require_planned(self, planned: Collection[str]) -> None:
-        """Raises `OutputMismatch` for staged files and folders that nobody planned."""
+        """Raise `OutputMismatch` for staged files and folders that are not in the plan."""
         if not isinstance(self.files, SealedStore):
             odd = sorted(set(self.files.list()) - set(planned))
         elif not self.files.is_there():
@@ -142,15 +153,15 @@ class Staging:
             odd = [path for path, _ in self.files.entries() if path not in planned and path not in folders]
         if odd:
             raise OutputMismatch(
-                f"cannot publish {self.files.url}: nobody planned {len(odd)} of the files in it "
+                f"cannot publish {self.files.url}: {len(odd)} of its files are not in the plan "
                 f"(got {', '.join(odd[:5])!r})",
-                hint="take them away if they are yours, or try --no-resume: it removes what is staged",
+                hint="move them away if they are yours, or try --no-resume: it removes all staged files",
                 files=odd[:100],
             )
 
     @contextlib.contextmanager
     def spots(self) -> Iterator[Spots | None]:
-        """The places that a local publication moves things between, held open; None without a staging folder.
+        """Open the places of a local publication, and keep them open; None without a staging folder.
 
         Raises `StagingForeign`.
         """
@@ -158,7 +169,7 @@ class Staging:
             yield None
             return
         with self._home.below(()) as root, self._home.below(("files",)) as files:
-            assert root is not None  # it is held
+            assert root is not None  # it is open
             path, parent = str(self._home.path), self._home.parent_fd()
             yield Spots(
                 Spot(root, "files", f"{path}/files"),
@@ -169,9 +180,9 @@ class Staging:
 
     @contextlib.contextmanager
     def moving(self, *, single: bool) -> Iterator[None]:
-        """Holds that the block moves to the destination what this staging folder held, and nothing else.
+        """Check that the block moves the content of this staging folder to the destination.
 
-        Who may rename in the parent could have swapped them, or led its path elsewhere.
+        A user who may rename in the parent could have exchanged folders or redirected the path.
         Raises `StagingForeign`.
         """
         if self._home is None:
@@ -180,27 +191,27 @@ class Staging:
         with self._home.below(("files",) if single else ()) as fd:
             staged = look(fd, self.name if single else "files") if fd is not None else None
         if staged is None or not self._home.in_place():
-            raise strange(str(self._home.path), "it was moved away while a run worked in it")
+            raise strange(str(self._home.path), "it was moved away while a run used it")
         self._require_parent(self._home)
         yield
         self._require_parent(self._home)
         target = str(self._home.path.with_name(self.name))
         now = look(self._home.parent_fd(), self.name)
         if now is None:
-            raise strange(target, "it was taken away while it was published")
-        if not os.path.samestat(now, staged):  # by another's hand, or a file system that counts anew
+            raise strange(target, "it was removed while it was published")
+        if not os.path.samestat(now, staged):  # another user did it, or a file system that changes inodes
             require = self._home.owners.require_file if single else self._home.owners.require_folder
             require(now, target)
 
     def clear(self, *, publication: bool = True) -> None:
-        """Empties the staging folder of everything but the lock. publication: also of the record of one."""
+        """Remove everything but the lock from the folder. publication: also the record of a publication."""
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
         if publication:
             self.root.remove(PUBLISHING)
 
     def sweep_parts(self, *, joints: bool = False) -> None:
-        """Removes what killed writers left unfinished. joints: also files whose parts were never joined."""
+        """Remove unfinished files of killed writers. joints: also files whose parts were never joined."""
         kinds = ("part", "joint") if joints else ("part",)
         for store in (self.plan, self.receipts, self.files):
             if isinstance(store, SealedStore) and store.is_there():
@@ -210,14 +221,16 @@ class Staging:
                         store.remove(path)
 
     def remove(self) -> None:
-        """Removes the staging folder: at once under its name, so that a run that is killed here
-        leaves none that looks as if work could go on in it."""
+        """Remove the staging folder.
+
+        It is renamed first: if this run is killed here, no later run resumes in a partly removed folder.
+        """
         if self._home is None:
             for part in (self.files, self.plan, self.receipts):
                 part.remove_all()
             for name in ("request.json", "replaces.json"):
                 self.root.remove(name)
-            self.root.remove(PUBLISHING)  # last: while it is there, a run that is killed here is gone on with
+            self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
             self.root.remove_all()
             return
         for store in (self.root, self.plan, self.receipts, self.files):
@@ -225,18 +238,17 @@ class Staging:
         self.sweep_gone()
         if self._remove_but_odd(self._home):
             return
-        # With the clock: the name alone may be taken by what could not be removed, of another machine, say.
+        # With the clock: another machine's folder of this name may be left, which could not be removed.
         try:
             self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
 
     def _remove_but_odd(self, home: SealedFolder) -> bool:
-        """Where somebody put things into the folder while a run worked in it, removes what is the run's, and
-        nothing else; False where nobody did."""
+        """Remove only the run's own files if the folder has foreign ones; return whether it has."""
         fd = home.open()
         odd = [] if fd is None or not home.in_place() else _odd(names_in(fd))
-        # What a version without lists replaced goes with its folder.
+        # An old output that a version without lists replaced is removed with its folder.
         odd = [name for name in odd if name != REPLACED or self.root.size(PUBLISHING) is None]
         if not odd:
             return False
@@ -248,8 +260,7 @@ class Staging:
         return True
 
     def is_unused(self) -> bool:
-        """Whether there is a staging folder in which no file was finished or published, and nothing lies that
-        a run does not put there."""
+        """Return whether there is a staging folder without finished, published or foreign files."""
         root = self._home.open() if self._home is not None else None
         if root is None:
             return False
@@ -263,7 +274,7 @@ class Staging:
         return not (isinstance(receipts, SealedStore) and receipts.is_there() and receipts.list())
 
     def sweep_gone(self) -> None:
-        """Removes what a run that was killed in `remove` left, as far as that is ours and can be removed."""
+        """Remove what a run that was killed in `remove` left, if it is ours and can be removed."""
         if self._home is None:
             return
         gone = re.compile(re.escape(f"{self._home.name}.gone-") + r"[0-9a-f-]+")
@@ -277,46 +288,48 @@ class Staging:
         return open_store("/".join([self.url, *inside]))
 
     def _sweep(self, home: SealedFolder, parent: int, name: str) -> None:
-        """Removes one folder that has the name of a removed staging folder, if it is one of ours."""
-        shown = str(home.path.with_name(name))
-        # Somebody else's is left, and so is what cannot be removed: no run needs the name.
+        """Remove one folder with the name of a removed staging folder, if it is ours."""
+        path = str(home.path.with_name(name))
+        # Another user's folder stays, and so does what cannot be removed: no run needs the name.
         with contextlib.suppress(OSError, StagingForeign):
-            fd = enter(parent, name, shown, home.owners)
+            fd = enter(parent, name, path, home.owners)
             if fd is None:
                 return
             with closing_fd(fd):
-                refuse_odd(Path(shown), [n for n in _odd(names_in(fd)) if n != REPLACED])
-            remove_tree(parent, name, shown, home.owners)
+                refuse_odd(Path(path), [n for n in _odd(names_in(fd)) if n != REPLACED])
+            remove_tree(parent, name, path, home.owners)
 
     def _require_parent(self, home: SealedFolder) -> None:
         if not home.parent_in_place():
-            raise strange(str(home.parent), "another folder came in its place while a run worked in it")
+            raise strange(str(home.parent), "another folder took its place while a run used it")
 
     def _shut_out(self, home: SealedFolder, *, begin: bool) -> None:
-        """Makes a folder that others could write to the trusted users' own. begin: nothing in it is kept.
-        Where a publication was begun, what it replaced may lie in it: that is refused."""
+        """Remove other users' write access to the folder. begin: nothing in it is kept.
+
+        A folder with a begun publication is refused: the old output may be in it.
+        """
         fd = home.open()
-        assert fd is not None  # its lock is held
+        assert fd is not None  # it is locked
         before = os.fstat(fd)
         shut = False
         if begin and self.root.size(PUBLISHING) is None:
             self.require_ours(published=False)
             self.clear()
             shut = home.shut_out()
-            _log.info("%s could be written to by others: begun anew", home.path)
+            _log.info("other users could write to %s: it was emptied", home.path)
         elif home.shut_out():
             os.fchmod(fd, stat.S_IMODE(before.st_mode))
             raise self._loose(home, before)
-        # A mode that its owner cannot change is that of a file system without modes: there is no better one.
+        # If the owner cannot change the mode, the file system has no modes: there is no better one.
         if not shut and before.st_uid != home.owners.own:
             raise self._loose(home, before)
 
     def _loose(self, home: SealedFolder, seen: os.stat_result) -> StagingForeign:
         return StagingForeign(
-            f"cannot use {home.path}: others than the trusted users could write to it "
+            f"cannot use {home.path}: other users than the trusted ones could write to it "
             f"(got mode {stat.S_IMODE(seen.st_mode):04o})",
-            hint=f"see that what lies in it is yours, then `chmod go-w {home.path}`; several users of one "
-            f"service are named in {VARIABLE}",
+            hint=f"check that its content is yours, then run `chmod go-w {home.path}`; if several users "
+            f"run one service, list them in {VARIABLE}",
             path=str(home.path),
         )
 
@@ -326,7 +339,7 @@ class Staging:
             home.close()
             try:
                 fd = self._open_lock(home, make=make)
-            except FileNotFoundError as error:  # the folder went meanwhile: another run has just finished
+            except FileNotFoundError as error:  # another run has just finished and removed the folder
                 failed = error
                 time.sleep(_PAUSE_S)
                 continue
@@ -342,9 +355,9 @@ class Staging:
             except OSError as error:
                 os.close(fd)
                 raise self._unwritable(error) from error
-            # A finished run takes its folder and lock away: then this is the lock of nothing.
+            # A finished run removes its folder and lock: then this lock protects nothing.
             root = home.open()
-            assert root is not None  # the lock lies in it
+            assert root is not None  # the lock is in it
             named = look(root, LOCK)
             if named is not None and os.path.samestat(named, os.fstat(fd)) and home.in_place():
                 return fd
@@ -352,20 +365,20 @@ class Staging:
             failed = None
         if failed is not None:
             raise self._unwritable(failed) from failed
-        raise Busy(f"other processes finish {self.destination} again and again")
+        raise Busy(f"other processes keep finishing {self.destination}")
 
     def _open_lock(self, home: SealedFolder, *, make: bool) -> int | None:
         root = home.open(make=make)
         if root is None:
             return None
-        shown = str(home.path / LOCK)
+        path = str(home.path / LOCK)
         seen = look(root, LOCK)
         if seen is not None:
-            home.owners.require_file(seen, shown)
+            home.owners.require_file(seen, path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(LOCK, flags, 0o666, dir_fd=root)
         try:
-            home.owners.require_file(os.fstat(fd), shown)
+            home.owners.require_file(os.fstat(fd), path)
         except CkptError:
             os.close(fd)
             raise
@@ -375,12 +388,12 @@ class Staging:
         why = error.strerror or str(error)
         for at in map(str, (Path(self.parent), *Path(self.parent).parents)):
             if os.path.islink(at) and not os.path.exists(at):
-                why = f"{at} is a link that leads nowhere"
+                why = f"{at} is a broken link"
         return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
 
 
 def _odd(names: Names) -> list[str]:
-    """The names in a staging folder that no run puts there so, sorted."""
+    """Return the names in a staging folder that no run creates, sorted."""
     ours = {name for name, seen in names.items() if _is_ours(name, seen.st_mode)}
     return sorted(names.keys() - ours)
 
@@ -390,7 +403,7 @@ def _is_ours(name: str, mode: int) -> bool:
 
 
 def _refuse_foreign(path: Path, names: Names) -> None:
-    """Raises `StagingForeign` for a folder that no run of ours has left so."""
+    """Raise `StagingForeign` for a folder that no run of ours can have left."""
     refuse_odd(path, [name for name in _odd(names) if name != REPLACED or PUBLISHING not in names])
     if names and LOCK not in names:
-        raise strange(str(path), "no run has worked in it: it holds files, and no lock")
+        raise strange(str(path), "no run has used it: it has files, but no lock")

@@ -1,16 +1,16 @@
-"""The care of folders of checkpoints: sweep, scrub, retire, claims, and rebuilding the catalog.
+"""Operate on folders of checkpoints: sweep, scrub, retire, claim, and rebuild the catalog.
 
-Operations read the catalog and say what is to be done; conversions are made by `ckptcore.conversion`. Nothing
-is deleted here that is not proven elsewhere, byte for byte. They know no command line and no Prefect.
+Operations read the catalog and decide what to do; `ckptcore.conversion` converts. They delete only data whose
+copy was verified byte for byte. They know no command line and no Prefect.
 
-    sweep             `sweep`, `look_through`: convert what is complete below the watched roots
-    scrub             `scrub`: prove that what the catalog knows is still there
+    sweep             `sweep`, `look_through`: convert complete checkpoints below the watched roots
+    scrub             `scrub`: verify that registered checkpoints are still intact
     retire            `retire`: delete sources that a verified child replaces
-    convert_once      `convert_once`: one of several that are asked converts
-    export_target     `Target`, `target_of`: what is made of the checkpoints of a root
-    rebuild_catalog   `rebuild`: the rows of a lost catalog, from the data
+    convert_once      `convert_once`: convert a checkpoint in one of several processes that are asked to
+    export_target     `ExportTarget`, `target_of`: output format and destination of a root's checkpoints
+    rebuild_catalog   `rebuild`: restore the rows of a lost catalog from the data
     options           options of sweep, scrub and retire, for commands and flows
     claims, wait, readiness, discover, distinct, verify, registered_files, proven_files, child_proof,
-    replacement, retention, set_aside, interrupted_retire
-                      what these rest on
+    replacement, retention, set_aside, removal_record, interrupted_retire
+                      internals of these
 """

@@ -1,6 +1,7 @@
-"""Reproof: is a child still what proves its source, byte for byte and in its own place?
+"""Verify that a child still proves its source, byte for byte and in its own place.
 
-Asked twice for every source that is deleted: before anything is touched, and while the source is away.
+This is done twice for every source that is deleted: before anything changes, and while the source is set
+aside.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ckptcore.core.used_files import used
 from ckptcore.errors import SourceChanged, UsageError
 from ckptcore.operations.distinct import files_of
 from ckptcore.operations.registered_files import compare, same_manifest
-from ckptcore.operations.replacement import Stand, failed_as_export, failed_message
+from ckptcore.operations.replacement import Replacement, failed_as_export, failed_message
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 
 
 def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
-    """A child with its files, as the catalog has it now; raises `UsageError` unless it is there, and for an
-    export that failed when it was verified."""
+    """Return a child with its files, as the catalog has it now.
+
+    Raises:
+        UsageError: It is not present, or it is an export that failed its verification.
+    """
     detail = catalog.show(public, tensors=False)
     if not isinstance(detail, CheckpointDetail):
-        raise UsageError(f"{public} is no checkpoint")
+        raise UsageError(f"{public} is not a checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
     if failed_as_export(detail):
@@ -38,21 +42,24 @@ def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
 
 
 def require_proven(uri: str, proven: Proven, *, digests: bool = True) -> None:
-    """Raises `UsageError` unless every file of a child was found to be, byte for byte, what was written.
+    """Raise `UsageError` unless every file of a child is, byte for byte, the one that was written.
 
-    digests: nothing else speaks for it, so that a file without a digest is not proven.
+    digests: require digests, because there is no other proof.
     """
     if digests and any(f.code == "no-checksum" for f in proven.findings):
         raise UsageError(f"{uri} has no digests: --fingerprint reads both")
-    # Unproven alone are files that hold no tensor and that nobody recorded: they are not what speaks for it.
+    # With digests, only files without tensors that are not recorded are unproven: they are no evidence.
     if proven.proof not in (Proof.PROVEN, Proof.UNPROVEN):
         raise UsageError(f"{uri}: {proven.message}")
 
 
 def require_holding(detail: CheckpointDetail, wanted: str | None, means: Settings) -> None:
-    """Reads a child as it is in its own place now. Raises `UsageError` unless it holds what it must.
+    """Read a child in its own place, and raise `UsageError` unless it has the wanted tensors.
 
-    wanted: the fingerprint of its tensors; None for a cast child, for which its digests must do.
+    Args:
+        detail: The child.
+        wanted: The fingerprint of its tensors; None for a cast child, which its digests must prove.
+        means: Memory and threads for reading.
     """
     uri = detail.checkpoint.uri
     if wanted is None:
@@ -60,7 +67,7 @@ def require_holding(detail: CheckpointDetail, wanted: str | None, means: Setting
         return
     manifest = same_manifest(uri, detail.checkpoint.manifest_digest)
     if manifest is None or fingerprint(manifest, means).fingerprint != wanted:
-        raise UsageError(f"{uri} holds other tensors now")
+        raise UsageError(f"{uri} has other tensors now")
     data = used(manifest).data
     others = tuple(file for file in detail.files if file.digest and file.path not in data)
     if others:  # the files of tensors were read for their fingerprint
@@ -69,11 +76,11 @@ def require_holding(detail: CheckpointDetail, wanted: str | None, means: Setting
 
 
 def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
-    """The child's files as they are now, each with its identity."""
+    """Return the child's current files, each with its identity."""
     child = detail.checkpoint
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
-        raise UsageError(f"another checkpoint stands at {child.uri} now")
+        raise UsageError(f"another checkpoint is at {child.uri} now")
     known = {file.path for file in detail.files if file.digest}
     name = manifest.origin.get("file")
     missing = sorted(used(manifest).data - known - {name}) if known else []
@@ -82,16 +89,17 @@ def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
     return files_of(child.uri, manifest, [file.path for file in detail.files])
 
 
-def require_at_rest(stand: Stand, detail: CheckpointDetail) -> None:
-    """Raises `SourceChanged` unless a child's files are those that were seen before they were read."""
+def require_at_rest(replacement: Replacement, detail: CheckpointDetail) -> None:
+    """Raise `SourceChanged` unless a child's files are unchanged since before they were read."""
     uri = detail.checkpoint.uri
-    name = difference(stand.files, files_now(detail))
+    name = difference(replacement.files, files_now(detail))
     if name is not None:
         raise changed(uri, name)
 
 
 def changed(uri: str, name: str) -> SourceChanged:
+    """Return the error for a file that changed while a run used it."""
     return SourceChanged(
         f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
-        hint="run again when nobody writes there",
+        hint="run again when no process writes there",
     )

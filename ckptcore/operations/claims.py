@@ -1,7 +1,7 @@
-"""Claiming: who converts this, while everybody else leaves it alone?
+"""Claim a conversion, so that only one process does it.
 
-Sweeps and webhooks' flows find the same checkpoint at the same time. Whoever takes the claim converts; the
-others see how it stands. A thread renews the claim while the work goes on, however long that takes.
+Sweeps and webhooks' flows find the same checkpoint at the same time. The process that takes the claim
+converts; the others see its state. A thread renews the claim while the conversion runs, however long.
 """
 
 from __future__ import annotations
@@ -35,31 +35,34 @@ _log = logging.getLogger("ckptcore")
 
 
 def source_digest(manifest: Manifest) -> str:
-    """Stands for what a source holds now: its manifest, and the stamps of its files.
+    """Return a digest of a source's current content: its manifest, and the stamps of its files.
 
-    The manifest alone does not: two steps of one run have equal ones. Second copies do not count.
+    The manifest alone is not enough: two steps of one run have equal ones. Second copies do not count.
     """
     manifest = manifest.without_copies()
     with closing(open_store(manifest.root)) as store:
         stamps = take_stamps(manifest, store)
-    whole = blake3(manifest.digest.encode())
+    hasher = blake3(manifest.digest.encode())
     for path, stamp in sorted(stamps.items()):
-        whole.update(f"{path}\0{stamp}\n".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()
+        hasher.update(f"{path}\0{stamp}\n".encode("utf-8", "surrogateescape"))
+    return hasher.hexdigest()
 
 
 def key_of(request: Request, digest: str) -> Key:
-    """What is claimed. digest: `source_digest` of the request's source."""
+    """Return the key of a request's claim. digest: `source_digest` of the request's source."""
     return Key(digest, request.destination, options_digest(request))
 
 
 def owner() -> str:
-    """A name for this worker that no other has."""
+    """Return a unique name for this worker."""
     return f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
 
 
 def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> bool:
-    """Whether the catalog knows a destination as made from this source. digest: of the source's manifest."""
+    """Return whether the catalog records that a destination was made from this source.
+
+    digest: of the source's manifest.
+    """
     try:
         origins = catalog.which(destination)
     except UsageError:  # the catalog does not know it
@@ -71,7 +74,7 @@ def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> b
 
 
 def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
-    """Whether the key's destination was made from this very source when other content lay there."""
+    """Return whether the key's destination was made from an earlier content of this source."""
     with catalog.reading() as conn:
         there = claims.of_destination(conn, key.destination)
     return any(
@@ -81,10 +84,23 @@ def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
 
 
 @contextmanager
-def claimed(catalog: Catalog, key: Key, source: str, who: str, *, again: bool = False) -> Iterator[ClaimRow]:
-    """The claim; if it is `mine` held while the block runs, done when that ends, failed when it raises."""
+def claimed(catalog: Catalog, key: Key, source: str, who: str, *, redo: bool = False) -> Iterator[ClaimRow]:
+    """Take a claim, if it is free, and renew it while the block runs.
+
+    At the end of the block the claim is done; after an error it is failed.
+
+    Args:
+        catalog: The catalog.
+        key: The source's content, the destination and the options.
+        source: Path or URL of the source.
+        who: The worker; it takes its own claim again at once.
+        redo: Take a claim that is done, too.
+
+    Yields:
+        The claim; `mine` says whether this worker has it.
+    """
     with catalog.writing() as conn:
-        claim = claims.take(conn, datetime.now(UTC), key, source, who, retry=again)
+        claim = claims.take(conn, datetime.now(UTC), key, source, who, retry=redo)
     if not claim.mine:
         yield claim
         return
@@ -100,14 +116,14 @@ def claimed(catalog: Catalog, key: Key, source: str, who: str, *, again: bool = 
         try:
             with catalog.writing() as conn:
                 claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
-        except CkptError as second:  # must not hide the first error; the lease ends by itself
-            _log.warning("the claim could not be settled: %s", second.message)
+        except CkptError as second:  # must not hide the first error; the lease expires
+            _log.warning("cannot end the claim: %s", second.message)
         raise
     stop.set()
     keeper.join()
     with catalog.writing() as conn:
         if not claims.done(conn, datetime.now(UTC), claim):
-            _log.warning("the claim on %s was taken by another worker meanwhile", claim.key.destination)
+            _log.warning("another worker took the claim on %s meanwhile", claim.key.destination)
 
 
 def _keep(catalog: Catalog, claim: ClaimRow, stop: threading.Event) -> None:
@@ -115,8 +131,8 @@ def _keep(catalog: Catalog, claim: ClaimRow, stop: threading.Event) -> None:
         try:
             with catalog.writing() as conn:
                 mine = claims.renew(conn, datetime.now(UTC), claim)
-        except CkptError as error:  # tried again: two more fit into the lease
-            _log.warning("the claim on %s could not be renewed: %s", claim.key.destination, error.message)
+        except CkptError as error:  # two more tries fit into the lease
+            _log.warning("cannot renew the claim on %s: %s", claim.key.destination, error.message)
             continue
         if not mine:
             return

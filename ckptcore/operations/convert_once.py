@@ -1,6 +1,6 @@
-"""Once: a checkpoint that several are asked to convert is converted by one of them.
+"""Convert a checkpoint in one of several processes that are asked to convert it.
 
-Flows that webhooks start, sweeps, and commands with ``--wait`` meet at the claims of the catalog.
+Flows that webhooks start, sweeps, and commands with ``--wait`` coordinate through the claims of the catalog.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptcore.conversion.pipeline import convert, inspect, tidy
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import Busy, DestinationExists
 from ckptcore.operations import claims as claiming
-from ckptcore.operations.wait import OnWait, delays, wait_until_whole
+from ckptcore.operations.wait import OnWait, delays, wait_until_complete
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.workers import Progress
 
@@ -34,14 +34,25 @@ def convert_once(
     wait_s: float,
     on_wait: OnWait,
 ) -> Result | None:
-    """Waits until the source is whole, and converts it unless it has been; None when it has.
+    """Wait until the source is complete, then convert it unless another process already has.
 
-    catalog: its URL; None is the default one. False is none: nobody else is known of then. wait_s: how long
-    to look again at what is not whole yet, or is being converted by somebody else. on_wait: see
-    `wait_until_whole`. Raises what `convert` raises, and `Busy`.
+    Args:
+        request: What to convert, and how.
+        settings: Memory, threads and device.
+        progress: Called with the stage, the bytes done and the bytes in total.
+        catalog: Its URL; None for the default one. False for none: other processes are not considered then.
+        wait_s: Seconds to wait for an incomplete source, or for another process that converts it.
+        on_wait: See `wait_until_complete`.
+
+    Returns:
+        The published output; None if it was made before.
+
+    Raises:
+        Busy: Another process is still converting it.
+        CkptError: An error of `convert`.
     """
     looks = delays(wait_s / 60)
-    manifest = wait_until_whole(request.source, request.recover, looks, on_wait)
+    manifest = wait_until_complete(request.source, request.recover, looks, on_wait)
     if catalog is False:
         return convert(request, settings, progress, catalog)
     from ckptcore.catalog import open_catalog
@@ -55,16 +66,26 @@ def convert_once(
 
 @contextmanager
 def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequence[float]) -> Iterator[bool]:
-    """Whether the conversion is to be made here; while the block runs nobody else makes it.
+    """Claim a conversion while the block runs, so that no other process does it.
 
-    digest: of the source's manifest. who: takes up its own work at once when it is resumed. looks: seconds
-    to wait between looks while somebody else is at work; then raises `Busy`.
+    Args:
+        known: The catalog.
+        request: What to convert, and how.
+        digest: Of the source's manifest.
+        who: The worker; it takes its own claim again at once when it is resumed.
+        looks: Seconds to wait between checks while another process has the claim.
+
+    Yields:
+        Whether to convert here; False if the output exists.
+
+    Raises:
+        Busy: Another process still has the claim.
     """
     key = claiming.key_of(request, claiming.source_digest(inspect(request.source, request.recover)))
     for pause in (0.0, *looks):
         time.sleep(pause)
-        for again in (False, True):  # what was made, and taken away since, is made again
-            with claiming.claimed(known, key, request.source, who, again=again) as claim:
+        for redo in (False, True):  # an output that was made and removed since is made again
+            with claiming.claimed(known, key, request.source, who, redo=redo) as claim:
                 if claim.mine:
                     made = _is_made(known, key, request, digest)
                     if made:
@@ -76,11 +97,11 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
             if is_there(request):
                 yield False
                 return
-    raise Busy(f"{claim.owner} converts {request.source}")
+    raise Busy(f"{claim.owner} is converting {request.source}")
 
 
 def is_there(request: Request) -> bool:
-    """Whether something stands at a request's destination."""
+    """Return whether a request's destination exists."""
     try:
         refuse_existing(replace(request, overwrite=False, overwrite_foreign=False))
     except DestinationExists:
@@ -89,7 +110,7 @@ def is_there(request: Request) -> bool:
 
 
 def _is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
-    """Whether it was made before anybody kept claims."""
+    """Return whether the destination was made by a version without claims."""
     return (
         is_there(request)
         and not claiming.rewritten(known, key, request.source)

@@ -1,8 +1,8 @@
-"""Discovering: which places below a root are checkpoints, told by the formats' own evidence?
+"""Find the checkpoints below a root, by the formats' own evidence.
 
-One listing of the root; after that a folder costs what the formats' detectors read. A folder that keeps
-steps in folders below it is no checkpoint itself; a part inside a checkpoint is none either. Folders whose
-names begin with a dot are left out: staging folders, caches, what is being deleted.
+The root is listed once; after that a folder costs only the reads of the formats' detectors. A folder with
+steps in folders below it is not a checkpoint itself, nor is a part inside a checkpoint. Folders whose names
+begin with a dot are skipped: staging folders, caches, sources that are being deleted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptcore.utils.step_names import says_step, step_of
 
 MAX_DEPTH = 12
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")  # of files that are one save each
-# What is refused by these names is a folder of several checkpoints.
+# Formats that are refused under these names are folders of several checkpoints.
 _SEVERAL = ("olmo-steps", "trainer-folder")
 
 
@@ -29,8 +29,15 @@ _SEVERAL = ("olmo-steps", "trainer-folder")
 class Candidate:
     """A place that may be a checkpoint.
 
-    path: below the root. run: the name of the folder that keeps its steps. format, because: what it was
-    recognised as and why; empty when only its name speaks for it. files: what lies there.
+    Attributes:
+        root: The root that was searched.
+        path: Below the root.
+        name: The last part of the path.
+        step: The training step, or None.
+        run: The name of the folder that contains its steps.
+        format: The recognised format; empty if there is only the evidence of the name.
+        because: The evidence for the format.
+        files: The files of the place.
     """
 
     root: str
@@ -44,20 +51,28 @@ class Candidate:
 
     @property
     def uri(self) -> str:
-        """Where it is."""
+        """Its path or URL."""
         return join_url(self.root, self.path)
 
     @property
     def stamp(self) -> str:
-        """Changes when one of its files is written again."""
+        """A value that changes when one of its files is rewritten."""
         return stamp_of(self.files)
 
 
 def discover(root: str, *, include: Sequence[str] = (), skip: Collection[str] = ()) -> tuple[Candidate, ...]:
-    """The candidates below a root, the oldest step first; the root itself is none.
+    """Find the candidates below a root, not the root itself.
 
-    include: globs on paths below the root; empty means all. skip: URIs that are no sources, and nothing below
-    them is. Raises what `survey` raises.
+    Args:
+        root: Path or URL of a folder.
+        include: Globs on paths below the root; empty means all.
+        skip: URIs that are not sources; nothing below them is either.
+
+    Returns:
+        The candidates, the lowest step first.
+
+    Raises:
+        CkptError: An error of `survey`.
     """
     looking = _Looking(root.rstrip("/") or root, frozenset(s.rstrip("/") for s in skip))
     looking.into("", survey(looking.root), 0)
@@ -66,12 +81,12 @@ def discover(root: str, *, include: Sequence[str] = (), skip: Collection[str] = 
 
 
 def matches(path: str, include: Sequence[str]) -> bool:
-    """Whether a path below a root is meant by its globs; none means all."""
+    """Return whether a path below a root matches its globs; no globs match all."""
     return not include or any(fnmatchcase(path, glob) for glob in include)
 
 
 def step_and_run(root: str, path: str) -> tuple[int | None, str]:
-    """The step that the nearest part of a path tells, and the folder that keeps the steps.
+    """Return the step in the nearest part of a path, and the folder that contains the steps.
 
     >>> step_and_run("/runs", "llama/step-300"), step_and_run("/runs/llama", "step-300/actor")
     ((300, 'llama'), (300, 'llama'))
@@ -92,7 +107,7 @@ class _Looking:
         self.found: list[Candidate] = []
 
     def into(self, folder: str, files: Mapping[str, ListedFile], depth: int) -> None:
-        """Looks for candidates among what a folder holds. files: paths relative to it."""
+        """Search a folder for candidates. files: paths relative to it."""
         children, own = _by_folder(files)
         for name, seen in own.items():
             if name.endswith(SUFFIXES) and says_step(name) and not self._skips(_joined_path(folder, name)):
@@ -126,10 +141,10 @@ class _Looking:
     def _detect(
         self, path: str, files: Mapping[str, ListedFile]
     ) -> tuple[tuple[str, tuple[str, ...]] | None, bool]:
-        """(format and evidence, or None), and whether formats see more than one checkpoint there."""
-        whole = Source(self._store, None, {f"{path}/{p}": f.nbytes for p, f in files.items()})
+        """Return (format and evidence, or None) and whether formats see more than one checkpoint."""
+        everything = Source(self._store, None, {f"{path}/{p}": f.nbytes for p, f in files.items()})
         try:
-            source, way = located(whole.below(path))
+            source, way = located(everything.below(path))
             found, evidence = detect(source)
         except UnknownFormat:
             return None, False
@@ -139,7 +154,7 @@ class _Looking:
             name = str(error.values.get("format", ""))
             return (None, True) if name in _SEVERAL else ((name, (error.message,)), False)
         except CkptError as error:
-            return ("", (error.message,)), False  # recognised enough to be looked at, and told
+            return ("", (error.message,)), False  # recognised enough to be checked and reported
         return (found.name, (*way, *evidence.because)), False
 
     def _file(self, folder: str, name: str, seen: ListedFile) -> None:
@@ -166,7 +181,7 @@ class _Looking:
 def _by_folder(
     files: Mapping[str, ListedFile],
 ) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
-    """What lies in the folders below, by folder, and what lies here."""
+    """Return the files in the folders below, by folder, and the files right here."""
     children: dict[str, dict[str, ListedFile]] = {}
     own: dict[str, ListedFile] = {}
     for path, seen in files.items():
@@ -179,7 +194,7 @@ def _by_folder(
 
 
 def _is_loose(own: Collection[str]) -> bool:
-    """Whether one file of tensors lies in a folder by itself, as an average beside the saves it is of."""
+    """Return whether a folder has a single file of tensors, such as an average beside its saves."""
     return "config.json" not in own and sum(n.endswith(SUFFIXES) for n in own) == 1
 
 

@@ -1,8 +1,8 @@
-"""Apart: are two checkpoints really two, or do their names lead to the same bytes?
+"""Prove that two checkpoints are distinct, and that their names do not lead to the same bytes.
 
 Names prove nothing: a link, a mount, a hard link or another spelling of a URL makes a source look like a copy
-of itself. On a machine the question goes to real paths and to the device and inode of every file; on object
-stores to the service, bucket and key behind a URL.
+of itself. Local places are compared by real paths and by the device and inode of every file; object stores by
+the service, bucket and key of a URL.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ from ckptcore.store.place import Relation, identify, relation
 
 
 def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[str, Thing]:
-    """Every file of a checkpoint as whoever reads it gets it: links followed, also those on the way.
+    """List every file of a checkpoint as its readers see it: links are followed, also those on the path.
 
-    paths: files that somebody else knows to belong to it. Raises as `contents`, and `UsageError` where one
-    of them is not there.
+    Args:
+        uri: Path or URL of the checkpoint.
+        manifest: Its manifest.
+        paths: Files that belong to it by another record, such as the catalog.
+
+    Returns:
+        Path below ``uri`` -> file.
+
+    Raises:
+        UsageError: One of the files does not exist.
+        CkptError: An error of `contents`.
     """
     found = contents(uri, follow=True)
     root = local_path(manifest.root)
@@ -38,19 +47,27 @@ def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[st
             try:
                 found[os.path.relpath(path, uri)] = thing_of(os.stat(path))
             except OSError as error:
-                raise UsageError(f"cannot look at {path}: {error.strerror}") from error
+                raise UsageError(f"cannot read {path}: {error.strerror}") from error
     return found
 
 
 def require_apart(source: str, things: Mapping[str, Thing], child: str, files: Mapping[str, Thing]) -> None:
-    """Raises `UsageError` with both names where a child has a file in common with its source, or one lies in
-    the other. things: all of the source, no link followed. files: all of the child, links followed.
+    """Check that a child has no file in common with its source, and that neither is inside the other.
 
-    A child's file that is a hard link to the source's would outlive the source's name. But then nothing was
-    ever copied: whoever rewrites the one rewrites the other, and a proof of it proves the source by itself.
+    A child's hard link to a file of the source would survive the deletion. But then nothing was copied:
+    rewriting one rewrites the other, and the proof compares the source with itself.
+
+    Args:
+        source: Path or URL of the source.
+        things: All of the source, links not followed.
+        child: Path or URL of the child.
+        files: All of the child, links followed.
+
+    Raises:
+        UsageError: They are not distinct; the message names both files.
     """
     for name in (source, child):
-        if "::" in name:  # a cache gives bytes back that nobody has any more
+        if "::" in name:  # a cache may return bytes that exist nowhere else any more
             raise UsageError(f"cannot prove anything through {name}: it is a chain of file systems")
     one, two = identify(source), identify(child)
     found = relation(two, one)
@@ -58,19 +75,19 @@ def require_apart(source: str, things: Mapping[str, Thing], child: str, files: M
         raise UsageError(f"{child} is {source}: both names lead to one place")
     if found is not Relation.APART:
         inner, outer = (child, source) if found is Relation.INSIDE else (source, child)
-        raise UsageError(f"{inner} lies in {outer}")
+        raise UsageError(f"{inner} is inside {outer}")
     if one.family == two.family == "file":
         _require_other_files(source, things, child, files)
     elif local_path(source) is None and (one.family, one.endpoint) != (two.family, two.endpoint):
-        # One server may have several names. A local source will be away when its child is read.
+        # One server may have several names. A local source is set aside when its child is read.
         _require_other_names(source, things, child, files)
 
 
 def _require_other_files(
     source: str, things: Mapping[str, Thing], child: str, files: Mapping[str, Thing]
 ) -> None:
-    # Of a file that is seen through a network or stacked file system the device differs, and often the inode:
-    # but not its size and both of its times, to the nanosecond.
+    # Through a network or stacked file system, a file has another device, and often another inode. But its
+    # size and both of its times are equal, to the nanosecond.
     mine: dict[Any, str] = {}
     for name, thing in things.items():
         if thing.kind is not NameKind.LINK:
@@ -93,13 +110,15 @@ def _identities(thing: Thing) -> Iterable[tuple[Any, ...]]:
 def _require_other_names(
     source: str, things: Mapping[str, Thing], child: str, files: Mapping[str, Thing]
 ) -> None:
-    """Raises `UsageError` for what may be one place behind two services: a bucket that is mounted here, or
-    is served under another scheme, shows the same names with the same sizes."""
+    """Raise `UsageError` for what may be one place behind two services.
+
+    A bucket that is mounted here, or is served under another scheme, has the same names with the same sizes.
+    """
     for name, thing in files.items():
         if name and thing.nbytes and name in things and things[name].nbytes == thing.nbytes:
             raise UsageError(
-                f"cannot tell {_full(child, name)} from {_full(source, name)}: they have one name and size",
-                hint="convert to another format, or to a place behind the same kind of URL",
+                f"cannot distinguish {_full(child, name)} from {_full(source, name)}: equal names and sizes",
+                hint="convert to another format, or to a place with the same kind of URL",
             )
 
 

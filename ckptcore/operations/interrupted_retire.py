@@ -1,8 +1,8 @@
-"""Leftovers: what did a run of `ckptcore retire` that was killed leave, and how does it end?
+"""Finish the deletions that a killed run of `ckptcore retire` left unfinished.
 
-A source that is whole comes back to its place, whatever the catalog calls it. One of which a part is gone was
-approved and proven before its first name went; the rest goes only when its child proves it still. What
-nothing accounts for is kept, and told.
+A complete source is restored to its place, whatever its state in the catalog. A source of which a part is
+gone was approved and proven before its first file was removed; the rest is removed only if its child still
+proves it. Everything else is kept and reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from ckptcore.operations.removal_record import (
     records_at,
     remove_rest,
 )
-from ckptcore.operations.set_aside import Aside, RemovalRecord, bring_back, leftovers, partly_gone, place_of
+from ckptcore.operations.set_aside import (
+    Aside,
+    RemovalRecord,
+    leftovers,
+    partly_gone,
+    place_of,
+    restore_older,
+)
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path, split_url
 
@@ -34,10 +41,18 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 
-def clear_away(catalog: Catalog, means: Settings) -> tuple[str, ...]:
-    """Ends what runs that were killed left: a source that is whole comes back, and of one whose removal had
-    begun the rest goes, name by name, when its child proves to hold it still. What nobody may remove is
-    kept: the sentences tell where it is, and why. means: to read such a child.
+def finish_interrupted(catalog: Catalog, means: Settings) -> tuple[str, ...]:
+    """Finish the deletions that killed runs left unfinished.
+
+    A complete source is restored. If the removal had begun, the rest is removed, name by name, if its child
+    still proves it. Everything else is kept.
+
+    Args:
+        catalog: The catalog.
+        means: Memory and threads for reading children.
+
+    Returns:
+        Messages: what is kept, where, and why.
     """
     kept: list[str] = []
     with catalog.reading() as conn:
@@ -53,17 +68,17 @@ def clear_away(catalog: Catalog, means: Settings) -> tuple[str, ...]:
                 aside = Aside.leftover(root, parent, name)
                 if aside is not None:
                     with closing(aside):
-                        _end(catalog, aside, means)
+                        _finish(catalog, aside, means)
             except Busy:
-                continue  # its process lives
+                continue  # its process is alive
             except CkptError as error:
                 kept.append(f"{parent}/{name} is kept: {error.message}")
-        kept += [why for name in older if (why := _end_older(catalog, root, parent, name))]
-    return (*kept, *_clear_stores(catalog, means))
+        kept += [why for name in older if (why := _finish_older(catalog, root, parent, name))]
+    return (*kept, *_finish_on_stores(catalog, means))
 
 
-def _clear_stores(catalog: Catalog, means: Settings) -> tuple[str, ...]:
-    """As `clear_away`, on object stores, where a deletion that has begun goes on."""
+def _finish_on_stores(catalog: Catalog, means: Settings) -> tuple[str, ...]:
+    """Finish interrupted deletions on object stores, where a begun deletion is resumed."""
     kept: list[str] = []
     with catalog.reading() as conn:
         remote = [root.uri for root in roots.every(conn) if local_path(root.uri) is None]
@@ -72,20 +87,26 @@ def _clear_stores(catalog: Catalog, means: Settings) -> tuple[str, ...]:
         try:
             homes = records_at(parent)
         except CkptError as error:
-            kept.append(f"cannot look for deletions that were killed: {error.message}")
+            kept.append(f"cannot search for interrupted deletions: {error.message}")
             continue
         for home in homes:
             try:
-                why = _end_recorded(catalog, home, means)
+                why = _finish_recorded(catalog, home, means)
             except CkptError as error:
                 why = f"{home} is kept: {error.message}"
             kept += [why] if why else []
     return tuple(kept)
 
 
-def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
-    """Ends one deletion on an object store; what of it stays and why, or an empty text. Raises for what must
-    be kept with its record."""
+def _finish_recorded(catalog: Catalog, home: str, means: Settings) -> str:
+    """Finish one deletion on an object store.
+
+    Returns:
+        Which objects stay, and why; empty if none do.
+
+    Raises:
+        CkptError: The rest must be kept, with its record.
+    """
     record = read_record(home)
     if record is None:
         return ""
@@ -94,16 +115,14 @@ def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
     if source.state != State.DELETED.value:
         if partly_gone(record, there) and as_recorded(record, there):
             raise UsageError(f"a part of it is gone, and the catalog calls it {source.state}")
-        drop_record(home)  # nothing was removed, or all of it and something else is there now
+        drop_record(home)  # nothing was removed, or everything was and something else is there now
         return ""
     with catalog.reading() as conn:
         children = {child.id for _, child in tending.children(conn, source.id)}
     left: tuple[str, ...] = tuple(there)
     if as_recorded(record, there):
         if record.child not in children or record.fingerprint not in (None, source.fingerprint):
-            raise UsageError(
-                f"nothing that was made of it and is there proves it (recorded was {record.child})"
-            )
+            raise UsageError(f"no existing child proves it (the record names {record.child})")
         detail = child_of(catalog, record.child)
         require_holding(detail, record.fingerprint, means)
         require_apart(record.uri, there, detail.checkpoint.uri, files_now(detail))
@@ -111,49 +130,49 @@ def _end_recorded(catalog: Catalog, home: str, means: Settings) -> str:
     drop_record(home)
     if not left:
         return ""
-    return f"{record.uri} has what nobody approved, or changed since, and keeps it: {', '.join(left[:5])}"
+    return f"{record.uri} keeps files that are not in the record, or changed since: {', '.join(left[:5])}"
 
 
 def _known_source(catalog: Catalog, record: RemovalRecord) -> CheckpointRow:
-    """The row of a recorded source; raises `UsageError` unless it is the last that is known of its place."""
+    """Return the row of a recorded source; raise `UsageError` unless it is the latest of its place."""
     known, there = (catalog.show(name, tensors=False) for name in (record.checkpoint, record.uri))
     if not isinstance(known, CheckpointDetail) or not isinstance(there, CheckpointDetail):
-        raise UsageError(f"{record.checkpoint} is no checkpoint in this catalog")
+        raise UsageError(f"{record.checkpoint} is not a checkpoint in this catalog")
     row = known.checkpoint
     if (row.id, row.uri) != (record.checkpoint, record.uri) or there.checkpoint.id != row.id:
-        raise UsageError(f"{record.uri} is another checkpoint in this catalog than the record says")
+        raise UsageError(f"{record.uri} is another checkpoint in this catalog than in the record")
     return row
 
 
-def _end_older(catalog: Catalog, root: str, parent: str, name: str) -> str:
-    """Ends what a version without records left; why it is kept, or an empty text."""
+def _finish_older(catalog: Catalog, root: str, parent: str, name: str) -> str:
+    """Restore what a version without records left; return why it is kept, or an empty text."""
     uri = place_of(parent, name)
     with catalog.reading() as conn:
         there = any(row.uri == uri for row in tending.sources(conn, root))
     if not there:
         return (
-            f"{parent}/{name} is kept: {uri} was deleted, but nothing says what of it was proven; "
-            f"remove it yourself when nothing in it is needed"
+            f"{parent}/{name} is kept: {uri} was deleted, but there is no record of what was proven; "
+            f"remove it yourself if nothing in it is needed"
         )
     try:
-        bring_back(root, parent, name)
+        restore_older(root, parent, name)
     except UsageError as error:
         return f"{parent}/{name} is kept: {error.message}"
     return ""
 
 
-def _end(catalog: Catalog, aside: Aside, means: Settings) -> None:
-    """Ends one leftover. Raises for what must be kept."""
+def _finish(catalog: Catalog, aside: Aside, means: Settings) -> None:
+    """Finish one local deletion. Raise an error for what must be kept."""
     if not aside.holds:
-        aside.put_back()
+        aside.restore()
         return
     record = aside.record
     with catalog.reading() as conn:
         state = tending.state_of(conn, record.checkpoint)
     if state is None:
-        raise UsageError("this catalog does not know the checkpoint that it is of")
+        raise UsageError("its checkpoint is not in this catalog")
     if not partly_gone(record, aside.look()):
-        aside.put_back()
+        aside.restore()
         with catalog.writing() as conn:
             tending.restored(conn, record.checkpoint)
         return
@@ -166,5 +185,5 @@ def _end(catalog: Catalog, aside: Aside, means: Settings) -> None:
     if trouble:
         raise UsageError(f"cannot remove what is in it: {trouble}")
     if left:
-        aside.put_back()
-        raise UsageError(f"{aside.path} has what nobody approved: {', '.join(left[:5])}")
+        aside.restore()
+        raise UsageError(f"{aside.path} has files that are not in the record: {', '.join(left[:5])}")

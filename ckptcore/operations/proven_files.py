@@ -1,9 +1,9 @@
-"""Held: what of all that lies in a source's folder does a child prove to hold, and what not?
+"""Find the files and objects of a source that its child does not prove.
 
-The fingerprints of both speak for tensors. So a file is held when the source's own reader found tensors or
-objects in it, or read it as the description of where they lie, or when the catalog knows its very digest
-among the child's files. Anything else, whatever its name looks like, is held by nobody: other files, links,
-FIFOs, sockets, devices, empty folders, and objects that the child has not, or not with the same value.
+The fingerprints prove tensors. So a file is proven if the source's own reader found tensors or objects in it,
+or read it as the description of their layout, or if the catalog has its digest among the child's files.
+Everything else is not proven, whatever its name: other files, links, FIFOs, sockets, devices, empty folders,
+and objects that the child lacks or has with another value.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from ckptcore.core.used_files import used
 from ckptcore.store import Store, open_store, split_url
 from ckptcore.store.contents import NameKind, Thing
 
-# Files that say where tensors and objects lie, and hold nothing else; they count where their reader read
-# them.
+# Files that only describe where tensors and objects are stored; they count if their reader read them.
 _DESCRIBE = (".metadata", "__*.metadata", "metadata.json", "*.index.json", ".zarray")
-# What a reader may say of a checkpoint although nothing of it is left out: files that it names are listed by
-# themselves. Any other warning or error is about something that its manifest, and so its child, has not.
+# Findings that do not mean that the manifest, and so the child, lacks something; files that they name are
+# listed by themselves. Any other warning or error does.
 _HARMLESS = frozenset(
     {
         "consolidated-differs",
@@ -44,24 +43,33 @@ _HARMLESS = frozenset(
 _BLOCK = 8 << 20
 
 
-def unheld(
+def not_proven(
     source: Manifest, uri: str, things: Mapping[str, Thing], child: Manifest, files: Iterable[FileRow]
 ) -> tuple[tuple[str, str], ...]:
-    """(name, what it is) of everything that would be lost with the source, in order; folders with a slash.
+    """List everything that would be lost with the source.
 
-    things: all that lies in the source. files: what the catalog knows of the child's
-    files, proven by somebody else. Reads files of the source that are as long as one of these.
+    Files of the source that are as long as one of the child's are read.
+
+    Args:
+        source: The source's manifest.
+        uri: Path or URL of the source.
+        things: All files of the source.
+        child: The child's manifest.
+        files: The child's files in the catalog, which the caller verified.
+
+    Returns:
+        (name, kind) in order; the names of folders end with a slash.
     """
     lost = dict.fromkeys(_lost_objects(source, child), "object")
     for found in source.findings:
         if found.severity != "info" and found.code not in _HARMLESS:
             lost[found.fqn or found.file or found.code] = found.code
     if "" in things:
-        return tuple(lost.items())  # it is one file, and its neighbours stay
+        return tuple(lost.items())  # it is one file, and the files beside it stay
     above = _inner(source, uri)
     files_of = used(source)
-    held = {above + name for name in files_of.data}
-    held |= {above + name for name in files_of.described if _describes(name)}
+    proven = {above + name for name in files_of.data}
+    proven |= {above + name for name in files_of.described if _describes(name)}
     known: dict[int, set[str]] = {}
     for row in files:
         if row.digest is not None:
@@ -74,18 +82,18 @@ def unheld(
                     lost[name] = "empty folder"
             elif thing.kind is not NameKind.FILE:
                 lost[name] = thing.kind.value
-            elif name not in held and _digest_of(store, name, thing, known) is None:
+            elif name not in proven and _digest_of(store, name, thing, known) is None:
                 lost[name] = "file"
     return tuple(lost.items())
 
 
 def accepted(name: str, globs: Iterable[str]) -> bool:
-    """Whether somebody said that a name may be lost; a folder may be named with or without its slash."""
+    """Return whether the user accepts the loss of a name; a glob may match a folder without its slash."""
     return any(fnmatchcase(name, glob) or fnmatchcase(name.rstrip("/"), glob) for glob in globs)
 
 
 def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, Thing]) -> list[str]:
-    """The names of things, those that hold tensors last: a reader finds nothing rather than half of it."""
+    """Return the names of things, files with tensors last: a reader finds nothing rather than a half."""
     _, name = split_url(uri)
     data = used(manifest).data
     return sorted(things, key=lambda thing: (thing or name).removeprefix(_inner(manifest, uri)) in data)
@@ -106,18 +114,18 @@ def _lost_objects(source: Manifest, child: Manifest) -> list[str]:
     lost = []
     for blob in source.blobs:
         copy = there.get(blob.key)
-        whole = blob.known and not blob.refused and copy is not None and copy.known and not copy.refused
-        if not whole or copy is None or copy.tree != blob.tree:
+        readable = blob.known and not blob.refused and copy is not None and copy.known and not copy.refused
+        if not readable or copy is None or copy.tree != blob.tree:
             lost.append(blob.key)
     return lost
 
 
 def _digest_of(store: Store, name: str, thing: Thing, known: Mapping[int, Collection[str]]) -> str | None:
-    """The digest of a file, when it is one of those that are known for its size."""
+    """Return the digest of a file, if it is one of the known ones for its size."""
     if thing.nbytes not in known:
         return None
-    whole = blake3()
+    hasher = blake3()
     for at in range(0, thing.nbytes, _BLOCK):
-        whole.update(store.read(name, at, min(_BLOCK, thing.nbytes - at)))
-    found: str = whole.hexdigest()
+        hasher.update(store.read(name, at, min(_BLOCK, thing.nbytes - at)))
+    found: str = hasher.hexdigest()
     return found if found in known[thing.nbytes] else None

@@ -1,9 +1,9 @@
-"""Settling: is a place a whole checkpoint, one that is still being written, or a broken one?
+"""Decide whether a checkpoint is complete, still being written, or broken.
 
-Nothing that changed a moment ago is opened: some savers write their last file first, and nothing in a save of
-rank files tells that it is finished. What lies still is checked, and what is not complete then is broken. It
-is looked at again when its files change, when its target says `recover` or no longer does, and by every new
-version, which may read what an older one could not.
+A place that changed a moment ago is not opened: some savers write their last file first, and a save of rank
+files has no mark that it is finished. A place that no longer changes is checked; if it is incomplete then, it
+is broken. A broken place is checked again when its files change, when its target's `recover` changes, and by
+every new version, which may read more than an older one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ from ckptcore.operations.claims import source_digest
 from ckptcore.store.listing import ListedFile, newest, stamp_of
 
 SETTLE_S = 120.0
-# What is wrong with the checkpoint itself; anything else is wrong with the way to it.
+# Errors of the checkpoint itself; all others are errors of the access to it.
 _ITS_OWN = (DamagedCheckpoint, NotComplete, UnknownFormat, UnsupportedFormat, UnsafeContent, UnsupportedDtype)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at a place gave. stamp, changed_at: of its files. message: why it is not whole.
+    """The state of a place.
 
-    manifest: what was read just now, if anything. source_digest, manifest_digest: of what is whole.
+    Attributes:
+        state: Complete, being written, broken or unreadable.
+        stamp: Of its files.
+        changed_at: When its files changed last.
+        message: Why it is not complete.
+        findings: Of the check.
+        source_digest: Of a complete checkpoint (`ckptcore.operations.claims.source_digest`).
+        manifest_digest: Of the manifest, if it was read.
+        manifest: The manifest, if it was read just now.
     """
 
     state: Condition
@@ -60,34 +68,40 @@ def look(
     *,
     settle_s: float = SETTLE_S,
     recover: bool = False,
-    again: bool = False,
+    retry_failed: bool = False,
 ) -> Look:
-    """What is at a place now.
+    """Determine the current state of a place. Errors of the checkpoint are not raised, but returned.
 
-    files: what a survey found there. before: what was seen there last. settle_s: seconds in which nothing
-    must have changed. again: look also at what was broken, whatever is remembered of it. Never raises for
-    what is wrong with the checkpoint.
+    Args:
+        uri: Path or URL.
+        files: Its files, from a survey.
+        before: The last recorded state, or None.
+        now: The current time.
+        settle_s: Seconds without a change before it is opened.
+        recover: Accept a save that did not finish.
+        retry_failed: Check a broken place again, even if it did not change.
     """
     own = stamp_of(files)
     stamp = _judged_stamp(own, recover)
     changed = _changed_at(files, own, before, now)
-    if before is not None and _remembered(before, stamp) and not (again and before.state == Condition.BROKEN):
-        told = before.findings[0].message if before.findings else ""
+    retried = retry_failed and before is not None and before.state == Condition.BROKEN
+    if before is not None and _is_current(before, stamp) and not retried:
+        message = before.findings[0].message if before.findings else ""
         return Look(
             Condition(before.state),
             stamp,
             changed,
-            told,
+            message,
             before.findings,
             before.source_digest,
             before.manifest_digest,
         )
     quiet = now - changed
     if quiet < timedelta(seconds=settle_s):
-        told = (
-            f"changed {quiet.total_seconds():.0f} s ago; looked at when nothing changed for {settle_s:.0f} s"
+        message = (
+            f"changed {quiet.total_seconds():.0f} s ago; checked after {settle_s:.0f} s without a change"
         )
-        return Look(Condition.WRITING, stamp, changed, told)
+        return Look(Condition.WRITING, stamp, changed, message)
     return _look_at(uri, stamp, changed, recover)
 
 
@@ -96,8 +110,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
     try:
         manifest = inspect(uri, recover)
         report = validate(manifest, "cover")
-        # What a part is made of says nothing against the checkpoint: whether it is asked for, a target
-        # decides.
+        # An unreadable part does not make a checkpoint broken: the target decides whether it is needed.
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
         if not errors:
             return Look(
@@ -107,7 +120,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
             Condition.BROKEN, stamp, changed, errors[0].message, errors, None, manifest.digest, manifest
         )
     except CkptError as error:
-        # A file that ends early is the checkpoint's fault; a door that is shut is not.
+        # A truncated file is an error of the checkpoint; a missing permission is not.
         own_fault = isinstance(error, _ITS_OWN) or (
             isinstance(error, SourceUnreadable) and "file" in error.values
         )
@@ -119,17 +132,17 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
 
 
 def _judged_stamp(stamp: str, recover: bool) -> str:
-    """The stamp of files, and by which rules and which version they were judged."""
+    """Return the stamp of files with the rules and the version of their check."""
     from ckptcore import __version__
 
     return f"{stamp}{' recover' if recover else ''} by {__version__}"
 
 
-def _remembered(before: SightingRow, stamp: str) -> bool:
-    """Whether what was seen last still holds."""
+def _is_current(before: SightingRow, stamp: str) -> bool:
+    """Return whether the last recorded state is still valid."""
     if before.state == Condition.BROKEN:
         return before.stamp == stamp
-    # What an older version found whole is proven anyway before it is converted, and there may be very many.
+    # A conversion checks again what an older version found complete, and there may be very many.
     return before.state == Condition.COMPLETE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
 
 
@@ -137,6 +150,6 @@ def _changed_at(
     files: Mapping[str, ListedFile], stamp: str, before: SightingRow | None, now: datetime
 ) -> datetime:
     if before is not None and before.stamp.split(" ")[0] == stamp:
-        return before.changed_at  # also where a file server's clock runs ahead
+        return before.changed_at  # also if a file server's clock is ahead
     last = newest(files)
     return now if last is None else min(now, datetime.fromtimestamp(last, UTC))

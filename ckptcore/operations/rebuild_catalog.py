@@ -1,10 +1,9 @@
-"""Rebuilding: which rows of a lost catalog does the data itself tell?
+"""Restore the rows of a lost catalog from the data itself.
 
-Every checkpoint below a folder is read by its format, checked by its metadata and recorded as a validation
-would record it; what an export's model card says of its source becomes lineage where that source is known.
-Other outputs tell nothing of where they come from: which folders hold them is asked of whoever calls, and
-their source is the one that holds the same numbers, where fingerprints are taken.
-It adds, and never takes away: a second run changes nothing.
+Every checkpoint below a folder is read by its format, checked by its metadata, and recorded as by a
+validation. The source in an export's model card becomes lineage if that source is known. Other outputs have
+no record of their source: the caller names the folders with outputs, and their source is the checkpoint with
+equal fingerprints, if those are computed. Rows are only added: a second run changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import Kind
 from ckptcore.checking.examine import validate
 from ckptcore.comparison.fingerprint import fingerprint
-from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import Prints, Published, facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
@@ -41,7 +40,7 @@ OnPlace = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A checkpoint that is in the catalog now. made_from: the source that was found for it, or None."""
+    """A checkpoint that was recorded. made_from: its source, or None if none was found."""
 
     id: str
     uri: str
@@ -52,13 +51,13 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What came of it. left_out: (place, error code, message) of what could not be read."""
+    """The result. left_out: (place, error code, message) of checkpoints that could not be read."""
 
     recorded: tuple[Recorded, ...]
     left_out: tuple[tuple[str, str, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         names = ("id", "uri", "format", "state", "made_from")
         return {
             "recorded": [{name: getattr(r, name) for name in names} for r in self.recorded],
@@ -75,16 +74,27 @@ def rebuild(
     take: Settings | None = None,
     on_place: OnPlace = lambda line: None,
 ) -> Rebuilt:
-    """Records what lies at or below `roots` and `made`: folders to look through, or checkpoints.
+    """Record the checkpoints at or below ``roots`` and ``made``.
 
-    made: those that hold what was made here. digests: read every byte, so that each file that is there is
-        known by its BLAKE3 digest again, config and tokenizer too. take: means to take fingerprints, which
-        tell what an output was made from. on_place: gets a line for each place.
+    Damage of a checkpoint is recorded, or the checkpoint is left out; both are reported.
 
-    What is wrong with a checkpoint is recorded or left out, and told. Raises `SourceUnreadable` for a root
-    that is not there, and `CatalogError`.
+    Args:
+        catalog: The catalog.
+        roots: Folders of checkpoints, or checkpoints.
+        made: Folders of outputs of conversions, or outputs.
+        digests: Read every byte, and record the BLAKE3 digest of every file, also of config and tokenizer.
+        take: Memory and threads for computing fingerprints, which find the sources of outputs; None for no
+            fingerprints.
+        on_place: Called with a line of text for each place.
+
+    Returns:
+        The recorded checkpoints, and those that were left out.
+
+    Raises:
+        SourceUnreadable: A root does not exist.
+        CatalogError: The catalog cannot be used.
     """
-    began = datetime.now(UTC)  # what is written from here on may not be what is read
+    began = datetime.now(UTC)  # a file that is written later may differ from what is read
     found: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
     kinds = {uri: Kind.SOURCE for root in roots for uri in _checkpoints_at(root)}
@@ -110,7 +120,7 @@ def rebuild(
         public = catalog.record_validation(known, report.findings, level="cover", kind=kind)
         found[public] = uri, manifest.format
         on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
-    # Behind all of them: a source may be found after what was made from it.
+    # After all of them: a source may be found later than its output.
     origins = {public: _adopted(catalog, began, public, uri) for public, (uri, _) in found.items()}
     for public, (uri, _) in found.items():
         if kinds[uri] is Kind.DERIVED and origins[public] is None:
@@ -129,17 +139,17 @@ def rebuild(
 
 
 def _checkpoints_at(root: str) -> Iterator[str]:
-    """The root itself where it is a checkpoint, else what is below it."""
+    """Yield the root itself if it is a checkpoint, else the checkpoints below it."""
     source = open_source(root)
     if _is_one(source):
         yield root
     else:
         below = [candidate.uri for candidate in discover(root)] if source.name is None else []
-        yield from below or [root]  # whatever is the matter with it will be told
+        yield from below or [root]  # reading the root gives the error to report
 
 
 def _is_one(source: Source) -> bool:
-    """Whether a source is a checkpoint, and not a folder that names the newest of several."""
+    """Return whether a source is a checkpoint, and not a folder that points to the newest of several."""
     try:
         if located(source)[1]:
             return False
@@ -152,14 +162,14 @@ def _is_one(source: Source) -> bool:
 def _prints(manifest: Manifest, take: Settings, on_place: OnPlace) -> Prints:
     try:
         found = fingerprint(manifest, take)
-    except CkptError as error:  # it is recorded as it is; scrub will say what is wrong
+    except CkptError as error:  # it is recorded anyway; scrub will report the damage
         on_place(f"no fingerprint of {manifest.root}: {error.message}")
         return NO_PRINTS
-    return held_by(manifest, found.tensors, dict(found.renamed))
+    return matching(manifest, found.tensors, dict(found.renamed))
 
 
 def _digests(manifest: Manifest) -> list[Published]:
-    """Every file of the place; of a checkpoint that is one file, that file."""
+    """Return (path, size, digest) of every file of a checkpoint."""
     with closing(open_store(manifest.root)) as store:
         alone = manifest.origin.get("file")
         there = store.list() if alone is None else {alone: store.size(alone)}
@@ -169,16 +179,16 @@ def _digests(manifest: Manifest) -> list[Published]:
 
 
 def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | None:
-    """The source that the model card of an export names, once it stands in the catalog as such."""
+    """Record the source in an export's model card as its source, if the catalog has it; return it or None."""
     from ckptcore.catalog.conversions import adopt
 
     with closing(open_source(uri).store) as store:
         size = store.size(_CARD)
         card = store.read(_CARD, 0, min(size, _MAX_CARD)) if size else b""
-    told = provenance(card.decode(errors="replace"))
-    if told is None:
+    origin = provenance(card.decode(errors="replace"))
+    if origin is None:
         return None
-    source, digest, version = told
+    source, digest, version = origin
     with catalog.writing() as conn:
         return adopt(conn, began, public, source_uri=source, source_digest=digest, tool_version=version)
 

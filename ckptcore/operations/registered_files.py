@@ -1,7 +1,7 @@
-"""Registered: are the files at a place, byte for byte, those that the catalog knows?
+"""Compare the files at a place with the digests in the catalog.
 
-Every file whose BLAKE3 is recorded is read once and compared: those that hold tensors, and config, tokenizer,
-index and card beside them. What no digest covers is called unproven, not right.
+Every file with a recorded BLAKE3 is read once and compared: files with tensors, and the config, tokenizer,
+index and card beside them. Files without a digest are reported as unproven, not as correct.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 _BLOCK = 8 << 20
 _HINT = (
-    "copy it again from where it was written; what was changed on purpose is recorded by "
+    "copy it again from where it was written; if you changed it on purpose, record it with "
     "`ckptcore catalog rebuild --digests`"
 )
 
 
 class NoTime(Exception):
-    """The caller's time is over."""
+    """The caller's time budget is used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of files with digests. read: bytes. proven: the paths that are as they were recorded."""
+    """The result for files with digests. read: bytes. proven: the paths of files that match."""
 
     findings: tuple[Finding, ...]
     read: int
@@ -47,7 +47,13 @@ class Compared:
 
 
 def compare(uri: str, files: Sequence[FileRow], in_time: Callable[[], bool] = lambda: True) -> Compared:
-    """Reads the files that have a digest. in_time: asked often; raises `NoTime` when it says no."""
+    """Read the files that have a digest, and compare them.
+
+    Args:
+        uri: Path or URL of the checkpoint.
+        files: Its files in the catalog.
+        in_time: Called often; `NoTime` is raised as soon as it returns False.
+    """
     found: list[Finding] = []
     nbytes, proven = 0, set()
     with closing(open_store(folder_of(uri, files))) as store:
@@ -61,19 +67,29 @@ def compare(uri: str, files: Sequence[FileRow], in_time: Callable[[], bool] = la
                 if digest == file.digest:
                     proven.add(file.path)
                     continue
-                told = f"{file.path} hashes to {digest[:16]}..., {file.digest[:16]}... was recorded"
-                wrong = finding("digest-mismatch", "bytes", told, file=file.path, hint=_HINT)
+                message = (
+                    f"{file.path} has BLAKE3 {digest[:16]}..., the catalog records {file.digest[:16]}..."
+                )
+                wrong = finding("digest-mismatch", "bytes", message, file=file.path, hint=_HINT)
             found.append(wrong)
     return Compared(tuple(found), nbytes, frozenset(proven))
 
 
 def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: str | None) -> Report:
-    """A report of a deep check, with what the catalog's digests prove or refute; as it is where no catalog is
-    there, or it does not know the place.
+    """Add to a report of a deep check what the catalog's digests prove or refute.
 
-    Where another checkpoint is there than the catalog knows, it says so and calls nothing damaged: a place
-    may be written again. It is the same one when all its tensors' files are, whatever became of the index,
-    and when they have their names and sizes: a header with a flipped byte reads as another checkpoint.
+    If another checkpoint is there than in the catalog, that is a finding of its own, and not damage: a place
+    may be rewritten. It is the same checkpoint if all files with tensors match, whatever happened to the
+    index, or if they have their names and sizes: a header with a flipped byte reads as another checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        report: The report of its check.
+        uri: Its path or URL.
+        catalog_url: URL of the catalog, or None for the default one.
+
+    Returns:
+        The report; unchanged if there is no catalog or the place is not in it.
     """
     known = _known(uri, catalog_url)
     if known is None or not any(f.digest for f in known[1]):
@@ -84,30 +100,39 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     data = {f.path for f in files if f.role == Role.DATA}
     if same or data <= compared.proven or _is_alike(uri, files):
         return with_digests(report, compared)
-    told = (
-        f"the catalog knows {row.format} with the manifest {row.manifest_digest[:16]}... at this place, "
-        f"recorded on {row.created_at:%Y-%m-%d}; {manifest.format} with {manifest.digest[:16]}... is there, "
-        "and is not compared with its digests"
+    message = (
+        f"the catalog has {row.format} with manifest {row.manifest_digest[:16]}... at this place, "
+        f"recorded on {row.created_at:%Y-%m-%d}; now there is {manifest.format} with "
+        f"{manifest.digest[:16]}..., which is not compared with those digests"
     )
-    return replace(report, findings=(*report.findings, finding("not-registered", "bytes", told)))
+    return replace(report, findings=(*report.findings, finding("not-registered", "bytes", message)))
 
 
 def with_digests(report: Report, compared: Compared) -> Report:
-    """A report with what digests prove and refute. A refuted or missing file is damaged, not unproven."""
-    settled = compared.proven | {f.file for f in compared.findings}
-    unproven = tuple(path for path in report.unproven if path not in settled)
-    told = [f for f in report.findings if f.code != "unproven"]
+    """Add to a report what digests prove and refute. A refuted or missing file is damaged, not unproven."""
+    decided = compared.proven | {f.file for f in compared.findings}
+    unproven = tuple(path for path in report.unproven if path not in decided)
+    findings = [f for f in report.findings if f.code != "unproven"]
     if not unproven:
-        told = [f for f in told if f.code != "no-checksum"]  # digests of whole files prove more
-    known = {(f.code, f.file) for f in told}
-    told += [f for f in compared.findings if (f.code, f.file) not in known]
-    return replace(report, findings=(*told, *unproven_finding(unproven)), unproven=unproven)
+        findings = [f for f in findings if f.code != "no-checksum"]  # digests of entire files prove more
+    known = {(f.code, f.file) for f in findings}
+    findings += [f for f in compared.findings if (f.code, f.file) not in known]
+    return replace(report, findings=(*findings, *unproven_finding(unproven)), unproven=unproven)
 
 
 def same_manifest(uri: str, digest: str, read: Manifest | None = None) -> Manifest | None:
-    """The manifest as it was recorded, which may have been with other options; None where it is another.
+    """Read the manifest at a place, if it is the recorded one, with the options of the record.
 
-    read: as it was read already. Raises what reading raises.
+    Args:
+        uri: Path or URL.
+        digest: The recorded manifest digest.
+        read: The manifest, if it was read before.
+
+    Returns:
+        The manifest; None if another checkpoint is there.
+
+    Raises:
+        CkptError: The place cannot be read.
     """
     if read is not None and hex_digest(read.digest) == digest:
         return read
@@ -124,7 +149,7 @@ def same_manifest(uri: str, digest: str, read: Manifest | None = None) -> Manife
 
 
 def folder_of(uri: str, files: Sequence[FileRow]) -> str:
-    """The folder that the files' paths are relative to: a checkpoint may be one file."""
+    """Return the folder to which the files' paths are relative: a checkpoint may be one file."""
     parent, name = split_url(uri)
     path = local_path(uri)
     if path is not None:
@@ -133,10 +158,10 @@ def folder_of(uri: str, files: Sequence[FileRow]) -> str:
 
 
 def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str | None) -> bool:
-    """Records what a check found, and gives whether it did.
+    """Record the result of a check; return whether it was recorded.
 
-    Nothing is recorded where files of the names and sizes that the catalog has digests of read as another
-    checkpoint: damage must not take the place of what proves it.
+    It is not if files with the names and sizes in the catalog read as another checkpoint: they are damaged,
+    and the damage must not replace the digests that prove it.
     """
     with open_catalog(catalog_url) as catalog:
         known = _registered_at(catalog, uri)
@@ -156,7 +181,7 @@ def _is_alike(uri: str, files: Sequence[FileRow]) -> bool:
 
 
 def _known(uri: str, catalog_url: str | None) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
-    """What the catalog says is at a place, or None. One that cannot be read fails when it is written to."""
+    """Return the catalog's entry for a place, or None. An unreadable catalog fails later, on writing."""
     try:
         with open_catalog(catalog_url, create=False) as catalog:
             return _registered_at(catalog, uri)
@@ -172,18 +197,18 @@ def _registered_at(catalog: Catalog, uri: str) -> tuple[CheckpointRow, tuple[Fil
 def _size_finding(store: Store, file: FileRow) -> Finding | None:
     size = store.size(file.path)
     if size is None:
-        return finding("missing-file", "files", f"{file.path} is not there", file=file.path)
+        return finding("missing-file", "files", f"{file.path} is missing", file=file.path)
     if size == file.nbytes:
         return None
     code = "truncated-file" if size < file.nbytes else "oversized-file"
-    told = f"{file.path} has {size} bytes, {file.nbytes} were recorded"
-    return finding(code, "files", told, file=file.path)
+    message = f"{file.path} has {size} bytes, the catalog records {file.nbytes}"
+    return finding(code, "files", message, file=file.path)
 
 
 def _file_digest(store: Store, file: FileRow, in_time: Callable[[], bool]) -> str:
-    whole = blake3()
+    hasher = blake3()
     for at in range(0, file.nbytes, _BLOCK):
         if not in_time():
             raise NoTime
-        whole.update(store.read(file.path, at, min(_BLOCK, file.nbytes - at)))
-    return whole.hexdigest()
+        hasher.update(store.read(file.path, at, min(_BLOCK, file.nbytes - at)))
+    return hasher.hexdigest()

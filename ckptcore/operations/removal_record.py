@@ -1,11 +1,11 @@
-"""Recorded deletions on object stores: how does one that was killed go on, and touch nothing else?
+"""Record deletions on object stores, so that the next run resumes a killed one and removes nothing else.
 
-Nothing can be moved away there. Right before its row is marked as deleted, a record is put beside the source:
+Objects cannot be moved. Right before its row is marked as deleted, a record is written beside the source:
 
     .NAME.retiring-1a2b3c4d.ckptcore/record.json
 
-It names every object that was approved, with its version. Whoever is killed leaves it; the next run removes
-what is left of these objects as they were, and the record last.
+It lists every approved object with its version. A killed run leaves it; the next run removes the remaining
+objects that are unchanged, and the record last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptcore.store.listing import names_at
 
 
 def put_record(record: RemovalRecord) -> str:
-    """Records a deletion beside its source; gives the URL of the folder that the record lies in."""
+    """Record a deletion beside its source; return the URL of the record's folder."""
     parent, name = split_url(record.uri)
     home = join_url(parent, new_home(name))
     with closing(open_store(home)) as store:
@@ -29,20 +29,20 @@ def put_record(record: RemovalRecord) -> str:
 
 
 def drop_record(home: str) -> None:
-    """Removes the record of a deletion that has ended."""
+    """Remove the record of a finished deletion."""
     with closing(open_store(home)) as store:
         store.remove(RECORD)
 
 
 def records_at(parent: str) -> tuple[str, ...]:
-    """The folders of records in a folder of an object store: of deletions that were killed, or go on."""
+    """Return the records' folders in a folder of an object store, of killed or running deletions."""
     return tuple(join_url(parent, name) for name in names_at(parent) if source_of(name) is not None)
 
 
 def read_record(home: str) -> RemovalRecord | None:
-    """What a folder of `records_at` records; None where it was removed meanwhile.
+    """Read the record in a folder of `records_at`; None if it was removed meanwhile.
 
-    Raises `UsageError` for what is no record, or one of another place.
+    Raises `UsageError` if it is not a record, or one of another place.
     """
     parent, folder = split_url(home)
     with closing(open_store(home)) as store:
@@ -50,19 +50,19 @@ def read_record(home: str) -> RemovalRecord | None:
         if size is None:
             return None
         if size > MOST_BYTES:
-            raise UsageError(f"cannot go on with it: its record has {size} bytes")
+            raise UsageError(f"cannot resume it: its record has {size} bytes")
         try:
             record = RemovalRecord.load(store.read(RECORD, 0, size))
         except ValueError as error:
-            raise UsageError(f"cannot go on with it: {error}") from error
+            raise UsageError(f"cannot resume it: {error}") from error
     place = join_url(parent, source_of(folder) or "")
     if record.uri.rstrip("/") != place:
-        raise UsageError(f"cannot go on with it: its record is of {record.uri}, and lies beside {place}")
+        raise UsageError(f"cannot resume it: its record is of {record.uri}, but is beside {place}")
     return record
 
 
 def left_of(record: RemovalRecord) -> dict[str, Thing]:
-    """Everything that lies at a recorded place now; nothing where it is gone."""
+    """Return all objects at a recorded place now; nothing if it no longer exists."""
     try:
         return contents(record.uri)
     except SourceUnreadable:  # there is no object of that name, nor below it
@@ -70,19 +70,19 @@ def left_of(record: RemovalRecord) -> dict[str, Thing]:
 
 
 def as_recorded(record: RemovalRecord, there: dict[str, Thing]) -> tuple[str, ...]:
-    """The recorded names that still are what was approved, in the order of removing them."""
+    """Return the recorded names whose objects are unchanged, in the order of their removal."""
     return tuple(n for n, thing in record.things.items() if n in there and same(thing, there[n]))
 
 
 def remove_rest(record: RemovalRecord) -> tuple[str, ...]:
-    """Removes what is left of the recorded objects, as recorded; gives the names that are not, and stay.
+    """Remove the remaining recorded objects that are unchanged; return the names that stay.
 
-    Every object is looked at right before it is removed.
+    Every object is checked right before it is removed.
     """
     parent, itself = split_url(record.uri)
     with closing(open_store(parent if "" in record.things else record.uri)) as store:
         stamps = {name: store.stamp(name or itself) for name in as_recorded(record, left_of(record))}
-        there = left_of(record)  # what is as recorded now was it when its stamp was taken
+        there = left_of(record)  # an object that is unchanged now was unchanged when its stamp was read
         gone = set()
         for name in as_recorded(record, there):
             seen = stamps.get(name)

@@ -1,13 +1,13 @@
-"""Replaceable: does something else prove to hold all that a source holds?
+"""Find a child that provably replaces a source.
 
-A child (what a conversion made of it) stands for its source when the fingerprints of both are equal: every
-tensor is there, bit for bit, under its own name. The source's counts for what lies there now when its files
-are, by size, times and inode or version, those that the conversion read; otherwise both are read. Two clocks
-are never compared. Of a cast child nothing proves its source: it is taken only where somebody says so by the
-name ``cast``; then the conversion's fingerprint, taken before the cast, must be the source's.
+A child (an output of its conversion) replaces its source if the fingerprints of both are equal: every tensor
+is there, bit for bit, under its own name. The source's fingerprint is valid if its files are, by size, times
+and inode or version, those that the conversion read; otherwise both are read. Two clocks are never compared.
+A cast child does not prove its source: it is accepted only if the user allows the loss ``cast``; then the
+conversion's fingerprint, computed before the cast, must be the source's.
 
-Fingerprints speak of tensors. What else lies in the source is looked at name by name
-(`ckptcore.operations.proven_files`), and what the child does not hold may be given up by name only.
+Fingerprints cover tensors. Other files and objects of the source are checked name by name
+(`ckptcore.operations.proven_files`), and the user must allow the loss of each that the child lacks, by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow, ConversionRow
 from ckptcore.comparison.fingerprint import fingerprint
-from ckptcore.conversion.file_fingerprints import held_by
+from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
@@ -30,7 +30,7 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.sums import checkpoint_fingerprint
 from ckptcore.operations.distinct import files_of, require_apart
-from ckptcore.operations.proven_files import accepted, descriptions_last, unheld
+from ckptcore.operations.proven_files import accepted, descriptions_last, not_proven
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
@@ -40,7 +40,7 @@ from ckptcore.utils.text import some
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
-CAST = "cast"  # the name by which what a cast takes from the numbers is given up
+CAST = "cast"  # the name that allows the loss of precision by a cast
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,25 @@ class Allowed:
 
     @classmethod
     def of(cls, names: Iterable[str] | None, *, cast: bool = False) -> Allowed:
-        """From names as people give them: ``cast`` is no file; no glob means it."""
+        """Read names from the command line: ``cast`` is not a file, and no glob matches it."""
         given = tuple(names or ())
         return cls(cast or CAST in given, tuple(name for name in given if name != CAST))
 
 
 @dataclass(frozen=True)
-class Stand:
-    """Whether a child stands for its source; why not, otherwise.
+class Replacement:
+    """The child that replaces a source, or the reason why there is none.
 
-    fresh: both were read for it just now. cast: the child is a cast one, taken by name. things: all of the
-    source, no link followed, as it was before anything of it was read; the order is that of removing
-    objects. files: the same of the child's files, links followed. lost: (name, what it is) of what goes with
-    the source and is held by nobody: given up where there is a child, missing where there is none.
-    fingerprint: of the child, as it must be when it is read again; of a cast one None.
+    Attributes:
+        child: The child, or None.
+        conversion: The conversion that made it, or None.
+        why: Why there is no child.
+        fresh: Source and child were read for this just now.
+        cast: The child is a cast one, allowed by name.
+        things: All of the source before it was read, links not followed, in the order of removal.
+        files: The child's files before they were read, links followed.
+        lost: (name, kind) of what the child lacks: allowed if there is a child, else not.
+        fingerprint: That the child must have when it is read again; None for a cast child.
     """
 
     child: CheckpointRow | None
@@ -79,35 +84,45 @@ class Stand:
     fingerprint: str | None = None
 
 
-def stand_in(
+def find_replacement(
     catalog: Catalog, source: CheckpointRow, allowed: Allowed, *, take: Settings | None = None
-) -> Stand:
-    """The child that stands for a source. take: means to take fingerprints anew, or None.
+) -> Replacement:
+    """Find the child that replaces a source.
 
-    Raises what reading them raises.
+    Args:
+        catalog: The catalog.
+        source: The source.
+        allowed: What may be lost.
+        take: Memory and threads for computing both fingerprints anew; None to use those in the catalog.
+
+    Returns:
+        The child, or the reason why there is none.
+
+    Raises:
+        CkptError: The source cannot be read.
     """
     with catalog.reading() as conn:
         made = tending.children(conn, source.id)
     if not made:
-        return Stand(None, None, "nothing was made of it")
+        return Replacement(None, None, "it has no child")
     things = contents(source.uri)
     manifest = inspect(source.uri)
     if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
-        return Stand(None, None, "another checkpoint stands there now")
+        return Replacement(None, None, "another checkpoint is there now")
     if take is None:
         if source.fingerprint is None:
-            return Stand(None, None, "its fingerprint is not known; --fingerprint takes it")
+            return Replacement(None, None, "its fingerprint is not known; --fingerprint computes it")
         _require_own_fingerprint(catalog, source)
         mine = source.fingerprint
     else:
         mine = _taken_fingerprint(catalog, source.uri, manifest, take)
-    rejected: Stand | None = None
+    rejected: Replacement | None = None
     asked = _Source(source, things, manifest, mine)
     for conversion, child in made:
         try:
-            found = _stand_of(catalog, asked, conversion, child, allowed, take)
-        except CkptError as error:  # another child may do
-            found = Stand(None, None, error.message)
+            found = _check_child(catalog, asked, conversion, child, allowed, take)
+        except CkptError as error:  # another child may replace it
+            found = Replacement(None, None, error.message)
         if found.child is not None:
             return found
         rejected = rejected or found
@@ -130,23 +145,22 @@ def failed_message(uri: str) -> str:
 
 
 def require_as_converted(manifest: Manifest, conversion: ConversionRow) -> None:
-    """Raises `UsageError` unless a source's files are those that a conversion read.
+    """Raise `UsageError` unless a source's files are those that a conversion read.
 
-    Their status times (ctime) are no part of what a source is, but whoever rewrites a file can put its other
-    time back, and not this one: where it alone differs, or was not noted, nothing is proven without reading.
+    A ctime is not part of a file's content. But a program that rewrites a file can reset its mtime, and not
+    its ctime. So if only the ctime differs, or was not recorded, only reading is a proof.
     """
     with closing(open_store(manifest.root)) as store:
         paths = placed(manifest)
         times, stamps, local = take_ctimes(paths, store), take(manifest, store), store.local is not None
     hint = "--fingerprint reads both"
     if conversion.source_stamp is None:
-        raise UsageError(f"what its files were when it was converted is not known; {hint}")
+        raise UsageError(f"the state of its files at its conversion is not known; {hint}")
     if digest(stamps) != conversion.source_stamp:
         raise UsageError(f"it was written or moved since it was converted; {hint}")
     if local and (conversion.source_ctime is None or digest(times) != conversion.source_ctime):
         raise UsageError(
-            f"the status of its files changed since it was converted, and a rewrite could hide "
-            f"behind that; {hint}"
+            f"the status of its files changed since it was converted, so a rewrite is possible; {hint}"
         )
 
 
@@ -158,48 +172,48 @@ class _Source:
     fingerprint: str
 
 
-def _stand_of(
+def _check_child(
     catalog: Catalog,
     source: _Source,
     conversion: ConversionRow,
     child: CheckpointRow,
     allowed: Allowed,
     means: Settings | None,
-) -> Stand:
-    """Whether one child stands for a source."""
+) -> Replacement:
+    """Return whether one child replaces a source."""
     detail = catalog.show(child.id, tensors=False)
     assert isinstance(detail, CheckpointDetail)
     if failed_as_export(detail):
         return Stand(None, None, failed_message(child.uri))
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
-        return Stand(None, None, f"another checkpoint stands at {child.uri} now")
+        return Replacement(None, None, f"another checkpoint is at {child.uri} now")
     files = files_of(child.uri, manifest, [row.path for row in detail.files])
     require_apart(source.row.uri, source.things, child.uri, files)
     theirs = child.fingerprint if means is None else _taken_fingerprint(catalog, child.uri, manifest, means)
     cast = theirs != source.fingerprint
     if cast:
         if not (_casts(conversion) and conversion.fingerprint == source.fingerprint):
-            return Stand(None, None, _differs(child, theirs))
+            return Replacement(None, None, _differs(child, theirs))
         if not allowed.cast:
-            return Stand(
+            return Replacement(
                 None,
                 None,
-                f"{child.uri} is cast and proves nothing of its source; "
-                f"--accept-loss {CAST} gives up what the cast took",
+                f"{child.uri} is cast and does not prove its source; "
+                f"--accept-loss {CAST} accepts the loss of precision",
             )
     if means is None:
         require_as_converted(source.manifest, conversion)
     rows = detail.files if all(row.digest for row in detail.files) else ()
-    lost = unheld(source.manifest, source.row.uri, source.things, manifest, rows)
+    lost = not_proven(source.manifest, source.row.uri, source.things, manifest, rows)
     missing = tuple(each for each in lost if not accepted(each[0], allowed.loss))
     if missing:
         names = some([name if what in ("file", "object") else f"{name} ({what})" for name, what in missing])
-        why = f"{child.uri} does not hold {names}; --accept-loss GLOB gives it up"
-        return Stand(None, None, why, lost=missing)
+        why = f"{child.uri} does not contain {names}; --accept-loss GLOB accepts the loss"
+        return Replacement(None, None, why, lost=missing)
     order = descriptions_last(source.manifest, source.row.uri, source.things)
     things = {name: source.things[name] for name in order}
-    return Stand(
+    return Replacement(
         child,
         conversion,
         "",
@@ -214,21 +228,23 @@ def _stand_of(
 
 def _taken_fingerprint(catalog: Catalog, uri: str, manifest: Manifest, settings: Settings) -> str:
     found = fingerprint(manifest, settings)
-    prints = held_by(manifest, found.tensors, dict(found.renamed))
+    prints = matching(manifest, found.tensors, dict(found.renamed))
     warnings = [f for f in manifest.findings if f.severity == "warning"]
     catalog.record_validation(facts(manifest, uri, verified="cover", prints=prints), warnings, level="cover")
     return found.fingerprint
 
 
 def _require_own_fingerprint(catalog: Catalog, source: CheckpointRow) -> None:
-    """Raises `UsageError` unless a fingerprint in the catalog is that of the tensors there: a row that
-    somebody edited proves nothing."""
+    """Raise `UsageError` unless a source's fingerprint in the catalog matches those of its tensors.
+
+    A row that was edited proves nothing.
+    """
     detail = catalog.show(source.id)
     assert isinstance(detail, CheckpointDetail)
     known = [(t.fqn, t.dtype, t.shape, t.fingerprint or "") for t in detail.tensors]
     if checkpoint_fingerprint(known) != source.fingerprint:
         raise UsageError(
-            "its fingerprint in the catalog is not that of its tensors there; --fingerprint takes it anew"
+            "its fingerprint in the catalog does not match those of its tensors; --fingerprint recomputes it"
         )
 
 
@@ -238,5 +254,5 @@ def _casts(conversion: ConversionRow) -> bool:
 
 def _differs(child: CheckpointRow, theirs: str | None) -> str:
     if theirs is None:
-        return f"the fingerprint of {child.uri} is not known; --fingerprint takes it"
-    return f"{child.uri} holds other tensors"
+        return f"the fingerprint of {child.uri} is not known; --fingerprint computes it"
+    return f"{child.uri} has other tensors"

@@ -1,4 +1,4 @@
-"""Retention: which steps of a run are kept, and why? Pure: a list in, the list with reasons out."""
+"""Decide which steps of a run are kept, with reasons. Pure functions on lists."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from ckptcore.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """keep_last: this many of the newest steps of every run. keep_every: and every step that it divides."""
+    """A policy.
+
+    Attributes:
+        keep_last: The number of newest steps to keep of every run.
+        keep_every: Keep every step that this number divides, too.
+    """
 
     keep_last: int
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
-            raise UsageError(f"--keep-last {self.keep_last} would keep no newest one", hint="1 or more")
+            raise UsageError(f"--keep-last must be at least 1 (got {self.keep_last})")
         if self.keep_every is not None and self.keep_every < 1:
-            raise UsageError(f"--keep-every {self.keep_every} is no number of steps", hint="1 or more")
+            raise UsageError(f"--keep-every must be at least 1 (got {self.keep_every})")
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionEntry:
-    """One checkpoint. run: whose steps it is one of. tags, aliases, holds: by which people hold on to it."""
+    """One checkpoint of a run. tags, aliases, holds: a user's reasons to keep it."""
 
     id: str
     run: str
@@ -37,7 +42,7 @@ class RetentionEntry:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """keep: whether it stays. why: every reason."""
+    """The decision on one checkpoint. keep: whether it is kept. why: all reasons."""
 
     entry: RetentionEntry
     keep: bool
@@ -45,7 +50,7 @@ class Verdict:
 
 
 def decide(entries: Iterable[RetentionEntry], policy: Policy) -> tuple[Verdict, ...]:
-    """A verdict for each, in order. Nothing is let go that has no step, or that somebody holds on to."""
+    """Return a verdict for each, in order. Checkpoints without a step, or with a user's reason, are kept."""
     entries = tuple(entries)
     steps: dict[str, set[int]] = defaultdict(set)
     for entry in entries:
@@ -55,8 +60,8 @@ def decide(entries: Iterable[RetentionEntry], policy: Policy) -> tuple[Verdict, 
     return tuple(_verdict(entry, policy, newest.get(entry.run, frozenset())) for entry in entries)
 
 
-def held(entry: RetentionEntry) -> tuple[str, ...]:
-    """Why people want it kept, whatever the policy."""
+def user_reasons(entry: RetentionEntry) -> tuple[str, ...]:
+    """Return the users' reasons to keep a checkpoint, whatever the policy."""
     return (
         *(f"tagged {tag}" for tag in entry.tags),
         *(f"alias {name}" for name in entry.aliases),
@@ -65,7 +70,7 @@ def held(entry: RetentionEntry) -> tuple[str, ...]:
 
 
 def _verdict(entry: RetentionEntry, policy: Policy, newest: frozenset[int]) -> Verdict:
-    why = list(held(entry))
+    why = list(user_reasons(entry))
     if entry.step is None:
         why.append("no step is known")
     elif entry.step in newest:

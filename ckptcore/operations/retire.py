@@ -1,14 +1,14 @@
-"""Retiring: which sources may go, and is it safe to delete them? Nothing is deleted unless asked for.
+"""Delete source checkpoints that a verified conversion fully replaces. Nothing is deleted by default.
 
-1. `plan` applies the policy to the sources of the watched roots, and looks for what stands for each;
-2. `carry_out` reads that child once more, byte for byte; in one transaction it is asked again who holds on
-   to the source, and it is marked and moved out of sight; then the child is read again, from its own place,
-   while the source is away: whatever led from the one to the other leads nowhere now. Only then exactly the
-   names that were approved are removed. Where anything is not as it was, the source comes back.
+1. `plan` applies the policy to the sources of the watched roots, and finds the child that replaces each.
+2. `carry_out` reads that child once more, byte for byte. In one transaction it checks holds on the source,
+   marks it, and moves it aside. Then it reads the child again, from its own place: a link from the child to
+   the source is broken now. Only then it removes exactly the approved names. If anything changed, it restores
+   the source.
 
-Reading takes hours, and a trainer may save the step again meanwhile. So everything in both folders is noted
-before anything of them is read, and compared behind the last read, status times included, and once more where
-nobody finds the source.
+Reading takes hours, and a trainer may save the step again meanwhile. So all files in both folders are
+recorded before they are read, and compared after the last read, status times included, and once more while
+the source is set aside.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ckptcore.operations.child_proof import (
     require_holding,
     require_proven,
 )
-from ckptcore.operations.interrupted_retire import clear_away
+from ckptcore.operations.interrupted_retire import finish_interrupted
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.removal_record import drop_record, put_record
-from ckptcore.operations.replacement import Allowed, Stand, require_as_converted, stand_in
-from ckptcore.operations.retention import Policy, RetentionEntry, decide, held
+from ckptcore.operations.replacement import Allowed, Replacement, find_replacement, require_as_converted
+from ckptcore.operations.retention import Policy, RetentionEntry, decide, user_reasons
 from ckptcore.operations.set_aside import Aside, RemovalRecord
 from ckptcore.operations.verify import prove
 from ckptcore.planning.request import Settings
@@ -53,7 +53,10 @@ _log = logging.getLogger("ckptcore")
 
 
 class Fate(StrEnum):
-    """What becomes of a source. kept: by the policy, or by people. unsafe: nothing proves to stand for it."""
+    """What happens to a source.
+
+    kept: by the policy, or by a user. unsafe: no child provably replaces it.
+    """
 
     KEPT = "kept"
     UNSAFE = "unsafe"
@@ -63,16 +66,16 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Retired:
-    """One source. why: the reasons. stand: what was found to stand for it, or why nothing does."""
+    """One source. why: the reasons for its fate. replacement: the child that replaces it, if any."""
 
     source: CheckpointRow
     fate: Fate
     why: tuple[str, ...]
-    stand: Stand | None = None
+    replacement: Replacement | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
-        child = self.stand.child if self.stand else None
+        """Return the JSON form."""
+        child = self.replacement.child if self.replacement else None
         return {
             "checkpoint": self.source.id,
             "uri": self.source.uri,
@@ -87,14 +90,19 @@ class Retired:
 
     @property
     def unproven(self) -> tuple[tuple[str, str], ...]:
-        """(name, kind) of what lies in the source and nothing proves to hold: it goes by these names only."""
-        return self.stand.lost if self.stand is not None else ()
+        """(name, kind) of files and objects of the source that its child does not prove."""
+        return self.replacement.lost if self.replacement is not None else ()
 
 
 @dataclass(frozen=True)
 class Retirement:
-    """What came of it. done: whether anything was to be deleted at all. left: what earlier runs that were
-    killed left and nobody may remove, in sentences."""
+    """The result.
+
+    Attributes:
+        items: The sources.
+        done: Whether this was more than a dry run.
+        left: Messages about files of earlier, killed runs that are kept.
+    """
 
     items: tuple[Retired, ...]
     done: bool
@@ -102,7 +110,7 @@ class Retirement:
 
     @property
     def counts(self) -> dict[str, int]:
-        """fate -> how many."""
+        """Fate -> number of sources."""
         return dict(Counter(i.fate.value for i in self.items))
 
     @property
@@ -111,7 +119,7 @@ class Retirement:
         return sum(i.source.nbytes for i in self.items if i.fate in (Fate.LET_GO, Fate.DELETED))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         return {
             "deleted": self.done,
             "counts": self.counts,
@@ -132,12 +140,25 @@ def retire(
     means: Settings | None = None,
     on_retired: Callable[[Retired], None] | None = None,
 ) -> Retirement:
-    """Deletes sources as the policy says. scope: a watched root or a run by name, or None for all roots.
+    """Delete sources by the policy.
 
-    yes: delete; otherwise nothing is changed. take: take fingerprints anew, with these means. means: those
-    for reading a child again. on_retired: is called for each.
+    Args:
+        catalog: The catalog.
+        policy: Which steps to keep.
+        scope: The name of a watched root or a run, or None for all roots.
+        yes: Delete; otherwise nothing changes.
+        allowed: What may be lost.
+        take: Memory and threads for computing fingerprints anew; None to use those in the catalog.
+        means: Memory and threads for reading children again.
+        on_retired: Called for each source.
+
+    Returns:
+        The sources, each with its fate.
+
+    Raises:
+        UsageError: There is no such root or run.
     """
-    left = clear_away(catalog, take or means or Settings()) if yes else ()
+    left = finish_interrupted(catalog, take or means or Settings()) if yes else ()
     items = []
     for item in plan(catalog, policy, scope, allowed=allowed, take=take):
         done = carry_out(catalog, item, take or means) if yes and item.fate is Fate.LET_GO else item
@@ -155,7 +176,10 @@ def plan(
     allowed: Allowed | None = None,
     take: Settings | None = None,
 ) -> Iterable[Retired]:
-    """What the policy says of each source, and whether something stands for those that it lets go."""
+    """Yield each source with the policy's verdict, and the child of those that may be deleted.
+
+    The arguments are those of `retire`.
+    """
     now = datetime.now(UTC)
     with catalog.reading() as conn:
         rows = _in_scope(conn, scope)
@@ -168,25 +192,36 @@ def plan(
             continue
         try:
             _root_above(above, row)
-            stand = stand_in(catalog, row, allowed or Allowed(), take=take)
+            replacement = find_replacement(catalog, row, allowed or Allowed(), take=take)
         except CkptError as error:
-            stand = Stand(None, None, f"{error.code}: {error.message}")
-        if stand.child is None:
-            yield Retired(row, Fate.UNSAFE, (stand.why,), stand)
+            replacement = Replacement(None, None, f"{error.code}: {error.message}")
+        if replacement.child is None:
+            yield Retired(row, Fate.UNSAFE, (replacement.why,), replacement)
         else:
-            yield Retired(row, Fate.LET_GO, (*verdict.why, f"{stand.child.uri} holds it"), stand)
+            why = (*verdict.why, f"{replacement.child.uri} replaces it")
+            yield Retired(row, Fate.LET_GO, why, replacement)
 
 
 def carry_out(catalog: Catalog, item: Retired, means: Settings | None = None) -> Retired:
-    """Deletes one source that may go, unless something speaks against it now. means: to read its child."""
-    stand = item.stand
-    assert stand is not None
-    assert stand.child is not None
+    """Delete one source of `plan`, after checking again that it may be deleted.
+
+    Args:
+        catalog: The catalog.
+        item: A source with a child that replaces it.
+        means: Memory and threads for reading the child again.
+
+    Returns:
+        The source with its new fate; errors become reasons.
+    """
+    replacement = item.replacement
+    assert replacement is not None
+    assert replacement.child is not None
     try:
-        _require_unchanged(item.source, stand)
-        detail = child_of(catalog, stand.child.id)
-        require_proven(detail.checkpoint.uri, prove(detail), digests=stand.cast or not stand.fresh)
-        require_at_rest(stand, detail)
+        _require_unchanged(item.source, replacement)
+        detail = child_of(catalog, replacement.child.id)
+        digests = replacement.cast or not replacement.fresh
+        require_proven(detail.checkpoint.uri, prove(detail), digests=digests)
+        require_at_rest(replacement, detail)
         left = _delete(catalog, item, means or Settings())
     except CkptError as error:
         fate = Fate.KEPT if isinstance(error, Conflict) else Fate.UNSAFE
@@ -204,7 +239,7 @@ def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:
     if scope is not None and not named and not found:
         raise UsageError(
             f"there is no watched root or run {scope} with checkpoints below a watched root",
-            hint="only what lies below a watched root is ever deleted",
+            hint="only checkpoints below a watched root are ever deleted",
         )
     return list(found.values())
 
@@ -215,52 +250,52 @@ def _retention_entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
     return RetentionEntry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
 
 
-def _require_unchanged(source: CheckpointRow, stand: Stand) -> None:
-    """Raises unless what lies there is what the child was made from."""
+def _require_unchanged(source: CheckpointRow, replacement: Replacement) -> None:
+    """Raise an error unless the source is still what the child was made from."""
     manifest = same_manifest(source.uri, source.manifest_digest)
     if manifest is None:
-        raise UsageError("another checkpoint stands there now")
-    if not stand.fresh:
-        assert stand.conversion is not None
-        require_as_converted(manifest, stand.conversion)
+        raise UsageError("another checkpoint is there now")
+    if not replacement.fresh:
+        assert replacement.conversion is not None
+        require_as_converted(manifest, replacement.conversion)
 
 
 def _require_same(uri: str, things: Mapping[str, Thing]) -> None:
-    """Raises `SourceChanged` unless a source is, name by name, what was seen before it was read."""
+    """Raise `SourceChanged` unless a source is, name by name, unchanged since before it was read."""
     name = difference(things, contents(uri))
     if name is not None:
         raise changed(uri, name)
 
 
 def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]:
-    """Deletes a source whose child is proven; sentences on what had to stay."""
-    stand = item.stand
-    assert stand is not None
-    assert stand.child is not None
+    """Delete a source whose child is proven; return messages about files that are kept."""
+    replacement = item.replacement
+    assert replacement is not None
+    assert replacement.child is not None
     source = item.source
-    _require_same(source.uri, stand.things)
+    _require_same(source.uri, replacement.things)
     if local_path(source.uri) is None:
-        _delete_objects(catalog, source, stand, means)
+        _delete_objects(catalog, source, replacement, means)
         return ()
     require_no_mount(source.uri)
     with catalog.reading() as conn:
         root = _root_above(roots.every(conn), source)
-    record = RemovalRecord(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
+    record = _record_of(source, replacement)
     with closing(Aside.begin(root, record)) as aside:
         marked = False
         try:
             with catalog.writing() as conn:
                 _mark(conn, datetime.now(UTC), source)
                 _moved_away(aside)  # last in the transaction: no reader sees half of it
-                aside.require_approved()  # whoever saves from here on makes a new folder
+                aside.require_approved()  # a trainer that saves from here on creates a new folder
             marked = True
-            _require_read_again(catalog, stand, means)
+            _require_replacement(catalog, replacement, means)
             aside.require_approved()
         except BaseException as error:
             try:
-                aside.put_back()
-            except CkptError as second:  # it waits, whole, for the next run; both are told
-                _log.warning("%s is not back in its place: %s", source.uri, second.message)
+                aside.restore()
+            except CkptError as second:  # it stays aside, complete, for the next run; both are reported
+                _log.warning("cannot restore %s: %s", source.uri, second.message)
                 raise UsageError(f"{error}; {second.message}") from error
             if marked:
                 _unmark(catalog, source)
@@ -268,52 +303,57 @@ def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]
         left, trouble = aside.remove()
         if trouble:
             return (
-                f"what could not be removed waits in {aside.home}: {trouble}; the next run goes on with it",
+                f"cannot remove all of it: {trouble}; the rest is in {aside.home}, and the next run resumes",
             )
-        return _put_back(aside, left) if left else ()
+        return _restore_rest(aside, left) if left else ()
 
 
-def _require_read_again(catalog: Catalog, stand: Stand, means: Settings) -> None:
-    """Raises unless a child, as the catalog has it now, holds what it must, and rested since it was seen."""
-    assert stand.child is not None
-    detail = child_of(catalog, stand.child.id)
-    require_holding(detail, stand.fingerprint, means)
-    require_at_rest(stand, detail)
+def _record_of(source: CheckpointRow, replacement: Replacement) -> RemovalRecord:
+    assert replacement.child is not None
+    child = replacement.child.id
+    return RemovalRecord(source.id, child, source.uri, replacement.fingerprint, replacement.things)
 
 
-def _put_back(aside: Aside, left: Sequence[str]) -> tuple[str, ...]:
-    """What came while the source was removed goes back to where it was written."""
+def _require_replacement(catalog: Catalog, replacement: Replacement, means: Settings) -> None:
+    """Read a child again; raise an error unless it has the wanted tensors, and its files are unchanged."""
+    assert replacement.child is not None
+    detail = child_of(catalog, replacement.child.id)
+    require_holding(detail, replacement.fingerprint, means)
+    require_at_rest(replacement, detail)
+
+
+def _restore_rest(aside: Aside, left: Sequence[str]) -> tuple[str, ...]:
+    """Restore files that appeared while the source was removed to the place where they were written."""
     names = ", ".join(left[:5])
     try:
-        aside.put_back()
+        aside.restore()
     except UsageError as error:
         return (f"{names} could not be removed: {error.message}",)
-    return (f"{names} came or changed meanwhile, and is kept in {aside.path}",)
+    return (f"{names} appeared or changed meanwhile, and is kept in {aside.path}",)
 
 
 def _unmark(catalog: Catalog, source: CheckpointRow) -> None:
-    """Notes that a source is there after all; the error that brought it back counts for more than this."""
+    """Record that a source exists after all; a failure is logged, because the first error matters more."""
     try:
         with catalog.writing() as conn:
             tending.restored(conn, source.id)
     except CkptError as error:
-        _log.warning("%s is back, but the catalog calls it deleted: %s", source.uri, error.message)
+        _log.warning("%s is restored, but the catalog calls it deleted: %s", source.uri, error.message)
 
 
-def _delete_objects(catalog: Catalog, source: CheckpointRow, stand: Stand, means: Settings) -> None:
-    """Removes a source from an object store, where nothing can be moved away; its child is read first."""
-    _require_read_again(catalog, stand, means)
+def _delete_objects(
+    catalog: Catalog, source: CheckpointRow, replacement: Replacement, means: Settings
+) -> None:
+    """Remove a source from an object store, where nothing can be moved aside; its child is read first."""
+    _require_replacement(catalog, replacement, means)
     parent, itself = split_url(source.uri)
-    with closing(open_store(parent if "" in stand.things else source.uri)) as store:
-        stamps = {name or itself: store.stamp(name or itself) for name in stand.things}
+    with closing(open_store(parent if "" in replacement.things else source.uri)) as store:
+        stamps = {name or itself: store.stamp(name or itself) for name in replacement.things}
         with catalog.writing() as conn:
             _mark(conn, datetime.now(UTC), source)
-            _require_same(source.uri, stand.things)  # what has these stamps is what was proven
-            assert stand.child is not None
-            record = RemovalRecord(source.id, stand.child.id, source.uri, stand.fingerprint, stand.things)
-            home = put_record(
-                record
-            )  # last in the transaction: whoever is killed from here on is gone on with
+            _require_same(source.uri, replacement.things)  # the objects with these stamps are proven
+            # Last in the transaction: if this run is killed from here on, the next one resumes.
+            home = put_record(_record_of(source, replacement))
         _remove_remote(source.uri, store, stamps)
     drop_record(home)
 
@@ -329,10 +369,9 @@ def _moved_away(aside: Aside) -> None:
 
 
 def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
-    """The watched root that a source really lies below: not by its name, and not through a link. Any place on
-    an object store is what it is called.
+    """Return the watched root of a source, by its real place, not by its name or through a link.
 
-    Raises `UsageError`.
+    On an object store the name is the place. Raise `UsageError` if there is none.
     """
     error: UsageError | None = None
     for root in above:
@@ -352,14 +391,14 @@ def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
 
 
 def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
-    """Raises `Conflict` when somebody holds on to it now, or it is not below a watched root."""
+    """Raise `Conflict` if a user wants to keep it now, or it is not below a watched root."""
     ties = tending.ties(conn, now, source.id)
-    why: Sequence[str] = (*held(_retention_entry(source, ties)),)
+    why: Sequence[str] = (*user_reasons(_retention_entry(source, ties)),)
     if why:
         raise Conflict(f"{why[0]}, meanwhile")
     others = tending.inside(conn, source.uri)
     if others:
-        raise Conflict(f"{others[0]} lies in it")
+        raise Conflict(f"{others[0]} is inside it")
     try:
         _root_above(roots.every(conn), source)
     except UsageError as error:
@@ -367,8 +406,11 @@ def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
 
 
 def _remove_remote(uri: str, store: Store, stamps: Mapping[str, str | None]) -> None:
-    """Removes what was seen and proven, each name looked at right before: whoever saves there meanwhile keeps
-    what was saved. Raises `SourceChanged` at the first that is another, and removes nothing after it."""
+    """Remove the proven objects, each checked right before: an object that is saved meanwhile is kept.
+
+    Raises:
+        SourceChanged: An object changed; nothing after it is removed.
+    """
     for name, stamp in stamps.items():
         now = store.stamp(name)
         if now is None:

@@ -1,8 +1,7 @@
-"""Scrubbing: is everything that the catalog knows still there and whole? A share at a time, the oldest first.
+"""Verify that the checkpoints in the catalog are intact: a share at a time, those not verified longest first.
 
-The first is read to its end, however long that takes: otherwise what needs more time than there is would
-never be proven. A later look that ends because the time is over has found nothing and records nothing: next
-time it comes before those that were proven.
+The first is always read to its end: otherwise a checkpoint that takes more than the time budget would never
+be verified. A later check that runs out of time records nothing, and comes first next time.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ SHARE, BUDGET_S = 0.05, 600.0
 
 @dataclass(frozen=True)
 class Looked:
-    """One checkpoint that was looked at."""
+    """One checkpoint that was checked."""
 
     checkpoint: CheckpointRow
     proven: Proven
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         return {
             "checkpoint": self.checkpoint.id,
             "uri": self.checkpoint.uri,
@@ -49,7 +48,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Scrubbed:
-    """What a scrub did. due: how many were to be looked at. known: how many the catalog says exist."""
+    """The result of a scrub. due: number of checkpoints to check. known: number that exist by the catalog."""
 
     looked: tuple[Looked, ...]
     due: int
@@ -57,17 +56,17 @@ class Scrubbed:
 
     @property
     def counts(self) -> dict[str, int]:
-        """proof -> how many."""
+        """Proof -> number of checkpoints."""
         return dict(Counter(each.proven.proof.value for each in self.looked))
 
     @property
     def exit_code(self) -> int:
-        """1 where something is damaged, changed, gone or could not be read: unproven is not damaged."""
+        """1 if a checkpoint is damaged, changed, gone or unreadable, else 0: unproven is not damaged."""
         fine = (Proof.PROVEN, Proof.UNPROVEN, Proof.STOPPED)
         return int(any(each.proven.proof not in fine for each in self.looked))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         return {
             "known": self.known,
             "due": self.due,
@@ -84,13 +83,20 @@ def scrub(
     on_look: Callable[[Looked], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scrubbed:
-    """Looks at a share of what the catalog says exists, and records what it finds.
+    """Check a share of the checkpoints that exist by the catalog, and record the results.
 
-    share: of the checkpoints, above 0 and up to 1. budget_s: seconds; a look under way then is given up, but
-    for the first one.
+    Args:
+        catalog: The catalog.
+        share: Of the checkpoints, above 0 and up to 1.
+        budget_s: Seconds; a check that is running then is abandoned, except the first one.
+        on_look: Called for each checkpoint.
+        clock: Returns the time in seconds.
+
+    Raises:
+        UsageError: The share is not above 0 and up to 1.
     """
     if not 0 < share <= 1:
-        raise UsageError(f"--share {share} is no share", hint="above 0 and up to 1")
+        raise UsageError(f"--share must be above 0 and up to 1 (got {share})")
     end = clock() + budget_s
     with catalog.reading() as conn:
         rows = tending.due(conn)

@@ -1,14 +1,14 @@
-"""Aside: how does a folder leave its place so that it can come back, and how is exactly it removed, no more?
+"""Set a source aside so that it can be restored, and remove exactly its approved files.
 
-A source that is deleted is moved out of sight first, into a new folder beside it:
+A source that is deleted is first moved into a new folder beside it:
 
     .NAME.retiring-1a2b3c4d.ckptcore/
-        record.json     the checkpoint's id, and every name in it that was approved, with what it was
+        record.json     the checkpoint's id, and every approved name in it, with its identity
         NAME            the source
 
-Whoever is killed leaves that folder, and nothing of it is removed that its record does not name. All steps
-work on descriptors of folders that were opened one below the other, so that no link leads any of them
-elsewhere. The record is locked as long as its process lives.
+A killed run leaves that folder; a later run removes only the names in its record. All steps use descriptors
+of folders that were opened one below the other, so that no link redirects them. The record is locked while
+its process is alive.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ from ckptcore.store.folder_tree import Spot, rename_new
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 _OLDER = re.compile(r"\.(?P<name>.+)\.retired-[0-9a-f]{8}\.ckptcore")  # the source itself, and no record
 RECORD = "record.json"
-_BEGINS = b'{"checkpoint":'  # of every record, also of one that was cut off
+_BEGINS = b'{"checkpoint":'  # of every record, also of a truncated one
 MOST_BYTES = 1 << 30  # bytes of a record
 
 
 @dataclass(frozen=True)
 class RemovalRecord:
-    """What may be removed. checkpoint, child: ids in the catalog. things: by name, folders with a slash.
+    """What may be removed.
 
-    uri: where it was. fingerprint: of the child; None for one that is proven by its digests alone.
+    Attributes:
+        checkpoint: The source's id in the catalog.
+        child: The child's id in the catalog.
+        uri: The source's path or URL.
+        fingerprint: Of the child; None if only its digests prove it.
+        things: The source's files by name; the names of folders end with a slash.
     """
 
     checkpoint: str
@@ -52,14 +57,14 @@ class RemovalRecord:
     things: Mapping[str, Thing]
 
     def dump(self) -> bytes:
-        """The JSON form."""
+        """Return the JSON form."""
         form = {"checkpoint": self.checkpoint, "child": self.child, "uri": self.uri}
         things = {name: thing.as_list() for name, thing in self.things.items()}
         return canonical_json({"version": 1, **form, "fingerprint": self.fingerprint, "things": things})
 
     @classmethod
     def load(cls, data: bytes) -> RemovalRecord:
-        """The record of `dump`'s form; raises `ValueError`."""
+        """Read the form of `dump`; raise `ValueError` for other data."""
         try:
             form: dict[str, Any] = json.loads(data)
             if form["version"] != 1:
@@ -69,13 +74,13 @@ class RemovalRecord:
             wanted = None if wanted is None else str(wanted)
             return cls(str(form["checkpoint"]), str(form["child"]), str(form["uri"]), wanted, things)
         except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(f"it is no record: {error!r}") from error
+            raise ValueError(f"it is not a record: {error!r}") from error
 
 
 class Aside:
-    """One source while it is moved away, from `begin` or `leftover` to `close`.
+    """One source while it is set aside, from `begin` or `leftover` to `close`.
 
-    home: the folder that it is moved into. path: where it belongs.
+    home: the folder that it is moved into. path: its own place.
     """
 
     def __init__(self, above: int, parent: str, name: str, home: str, at: int, lock: int) -> None:
@@ -86,7 +91,7 @@ class Aside:
 
     @classmethod
     def begin(cls, root: str, record: RemovalRecord) -> Aside:
-        """A new folder beside a source, with the record of what may be removed; nothing is moved yet."""
+        """Create a folder beside a source, with the record of what may be removed; nothing is moved yet."""
         parent, name = os.path.split(record.uri)
         above = open_above(root, record.uri)
         home = new_home(name)
@@ -111,10 +116,19 @@ class Aside:
 
     @classmethod
     def leftover(cls, root: str, parent: str, home: str) -> Aside | None:
-        """What a killed process left in a folder below a watched root; ``home``: one of `leftovers`. None
-        where that was an empty folder, which is removed.
+        """Open a folder that a killed process left.
 
-        Raises `Busy` while its process lives, and `UsageError` for what is no such folder, or another user's.
+        Args:
+            root: The watched root.
+            parent: The folder below it that contains ``home``.
+            home: One of `leftovers`.
+
+        Returns:
+            The source set aside; None for an empty folder, which is removed.
+
+        Raises:
+            Busy: Its process is alive.
+            UsageError: It is not such a folder, or it belongs to another user.
         """
         matched = _NAME.fullmatch(home)
         assert matched is not None
@@ -128,18 +142,18 @@ class Aside:
             found.record = found._read_record()
         except BlockingIOError as error:
             _close(lock, at, above)
-            raise Busy(f"another process is deleting what lies in {parent}/{home}") from error
+            raise Busy(f"another process is deleting {parent}/{home}") from error
         except (OSError, ValueError) as error:
             empty = _removed_empty(home, above)
             _close(lock, at, above)
             if empty:
                 return None
-            raise UsageError(f"cannot go on with it: {_reason(error)}") from error
+            raise UsageError(f"cannot resume it: {_reason(error)}") from error
         else:
             return found
 
     def _read_record(self) -> RemovalRecord:
-        """The record of a leftover; raises `OSError`, and `ValueError` for one that is not our own."""
+        """Read the record of a leftover; raise `OSError`, and `ValueError` for one that is not our own."""
         seen = os.fstat(self._at), os.fstat(self._lock)
         if {each.st_uid for each in seen} != {os.geteuid()} or not stat.S_ISREG(seen[1].st_mode):
             raise ValueError("it is another user's")
@@ -147,7 +161,7 @@ class Aside:
             raise ValueError(f"its record has {seen[1].st_size} bytes")
         data = os.pread(self._lock, seen[1].st_size, 0)
         if not self.holds and data[: len(_BEGINS)] == _BEGINS[: len(data)]:
-            return self.record  # killed before it moved the source, or behind its last name
+            return self.record  # killed before it moved the source, or after it removed the last name
         record = RemovalRecord.load(data)
         if record.uri != self.path:
             raise ValueError(f"its record is of {record.uri}")
@@ -155,18 +169,18 @@ class Aside:
 
     @property
     def holds(self) -> bool:
-        """Whether the source, or what is left of it, lies here."""
+        """Whether the source, or the rest of it, is here."""
         return _exists(self._name, self._at)
 
     def take(self) -> None:
-        """Moves the source here: in one step, and by the folder that was opened, not by its path."""
+        """Move the source here in one step, through the opened folder, not by its path."""
         try:
             os.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
         except OSError as error:
             raise UsageError(f"cannot move {self.path} away: {error.strerror}") from error
 
-    def put_back(self) -> None:
-        """Moves the source to its place; raises `UsageError` when something else is there now."""
+    def restore(self) -> None:
+        """Move the source back to its place; raise `UsageError` if something else is there now."""
         if not self.holds:
             self._leave()
             return
@@ -175,17 +189,17 @@ class Aside:
         except OSError as error:
             why = "something else is there now" if _exists(self._name, self._above) else error.strerror
             raise UsageError(
-                f"cannot move {self.path} back: {why}; it waits in {self.home}",
+                f"cannot move {self.path} back: {why}; it is in {self.home}",
                 hint=f"move {self.home}/{self._name} to where you want it",
             ) from error
         self._leave()
 
     def look(self) -> dict[str, Thing]:
-        """Everything that lies here, as `ckptcore.store.contents.contents` has it."""
+        """Return all files here, as `ckptcore.store.contents.contents` does."""
         return contents(f"{self.home}/{self._name}")
 
     def require_approved(self) -> None:
-        """Raises `SourceChanged` unless what lies here is, name by name, what the record approves."""
+        """Raise `SourceChanged` unless the files here are, name by name, the approved ones."""
         now, approved = self.look(), self.record.things
         if "" in approved and self._arrived is None:
             found = difference(approved, now, status=False)
@@ -195,14 +209,15 @@ class Aside:
         if found is not None:
             raise SourceChanged(
                 f"{self.path}{'/' if found else ''}{found} was written, moved or touched while this ran",
-                hint="run again when nobody writes there",
+                hint="run again when no process writes there",
             )
 
     def remove(self) -> tuple[tuple[str, ...], str]:
-        """Removes what the record approves and is still that.
+        """Remove the approved files that are unchanged.
 
-        Gives the names that are not, and stay; and what the system said, where it would not remove one that
-        is: then the rest waits here for the next run.
+        Returns:
+            The names that stay, and the system's message if it could not remove an approved file: then the
+            rest stays here for the next run.
         """
         left: list[str] = []
         try:
@@ -223,7 +238,7 @@ class Aside:
         return tuple(left), ""
 
     def close(self) -> None:
-        """Lets another process look at what is left."""
+        """Unlock the rest for other processes."""
         _close(self._lock, self._at, self._above)
         self._lock = self._at = self._above = -1
 
@@ -232,20 +247,20 @@ class Aside:
 
 
 def new_home(name: str) -> str:
-    """A new name for the folder beside a source that holds the record of its deletion."""
+    """Return a new name for the folder beside a source with the record of its deletion."""
     return f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
 
 
 def source_of(home: str) -> str | None:
-    """The name of the source that a folder of `new_home` is of; None for any other name."""
+    """Return the name of the source of a folder of `new_home`; None for any other name."""
     matched = _NAME.fullmatch(home)
     return None if matched is None else matched["name"]
 
 
 def leftovers(root: str, parent: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the folders of `Aside` that lie in a folder below a watched root, what versions before it left).
+    """Return (the folders of `Aside` in a folder below a watched root, the folders of older versions).
 
-    Raises `UsageError` where the folder is not there, or only through a link.
+    Raises `UsageError` if the folder does not exist, or only through a link.
     """
     at = open_below(root, parent, parent)
     try:
@@ -257,10 +272,10 @@ def leftovers(root: str, parent: str) -> tuple[tuple[str, ...], tuple[str, ...]]
     return tuple(n for n in names if _NAME.fullmatch(n)), tuple(n for n in names if _OLDER.fullmatch(n))
 
 
-def bring_back(root: str, parent: str, home: str) -> str:
-    """Moves what a version before this one had moved away to its place again, which it gives.
+def restore_older(root: str, parent: str, home: str) -> str:
+    """Move a source that an older version set aside back to its place; return that place.
 
-    Raises `UsageError` where something else is there.
+    Raises `UsageError` if something else is there.
     """
     matched = _OLDER.fullmatch(home)
     assert matched is not None
@@ -275,18 +290,18 @@ def bring_back(root: str, parent: str, home: str) -> str:
 
 
 def place_of(parent: str, home: str) -> str:
-    """Where a leftover of an older version belongs."""
+    """Return the original place of a source that an older version set aside."""
     matched = _OLDER.fullmatch(home)
     return f"{parent.rstrip('/')}/{matched['name']}" if matched is not None else home
 
 
 def partly_gone(record: RemovalRecord, here: Mapping[str, Thing]) -> bool:
-    """Whether something that a record names is not here any more."""
+    """Return whether any recorded file no longer exists."""
     return not record.things.keys() <= here.keys()
 
 
 def _remove_approved(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -> None:
-    """Removes approved names below a descriptor, depth first. No link is followed, no mount crossed."""
+    """Remove approved names below a descriptor, depth first. No link is followed, no mount crossed."""
     for name in os.listdir(at):
         approved = things.get(f"{prefix}{name}/")
         if approved is None:
@@ -310,7 +325,7 @@ def _remove_approved(at: int, prefix: str, things: Mapping[str, Thing], left: li
 
 
 def _remove_folder(name: str, at: int, below: int, prefix: str, left: list[str]) -> None:
-    """Removes a folder, unless something came into it meanwhile."""
+    """Remove a folder, unless files appeared in it meanwhile."""
     try:
         os.rmdir(name, dir_fd=at)
     except OSError as error:
@@ -324,7 +339,7 @@ def _unlink(name: str, at: int, full: str, things: Mapping[str, Thing], left: li
     seen = os.stat(name, dir_fd=at, follow_symlinks=False)
     approved = things.get(full)
     target = os.readlink(name, dir_fd=at) if stat.S_ISLNK(seen.st_mode) else ""
-    # The status of a file with several names changes when one of the others goes: here, a moment ago.
+    # The status of a file with several names changes when another of its names is removed.
     if approved is None or not same(approved, thing_of(seen, target), status=approved.links == 1):
         left.append(full)
         return
@@ -352,7 +367,7 @@ def _reason(error: Exception) -> str:
 
 
 def _forget(home: str, at: int, above: int) -> None:
-    """Removes the record and the folder that it lies in; a file of somebody else in it stays."""
+    """Remove the record and its folder, unless another process has a file there."""
     with contextlib.suppress(OSError):
         if at >= 0:
             os.unlink(RECORD, dir_fd=at)

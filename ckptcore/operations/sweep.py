@@ -1,10 +1,9 @@
-"""Sweeping: which checkpoints below the watched roots are complete and not yet converted? Convert them.
+"""Convert the checkpoints below the watched roots that are complete and not yet converted.
 
-1. `look` lists a root, finds its checkpoints, and says of each how it stands; nothing is converted.
-2. `work` converts one that is ready, under a claim, so that nobody else does.
+1. `look_through` lists a root and determines the state of each of its checkpoints; nothing is converted.
+2. `work` converts one that is ready, under a claim, so that no other process does.
 
-`sweep` is both for every root. What was seen is remembered: a place that has not changed since is not opened
-again.
+`sweep` does both for every root. States are recorded: a place that has not changed is not opened again.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
-_PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is tried again: first, and at most
+_PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is retried: the first, and the most
 
 
 class Standing(StrEnum):
-    """How a checkpoint stands: towards its target, or in itself."""
+    """The state of a checkpoint, or of its conversion."""
 
     READY = "ready"  # complete and not yet converted
     MADE = "made"  # converted by this sweep
     CONVERTED = "converted"  # had been converted before
-    CLAIMED = "claimed"  # somebody else converts it now
-    OUTDATED = "outdated"  # converted, and written again since
-    FAILED = "failed"  # the conversion failed; tried again later
+    CLAIMED = "claimed"  # another process is converting it
+    OUTDATED = "outdated"  # converted, and rewritten since
+    FAILED = "failed"  # the conversion failed; retried later
     WRITING = "writing"  # not yet complete
-    BROKEN = "broken"  # lies still, and is not complete
-    UNREAD = "unread"  # could not be looked at
+    BROKEN = "broken"  # no longer changes, and is not complete
+    UNREAD = "unread"  # could not be read
     REFUSED = "refused"  # the target cannot be used for it
 
 
@@ -59,7 +58,7 @@ _WRONG = {Standing.FAILED, Standing.BROKEN, Standing.UNREAD, Standing.REFUSED, S
 
 @dataclass(frozen=True)
 class SweepItem:
-    """One checkpoint. why: the reason of its standing. request and the digests: of what is whole."""
+    """One checkpoint. why: the reason of its standing. request, digests: only of a complete one."""
 
     root: str
     source: str
@@ -73,7 +72,7 @@ class SweepItem:
     manifest_digest: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         return {
             "root": self.root,
             "source": self.source,
@@ -87,25 +86,25 @@ class SweepItem:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did. items: every checkpoint it saw, by root, the oldest step first."""
+    """The result of a sweep. items: every checkpoint, by root, the lowest step first."""
 
     items: tuple[SweepItem, ...]
     dry_run: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
-        """standing -> how many."""
+        """Standing -> number of checkpoints."""
         return dict(Counter(i.standing.value for i in self.items))
 
     @property
     def exit_code(self) -> int:
-        """1 where something is wrong, else 3 where something is not yet complete, else 0."""
+        """1 if a checkpoint has a problem, else 3 if one is not yet complete, else 0."""
         if any(i.standing in _WRONG for i in self.items):
             return 1
         return NotComplete.exit_code if any(i.standing is Standing.WRITING for i in self.items) else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face."""
+        """Return the JSON form."""
         return {"dry_run": self.dry_run, "counts": self.counts, "items": [i.as_dict() for i in self.items]}
 
 
@@ -120,21 +119,29 @@ def sweep(
     *,
     dry_run: bool = False,
     settle_s: float = SETTLE_S,
-    again: bool = False,
+    retry_failed: bool = False,
     who: str | None = None,
     on_item: OnItem | None = None,
 ) -> Swept:
-    """Looks through the watched roots, and converts what is ready.
+    """Search the watched roots, and convert the checkpoints that are ready.
 
-    convert: makes one request; a CkptError stops nothing else. names: of roots, also paused ones;
-    none means all that are not paused. again: also what failed just now, or was broken. on_item: is
-    called for each item.
+    Args:
+        catalog: The catalog.
+        convert: Carries out one request; a `CkptError` does not stop the sweep.
+        names: Of roots, also paused ones; none means all that are not paused.
+        dry_run: Convert and record nothing.
+        settle_s: Seconds without a change before a checkpoint is opened.
+        retry_failed: Include checkpoints that failed recently or were broken.
+        who: The worker; it takes its own claims again at once.
+        on_item: Called for each checkpoint.
     """
     found: list[SweepItem] = []
     who = who or owner()
     for root in watched(catalog, names):
         here = []
-        for item in look_through(catalog, root, dry_run=dry_run, settle_s=settle_s, again=again):
+        for item in look_through(
+            catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed
+        ):
             done = (
                 item if dry_run or item.standing is not Standing.READY else work(catalog, item, convert, who)
             )
@@ -150,21 +157,21 @@ def sweep(
 
 
 def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
-    """The roots of these names, or all that are not paused. Raises `UsageError`."""
+    """Return the roots of these names, or all that are not paused. Raise `UsageError` for unknown names."""
     with catalog.reading() as conn:
         return tuple(roots.get(conn, n) for n in names) if names else roots.every(conn, enabled=True)
 
 
 def forget_events(catalog: Catalog) -> None:
-    """Forgets events and messages that ended longer ago than `queues.KEEP`."""
+    """Delete events and messages that ended longer ago than `queues.KEEP`."""
     with catalog.queueing() as conn:
         gone = queues.forget(conn, datetime.now(UTC))
     if gone:
-        _log.info("%d events and messages that ended %d days ago are forgotten", gone, queues.KEEP.days)
+        _log.info("deleted %d events and messages that ended %d days ago", gone, queues.KEEP.days)
 
 
 def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> None:
-    """Notes that a root was looked through, and what came of it."""
+    """Record that a root was swept, and the number of checkpoints by standing."""
     counts = Counter(i.standing.value for i in items)
     with catalog.writing() as conn:
         if any(r.name == root.name for r in roots.every(conn)):  # it may have been removed meanwhile
@@ -173,9 +180,17 @@ def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> N
 
 
 def look_through(
-    catalog: Catalog, root: RootRow, *, dry_run: bool = False, settle_s: float = SETTLE_S, again: bool = False
+    catalog: Catalog,
+    root: RootRow,
+    *,
+    dry_run: bool = False,
+    settle_s: float = SETTLE_S,
+    retry_failed: bool = False,
 ) -> tuple[SweepItem, ...]:
-    """How every checkpoint below a root stands; what was seen is noted, unless this is a dry run."""
+    """Determine the standing of every checkpoint below a root, and record it unless this is a dry run.
+
+    The arguments are those of `sweep`.
+    """
     now = datetime.now(UTC)
     try:
         target = target_of(root.target)
@@ -196,27 +211,44 @@ def look_through(
         uri = normal_uri(candidate.uri)
         recover = request is not None and request.recover
         seen = look(
-            uri, candidate.files, before.get(uri), now, settle_s=settle_s, recover=recover, again=again
+            uri,
+            candidate.files,
+            before.get(uri),
+            now,
+            settle_s=settle_s,
+            recover=recover,
+            retry_failed=retry_failed,
         )
         if not dry_run:
             _note(catalog, root, candidate, seen, now)
         item = _item(root, candidate, request, why, seen)
         items.append(
-            _towards(catalog, item, request, now, again)
+            _compared_with_target(catalog, item, request, now, retry_failed)
             if request is not None and item.standing is Standing.READY
             else item
         )
     return tuple(items)
 
 
-def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, again: bool = False) -> SweepItem:
-    """Converts one that is ready, unless somebody else does or did."""
+def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo: bool = False) -> SweepItem:
+    """Convert a checkpoint that is ready, unless another process does or did.
+
+    Args:
+        catalog: The catalog.
+        item: A checkpoint of `look_through` that is ready.
+        convert: Carries out one request.
+        who: The worker; it takes its own claim again at once.
+        redo: Convert again what is done.
+
+    Returns:
+        The checkpoint with its new standing.
+    """
     assert item.request is not None  # it is ready
     request = item.request
     try:
-        with claimed(catalog, key_of(request, item.source_digest), item.source, who, again=again) as claim:
+        with claimed(catalog, key_of(request, item.source_digest), item.source, who, redo=redo) as claim:
             if not claim.mine:
-                return _stands(item, claim)
+                return _with_claim(item, claim)
             if not _outdated(catalog, item) and made_from(
                 catalog, request.destination, item.source, item.manifest_digest
             ):
@@ -238,7 +270,7 @@ def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None
 
 
 def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str, seen: Look) -> SweepItem:
-    """A checkpoint as a look at it gave it. why: the reason where there is no request for it."""
+    """Return a checkpoint with the standing of its state. why: the reason if there is no request for it."""
     item = SweepItem(
         root.name,
         normal_uri(candidate.uri),
@@ -256,22 +288,24 @@ def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str
     return item if request is not None else replace(item, standing=Standing.REFUSED, why=why)
 
 
-def _towards(catalog: Catalog, item: SweepItem, request: Request, now: datetime, again: bool) -> SweepItem:
-    """How a whole checkpoint stands towards its target."""
+def _compared_with_target(
+    catalog: Catalog, item: SweepItem, request: Request, now: datetime, retry_failed: bool
+) -> SweepItem:
+    """Return a complete checkpoint with the standing of its conversion."""
     with catalog.reading() as conn:
         claim = claims.current(conn, key_of(request, item.source_digest))
     if claim is not None:
         if claim.state == DONE or (claim.state != FAILED and claim.due_at > now):
-            return _stands(item, claim)
-        if claim.state == FAILED and not again and (due := _due(claim)) > now:
-            told = f"{claim.error_code}: {claim.error}; tried again after {due:%Y-%m-%d %H:%M} UTC"
-            return replace(item, standing=Standing.FAILED, why=told)
+            return _with_claim(item, claim)
+        if claim.state == FAILED and not retry_failed and (due := _due(claim)) > now:
+            why = f"{claim.error_code}: {claim.error}; retried after {due:%Y-%m-%d %H:%M} UTC"
+            return replace(item, standing=Standing.FAILED, why=why)
         return item
     if _outdated(catalog, item) and not request.overwrite:
         return replace(
             item,
             standing=Standing.OUTDATED,
-            why=f"{request.destination} was made from what lay here before; remove it, or set "
+            why=f"{request.destination} was made from an earlier checkpoint here; remove it, or set "
             '"overwrite": true in the target',
         )
     if not _outdated(catalog, item) and made_from(
@@ -286,11 +320,12 @@ def _outdated(catalog: Catalog, item: SweepItem) -> bool:
     return rewritten(catalog, key_of(item.request, item.source_digest), item.source)
 
 
-def _stands(item: SweepItem, claim: ClaimRow) -> SweepItem:
+def _with_claim(item: SweepItem, claim: ClaimRow) -> SweepItem:
+    """Return a checkpoint with the standing of its claim."""
     if claim.state == DONE:
         when = claim.ended_at or claim.taken_at
         return replace(item, standing=Standing.CONVERTED, why=f"made on {when:%Y-%m-%d %H:%M} UTC")
-    return replace(item, standing=Standing.CLAIMED, why=f"{claim.owner} converts it")
+    return replace(item, standing=Standing.CLAIMED, why=f"{claim.owner} is converting it")
 
 
 def _due(claim: ClaimRow) -> datetime:
@@ -316,5 +351,5 @@ def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now
     with catalog.writing() as conn:
         sightings.note(conn, row)
     if seen.manifest is not None and seen.state is Condition.BROKEN:
-        # Beside what conversions found, where people look for damaged checkpoints.
+        # Recorded like the findings of conversions, where users search for damaged checkpoints.
         catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="cover")

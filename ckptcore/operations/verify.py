@@ -1,8 +1,8 @@
-"""Proving: is what the catalog knows still there, byte for byte?
+"""Verify that a registered checkpoint is unchanged, byte for byte.
 
-Of what was written here every file has a BLAKE3, and is read once and compared. A source has what its format
-stores: its manifest must be the registered one, and its bytes must match their checksums. A file that neither
-proves is named, and the checkpoint is not called proven.
+Every file of an output has a recorded BLAKE3; it is read once and compared. A source has the checksums of its
+format: its manifest must be the registered one, and its bytes must match the checksums. Files that neither
+covers are listed, and the checkpoint is reported as unproven.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ckptcore.store import local_path, open_store, split_url
 
 
 class Proof(StrEnum):
-    """How it stands.
+    """The result of a verification.
 
-    proven: every byte is as it was. unproven: nothing is known to be wrong, but no checksum or digest covers
-    every byte. damaged: something is not as it was. changed: another checkpoint is there. gone: nothing is.
-    unread: it could not be looked at. stopped: there was no time.
+    proven: every byte is unchanged. unproven: no error, but checksums and digests do not cover every byte.
+    damaged: a file changed. changed: another checkpoint is there. gone: nothing is there. unread: it could
+    not be read. stopped: the time was used up.
     """
 
     PROVEN = "proven"
@@ -42,8 +42,16 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True)
 class Proven:
-    """What a look gave. nbytes: read. now: what is there, where that is another checkpoint. unproven: the
-    files whose bytes nothing proves."""
+    """The result of a verification, with details.
+
+    Attributes:
+        proof: The result.
+        findings: Of the check.
+        message: The reason in a line.
+        nbytes: Bytes read.
+        now: The checkpoint that is there now, if it is another one.
+        unproven: Files whose bytes no checksum covers.
+    """
 
     proof: Proof
     findings: tuple[Finding, ...] = ()
@@ -54,7 +62,7 @@ class Proven:
 
 
 def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -> Proven:
-    """Reads a registered checkpoint as a whole. in_time: asked often; the look stops when it says no."""
+    """Read all of a registered checkpoint. in_time: called often; reading stops when it returns False."""
     uri = known.checkpoint.uri
     try:
         if not _is_there(uri):
@@ -64,7 +72,7 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
             return _by_digests(uri, known.files, in_time)
         return _by_checksums(known, in_time)
     except NoTime:
-        return Proven(Proof.STOPPED, message="the time was over")
+        return Proven(Proof.STOPPED, message="the time budget was used up")
     except CkptError as error:
         if error.exit_code in (1, 3):
             found = tuple(error.values.get("findings", ())) or (_as_finding(error),)
@@ -92,11 +100,11 @@ def _by_checksums(known: CheckpointDetail, in_time: Callable[[], bool]) -> Prove
     manifest = same_manifest(uri, known.checkpoint.manifest_digest)
     if manifest is None:
         now = inspect(uri)
-        return Proven(Proof.CHANGED, message=f"another checkpoint stands at {uri} now", now=facts(now, uri))
+        return Proven(Proof.CHANGED, message=f"another checkpoint is at {uri} now", now=facts(now, uri))
     compared = compare(uri, known.files, in_time)
     report = with_digests(validate(manifest, "bytes", progress=progress), compared)
-    told = tuple(f for f in report.findings if f.code != "unproven")
-    return _proven(told, report.unproven, report.nbytes + compared.read)
+    findings = tuple(f for f in report.findings if f.code != "unproven")
+    return _proven(findings, report.unproven, report.nbytes + compared.read)
 
 
 def _proven(findings: tuple[Finding, ...], unproven: tuple[str, ...], nbytes: int) -> Proven:

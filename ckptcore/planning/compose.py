@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from ckptcore.checking.check import Report, require_whole
+from ckptcore.checking.check import Report, require_complete
 from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.object_tree import references
@@ -120,7 +120,7 @@ def compose(
     beside, adapter = _files_beside(request, manifest) if export else (ModelFiles(), None)
     selected = _selected(request, manifest, adapter)
     by_config = beside.config is not None
-    report = require_whole(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
+    report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
     layout = _output_layout(request, writer, adapter)
@@ -132,7 +132,7 @@ def compose(
     else:
         mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
     if by_config and (doubts or beside.config is None):  # the model class proves nothing
-        require_whole(manifest, selected)
+        require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings]
     if export:
         warnings += [*_other_parts(model), *_unopened(request, beside)]
@@ -205,7 +205,7 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     `compose`: the model part is incomplete, ambiguous, or cannot be mapped.
     """
     beside, adapter = _files_beside(request, manifest)
-    require_whole(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
+    require_complete(manifest, _selected(request, manifest, adapter), later=_BY_CONFIG)
     model = find_model(manifest, request.model_prefix)
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)

@@ -1,13 +1,13 @@
-"""Damage: does a damaged checkpoint ever become a silent good one?
+"""Test that no damaged checkpoint is silently converted.
 
-Every row of the one damage table is done to every sample that it fits. After each, `validate` and
-`consolidate` must refuse with a stable code and a documented exit code, or give the right result:
-the bytes of the undamaged sample. Whatever happens: no traceback, nothing half-published, no code
-from the checkpoint executed, the source as it was, and time and memory bounded.
+Every row of the damage table is applied to every sample that it fits. After each, `validate` and
+`consolidate` must refuse with a stable code and a documented exit code, or give the right result: the bytes
+of the undamaged sample. In every case there is no traceback, nothing is partly published, no code from the
+checkpoint is executed, the source is unchanged, and time and memory are bounded.
 
-`make test` does every row to one or two of a few small samples that hold every kind of item, and the rows
-that touch data to half of these and to a sixth of the others, each row to other ones; the rest of the grid is
-a soak.
+`make test` applies every row to one or two of a few small samples with every kind of item. It applies the
+rows that change data to half of these and to a sixth of the others, each row to other ones. The rest of the
+grid is a soak.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEPS = {(True, False): 2, (True, True): 3, (False, False): 6}
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What an undamaged sample gives."""
+    """The result of an undamaged sample."""
 
     raw: bytes
     file: Path
@@ -154,7 +154,7 @@ def test_damage(
         well_behaved(outcome)
     if done.code == 0:
         wrong = wrong_with(dst, truth, objects=not row.opaque)
-        if row.opaque:  # what lay in an object that is gone as a whole, and is said to be
+        if row.opaque:  # values in an object that is missing as a whole, and is reported
             gone = [f["fqn"] for f in checked.json["findings"] if f["code"] == "refused-global"]
             wrong = [w for w in wrong if not any(w.startswith(f"{g}.") for g in gone)]
         if excuse and excuse.renames:
@@ -169,10 +169,10 @@ def test_damage(
         assert not [p for p in dst.parent.iterdir() if not p.name.startswith(".")]
         assert checked.code != 0, f"refused, yet validated\n{done}\n{checked}"
         assert not excuse or row.harmless, f"refused now: take {row.name} off UNDETECTABLE\n{done}"
-    said = codes_of(checked) | codes_of(done)
+    codes = codes_of(checked) | codes_of(done)
     noticed = done.code != 0 or checked.code != 0 or row.opaque
-    assert not (noticed and row.codes) or said & row.codes, (
-        f"said {sorted(said)}, not one of {sorted(row.codes)}\n{checked}\n{done}"
+    assert not (noticed and row.codes) or codes & row.codes, (
+        f"said {sorted(codes)}, not one of {sorted(row.codes)}\n{checked}\n{done}"
     )
 
 
@@ -184,14 +184,14 @@ def other_folders(config: pytest.Config, folder: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Excuse:
-    """Why a damage cannot be noticed. renames: names may differ, values may not."""
+    """Why a damage cannot be detected. renames: names may differ, values may not."""
 
     why: str
     renames: bool = False
 
 
 def excused(copy: Folder, row: Damage) -> Excuse | None:
-    """The excuse of this row for this folder, which is looked at before the damage; or None."""
+    """Return the excuse of this row for this folder, which is read before the damage; or None."""
     entry = next((b for b in gaps.blind(row.name) if b.when in CONDITIONS), None)
     if entry is None or not CONDITIONS[entry.when](copy):
         return None
@@ -206,7 +206,7 @@ def equal_layout(copy: Folder) -> bool:
 def between_others(copy: Folder) -> bool:
     """Whether the biggest tensor is not all there is, and ends no file that holds others too.
 
-    Megatron-Core keeps every rank's plan of its save, where the name stands once more.
+    Megatron-Core stores every rank's plan of its save, which has the name once more.
     """
     if b"all_local_plans" in copy.meta.read_bytes():
         return False
@@ -265,7 +265,7 @@ def other_values(dst: Path, truth: Truth) -> list[str]:
 
 
 def plain(tree: dict[str, Any]) -> dict[str, str]:
-    """The values that are no tensors, in words."""
+    """The values that are not tensors, as text."""
     import torch
 
     leaves = flatten(tree, descend_tuples=False)
@@ -315,7 +315,7 @@ def test_flipped_anywhere(
         assert not wrong, f"{about}: silent: {wrong[:3]}\n{done}\n{checked}"
 
 
-def test_table_is_whole() -> None:
+def test_table_is_complete() -> None:
     """Every excuse names a row of a table, and every row has a name of its own."""
     rows = {b for name in [*damage.TABLE, *damage.EVERYWHERE] for b in gaps.blind(name)}
     assert not set(gaps.UNDETECTABLE) - rows

@@ -1,4 +1,4 @@
-"""Damage to single files: does a wrong safetensors or torch file ever become a silent good one?
+"""Test that no damaged safetensors or torch file is silently converted.
 
 The files are written by the formats' own libraries. The rules are those of `test_damage`.
 """
@@ -144,7 +144,7 @@ def test_damaged_safetensors(name: str, good_safetensors: Path, cli: Cli, tmp_pa
 
 @pytest.mark.parametrize("name", SAFETENSORS_SILENT)
 def test_undetectable_in_safetensors(name: str, good_safetensors: Path, cli: Cli, tmp_path: Path) -> None:
-    """What the format cannot show; the safetensors library reads these files too."""
+    """Damage that the format cannot show; the safetensors library reads these files, too."""
     source = tmp_path / "model.safetensors"
     source.write_bytes(SAFETENSORS_SILENT[name](good_safetensors.read_bytes(), tmp_path))
     done = cli("consolidate", source, tmp_path / "out.pt", "--output", "json", **LIMITS)
@@ -247,7 +247,7 @@ def test_damaged_torch_file(name: str, good_torch: Path, cli: Cli, tmp_path: Pat
 
 
 def refused_or_right(source: Path, truth: Any, cli: Cli, tmp_path: Path) -> None:
-    """The rule of the damage suite, for a source and what it held before."""
+    """The rule of the damage suite, for a source and its content before the damage."""
     before = tree_digest(source)
     checked = cli("validate", source, "--level", "bytes", "--output", "json", **LIMITS)
     dst = tmp_path / "results" / "out.pt"

@@ -1,12 +1,12 @@
-"""Damage to any format: does a damaged checkpoint ever become a silent good one?
+"""Test that no damaged checkpoint of any format is silently converted.
 
-Every row of `damage.EVERYWHERE` is done to every sample, at places that a seed chooses. After each,
-validation and conversion must refuse with a documented code, or give the right result, or say what
-is left out of it; what passes in silence stands in `gaps.UNDETECTABLE`. `test_damage` does more to
-folders of torch.distributed.checkpoint, and through the command line.
+Every row of `damage.EVERYWHERE` is applied to every sample, at places that a seed chooses. After each,
+validation and conversion must refuse with a documented code, or give the right result, or report what is left
+out; damage that cannot be detected is listed in `gaps.UNDETECTABLE`. `test_damage` applies more to folders of
+torch.distributed.checkpoint, and through the command line.
 
-`make test` does half of the rows once to a sample of every format, each row to other samples; the whole grid
-is a soak.
+`make test` applies half of the rows once to a sample of every format, each row to other samples; the full
+grid is a soak.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def test_damage(
     wrong, seen = list[str](), Counter[str]()
     for name in rows_of(group):
         for cut in chosen(tree, name, places, seed):
-            verdict, said = outcome(tree, cut, good, tmp_path)
+            verdict, text = outcome(tree, cut, good, tmp_path)
             seen[verdict.outcome] += 1
             flaw = unexcused(name, cut, verdict)
             if flaw:
-                wrong.append(f"{name}: {cut.where}: {flaw}; said {said}")
+                wrong.append(f"{name}: {cut.where}: {flaw}; text {text}")
     print(f"--seed {seed}: {dict(seen)}")
     assert not wrong, "\n".join(wrong)
 
@@ -128,7 +128,7 @@ def test_damage(
 def test_excuse_is_needed(
     entry: gaps.Blind, truths: dict[Path, Run], plain: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Each entry of the table is a silence that can be heard somewhere, some only at a few places."""
+    """Each entry of the table is undetected damage somewhere, some only at a few places."""
     names = [n for n in damage.EVERYWHERE if entry in gaps.blind(n)]
     own = [s for s in request.config.stash[SAMPLES] if not s.corpus]
     trees = [made(name, plain) for name in MADE]

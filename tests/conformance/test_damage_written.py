@@ -1,7 +1,7 @@
-"""Damage to what is written here: is a damaged output of every writer told by our own readers?
+"""Test that our own readers detect damage to the outputs of every writer.
 
-The rows and rules are those of `test_damage_formats`; the checkpoints are outputs, whole and for meshes, of
-samples that fill what each format has a place for.
+The rows and rules are those of `test_damage_formats`; the checkpoints are outputs, consolidated and for
+meshes, of samples that use everything that each format can store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUFFIXES = {"torch_save": ".pt", "lightning": ".ckpt"}  # of outputs that are on
 
 @pytest.fixture(scope="module")
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
-    """The outputs, made as they are asked for."""
+    """The outputs, made on first use."""
     samples = {s.name: s for s in request.config.stash[SAMPLES]}
 
     class Outputs(dict[str, Tree]):
@@ -74,7 +74,7 @@ def truths() -> dict[Path, Run]:
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tmp_path: Path) -> None:
-    """Half of the rows, each once; every row is done to half of the outputs."""
+    """Half of the rows, each once; every row is applied to half of the outputs."""
     groups = tuple(g for n, g in enumerate(GROUPS) if (crc32(name.encode()) + n) % 2)
     seen = damaged(written[name], groups, PLACES, 1, truths, tmp_path)
     assert seen["refused"] > seen["silent"], seen
@@ -97,18 +97,18 @@ def test_damage_more(
 def damaged(
     tree: Tree, groups: tuple[str, ...], places: int, seed: int, truths: dict[Path, Run], tmp_path: Path
 ) -> Counter[str]:
-    """How often each outcome was seen; fails for one that nothing excuses."""
+    """Count the outcomes; fail for one without an excuse."""
     good = truth(tree, truths, tmp_path / "good")
     assert not good.refused, good.refused
     assert not good.trouble, good.trouble
     wrong, seen = list[str](), Counter[str]()
     for row in (r for group in groups for r in rows_of(group)):
         for cut_ in chosen(tree, row, places, seed):
-            verdict, said = outcome(tree, cut_, good, tmp_path)
+            verdict, text = outcome(tree, cut_, good, tmp_path)
             seen[verdict.outcome] += 1
             flaw = unexcused(row, cut_, verdict)
             if flaw:
-                wrong.append(f"{row}: {cut_.where}: {flaw}; said {said}")
+                wrong.append(f"{row}: {cut_.where}: {flaw}; text {text}")
     print(f"--seed {seed}: {dict(seen)}")
     assert not wrong, "\n".join(wrong)
     return seen

@@ -1,4 +1,4 @@
-"""Determinism: are the output's bytes the same whoever runs, how often, and through which death?"""
+"""Test that the bytes of an output do not depend on the process, the number of runs, or kills in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS, ROWS, WIDTH, TENSORS = 4, 1021, 512, 14
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 57 MB in four files, rows cut in four: big enough to be killed inside."""
+    """A checkpoint of 57 MB in four files, rows cut in four: large enough to be killed midway."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import metadata as m
@@ -38,8 +38,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         own = dcp.FileSystemReader(alone).read_metadata()
         for fqn, spec in own.state_dict_metadata.items():
             box = m.ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((stop - start, WIDTH)))
-            whole = m.TensorStorageMetadata(spec.properties, torch.Size((ROWS, WIDTH)), [])
-            joined.state_dict_metadata.setdefault(fqn, whole).chunks.append(box)
+            uncut = m.TensorStorageMetadata(spec.properties, torch.Size((ROWS, WIDTH)), [])
+            joined.state_dict_metadata.setdefault(fqn, uncut).chunks.append(box)
             joined.planner_data[fqn] = (fqn,)
             info = own.storage_data[m.MetadataIndex(fqn, torch.Size((0, 0)))]
             place = _StorageInfo(f"__{rank}_0.distcp", info.offset, info.length)
@@ -96,15 +96,15 @@ def test_names_in_natural_order(undisturbed: dict[str, Path]) -> None:
     names = [n.removeprefix("model.") for n in index["weight_map"]]
     assert sorted(names) == sorted(order)
     files = [index["weight_map"][n] for n in sorted(index["weight_map"], key=lambda n: int(n.split(".")[-2]))]
-    assert files == sorted(files), "tensor 10 lies before tensor 2"
+    assert files == sorted(files), "tensor 10 is before tensor 2"
 
 
 def killed_then_resumed(
     cli: Cli, source: Path, good: Path, folder: Path, moments: Iterator[float]
 ) -> tuple[int, bool]:
-    """Kills runs at moments until one ends by itself; gives the kills, and whether files were reused.
+    """Kill runs at given moments until one finishes; return the kills, and whether files were reused.
 
-    After every kill there is no output, or the whole of it.
+    After every kill there is no output, or a complete one.
     """
     dst = folder / good.name
     kills, reused = 0, False
@@ -132,7 +132,7 @@ def killed_then_resumed(
 def test_killed_and_resumed(
     name: str, cli: Cli, source: Path, undisturbed: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Three kill -9 at random moments, then a run that is let live: the same bytes."""
+    """Three kill -9 at random moments, then a run that finishes: the same bytes."""
     kill_many(name, 3, cli, source, undisturbed[name], tmp_path)
 
 
@@ -165,7 +165,7 @@ def kill_many(name: str, kills: int, cli: Cli, source: Path, good: Path, folder:
 
 
 def killed_with_a_finished_file(cli: Cli, source: Path, dst: Path) -> Path:
-    """Kills runs of one worker, later and later, until one leaves a finished file; its staging folder."""
+    """Kill runs of one worker, later and later, until one leaves a finished file; return its folder."""
     timing = convert(cli, source, dst, "--workers", 1)
     assert timing.code == 0, timing
     shutil.rmtree(dst)
@@ -184,7 +184,7 @@ def killed_with_a_finished_file(cli: Cli, source: Path, dst: Path) -> Path:
 def test_resume_reuses_finished_files(
     cli: Cli, source: Path, undisturbed: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What a killed run has finished is not written again."""
+    """Files that a killed run finished are not rewritten."""
     dst = tmp_path / "folder"
     staging = killed_with_a_finished_file(cli, source, dst)
     finished = len(list(staging.glob("receipts/*.json")))
@@ -197,7 +197,7 @@ def test_resume_reuses_finished_files(
 def test_resume_distrusts_what_it_finds(
     cli: Cli, source: Path, undisturbed: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A finished file that was changed behind the run's back is written again."""
+    """A finished file that was changed after its run is rewritten."""
     dst = tmp_path / "folder"
     staging = killed_with_a_finished_file(cli, source, dst)
     staged = list(staging.glob("files/*.safetensors"))
@@ -220,7 +220,7 @@ def test_no_resume_starts_anew(cli: Cli, source: Path, undisturbed: dict[str, Pa
 
 
 def test_values_are_right(source: Path, undisturbed: dict[str, Path]) -> None:
-    """What all the others are compared with is what torch wrote."""
+    """The reference of the other tests equals what torch wrote."""
     import torch
     from samples import value
     from torch.distributed.checkpoint import FileSystemReader

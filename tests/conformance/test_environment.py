@@ -1,4 +1,4 @@
-"""Surroundings: what happens when the place to read from or to write to does not play along?"""
+"""Test the errors of places that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def refused(done: Outcome, code: str, exit_code: int) -> dict[str, object]:
-    """Checks a refusal; gives the error."""
+    """Check a refusal; return the error."""
     assert done.code == exit_code, done
     assert "Traceback" not in done.stderr, done
     error = done.json["error"]
@@ -46,7 +46,7 @@ def refused(done: Outcome, code: str, exit_code: int) -> dict[str, object]:
 @pytest.mark.parametrize("there", ["file", "folder", "empty-folder", "link", "dangling-link"])
 @pytest.mark.parametrize("suffix", ["", ".safetensors", ".pt"])
 def test_destination_exists(there: str, suffix: str, cli: Cli, tmp_path: Path) -> None:
-    """Refused before any work, and left as it was; replaced as a whole on request."""
+    """Refused before any work, and left as it was; replaced completely on request."""
     dst = tmp_path / f"out{suffix}"
     other = tmp_path / "other"
     if there == "file":
@@ -137,7 +137,7 @@ def test_destination_folder_is_made(cli: Cli, tmp_path: Path) -> None:
 @root_only
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_disk_full(suffix: str, cli: Cli, tmp_path: Path) -> None:
-    """Said before or while writing, nothing is published, and a run with room finishes."""
+    """Reported before or during writing; nothing is published, and a run with room finishes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     source = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
@@ -171,7 +171,7 @@ def tree_digest_of_data(path: Path) -> dict[str, bytes]:
 
 
 def test_file_size_limit(cli: Cli, tmp_path: Path) -> None:
-    """A write that the system cuts short is an error with a name, not a short file."""
+    """A write that the system truncates is an error with a code, not a short file."""
     source = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
     done = cli("consolidate", source, tmp_path / "out", "--output", "json", file_size=4096)
     assert done.code in {9, 10}, done
@@ -203,7 +203,7 @@ def test_unreadable_url(url: str, codes: set[str], cli: Cli, tmp_path: Path) -> 
 
 
 def test_server_that_hangs_up(cli: Cli, tmp_path: Path) -> None:
-    """An object store that closes every connection gives an error worth a retry, in bounded time."""
+    """An object store that closes every connection gives a transient error, in bounded time."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,4 +1,4 @@
-"""Foreign hands: do the world's own libraries open what is written, and is what they write read?
+"""Test that other libraries open our outputs, and that we read theirs.
 
 Readers and writers here run in processes of their own and import nothing of this project.
 """
@@ -32,7 +32,7 @@ def digests(items):
 
 
 def foreign(code: str, *argv: object) -> Any:
-    """Runs Python code in a process that cannot see this project; gives the JSON it prints."""
+    """Run Python code in a process that cannot import this project; return the JSON that it prints."""
     done = subprocess.run(
         [sys.executable, "-I", "-W", "ignore", "-c", DIGESTS + code, *map(str, argv)],
         capture_output=True,
@@ -108,7 +108,7 @@ print(json.dumps(digests(flat.items())))
 
 
 def test_torch_opens_our_torch_file(cli: Cli, tmp_path: Path) -> None:
-    """Under each name that people give it, the same bytes."""
+    """The same bytes, under each usual file name."""
     source = FIXTURES / "torch" / "dcp_odd_dtypes_2r"
     files = [tmp_path / f"out{suffix}" for suffix in (".pt", ".pth", ".bin")]
     for file in files:
@@ -120,7 +120,7 @@ def test_torch_opens_our_torch_file(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_zip_tools_open_our_torch_file(cli: Cli, tmp_path: Path) -> None:
-    """Every record has a right CRC-32, and payloads lie at multiples of 64 bytes for mmap."""
+    """Every record has the correct CRC-32, and payloads are at multiples of 64 bytes for mmap."""
     import zipfile
 
     done = cli("consolidate", DIMS / "ckpt", tmp_path / "out.pt")
@@ -184,7 +184,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.xdist_group("llamas")
 @pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.soak)])
 def test_transformers_opens_our_folder(kind: str, llamas: Path, cli: Cli, tmp_path: Path) -> None:
-    """A model written with DCP and exported gives the same logits, with nothing left to guess."""
+    """A model that was saved with DCP and exported gives the same logits, without warnings."""
     saved, out = llamas / kind, tmp_path / kind
     flags = ["--max-file-size", "30KB"] if kind == "tied" else []
     done = cli("export", saved / "ckpt", out, "--config", saved / "config", *flags)

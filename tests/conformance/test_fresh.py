@@ -1,4 +1,4 @@
-"""Fresh checkpoints: does what torch writes today, in any shape, come out bit for bit?
+"""Test that checkpoints of the installed torch, in any shape, are converted bit for bit.
 
 Each test starts a real job of several gloo processes from a random seed, which is printed, and
 reads the checkpoints that it wrote. `pytest --seed N` repeats one.
@@ -41,7 +41,7 @@ def test_fresh_many(number: int, cli: Cli, tmp_path: Path, request: pytest.Fixtu
 
 
 def one_job(seed: int, ranks: int, cases: int, cli: Cli, folder: Path) -> None:
-    """Runs a job and reads every checkpoint it wrote."""
+    """Run a job and read every checkpoint that it wrote."""
     print(f"fresh checkpoints of --seed {seed}, {ranks} ranks, {cases} cases")
     done = subprocess.run(
         [sys.executable, str(JOB), str(seed), str(folder), "--ranks", str(ranks), "--cases", str(cases)],
@@ -53,12 +53,12 @@ def one_job(seed: int, ranks: int, cases: int, cli: Cli, folder: Path) -> None:
     assert done.returncode == 0, f"the job of --seed {seed} failed:\n{done.stderr[-3000:]}"
     written = sorted(folder.glob("*/job.json"))
     assert len(written) == cases
-    for told in written:
-        one_checkpoint(told.parent, json.loads(told.read_text()), cli, f"--seed {seed}, {ranks} ranks")
+    for truth in written:
+        one_checkpoint(truth.parent, json.loads(truth.read_text()), cli, f"--seed {seed}, {ranks} ranks")
 
 
 def one_checkpoint(folder: Path, job: dict[str, Any], cli: Cli, seed: str) -> None:
-    """Validates a checkpoint, consolidates it into both formats, compares with the truth."""
+    """Validate a checkpoint, consolidate it into both formats, and compare with the truth."""
     about = f"{seed}: {folder.name} {job['options']} {job}"[:3000]
     source = folder / "ckpt"
     before = tree_digest(source)
@@ -93,5 +93,5 @@ def one_checkpoint(folder: Path, job: dict[str, Any], cli: Cli, seed: str) -> No
 
 
 def glob_of(name: str) -> str:
-    """A glob that matches this name alone."""
+    """Return a glob that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)

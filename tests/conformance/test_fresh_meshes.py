@@ -1,9 +1,9 @@
-"""Fresh checkpoints through random meshes: does what torch writes today come through any two unchanged?
+"""Test that checkpoints of the installed torch are unchanged after conversions for two random meshes.
 
 Real jobs of several processes write random states from a seed, which is printed (`test_fresh`). Each is cut
-for a random mesh by random rules, in a random format, and from there for another; the second is compared
-with the job's checkpoint, and what torch's own loader finds in a last one, as DCP, with the tensors before
-the job cut them.
+for a random mesh by random rules, in a random format, and from there for another. The second is compared with
+the job's checkpoint. The tensors that torch's own loader reads from a last one, as DCP, are compared with
+those before the job cut them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import ckptcore
 from ckptcore.errors import CkptError, UnprovenCheckpoint, UnsupportedFormat, UsageError
 from ckptcore.topology.mesh_spec import parse_mesh
 
-TRIES = 6  # of a mesh and rules; most can be had
+TRIES = 6  # of a mesh and rules; most are possible
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.soak)])
@@ -50,7 +50,7 @@ def test_fresh_many(number: int, tmp_path: Path, request: pytest.FixtureRequest)
 
 
 def one_job(seed: int, ranks: int, cases: int, pairs: int, folder: Path) -> None:
-    """Runs a job and takes every checkpoint that it wrote through pairs of meshes."""
+    """Run a job and convert every checkpoint that it wrote for pairs of meshes."""
     print(f"--seed {seed}, {ranks} ranks, {cases} cases")
     done = subprocess.run(
         [
@@ -101,7 +101,7 @@ def through(case: Path, rng: random.Random, out: Path) -> None:
 
 
 def cut_somehow(source: Path, target: Path, name: str, rng: random.Random) -> Step:
-    """Cut for a random mesh by random rules; what the format has no place for is left out by its name."""
+    """Cut for a random mesh by random rules; exclude by name what the format cannot store."""
     writer, manifest = WRITERS[name], ckptcore.open(str(source))
     names = [t.fqn for t in manifest.tensors]
     out = [t.fqn for t in manifest.tensors if t.dtype in writer.lacks]
@@ -125,8 +125,8 @@ def cut_somehow(source: Path, target: Path, name: str, rng: random.Random) -> St
         except BaseException as error:
             error.add_note(f"{source} ({manifest.format}) as {name} for {mesh}, by\n{rules}")
             raise
-    told = [e.message for e in refused]
-    assert all(impossible(e, writer, manifest) for e in refused), f"{source} as {name}: {told}"
+    reasons = [e.message for e in refused]
+    assert all(impossible(e, writer, manifest) for e in refused), f"{source} as {name}: {reasons}"
     return reshard(source, target, writer, "fsdp=2", exclude=[glob_of(n) for n in out])
 
 

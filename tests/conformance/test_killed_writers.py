@@ -1,7 +1,7 @@
-"""Killed writers: does every writer give the same bytes whoever runs, how often, and through which death?
+"""Test that the bytes of every writer do not depend on the process, the number of runs, or kills in between.
 
-`test_determinism` does more, with one source and the writers of whole files; here every format is written,
-whole and for meshes, from a source that has what each of them needs.
+`test_determinism` does more, with one source and the writers of uncut files; here every format is written,
+consolidated and for meshes, from a source that has what each of them needs.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ LAYERS, ROWS, WIDTH = 6, 301, 256
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """words: of the command line. source: which of the sources. suffix: of the destination."""
+    """A command. arguments: its verb and options. source: one of the sources. suffix: of the destination."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     source: str = "job"
     suffix: str = ""
 
 
-def _whole(to: str, source: str = "job", suffix: str = "") -> Job:
+def _consolidate(to: str, source: str = "job", suffix: str = "") -> Job:
     return Job(("consolidate", "--to", to), source, suffix)
 
 
-def _mesh(to: str, mesh: str, *words: str, source: str = "job") -> Job:
-    return Job(("reshard", "--to", to, "--mesh", mesh, *words), source)
+def _mesh(to: str, mesh: str, *options: str, source: str = "job") -> Job:
+    return Job(("reshard", "--to", to, "--mesh", mesh, *options), source)
 
 
-WHOLE = {
-    "safetensors": _whole("safetensors"),
+CONSOLIDATED = {
+    "safetensors": _consolidate("safetensors"),
     "export": Job(("export", "--max-file-size", "2MB")),
-    "torch_save": _whole("torch_save", suffix=".pt"),
-    "dcp": _whole("dcp"),
-    "torch_ranks": _whole("torch_ranks"),
-    "torch_dist": _whole("torch_dist"),
-    "zarr": _whole("zarr"),
-    "olmo_core": _whole("olmo_core"),
-    "olmo_v01": _whole("olmo_v01", "bare"),
-    "lightning": _whole("lightning", "fabric", ".ckpt"),
+    "torch_save": _consolidate("torch_save", suffix=".pt"),
+    "dcp": _consolidate("dcp"),
+    "torch_ranks": _consolidate("torch_ranks"),
+    "torch_dist": _consolidate("torch_dist"),
+    "zarr": _consolidate("zarr"),
+    "olmo_core": _consolidate("olmo_core"),
+    "olmo_v01": _consolidate("olmo_v01", "bare"),
+    "lightning": _consolidate("lightning", "fabric", ".ckpt"),
 }
 MESHES = {
     "dcp-mesh": _mesh("dcp", "fsdp=2,tp=3"),
@@ -63,11 +63,11 @@ MESHES = {
     "olmo_v01-mesh": _mesh("olmo_v01", "fsdp=4", source="bare"),
     "lightning-mesh": _mesh("lightning", "fsdp=3", source="fabric"),
 }
-JOBS = WHOLE | MESHES
+JOBS = CONSOLIDATED | MESHES
 
 
 def weights() -> dict[str, Any]:
-    """Hugging Face's names, so that the built-in rules cut them; rows that no mesh divides."""
+    """Tensors with Hugging Face names, which built-in rules cut, and with rows that no mesh divides."""
     import torch
 
     torch.manual_seed(1)
@@ -114,7 +114,7 @@ class Good:
 def undisturbed(
     cli: Cli, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Good]:
-    """Made as they are asked for."""
+    """Results, made on first use."""
 
     class Runs(dict[str, Good]):
         def __missing__(self, name: str) -> Good:
@@ -135,8 +135,9 @@ def run(
     cli: Cli, sources: dict[str, Path], name: str, folder: Path, *flags: object, **limits: Any
 ) -> Outcome:
     job = JOBS[name]
-    verb, *words = job.words
-    return cli(verb, sources[job.source], output(name, folder), *words, "--output", "json", *flags, **limits)
+    verb, *options = job.arguments
+    place = output(name, folder)
+    return cli(verb, sources[job.source], place, *options, "--output", "json", *flags, **limits)
 
 
 def remove(path: Path) -> None:
@@ -164,7 +165,7 @@ def test_killed_and_resumed(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Two kill -9 at random moments, then a run that is let live."""
+    """Two kill -9 at random moments, then a run that finishes."""
     kill_many(name, 2, cli, sources, undisturbed[name], tmp_path, seed_of(request))
 
 
@@ -188,7 +189,7 @@ def test_killed_and_resumed_many(
 def kill_many(
     name: str, kills: int, cli: Cli, sources: dict[str, Path], good: Good, folder: Path, seed: int
 ) -> None:
-    """After every kill there is no output, or the whole of it; after the last run nothing else is left."""
+    """After every kill there is no output, or a complete one; after the last run nothing else is left."""
     print(f"--seed {seed}")
     rng = random.Random(seed)
     expected = contents(good.folder)
@@ -216,13 +217,12 @@ def kill_many(
 def test_finished_files_are_kept(
     name: str, sources: dict[str, Path], undisturbed: dict[str, Good], tmp_path: Path
 ) -> None:
-    """What stands when a job is stopped between two files is not written again; one that was changed is."""
+    """Files that a stopped job finished are not rewritten, unless they were changed."""
     job = JOBS[name]
-    words: dict[str, Any] = dict(
-        zip((w.removeprefix("--") for w in job.words[1::2]), job.words[2::2], strict=True)
-    )
+    names, values = job.arguments[1::2], job.arguments[2::2]
+    options: dict[str, Any] = dict(zip((n.removeprefix("--") for n in names), values, strict=True))
     asked = str(sources[job.source]), str(output(name, tmp_path))
-    ready = ckptcore.prepare(*asked, verb="reshard", **words)
+    ready = ckptcore.prepare(*asked, verb="reshard", **options)
     assert len(ready.files) > 2
     ckptcore.execute(ready, [0, 1], settings=Settings(workers=1))
     staged = sorted((tmp_path / ".out.ckptcore" / "files").rglob("*.*"))
@@ -233,7 +233,7 @@ def test_finished_files_are_kept(
     with spoilt.open("r+b") as data:
         data.seek(spoilt.stat().st_size // 2)
         data.write(b"\xee" * 8)
-    done = ckptcore.convert(*asked, verb="reshard", settings=Settings(workers=1), **words)
+    done = ckptcore.convert(*asked, verb="reshard", settings=Settings(workers=1), **options)
     assert sum(r.reused for r in done.files) == 1
     kept = next(p.name for p in staged if p != spoilt)
     found = next(p.stat() for p in Path(asked[1]).rglob(kept))

@@ -1,4 +1,4 @@
-"""Loading: does a live, sharded state dict get its own bytes from any other job's checkpoint?"""
+"""Test that a live, sharded state dict gets its own bytes from any other job's checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other formats: is what cannot be read refused by its name, and what can be read exact?"""
+"""Test that unsupported formats are refused by name, and that supported ones are read exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPENED_AS_IT_IS = {"safetensors", "torch_save"}
 
 
 def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> None:
-    """A sample that is no DCP folder is either refused with a reason, or read bit for bit."""
+    """A sample that is not a DCP folder is either refused with a reason, or read bit for bit."""
     for number, folder in enumerate(checkpoint_paths(other)):
         before = tree_digest(folder)
         dst = tmp_path / str(number)
@@ -62,7 +62,7 @@ def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> No
 
 
 def checkpoint_paths(sample: Sample) -> list[Path]:
-    """What the sample's user would name on the command line."""
+    """The paths that a user of the sample would give on the command line."""
     inside = [p for p in sorted(sample.root.iterdir()) if not p.name.startswith("expected")]
     return [p for p in inside if p.is_dir() or p.suffix in {".ckpt", ".pt", ".safetensors"}]
 
@@ -84,7 +84,7 @@ def stored(folder: Path, sample: Sample) -> Tensors:
 
 
 def read_safetensors_loose(path: Path) -> Tensors:
-    """As the safetensors library reads it."""
+    """Read a file with the safetensors library."""
     from safetensors.torch import load_file
     from samples import value
 
@@ -105,7 +105,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_known_by_name(name: str, cli: Cli, tmp_path: Path) -> None:
-    """A folder that looks like a format that is known is refused by that format's name."""
+    """A folder that looks like a known format is refused by that format's name."""
     files, word = NAMED[name]
     for file in files:
         path = tmp_path / "ckpt" / file
@@ -120,7 +120,7 @@ def test_known_by_name(name: str, cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["empty-folder", "text-files", "text-file", "empty-file"])
 def test_nothing_known(content: str, cli: Cli, tmp_path: Path) -> None:
-    """What is no checkpoint at all is said to be none, with the next step."""
+    """A folder that is not a checkpoint is reported as such, with the next step."""
     source = tmp_path / "thing"
     if content.endswith("file"):
         source.write_bytes(b"hello\n" if content == "text-file" else b"")
@@ -139,7 +139,7 @@ def test_nothing_known(content: str, cli: Cli, tmp_path: Path) -> None:
 def test_a_folder_of_two_checkpoints_names_them(
     cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Two checkpoints side by side, of nobody's layout: the folder above says so."""
+    """Two checkpoints side by side, in an unknown layout: the error for the folder above names both."""
     found = {s.name: s for s in request.config.stash[SAMPLES]}
     root = found["accelerate_fsdp2_2r"].root
     for old, new in (("pytorch_model_fsdp_0", "one"), ("optimizer_0", "other")):
@@ -147,6 +147,6 @@ def test_a_folder_of_two_checkpoints_names_them(
     done = cli("consolidate", tmp_path / "both", tmp_path / "out", "--output", "json")
     assert done.code in {4, 5}, done
     error = done.json["error"]
-    said = error["message"] + error["hint"] + json.dumps(error["values"])
-    assert "one" in said
-    assert "other" in said
+    text = error["message"] + error["hint"] + json.dumps(error["values"])
+    assert "one" in text
+    assert "other" in text

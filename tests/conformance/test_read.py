@@ -1,6 +1,6 @@
-"""Reading: does every real checkpoint come out bit for bit?
+"""Test that every real checkpoint is converted bit for bit.
 
-Two oracles: the tensors that the sample's maker kept aside, and torch's own loader.
+Two oracles: the tensors that the sample's writer stored beside it, and torch's own loader.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_equals_the_truth(readable: Sample, to: str, cli: Cli, tmp_path: Path) -
 
 
 def consolidate(cli: Cli, folder: Path, under: Path, to: str) -> Tensors:
-    """The tensors of one folder after `consolidate`."""
+    """Return the tensors of one folder after `consolidate`."""
     under.mkdir()
     dst = under / ("out" if to == "safetensors" else "out.pt")
     done = cli("consolidate", folder, dst, "--to", to, "--output", "json")
@@ -69,7 +69,7 @@ def consolidate(cli: Cli, folder: Path, under: Path, to: str) -> Tensors:
 
 
 def torch_output(cli: Cli, folder: Path, under: Path) -> Tensors:
-    """The tensors of a folder by way of a torch file."""
+    """Return the tensors of a folder after a conversion into a torch file."""
     dst = under / "all.pt"
     done = cli("consolidate", folder, dst, "--to", "torch_save")
     assert done.code == 0, done
@@ -91,7 +91,7 @@ def test_equals_torchs_own_loader(readable: Sample, cli: Cli, tmp_path: Path) ->
         assert sorted(found) == sorted(truth)
         assert not differences(truth, found)
         plain = {k: v for k, v in theirs.items() if isinstance(v, (bool, int, float, str, bytes))}
-        # What lies in an object with refused classes is named, and left out as a whole.
+        # An object with refused classes is reported, and left out as a whole.
         named = [w["fqn"] for w in done.json["warnings"] if w["code"] == "refused-global"]
         plain = {k: v for k, v in plain.items() if not any(f"{k}.".startswith(f"{n}.") for n in named)}
         missing = {k: v for k, v in plain.items() if k not in ours or ours[k] != v}
@@ -99,7 +99,7 @@ def test_equals_torchs_own_loader(readable: Sample, cli: Cli, tmp_path: Path) ->
 
 
 def load_with_torch(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Leaves by dotted path, as torch loads them. It runs pickles: for own files only."""
+    """Return leaves by dotted path, as torch loads them. This runs pickles: for own files only."""
     from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -118,7 +118,7 @@ def load_with_torch(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def arrays_as_tensors(tree: Any) -> Any:
-    """A tree as a plain torch file holds it here: `weights_only` knows no numpy."""
+    """Return a tree as our torch files store it: `weights_only` allows no numpy."""
     import numpy as np
     import torch
 
@@ -132,7 +132,7 @@ def arrays_as_tensors(tree: Any) -> Any:
 
 
 def test_refused(refused: Sample, cli: Cli, tmp_path: Path) -> None:
-    """Data that is not there is refused with its stable code, and nothing is published."""
+    """Missing data is refused with its stable code, and nothing is published."""
     for folder, refusal in gaps.refused(refused):
         before = tree_digest(folder)
         dst = tmp_path / "out"
@@ -154,7 +154,7 @@ def test_refused(refused: Sample, cli: Cli, tmp_path: Path) -> None:
 
 
 def test_recovers_on_request(recoverable: Sample, cli: Cli, tmp_path: Path) -> None:
-    """A `.metadata.tmp` whose data is all there is read when, and only when, that is asked for."""
+    """A `.metadata.tmp` with complete data is read only on request."""
     (folder,) = recoverable.dcp_folders
     dst = tmp_path / "out"
     done = cli("consolidate", folder, dst, "--recover", "--output", "json")
@@ -179,7 +179,7 @@ def test_valid_to_the_bytes(readable: Sample, cli: Cli) -> None:
 
 
 def test_a_process_of_its_own_gives_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
-    """What the driver's forks print and write is what a user's command prints and writes."""
+    """The driver's forks print and write the same as a user's command."""
     source = next(s for s in _small() if s.name == "dcp_stale_4r").dcp_folders[0]
     for dst, run in ((tmp_path / "fork", cli), (tmp_path / "process", run_process)):
         done = run("consolidate", source, dst, "--output", "json")

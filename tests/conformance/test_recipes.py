@@ -1,4 +1,4 @@
-"""Recipes: does everything that torch's own DCP recipe does go through our hands unchanged?"""
+"""Test that the checkpoints of torch's own DCP recipe are converted unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = JOBS / "recipe_job.py"
 
 
 def job(verb: str, folder: Path, ranks: int = 0) -> dict[str, str]:
-    """What the recipe's step printed."""
+    """The output of the recipe's step."""
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     done = subprocess.run(
         [sys.executable, *run, str(JOB), verb, str(folder)],
@@ -36,7 +36,7 @@ def job(verb: str, folder: Path, ranks: int = 0) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The recipe's checkpoint, saved by two ranks, and the digests of what was saved."""
+    """The recipe's checkpoint, saved by two ranks, and the digests of its tensors."""
     folder = tmp_path_factory.mktemp("recipe") / "checkpoint"
     return folder, job("save", folder, 2)
 
@@ -63,7 +63,7 @@ class TestDcpRecipe:
         assert all(equal(ours[k], theirs[k]) for k in theirs)
 
     def test_torch_to_dcp(self, saved: tuple[Path, dict[str, str]], cli: Cli, tmp_path: Path) -> None:
-        """Their folder is read, and ours made of the same file loads as theirs does."""
+        """Their folder is read, and ours from the same file loads as theirs does."""
         dcp_to_torch_save(saved[0], tmp_path / "whole.pt")
         torch_save_to_dcp(tmp_path / "whole.pt", tmp_path / "theirs")
         assert cli("validate", tmp_path / "theirs", "--level", "bytes").code == 0

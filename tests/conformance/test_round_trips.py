@@ -1,8 +1,9 @@
-"""Round trips: is a checkpoint that was cut for the ranks of a mesh, and cut again, what it was?
+"""Test that a checkpoint that was cut for a mesh, and then for another, is unchanged.
 
 Every sample is written in every format for every mesh, and from there back in its own format for another
-mesh; `ckptcore.diff` must find nothing, but for what a plan leaves out by a rule that names it,
-and for what `gaps.SAID_OTHERWISE` says of a format. What cannot be cut is refused as wrong use, with numbers.
+mesh. `ckptcore.diff` must find no difference, except for tensors that a plan excludes by a rule, and for
+those that `gaps.SAID_OTHERWISE` lists for a format. Samples that cannot be cut are refused as wrong use, with
+numbers.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def test_every_mesh(name: str, tree: Tree, tmp_path: Path) -> None:
 
 
 def round_trip(tree: Tree, name: str, there: str, back: str, folder: Path) -> bool:
-    """Whether the format has a place for it and the mesh can be had; fails when it comes back otherwise."""
+    """Return whether format and mesh are possible; fail if the checkpoint comes back changed."""
     source = tree.root / (tree.name or "")
     writer = WRITERS[name]
     about = f"{source} as {name} for {there}, back for {back}"
@@ -89,19 +90,19 @@ def round_trip(tree: Tree, name: str, there: str, back: str, folder: Path) -> bo
     home = WRITERS[BACK.get(manifest.format, "dcp")]
     if home.own and not writer.own:  # a checkpoint without what its kind has beside comes back as DCP
         home = WRITERS["dcp"]
-    again = tried(step.folder, folder / "back", home, back, about)
-    if isinstance(again, CkptError):
-        assert impossible(again, home, manifest), f"{about}: {again.message}"
-        again = cut(step.folder, folder / "back", home, "fsdp=3")  # for which every checkpoint can be cut
-    found = ckptcore.diff(manifest, str(again.folder), settings=SETTINGS)
-    gone = step.dropped | again.dropped
+    returned = tried(step.folder, folder / "back", home, back, about)
+    if isinstance(returned, CkptError):
+        assert impossible(returned, home, manifest), f"{about}: {returned.message}"
+        returned = cut(step.folder, folder / "back", home, "fsdp=3")  # for which every checkpoint can be cut
+    found = ckptcore.diff(manifest, str(returned.folder), settings=SETTINGS)
+    gone = step.dropped | returned.dropped
     wrong = [row for row in unlike(found, gone) if not said_otherwise(row, writer.to, home.to)]
     assert not wrong, f"{about}: {len(wrong)}: {wrong[:5]}"
     return True
 
 
 def tried(source: Path, target: Path, writer: Writer, mesh: str, about: str) -> Step | CkptError:
-    """What was written, or why it is refused."""
+    """Return the output, or the error."""
     try:
         return cut(source, target, writer, mesh)
     except (UsageError, UnsupportedDtype, UnsupportedFormat) as error:

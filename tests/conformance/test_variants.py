@@ -1,7 +1,7 @@
-"""Variants: are the spellings of other torch versions, Pythons and machines read as well?
+"""Test that variants of other torch versions, Pythons and machines are read.
 
-Each edits the bytes of a sample the way another writer would have written them: what is read from
-it must be the sample's truth.
+Each variant edits the bytes of a sample to what another writer would have written. Reading it must give the
+sample's truth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Variant = Callable[[Folder], None]
 
 
 def read(cli: Cli, source: Path, truth: Path, dst: Path) -> None:
-    """Reads a variant; it must be valid and hold the truth."""
+    """Read a variant; it must be valid and equal the truth."""
     checked = cli("validate", source, "--level", "bytes", "--output", "json")
     assert checked.code == 0, checked
     done = cli("consolidate", source, dst)
@@ -36,7 +36,7 @@ def read(cli: Cli, source: Path, truth: Path, dst: Path) -> None:
 
 
 def rename_globals(data: bytes, names: dict[tuple[str, str], tuple[str, str]]) -> bytes:
-    """A pickle of protocol 4 with other classes named, written anew without frames and memo lies.
+    """Return a pickle of protocol 4 with other class names, without frames and with a correct memo.
 
     Every name is pushed as two fresh strings, so that memo references to the old ones stay right.
     """
@@ -205,7 +205,7 @@ def no_checksums(folder: Folder) -> None:
 
 
 def big_endian(folder: Folder) -> None:
-    """A machine of the other byte order wrote the payloads, and says so."""
+    """A machine of the other byte order wrote the payloads, and recorded that."""
 
     def swap(place: Place, item: bytes) -> bytes | None:
         if not place.tensor or place.dtype.is_complex:
@@ -304,23 +304,23 @@ def test_variant(name: str, original: Path, cli: Cli, tmp_path: Path) -> None:
 
 
 def test_rank_local_metadata_of_two_saves(cli: Cli, tmp_path: Path) -> None:
-    """A rank that is not there is named, not guessed away."""
+    """A missing rank is reported by its number."""
     source = tmp_path / "ckpt"
     shutil.copytree(FIXTURES / "torch" / "dcp_nocollectives_2r" / "ckpt", source)
     (source / "__1.metadata").unlink()
     checked = cli("validate", source, "--level", "cover", "--output", "json")
     assert checked.code == 1, checked
-    said = " ".join(f["message"] + str(f["file"]) for f in checked.json["findings"])
-    assert "rank 1" in said or "__1" in said
+    found = " ".join(f["message"] + str(f["file"]) for f in checked.json["findings"])
+    assert "rank 1" in found or "__1" in found
 
 
 class Hook:
-    """A class of the job's own, that no reader can know."""
+    """A class of the job's own, unknown to readers."""
 
 
 @pytest.mark.parametrize("shape", ["beside", "around"])
 def test_tensors_beside_an_unknown_class(shape: str, cli: Cli, tmp_path: Path) -> None:
-    """The class is refused by name; tensors that lie beside it, in plain containers, are not lost."""
+    """The class is refused by name; tensors beside it, in plain containers, are not lost."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -334,9 +334,9 @@ def test_tensors_beside_an_unknown_class(shape: str, cli: Cli, tmp_path: Path) -
     dcp.save(state, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
     checked = cli("validate", tmp_path / "ckpt", "--level", "bytes", "--output", "json")
     assert checked.code == 0, checked
-    said = [f for f in checked.json["findings"] if f["code"] == "refused-global"]
-    assert len(said) == 1
-    assert "Hook" in said[0]["message"]
+    found = [f for f in checked.json["findings"] if f["code"] == "refused-global"]
+    assert len(found) == 1
+    assert "Hook" in found[0]["message"]
     done = cli("consolidate", tmp_path / "ckpt", tmp_path / "out")
     assert done.code == 0, done
     found = read_safetensors(tmp_path / "out")
@@ -345,7 +345,7 @@ def test_tensors_beside_an_unknown_class(shape: str, cli: Cli, tmp_path: Path) -
 
 
 def test_a_version_of_the_future(cli: Cli, tmp_path: Path) -> None:
-    """Metadata that says another version is read as what it is, or refused; never misread."""
+    """Metadata of another version is read correctly, or refused; never misread."""
     source = tmp_path / "ckpt"
     shutil.copytree(SAMPLE / "ckpt", source)
     folder = Folder(source, tmp_path / "sentinel")

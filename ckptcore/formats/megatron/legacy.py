@@ -38,7 +38,7 @@ _PER_RANK = frozenset({"rank", "local_rank"})  # arguments that differ by rank
 def detect(source: Source) -> Evidence | None:
     """Recognise rank folders by their names."""
     found = 0 if source.name is not None else sum(1 for p in source.listing if FILE.match(p))
-    return Evidence(NAME, (f"{count(found, 'mp_rank_* folder')} with model_optim_rng.pt",)) if found else None
+    return Evidence(NAME, (f"{found} mp_rank_* folder(s) with model_optim_rng.pt",)) if found else None
 
 
 def read(source: Source) -> Manifest:

@@ -19,7 +19,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import Used, placed, used
 from ckptcore.errors import DestinationExists
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.operations.proven_files import unheld
+from ckptcore.operations.proven_files import not_proven
 from ckptcore.planning.request import Request
 from ckptcore.store.contents import contents
 
@@ -109,7 +109,7 @@ def test_files_retired_with_a_source(make: Callable[[Path], Path], tmp_path: Pat
     manifest = read(folder)
     lost = {
         name
-        for name, what in unheld(manifest, str(folder), contents(str(folder)), manifest, ())
+        for name, what in not_proven(manifest, str(folder), contents(str(folder)), manifest, ())
         if what == "file"
     }
     _, compared, described, beside = SAMPLES[make]

@@ -1,4 +1,4 @@
-"""Fixtures of the staging tests: a source, a place for outputs, and what a stopped run leaves."""
+"""Fixtures of the staging tests: a source, a place for outputs, and the folder of a stopped run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from staging_folders import half_done
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """A folder that other users may look into: pytest's own are shut, and shared with its other workers."""
+    """A folder that other users may read: pytest's own are closed, and shared with its other workers."""
     folder = Path(tempfile.mkdtemp(prefix="ckptcore-open-"))
     folder.chmod(0o755)
     yield folder
@@ -42,5 +42,5 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def left(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `half_done` leaves, to be copied."""
+    """The folder that `half_done` leaves, to be copied."""
     return half_done(source, tmp_path_factory.mktemp("left"))

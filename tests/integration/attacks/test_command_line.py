@@ -1,9 +1,9 @@
-"""Every verb, every option, every hostile value: an answer in time, with a documented code, and no harm done.
+"""Test hostile values for every option of every verb: an answer in time, a documented code, and no damage.
 
-Each call is a process of its own that may write below the test's folder only and has no network
-(`confined`); it runs in a folder of real things: whole and torn checkpoints, pipes, loops, a catalog.
-The short form gives some parameters of every verb one hostile value each; the long ones give all of them one,
-many times over, and then many at once, to several verbs in a row.
+Each call is a process of its own that may write only below the test's folder and has no network (`confined`).
+It runs in a folder of real files: complete and truncated checkpoints, pipes, loops, a catalog. The short form
+gives some parameters of every verb one hostile value each. The long forms give one to each parameter, many
+times, and then many at once, to several verbs in a row.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _Picture = Mapping[str, tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class World:
-    """A test's folder. box: where commands run; below it lies what they may name. fresh: as it was made.
+    """A test's folder. box: where commands run; the files that they may name are below it. fresh: its copy.
 
-    canaries: files of somebody else, beside and above the box.
+    canaries: files of another user, beside and above the box.
     """
 
     root: Path
@@ -65,7 +65,7 @@ class World:
     mine: _Picture
 
     def clean(self) -> None:
-        """Make the box what it was."""
+        """Restore the box."""
         if self.box.exists():
             shutil.rmtree(self.box)
         subprocess.run(["cp", "-a", str(self.fresh), str(self.box)], check=True)
@@ -146,7 +146,7 @@ def picture(folder: Path) -> _Picture:
 
 
 def surroundings(world: World) -> _Picture:
-    """Everything of the test's folder but the box, and what belongs to whoever runs the commands."""
+    """Everything in the test's folder except the box, and the files of the user who runs the commands."""
     return {
         name: seen
         for name, seen in picture(world.root).items()
@@ -156,7 +156,7 @@ def surroundings(world: World) -> _Picture:
 
 @pytest.fixture(scope="module")
 def attack(world: World, cli: Cli) -> Callable[[Sequence[str]], Outcome]:
-    """Runs the words of a call in the box, and checks all that every call keeps."""
+    """Return a function that runs a call in the box, and checks the rules of every call."""
     home = {
         "HOME": str(world.root / "home"),
         "TMPDIR": str(world.root / "temporary"),
@@ -167,8 +167,8 @@ def attack(world: World, cli: Cli) -> Callable[[Sequence[str]], Outcome]:
         "AWS_MAX_ATTEMPTS": "1",
     }
 
-    def call(words: Sequence[str]) -> Outcome:
-        argv = built(words, world.box, world.root)
+    def call(argv: Sequence[str]) -> Outcome:
+        argv = built(argv, world.box, world.root)
         done = cli(*argv, catalog=True, seconds=SECONDS, cwd=world.box, within=world.root, env=home)
         check(done)
         assert surroundings(world) == world.before, f"something else was touched\n{done}"
@@ -178,7 +178,7 @@ def attack(world: World, cli: Cli) -> Callable[[Sequence[str]], Outcome]:
 
 
 def check(done: Outcome) -> None:
-    """What every answer keeps."""
+    """Check the rules of every answer."""
     assert done.code != ESCAPED, done
     assert done.code in CODES, done
     for text in (done.stdout, done.stderr):
@@ -195,23 +195,23 @@ def check(done: Outcome) -> None:
                 json.loads(each)
 
 
-def unharmed(world: World, words: Sequence[str]) -> None:
-    """Nothing that was there has changed or gone, but what the words say may go."""
-    if any(word in line.LEGAL for word in words):
+def unharmed(world: World, argv: Sequence[str]) -> None:
+    """Check that no file changed or disappeared, except those that the call may replace."""
+    if any(word in line.LEGAL for word in argv):
         return
     now = picture(world.box)
-    named = [value.rpartition("/")[2] for option, value in pairwise(words) if option == "--catalog"]
+    named = [value.rpartition("/")[2] for option, value in pairwise(argv) if option == "--catalog"]
     for name, seen in world.mine.items():
         # A catalog is written to; an empty file is a database without tables.
         if name.startswith("catalog.sqlite") or (name in named and seen[1] == b""):
             continue
-        assert now.get(name) == seen, f"{name} was changed or has gone: {words}"
+        assert now.get(name) == seen, f"{name} was changed or has gone: {argv}"
 
 
 def of_one_each(pick: random.Random, most: int) -> Iterator[list[str]]:
-    """For each verb, calls that give some of its parameters a hostile value each, and the others what fits.
+    """Return, for each verb, calls with one hostile value each for some of its parameters, and valid others.
 
-    most: how many parameters of one verb.
+    most: the number of parameters of one verb.
     """
     for verb in verbs():
         for parameter in pick.sample(verb.parameters, min(most, len(verb.parameters))):
@@ -237,15 +237,15 @@ def test_one_hostile_value_for_each_parameter(
     seed = request.config.getoption("--seed") or (11 if rounds == 1 else random.randrange(1 << 30))
     print("--seed", seed)
     pick, failed, codes = random.Random(seed), [], set()
-    for words in (words for _ in range(rounds) for words in of_one_each(pick, most)):
+    for argv in (argv for _ in range(rounds) for argv in of_one_each(pick, most)):
         try:
-            codes.add(attack(words).code)
+            codes.add(attack(argv).code)
             if picture(world.box) != world.mine:
-                unharmed(world, words)
+                unharmed(world, argv)
         except line.OutsideTheTest:
             raise
         except AssertionError as error:
-            failed.append(f"{str(words)[:300]}\n{error}"[:1500])
+            failed.append(f"{str(argv)[:300]}\n{error}"[:1500])
         if picture(world.box) != world.mine:
             world.clean()
     assert not failed, f"{len(failed)} calls:\n" + "\n\n".join(failed[:20])
@@ -274,7 +274,7 @@ def test_what_was_found_before(call: str, world: World, attack: Callable[[Sequen
 
 
 def calls() -> st.SearchStrategy[list[str]]:
-    """The words of any call: any verb, some of its parameters, hostile values and fitting ones."""
+    """Draw a call: any verb, some of its parameters, hostile values and valid ones."""
     free = st.text(st.characters(exclude_characters="/~"), max_size=12)
 
     def values(parameter: Parameter) -> st.SearchStrategy[list[str]]:
@@ -308,18 +308,18 @@ def test_any_values_for_any_parameters_of_verbs_in_a_row(
     @given(st.lists(calls(), min_size=1, max_size=3))
     def fuzz(row: list[list[str]]) -> None:
         world.clean()
-        for words in row:
+        for argv in row:
             try:
-                attack(words)
+                attack(argv)
             except line.OutsideTheTest:
                 continue  # it was not run
-        unharmed(world, [word for words in row for word in words])
+        unharmed(world, [word for argv in row for word in argv])
 
     fuzz()
 
 
 def test_processes_of_their_own(world: World) -> None:
-    """As a shell starts them: bytes that are no text in arguments, and nobody who reads."""
+    """Commands as a shell starts them: arguments that are not text, and an output that nothing reads."""
     env = os.environ | {
         "CKPTCORE_CATALOG_URL": str(world.box / "catalog.sqlite"),
         "PYTHONPATH": str(REPOSITORY),
@@ -332,7 +332,7 @@ def test_processes_of_their_own(world: World) -> None:
 
 
 def test_every_verb_is_attacked() -> None:
-    """The tree is the command line's own, down to its last verb."""
+    """The tree of verbs is the command line's own, down to its last verb."""
     found = {str(verb) for verb in verbs()}
     assert {"inspect", "retire", "catalog sql", "catalog hold place", "catalog inbox again"} <= found
     by_name = {parameter.name for verb in verbs() for parameter in verb.parameters}
@@ -360,7 +360,7 @@ def test_no_word_names_a_place_outside(word: str, tmp_path: Path) -> None:
         built([word], box, tmp_path)
 
 
-def test_words_that_stay_inside(tmp_path: Path) -> None:
+def test_paths_that_stay_inside(tmp_path: Path) -> None:
     box = tmp_path / "a" / "b" / "c" / "box"
     for word in ("x", "../../x", f"{BOX}/x", f"file://{BOX}/x", "s3://bucket/x", "[/red]", "~/x", "a=b"):
         assert guarded(word.replace(BOX, str(box)), box, tmp_path)

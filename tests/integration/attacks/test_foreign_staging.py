@@ -1,4 +1,4 @@
-"""Foreign staging: what somebody else put where a run works is neither used, nor emptied, nor published."""
+"""Test that foreign files in a staging folder are not used, removed or published."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PARTS = [
 def test_what_belongs_to_another_user_is_left(
     whose: str, resume: bool, source: Path, left: Path, place: Path
 ) -> None:
-    """Whatever of it is another's, whole or in one file, and whether its bytes would be right or not."""
+    """Whether all of it or one file is another user's, and whether its bytes are correct or not."""
     staging = copied(left, place)
     victim = staging / whose
     for path in [victim, *victim.rglob("*")]:
@@ -65,7 +65,7 @@ def test_what_belongs_to_another_user_is_left(
 
 @root_only
 def test_a_planted_folder_of_another_user_is_not_published(source: Path, place: Path) -> None:
-    """In a sticky folder, as /tmp is: forged weights with receipts that fit them, and a file more."""
+    """In a sticky folder such as /tmp: forged weights with matching receipts, and one more file."""
     place.chmod(0o1777)
     staging = half_done(source, place, files=5)
     forge(staging)
@@ -87,7 +87,7 @@ def test_a_planted_folder_of_another_user_is_not_published(source: Path, place: 
 
 @root_only
 def test_removed_folders_of_another_user_are_left(source: Path, place: Path, tmp_path: Path) -> None:
-    """Names of folders that are being removed: another's, one with things that no run makes, and a link."""
+    """Names of folders that are being removed: another user's, one with foreign files, and a link."""
     mine = precious(tmp_path)
     shutil.copytree(mine, place / ".out.ckptcore.gone-1")
     os.chown(place / ".out.ckptcore.gone-1", OTHER, OTHER)
@@ -127,7 +127,7 @@ LINKS = [
 def test_no_link_is_followed(
     where: str, resume: bool, source: Path, left: Path, place: Path, tmp_path: Path
 ) -> None:
-    """A link in any place, to a folder or to a file, also one that holds what would be found there."""
+    """A link at any place, to a folder or to a file, also to one with the expected content."""
     staging = copied(left, place)
     link = staging / where if where else staging
     aim = tmp_path / "aim"
@@ -166,7 +166,7 @@ def test_links_among_the_parents_are_followed(source: Path, place: Path, tmp_pat
 def test_a_file_with_another_name_is_not_written_to(
     where: str, source: Path, left: Path, place: Path, tmp_path: Path
 ) -> None:
-    """A hard link: what is done to the staged file would be done to the other."""
+    """A hard link: writing the staged file would write the other file."""
     staging = copied(left, place)
     os.link(staging / where, tmp_path / "mine")
     before = (tmp_path / "mine").read_bytes()
@@ -195,7 +195,7 @@ def test_a_part_is_not_written_into_a_file_with_another_name(
 
 
 def forge(staging: Path, *, old: bool = False) -> None:
-    """Other weights in every finished file, and receipts that fit them. old: receipts without stamps."""
+    """Write other weights into every finished file, with matching receipts. old: receipts without stamps."""
     for name in (staging / "receipts").iterdir():
         form = json.loads(name.read_text())
         file = staging / "files" / form["path"]
@@ -210,17 +210,15 @@ def forge(staging: Path, *, old: bool = False) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("digest", [True, False])
-def test_forged_files_with_receipts_are_written_anew(
-    old: bool, digest: bool, source: Path, place: Path
-) -> None:
-    """The owner is right, as in an unpacked archive: the source decides."""
+def test_forged_files_with_receipts_are_rewritten(old: bool, digest: bool, source: Path, place: Path) -> None:
+    """The owner is correct, as in an unpacked archive: the source decides."""
     forge(half_done(source, place, files=4), old=old)
     done = convert(source, place, settings=ckptcore.Settings(workers=1, digest=digest))
     assert right(source, place)
     assert not any(r.reused for r in done.files)
 
 
-def test_a_copied_folder_goes_on(source: Path, place: Path) -> None:
+def test_a_copied_folder_is_resumed(source: Path, place: Path) -> None:
     """Restored from a copy, stamps do not fit: the source proves the files, which are kept."""
     staging = half_done(source, place)
     shutil.copytree(staging, place / "copy")
@@ -233,8 +231,8 @@ def test_a_copied_folder_goes_on(source: Path, place: Path) -> None:
     assert {name: (place / "out" / name).stat().st_ino for name in inodes} == inodes
 
 
-def test_a_forged_plan_is_planned_again(source: Path, place: Path) -> None:
-    """Plans of files that read other bytes, below a head that bears the right digest."""
+def test_a_forged_plan_is_replanned(source: Path, place: Path) -> None:
+    """File plans that read other bytes, below a head with the correct digest."""
     staging = half_done(source, place, files=1)
     shutil.copy(staging / "plan/file-00002.plan", staging / "plan/file-00003.plan")
     head = json.loads((staging / "plan/head.json").read_text())
@@ -260,7 +258,7 @@ def test_only_planned_names_are_published(where: str, source: Path, left: Path, 
     assert right(source, place)
 
 
-def test_what_comes_while_files_are_written_is_not_published(source: Path, place: Path) -> None:
+def test_files_that_appear_meanwhile_are_not_published(source: Path, place: Path) -> None:
     ready = ckptcore.prepare(str(source), str(place / "out"), to="safetensors", max_file_size=9_000)
     ckptcore.execute(ready, settings=ckptcore.Settings(workers=1))
     staged = place / ".out.ckptcore" / "files"
@@ -280,7 +278,7 @@ def test_what_comes_while_files_are_written_is_not_published(source: Path, place
     assert right(source, place)
 
 
-def test_small_files_are_held_against_the_plan(source: Path, place: Path) -> None:
+def test_small_files_are_compared_with_the_plan(source: Path, place: Path) -> None:
     ready = ckptcore.prepare(str(source), str(place / "out"), verb="export")
     ckptcore.execute(ready)
     staged = place / ".out.ckptcore" / "files" / "README.md"
@@ -291,10 +289,10 @@ def test_small_files_are_held_against_the_plan(source: Path, place: Path) -> Non
     assert (place / "out" / "README.md").read_text() == text
 
 
-def test_a_folder_of_ours_that_is_no_staging_folder_is_left(
+def test_a_folder_of_ours_that_is_not_a_staging_folder_is_kept(
     source: Path, place: Path, tmp_path: Path
 ) -> None:
-    """Who may rename things in the parent can give a folder of ours the name."""
+    """A user who may rename in the parent can give a folder of ours the name."""
     precious(tmp_path).rename(place / ".out.ckptcore")
     before = picture(place)
     refused(lambda: convert(source, place, resume=False))
@@ -308,7 +306,7 @@ def test_a_folder_of_ours_that_is_no_staging_folder_is_left(
 
 
 @root_only
-def test_what_others_could_write_to_is_begun_anew(source: Path, place: Path) -> None:
+def test_a_folder_that_others_could_write_to_is_emptied(source: Path, place: Path) -> None:
     staging = half_done(source, place)
     staging.chmod(0o777)
     forge(staging)
@@ -319,7 +317,7 @@ def test_what_others_could_write_to_is_begun_anew(source: Path, place: Path) -> 
 
 
 def test_modes(source: Path, place: Path) -> None:
-    """Nobody else works in the staging folder; what is published follows the umask."""
+    """Only its user works in the staging folder; published files follow the umask."""
     old = os.umask(0o027)
     try:
         staging = half_done(source, place)
@@ -333,7 +331,7 @@ def test_modes(source: Path, place: Path) -> None:
 
 @root_only
 def test_a_mounted_folder_is_not_emptied(source: Path, left: Path, place: Path, tmp_path: Path) -> None:
-    """Of the same file system, so that no device number tells; in a mount namespace of its own."""
+    """A mount of the same file system, with an equal device number; in a mount namespace of its own."""
     mine, staging = precious(tmp_path), copied(left, place)
     inside = staging / "files" / "sub"
     inside.mkdir()
@@ -388,9 +386,7 @@ def test_a_plan_is_not_saved_into_a_folder_of_another_user(source: Path, place: 
 
 @pytest.mark.parametrize("record", ["{", "", "null"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_was_replaced_is_kept_where_no_record_says_by_what(
-    record: str, overwrite: bool, tmp_path: Path
-) -> None:
+def test_an_old_output_without_a_record_is_kept(record: str, overwrite: bool, tmp_path: Path) -> None:
     staging = tmp_path / ".out.ckptcore"
     (staging / "replaced").mkdir(parents=True)
     (staging / "replaced" / "precious").write_text("old")

@@ -1,4 +1,4 @@
-"""Names: is a tensor that no file should be called after written as it is, or refused with its name?"""
+"""Test that tensors with hostile names are written unchanged, or refused with their name."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_no_name_of_a_tensor_is_an_internal_error(
         source, target = tmp_path / f"{number}.pt", tmp_path / f"{number}.out"
         torch.save({name: torch.full((2,), float(n)) for n, name in enumerate(names)}, source)
         code = run(["consolidate", str(source), str(target), "--to", to, "--no-catalog"])
-        said = capsys.readouterr()
-        assert code in (0, 2, 13), (names, code, said.err)
-        assert "\x1b" not in said.out + said.err
+        captured = capsys.readouterr()
+        assert code in (0, 2, 13), (names, code, captured.err)
+        assert "\x1b" not in captured.out + captured.err
         if code == 0:  # then it is there, under its name
             assert run(["diff", str(source), str(target)]) == 0, names
             capsys.readouterr()
@@ -67,19 +67,19 @@ def test_no_name_of_a_tensor_is_an_internal_error(
 def test_no_plain_value_is_an_internal_error(name: str, tmp_path: Path) -> None:
     source = tmp_path / "a.pt"
     torch.save({"w": torch.ones(2), "v": VALUES[name]}, source)
-    for words in (
+    for argv in (
         ["inspect"],
         ["inspect", "--output", "json"],
         ["validate", "--no-catalog", "--level", "values"],
     ):
-        assert run([words[0], str(source), *words[1:]]) in (0, 1)
+        assert run([argv[0], str(source), *argv[1:]]) in (0, 1)
     for to in ("dcp", "torch_save"):
         assert run(["consolidate", str(source), str(tmp_path / to), "--to", to, "--no-catalog"]) != 70
         assert run(["diff", str(source), str(tmp_path / to), "--output", "json"]) != 70
 
 
 class Scalar:
-    """A numpy scalar as a pickle may spell it, whatever numpy itself would write."""
+    """A numpy scalar as a pickle may contain it, whatever numpy itself would write."""
 
     def __init__(self, *given: object) -> None:
         self.given = given
@@ -111,8 +111,8 @@ def test_no_numpy_scalar_is_an_internal_error(name: str, tmp_path: Path) -> None
     source = tmp_path / "a.pt"
     dtype, *data = SCALARS[name]
     torch.save({"w": torch.ones(2), "v": Scalar(np.dtype(dtype), *data)}, source)
-    for words in (["inspect"], ["validate", "--no-catalog", "--level", "values"]):
-        assert run([words[0], str(source), *words[1:]]) in (0, 1)
+    for argv in (["inspect"], ["validate", "--no-catalog", "--level", "values"]):
+        assert run([argv[0], str(source), *argv[1:]]) in (0, 1)
     for to in ("dcp", "torch_save"):
         assert run(["consolidate", str(source), str(tmp_path / to), "--to", to, "--no-catalog"]) != 70
 

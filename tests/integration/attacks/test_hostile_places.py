@@ -1,8 +1,8 @@
-"""Hostile places: whatever is named as source or destination, nothing else is touched, shown or waited for.
+"""Test that hostile sources and destinations cause no other change, no leak and no hang.
 
-Every case runs the command line on a folder with canaries: files of somebody else whose bytes, names, modes
-and times must be what they were. An answer comes within ten seconds, with an exit code of the table other
-than `internal`, without control characters and without a secret.
+Every case runs the command line on a folder with canaries: files of another user whose bytes, names, modes
+and times must not change. The answer comes within ten seconds, with an exit code of the table other than
+`internal`, without control characters and without a secret.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def picture(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
 
 
 def check(done: Outcome, *, fine: bool | None = None) -> None:
-    """What every answer keeps. fine: whether it must, or must not, have succeeded; None leaves that open."""
+    """Check the rules of every answer. fine: whether it must succeed or fail; None for either."""
     assert done.code in CODES, done
     assert done.seconds < SECONDS, done
     for text in (done.stdout, done.stderr):
@@ -124,13 +124,13 @@ VERBS = (("inspect",), ("validate", "--level", "bytes"), ("consolidate",))
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_no_source_reaches_further_than_it_says(name: str, world: World, cli: Cli) -> None:
+def test_no_source_reads_other_places(name: str, world: World, cli: Cli) -> None:
     source = SOURCES[name](world)
     for verb in VERBS:
         more = [world.out / "made"] if verb[0] == "consolidate" else []
         check(cli(verb[0], source, *more, *verb[1:], seconds=3 * SECONDS))
     made = world.out / "made" / "model.safetensors"
-    if made.exists():  # what is read through a chain is what lies there
+    if made.exists():  # a read through a chain gives the content of its end
         assert made.stat().st_mode & 0o777 == 0o666 & ~umask()
         wanted = load_file(world.source / "model.safetensors")["w"]
         assert any(torch.equal(load_file(made)["w"], t) for t in (wanted, torch.ones(64)))
@@ -185,7 +185,7 @@ DESTINATIONS: dict[str, Callable[[World], str]] = {
 
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)], ids=["new", "overwrite"])
 @pytest.mark.parametrize("name", DESTINATIONS)
-def test_no_destination_costs_what_is_not_ours(
+def test_no_destination_destroys_foreign_files(
     name: str, overwrite: tuple[str, ...], world: World, cli: Cli
 ) -> None:
     destination = DESTINATIONS[name](world)
@@ -212,7 +212,7 @@ def test_special_files_are_never_replaced(
 
 
 def special(kind: str, path: Path, world: World | None = None) -> None:
-    """Make a special file; skips the test where that needs more rights."""
+    """Make a special file; skip the test if that needs more rights."""
     if kind == "fifo":
         os.mkfifo(path)
     elif kind == "socket":

@@ -1,4 +1,4 @@
-"""The lock of a staging folder: one run works in it, and what is no lock is refused."""
+"""Test that one run at a time uses a staging folder, and that an invalid lock is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckptcore.errors import CkptError
 
 
 def _in_time(call: Callable[[], Any], seconds: float = 120) -> CkptError:
-    """The error of a call that must not hang; a hang ends this process's child, not the tests."""
+    """Return the error of a call that must not hang; a hang ends this process's child, not the tests."""
     here, there = multiprocessing.Pipe(duplex=False)
 
     def run() -> None:
@@ -88,9 +88,7 @@ def _lock_as(kind: str, staging: Path, tmp_path: Path) -> None:
         pytest.param("device", marks=root_only),
     ],
 )
-def test_a_lock_that_is_none_is_refused(
-    kind: str, source: Path, left: Path, place: Path, tmp_path: Path
-) -> None:
+def test_an_invalid_lock_is_refused(kind: str, source: Path, left: Path, place: Path, tmp_path: Path) -> None:
     staging = copied(left, place)
     _lock_as(kind, staging, tmp_path)
     before = picture(staging)
@@ -101,7 +99,7 @@ def test_a_lock_that_is_none_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "file", "socket"])
-def test_a_folder_that_is_none_is_refused(kind: str, source: Path, place: Path) -> None:
+def test_an_invalid_folder_is_refused(kind: str, source: Path, place: Path) -> None:
     at = place / ".out.ckptcore"
     {"fifo": os.mkfifo, "file": Path.touch, "socket": lambda p: os.mknod(p, stat.S_IFSOCK | 0o600)}[kind](at)
     assert _in_time(lambda: convert(source, place)).code == "staging-foreign"
@@ -120,7 +118,7 @@ def test_a_folder_that_is_none_is_refused(kind: str, source: Path, place: Path) 
         "file/deep/out",
     ],
 )
-def test_a_place_where_nothing_can_be_made_is_refused(where: str, source: Path, place: Path) -> None:
+def test_an_unwritable_place_is_refused(where: str, source: Path, place: Path) -> None:
     (place / "dangling").symlink_to(place / "nowhere")
     (place / "circle").symlink_to(place / "circle")
     (place / "file").touch()
@@ -132,7 +130,7 @@ def test_a_place_where_nothing_can_be_made_is_refused(where: str, source: Path, 
 
 
 def test_runs_that_end_beside_each_other(source: Path, place: Path) -> None:
-    """Processes that make, lock and remove one folder, again and again: none fails, nothing is left."""
+    """Processes that make, lock and remove one folder repeatedly: none fails, nothing is left."""
 
     def run() -> None:
         code = 0
@@ -156,10 +154,10 @@ def test_runs_that_end_beside_each_other(source: Path, place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_a_folder_that_is_being_removed_is_nobodys(
+def test_a_folder_that_is_being_removed_is_not_used(
     source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opened in the moment in which another run takes it away: half of it is gone, the lock too."""
+    """Opened at the moment when another run removes it: half of it is gone, and the lock, too."""
     first = [half_done(source, place)]
     listed = os.listdir
 
@@ -176,8 +174,8 @@ def test_a_folder_that_is_being_removed_is_nobodys(
     assert right(source, place)
 
 
-def test_a_folder_that_is_swapped_is_not_worked_in(source: Path, place: Path, tmp_path: Path) -> None:
-    """Who may rename in the parent swaps the folder behind an open run: it goes on in its own."""
+def test_a_swapped_folder_is_not_used(source: Path, place: Path, tmp_path: Path) -> None:
+    """A user who may rename in the parent swaps the folder of an open run: the run stays in its own."""
     mine = precious(tmp_path)
     staging = Staging(str(place / "out"))
     with staging.lock(make=True):
@@ -194,10 +192,10 @@ def test_a_folder_that_is_swapped_is_not_worked_in(source: Path, place: Path, tm
 
 @root_only
 @pytest.mark.parametrize("moment", ["before", "behind"])
-def test_another_output_is_not_taken_for_what_was_staged(
+def test_another_output_is_not_published(
     moment: str, source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who may rename in the parent swaps the staging folder when it is published, or the output."""
+    """A user who may rename in the parent swaps the staging folder when it is published, or the output."""
     publish = importlib.import_module("ckptcore.conversion.local_publication")._move
     evil = place / "evil"
     (evil / "files").mkdir(parents=True)
@@ -223,7 +221,7 @@ def test_another_output_is_not_taken_for_what_was_staged(
 
 
 @root_only
-def test_what_lies_beside_a_published_output_is_left(source: Path, left: Path, place: Path) -> None:
+def test_files_beside_a_published_output_are_kept(source: Path, left: Path, place: Path) -> None:
     convert(source, place)
     staging = copied(left, place)
     os.chown(staging, OTHER, OTHER)
@@ -232,7 +230,7 @@ def test_what_lies_beside_a_published_output_is_left(source: Path, left: Path, p
     assert picture(staging) == before
 
 
-def test_the_command_tells_it(cli: Any, source: Path, left: Path, place: Path, tmp_path: Path) -> None:
+def test_the_command_reports_it(cli: Any, source: Path, left: Path, place: Path, tmp_path: Path) -> None:
     copied(left, tmp_path).rename(tmp_path / "aim")
     (place / ".out.ckptcore").symlink_to(tmp_path / "aim")
     done = cli("consolidate", source, place / "out", "--to", "safetensors", "--output", "json")

@@ -1,4 +1,4 @@
-"""Staging folders that several trusted users share, and those of the version before."""
+"""Test staging folders that several trusted users share, and those of the previous version."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def shared(open_folder: Path, place: Path) -> Iterator[Path]:
 
 
 @root_only
-def test_a_second_configured_user_goes_on(
+def test_a_second_configured_user_resumes(
     source: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers of two users with one group: what one has finished the other keeps, without any key."""
+    """Workers of two users with one group: each keeps the files that the other finished, without a key."""
     monkeypatch.setenv("CKPTCORE_TRUSTED_UIDS", f"{MINE},{OTHER}")
     os.umask(old := os.umask(0o002))
     os.umask(0o002)
@@ -59,7 +59,7 @@ def test_a_second_configured_user_goes_on(
 
 
 @root_only
-def test_another_host_and_home_go_on(source: Path, shared: Path) -> None:
+def test_another_host_and_home_resume(source: Path, shared: Path) -> None:
     as_user(MINE, lambda: half_done(source, shared), HOME=str(shared / "home"), HOSTNAME="one")
 
     def go_on() -> None:
@@ -91,7 +91,7 @@ def test_an_unknown_user_is_refused(
 def test_a_user_that_is_mapped_to_nobody_is_configured(
     source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root on a squashing mount: what it makes belongs to 65534."""
+    """Root on a squashing mount: its files belong to 65534."""
     staging = half_done(source, place)
     for path in [staging, *staging.rglob("*")]:
         os.lchown(path, 65534, 65534)
@@ -114,7 +114,7 @@ def test_the_setting_is_a_list_of_numbers(source: Path, place: Path, monkeypatch
 # ------------------------------------------------------------------------ the version before
 
 
-def test_a_folder_of_the_version_before_goes_on(source: Path, place: Path) -> None:
+def test_a_folder_of_the_previous_version_is_resumed(source: Path, place: Path) -> None:
     """A folder with the umask's mode, and receipts without stamps: the source proves its files."""
     staging = half_done(source, place)
     staging.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The terminal: can a stranger's text steer it, forge a line, or show a password?"""
+"""Test that text from files cannot control the terminal, forge a line, or reveal a password."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_secrets_are_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_what_is_cut_was_redacted_before(name: str) -> None:
-    """A URL without its beginning or its end is none any more, and its password a word like others."""
+def test_text_is_redacted_before_it_is_cut(name: str) -> None:
+    """A URL without its beginning or its end is not a URL, and its password looks like any word."""
     text = SECRETS[name]
     long = f"{text} {'x' * 400}"
     for length in range(4, len(text) + 1):
@@ -109,7 +109,7 @@ def test_what_is_cut_was_redacted_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_text_without_secrets_is_unchanged(text: str) -> None:
     assert redacted(text) == text
     assert bare_url(text) == text or "@" in text
 
@@ -172,7 +172,7 @@ def test_logs(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture
 def nasty(tmp_path: Path) -> Path:
-    """A checkpoint whose folder, tensors and objects have names that no terminal should see."""
+    """A checkpoint whose folder, tensors and objects have names with control characters."""
     folder = tmp_path / NASTY.replace("/", "|").replace("\x00", "")
     folder.mkdir()
     save_file({NASTY.replace("\x00", ""): torch.ones(2)}, folder / "model.safetensors", {NASTY: NASTY})
@@ -218,14 +218,14 @@ VERBS = (
 
 
 @pytest.mark.parametrize("how", ["text", "json"])
-def test_no_verb_writes_a_strangers_text(
+def test_no_verb_writes_control_characters(
     how: str, nasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
     seen = 0
     for verb in VERBS:
-        words = [w.format(src=nasty, pt=nasty.parent / "one.pt") if "{" in w else w for w in verb]
-        code = run([*words, "--output", how] if how == "json" else words)
+        argv = [w.format(src=nasty, pt=nasty.parent / "one.pt") if "{" in w else w for w in verb]
+        code = run([*argv, "--output", how] if how == "json" else argv)
         found = capsys.readouterr()
         assert not CONTROLS.search(found.out + found.err), (verb, found)
         assert code != 70, (verb, found)
@@ -261,7 +261,7 @@ def test_a_terminal_shows_nothing_raw(nasty: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["traceback", "warning", "log", "thread", "net"])
-def test_what_python_writes_by_itself(how: str) -> None:
+def test_output_of_python_itself(how: str) -> None:
     code = {
         "traceback": "raise ValueError(text)",
         "warning": "import warnings; warnings.warn(text)",
@@ -319,11 +319,11 @@ def test_no_verb_repeats_a_password(
 ) -> None:
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
     for verb in URL_VERBS:
-        words = [w.format(url=url) for w in verb]
-        code = run([*words, "--output", how])
+        argv = [w.format(url=url) for w in verb]
+        code = run([*argv, "--output", how])
         found = capsys.readouterr()
-        assert "hunter2" not in found.out + found.err, (words, found)
-        assert code != 70, (words, found)
+        assert "hunter2" not in found.out + found.err, (argv, found)
+        assert code != 70, (argv, found)
     assert b"hunter2" not in (tmp_path / "catalog.sqlite").read_bytes()
 
 
@@ -337,9 +337,9 @@ def test_a_library_takes_the_url_apart(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_password_of_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     url = "postgresql+psycopg://me:hunter2pass@127.0.0.1:1/db?connect_timeout=1"
-    for words in (["catalog", "list"], ["catalog", "upgrade"], ["catalog", "sql", "SELECT 1"], ["scrub"]):
+    for argv in (["catalog", "list"], ["catalog", "upgrade"], ["catalog", "sql", "SELECT 1"], ["scrub"]):
         for how in ("text", "json"):
-            assert run([*words, "--catalog", url, "--output", how]) in (16, 24)
+            assert run([*argv, "--catalog", url, "--output", how]) in (16, 24)
             found = capsys.readouterr()
             assert "hunter2" not in found.out + found.err
     assert run(["catalog", "list", "--catalog", "postgresql://me:hunter2pass@host:port/db"]) == 16
@@ -366,9 +366,9 @@ def test_an_unknown_error_is_recorded_without_secrets(tmp_path: Path) -> None:
             tool_version="1",
         )
         catalog.fail(made, code="internal", message=SECRETS["amazon"])
-        shown = repr(catalog.show(made))
-    assert "hunter2" not in shown
-    assert "X-Amz-Signature=..." in shown
+        text = repr(catalog.show(made))
+    assert "hunter2" not in text
+    assert "X-Amz-Signature=..." in text
 
 
 def test_errors_cross_processes() -> None:

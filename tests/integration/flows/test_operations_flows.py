@@ -42,7 +42,7 @@ def test_scrub_verifies_and_fails_with_the_damage(steps: list[Path], catalog: st
     state = scrub(share=1.0, catalog=catalog, return_state=True)
     assert state.is_failed()
     assert "1 damaged, 3 proven" in state.message
-    assert "model.safetensors is not there" in state.message
+    assert "model.safetensors is missing" in state.message
     refused = scrub(share=0.0, catalog=catalog, return_state=True)
     assert refused.message.startswith("usage: ")
 

@@ -46,7 +46,7 @@ def runs(tmp_path):
 
 @pytest.fixture
 def watch(catalog, runs):
-    """Watches `runs`: (target fields) -> the root."""
+    """Return a function that watches `runs`: (target fields) -> the root."""
 
     def add(name="r", include=(), **target):
         with catalog.writing() as conn:
@@ -57,7 +57,7 @@ def watch(catalog, runs):
 
 @pytest.fixture
 def swept(catalog, url):
-    """Sweeps with nothing to wait for; (items by the last part of their path, calls of convert)."""
+    """Return a function that sweeps without waiting: (items by the last part of their path, conversions)."""
 
     def run(**more):
         made = []
@@ -74,7 +74,7 @@ def swept(catalog, url):
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """What sources are copies of."""
+    """The templates that sources are copied from."""
     return Template(tmp_path_factory.mktemp("template"))
 
 

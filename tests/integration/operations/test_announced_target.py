@@ -1,4 +1,4 @@
-"""Announced: below a watched root, its own target says what is made, whoever names the checkpoint."""
+"""Test that the target of a watched root applies to announced checkpoints below it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore.operations.export_target import announced_request as request_of
 
 @pytest.fixture
 def root(catalog):
-    """Watches a place: (name, URI, destination, globs)."""
+    """Return a function that watches a place: (name, URI, destination, globs)."""
 
     def add(name, uri, destination, include=()):
         with catalog.writing() as conn:
@@ -40,15 +40,15 @@ def test_the_innermost_root_decides(catalog, root):
     assert destination(catalog, "s3://b/runs") is None
 
 
-def test_an_announced_step_fills_a_template_where_no_name_tells_one(catalog, root):
+def test_an_announced_step_fills_a_template_if_no_name_has_one(catalog, root):
     root("r", "s3://b/r", "/out/{run}/{step:06d}")
     assert destination(catalog, "s3://b/r/x/step-3", 7) == ("r", "/out/x/000003")
     assert destination(catalog, "s3://b/r/x/final", 7) == ("r", "/out/x/000007")
-    with pytest.raises(UsageError, match="no name in x/final tells a step"):
+    with pytest.raises(UsageError, match=r"\{step\}: no step number in 'x/final'"):
         destination(catalog, "s3://b/r/x/final")
 
 
-def test_it_is_what_a_sweep_makes(runs, watch, swept, catalog, tmp_path):
+def test_it_is_the_request_of_a_sweep(runs, watch, swept, catalog, tmp_path):
     save(runs / "llama" / "step-1")
     save(runs / "llama" / "nested" / "step-2" / "actor")
     watch(destination="{root}/../out/{run}-{step}-{name}", dtype="bf16")

@@ -1,4 +1,4 @@
-"""Claiming: does work that takes long stay one worker's, and is that of a dead one taken up?"""
+"""Test that a claim lasts as long as its work, and that the work of a dead worker is resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_claim_is_renewed_while_the_work_goes_on(catalog, url, monkeypatch):
         assert claims.current(conn, KEY).state == "done"
 
 
-def test_what_ends_it_is_kept(catalog):
+def test_its_error_is_recorded(catalog):
     with pytest.raises(DiskFull), claimed(catalog, KEY, "/s", "a"):
         raise DiskFull("no room")
     with catalog.reading() as conn:
@@ -66,12 +66,12 @@ def test_equal_manifests_of_other_bytes_are_other_sources(tmp_path):
 
 
 def dead(url, item):
-    """A worker that took the claim an hour ago and was never heard of again."""
+    """A worker that took the claim an hour ago and died."""
     with open_catalog(url) as catalog, catalog.writing() as conn:
         claims.take(conn, LONG_AGO, key_of(item.request, item.source_digest), item.source, "dead")
 
 
-def test_the_work_of_a_dead_worker_is_taken_up(runs, watch, swept, url):
+def test_the_work_of_a_dead_worker_is_resumed(runs, watch, swept, url):
     save(runs / "llama" / "step-1")
     watch()
     dead(url, swept(dry_run=True)[0]["step-1"])
@@ -79,7 +79,7 @@ def test_the_work_of_a_dead_worker_is_taken_up(runs, watch, swept, url):
     assert (items["step-1"].standing, len(made)) == ("made", 1)
 
 
-def test_what_a_dead_worker_had_published_is_not_made_again(runs, watch, swept, url, catalog):
+def test_a_dead_workers_output_is_not_remade(runs, watch, swept, url, catalog):
     save(runs / "llama" / "step-1")
     watch()
     item = swept(dry_run=True)[0]["step-1"]
@@ -91,7 +91,7 @@ def test_what_a_dead_worker_had_published_is_not_made_again(runs, watch, swept, 
     assert swept()[0]["step-1"].standing == "converted"
 
 
-def test_what_was_converted_by_hand_is_not_made_again(runs, watch, swept, url, tmp_path):
+def test_an_output_of_a_user_is_not_remade(runs, watch, swept, url, tmp_path):
     save(runs / "llama" / "step-1")
     watch(destination=str(tmp_path / "out/{name}"))
     request = Request(str(runs / "llama/step-1"), str(tmp_path / "out/step-1"))
@@ -100,7 +100,7 @@ def test_what_was_converted_by_hand_is_not_made_again(runs, watch, swept, url, t
     assert (items["step-1"].standing, made) == ("converted", [])
 
 
-def test_what_stands_in_the_way_is_not_taken_for_made(runs, watch, swept, tmp_path):
+def test_another_file_at_the_destination_is_not_an_output(runs, watch, swept, tmp_path):
     save(runs / "llama" / "step-1")
     watch(destination=str(tmp_path / "out/{name}"))
     (tmp_path / "out/step-1").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Once: ``--wait`` does without Prefect what an announcement does: it waits, and converts once."""
+"""Test that ``--wait`` waits and converts once, without Prefect, like an announcement."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from ckptcore.planning.request import Request, Settings
 
 @pytest.fixture
 def wait(url, tmp_path, capsys, monkeypatch):
-    """``ckptcore consolidate --wait`` of a source: (exit code, answer, words). Looks again after moments."""
+    """Return ``ckptcore consolidate --wait`` of a source: (exit code, answer, text). Looks are short."""
     monkeypatch.setattr(waiting, "STEPS", (0.1,))
     monkeypatch.setattr(waiting, "QUIET", 0.2)
 
     def consolidate(source, seconds="2s", *more):
-        words = ["consolidate", str(source), str(tmp_path / "out"), "--wait", seconds, "--catalog", url]
-        code = run([*words, "--output", "json", *more])
-        told = capsys.readouterr()
-        return code, json.loads(told.out), told.err
+        command = ["consolidate", str(source), str(tmp_path / "out"), "--wait", seconds, "--catalog", url]
+        code = run([*command, "--output", "json", *more])
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out), captured.err
 
     return consolidate
 
 
-def test_what_is_not_whole_yet_is_waited_for(runs, wait, tmp_path):
+def test_an_incomplete_checkpoint_is_waited_for(runs, wait, tmp_path):
     source = save(runs / "llama" / "step-1")
     late = (source / ".metadata").rename(tmp_path / "late")
     writer = threading.Timer(0.5, lambda: late.rename(source / ".metadata"))
     writer.start()
-    code, answer, words = wait(source, "30s")
+    code, answer, text = wait(source, "30s")
     writer.join()
     assert (code, answer["destination"]) == (0, str(tmp_path / "out"))
-    assert "looked at again in 0 s" in words
+    assert "looked at again in 0 s" in text
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_it_does_not_wait_for_longer_than_it_is_told(runs, wait, tmp_path):
+def test_it_waits_no_longer_than_given(runs, wait, tmp_path):
     source = save(runs / "llama" / "step-1")
     (source / ".metadata").unlink()
     code, answer, _ = wait(source, "1s")
@@ -57,7 +57,7 @@ def test_it_does_not_wait_for_longer_than_it_is_told(runs, wait, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_will_not_get_better_is_not_waited_for(runs, wait):
+def test_a_permanent_error_is_not_waited_for(runs, wait):
     source = save(runs / "llama" / "step-1")
     meta = source / ".metadata"
     meta.write_bytes(meta.read_bytes()[:-10])
@@ -66,38 +66,38 @@ def test_what_will_not_get_better_is_not_waited_for(runs, wait):
     assert time.monotonic() - began < 300  # far from the ten minutes that it may wait
 
 
-def test_what_was_made_is_not_made_again(runs, wait, tmp_path, catalog):
+def test_an_output_is_not_remade(runs, wait, tmp_path, catalog):
     source = save(runs / "llama" / "step-1")
     assert wait(source)[0] == 0
     assert wait(source)[:2] == (0, {"destination": str(tmp_path / "out"), "already": True})
     assert len(catalog.conversions()) == 1
 
 
-def test_what_others_convert_is_waited_for(runs, wait, catalog, tmp_path):
+def test_another_process_that_converts_is_waited_for(runs, wait, catalog, tmp_path):
     source = save(runs / "llama" / "step-1")
     key = key_of(Request(str(source), str(tmp_path / "out")), source_digest(inspect(str(source))))
     with catalog.writing() as conn:
-        held = claims.take(conn, datetime.now(UTC), key, str(source), "another")
+        claim = claims.take(conn, datetime.now(UTC), key, str(source), "another")
     code, answer, _ = wait(source, "0.2s")
     assert (code, answer["error"]["code"]) == (Busy.exit_code, "busy")
-    assert "another converts" in answer["error"]["message"]
+    assert "another is converting" in answer["error"]["message"]
     assert not (tmp_path / "out").exists()
     with catalog.writing() as conn:
-        claims.failed(conn, datetime.now(UTC), held, "interrupted", "gone")
+        claims.failed(conn, datetime.now(UTC), claim, "interrupted", "gone")
     assert wait(source)[0] == 0
 
 
 def test_two_at_once_make_it_once(runs, wait, tmp_path, catalog, url, monkeypatch):
     source = save(runs / "llama" / "step-1")
     gate, found = threading.Barrier(2), []
-    real = once.wait_until_whole
+    real = once.wait_until_complete
 
     def together(*given):
         manifest = real(*given)
         gate.wait(300)
         return manifest
 
-    monkeypatch.setattr(once, "wait_until_whole", together)
+    monkeypatch.setattr(once, "wait_until_complete", together)
 
     def convert():
         request = Request(str(source), str(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""Discovery: is every trainer's step folder found, once, and nothing else?"""
+"""Test that discovery finds every trainer's step folders, once each, and nothing else."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_files_that_are_one_save_each(tmp_path):
     ]
 
 
-def test_a_loose_file_does_not_hide_what_lies_beside_it(tmp_path, one):
+def test_a_loose_file_does_not_hide_checkpoints_beside_it(tmp_path, one):
     run = tmp_path / "runs" / "llama"
     shutil.copytree(one, run / "last")
     torch_save({"w": arange(4)}, run / "ema.pt")
@@ -100,7 +100,7 @@ def test_two_models_of_one_step_and_a_step_of_nothing_known(tmp_path, one):
     ]
 
 
-def test_what_is_ours_or_hidden_is_no_source(tmp_path, one):
+def test_our_own_and_hidden_folders_are_not_sources(tmp_path, one):
     for name in ("step-1", "exports/step-1", ".step-2.ckptcore/files", ".step-3.ckptcore/files/step-4"):
         shutil.copytree(one, tmp_path / "r" / name)
     root = str(tmp_path / "r")

@@ -1,4 +1,4 @@
-"""Targets: are they checked by the request's own code, and can two sources never meet at one place?"""
+"""Test that targets are checked like requests, and that two sources never get one destination."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_templates(template, place, filled):
         ({"destination": "/out/{step.real}"}, "step.real"),
         ({"destination": "/out/{step!r}"}, "step"),
         ({"destination": "/out/{name:>9}"}, "formats"),
-        ({"destination": "/out/{step"}, "no template"),
+        ({"destination": "/out/{step"}, "not a template"),
         ({"destination": "/out/{run}"}, "same for every checkpoint"),
         ({"source": "/elsewhere"}, "source"),
         ({"colour": "red"}, "colour"),
@@ -55,19 +55,19 @@ def test_templates(template, place, filled):
         ({"destination": "{path}.safetensors", "to": "dcp"}, "does not fit"),
     ],
 )
-def test_what_can_make_nothing_is_refused_when_it_is_told(form, word):
+def test_an_invalid_target_is_refused_when_it_is_set(form, word):
     with pytest.raises(UsageError, match=word):
         target_of(form)
 
 
-def test_a_step_that_nothing_tells():
-    with pytest.raises(UsageError, match="tells a step"):
+def test_a_missing_step():
+    with pytest.raises(UsageError, match=r"\{step\}: no step number in 'llama/final'"):
         target_of({"destination": "/out/{step}"}).fill(
             TemplateFields("/runs", "llama", None, "final", "llama/final")
         )
 
 
-def test_the_digest_is_of_what_decides_the_bytes():
+def test_the_digest_covers_the_options_that_change_the_bytes():
     one = Request("/a", "/b", "export", dtype="bfloat16")
     same = Request("/other", "/elsewhere", "export", "safetensors", dtype="bfloat16", overwrite=True)
     assert options_digest(one) == options_digest(same)
@@ -79,7 +79,7 @@ names = st.text("ab/", min_size=1, max_size=5).map(lambda s: "/" + s.strip("/"))
 
 
 @given(st.lists(names, max_size=6))
-def test_what_is_named_twice_or_lies_inside_collides(places):
+def test_equal_and_nested_destinations_collide(places):
     found = colliding(places)
     for at, each in enumerate(places):
         others = places[:at] + places[at + 1 :]

@@ -1,4 +1,4 @@
-"""Object stores: are roots there swept, and is what is let go deleted so that no reader sees half of it?"""
+"""Test that roots on object stores are swept, and that readers never see a half-deleted source."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["prove", "_mark"])
-def test_what_is_saved_again_in_a_bucket_meanwhile_is_not_deleted(when, bucket, catalog, url, monkeypatch):
+def test_a_source_saved_meanwhile_in_a_bucket_is_not_deleted(when, bucket, catalog, url, monkeypatch):
     means = Settings(memory=32 << 20, workers=1, fingerprint=True)
     with catalog.writing() as conn:
         roots.add(conn, datetime.now(UTC), "r", "memory://tending/runs")

@@ -1,4 +1,4 @@
-"""Rebuild: does a lost catalog come back as far as the data tells, and no further?"""
+"""Test that a lost catalog is restored as far as the data allows, and no further."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptcore.planning.model_card import provenance
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training run of three steps, one of them damaged, two exports of it, and what is no checkpoint."""
+    """A training run of three steps, one of them damaged, two exports of it, and other files."""
     import torch
     from torch.distributed import checkpoint as dcp
 
@@ -39,8 +39,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def told(url: str) -> dict[str, Any]:
-    """All that can come back of a catalog, by URI."""
+def restorable(url: str) -> dict[str, Any]:
+    """Return everything that can be restored of a catalog, by URI."""
     with open_catalog(url) as catalog:
         return {
             row.uri: (
@@ -58,7 +58,7 @@ def told(url: str) -> dict[str, Any]:
         }
 
 
-def test_what_was_there_comes_back(world: Path, tmp_path: Path) -> None:
+def test_the_catalog_is_restored(world: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "new.sqlite")
     lines: list[str] = []
     with open_catalog(url) as catalog:
@@ -69,13 +69,13 @@ def test_what_was_there_comes_back(world: Path, tmp_path: Path) -> None:
         **{str(world / f"llama/step-{n}"): None for n in (10, 20, 30)},
         **{str(world / f"exports/{n}"): str(world / f"llama/step-{n}") for n in (10, 20)},
     }
-    before, after = told(str(world / "catalog.sqlite")), told(url)
+    before, after = restorable(str(world / "catalog.sqlite")), restorable(url)
     for uri, row in before.items():
-        again = after[uri]
-        assert again[:6] == row[:6]
-        assert again[7:] == row[7:]
+        restored = after[uri]
+        assert restored[:6] == row[:6]
+        assert restored[7:] == row[7:]
         # Sources have digests now, and outputs the same ones as before.
-        assert again[6] == row[6] if row[0] == "derived" else again[6] is not None
+        assert restored[6] == row[6] if row[0] == "derived" else restored[6] is not None
     assert set(after) - set(before) == {str(world / "llama/step-30")}
     assert after[str(world / "llama/step-30")][2] == "damaged"
     assert len(lines) == 5
@@ -85,24 +85,24 @@ def test_a_second_run_changes_nothing(world: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "new.sqlite")
     with open_catalog(url) as catalog:
         first = rebuild(catalog, [str(world / "llama"), str(world / "exports")])
-        before = told(url), len(catalog.conversions())
-        again = rebuild(catalog, [str(world)])
-        assert {r.id for r in again.recorded} == {r.id for r in first.recorded}
-        assert all(r.made_from is None for r in again.recorded)  # known already
-        assert (told(url), len(catalog.conversions())) == before
+        before = restorable(url), len(catalog.conversions())
+        restored = rebuild(catalog, [str(world)])
+        assert {r.id for r in restored.recorded} == {r.id for r in first.recorded}
+        assert all(r.made_from is None for r in restored.recorded)  # known already
+        assert (restorable(url), len(catalog.conversions())) == before
         assert len(catalog.conversions()) == 2
 
 
 def test_over_a_catalog_that_is_not_lost(world: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "kept.sqlite")
     shutil.copy(world / "catalog.sqlite", url)
-    before = told(url)
+    before = restorable(url)
     with open_catalog(url) as catalog:
         catalog.tag(str(world / "exports/10"), "eval", "1")
         rebuild(catalog, [str(world)])
         assert catalog.show(str(world / "exports/10")).tags == {"eval": "1"}  # type: ignore[union-attr]
         assert len(catalog.conversions()) == 2
-    after = told(url)
+    after = restorable(url)
     assert {uri: after[uri] for uri in before} == before
 
 
@@ -113,7 +113,7 @@ def test_a_source_that_is_not_known_is_not_invented(world: Path, tmp_path: Path)
         assert catalog.conversions() == ()
 
 
-def test_one_checkpoint_and_places_that_are_none(world: Path, tmp_path: Path) -> None:
+def test_one_checkpoint_and_other_places(world: Path, tmp_path: Path) -> None:
     with open_catalog(str(tmp_path / "new.sqlite")) as catalog:
         found = rebuild(catalog, [str(world / "llama" / "step-20"), str(world / "llama" / "notes")])
         assert [r.uri for r in found.recorded] == [str(world / "llama" / "step-20")]
@@ -124,7 +124,7 @@ def test_one_checkpoint_and_places_that_are_none(world: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """Two steps, and what was made of them without a word of where it comes from."""
+    """Two steps, and outputs of them without a record of their source."""
     import torch
     from torch.distributed import checkpoint as dcp
 
@@ -148,7 +148,7 @@ def outputs(tmp_path: Path) -> Path:
 
 
 def kinds_and_origins(url: str, root: Path) -> dict[str, tuple[Any, ...]]:
-    """URI -> (kind, run, step, fingerprint, sources)."""
+    """Return URI -> (kind, run, step, fingerprint, sources)."""
     with open_catalog(url) as catalog:
         return {
             row.uri.removeprefix(f"{root}/"): (
@@ -162,7 +162,7 @@ def kinds_and_origins(url: str, root: Path) -> dict[str, tuple[Any, ...]]:
         }
 
 
-def test_what_tells_nothing_of_its_source_is_known_by_its_numbers(outputs: Path) -> None:
+def test_outputs_without_a_card_get_their_source_by_fingerprint(outputs: Path) -> None:
     before = kinds_and_origins(str(outputs / "catalog.sqlite"), outputs)
     url = str(outputs / "new.sqlite")
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_what_tells_nothing_of_its_source_is_known_by_its_numbers(outputs: Path)
         assert (cast[0], cast[4]) == ("derived", [])  # other numbers: nothing is claimed
 
 
-def test_what_is_written_while_it_runs_is_newer_than_what_was_made_of_it(outputs: Path) -> None:
+def test_a_source_written_meanwhile_is_newer_than_its_output(outputs: Path) -> None:
     looks: list[datetime] = []
     with open_catalog(str(outputs / "new.sqlite")) as catalog:
         rebuild(
@@ -188,7 +188,7 @@ def test_what_is_written_while_it_runs_is_newer_than_what_was_made_of_it(outputs
         assert all(c.started_at < looks[0] for c in catalog.conversions())  # retire goes by that
 
 
-def test_equal_numbers_without_a_word_are_no_lineage(outputs: Path) -> None:
+def test_equal_fingerprints_alone_are_not_lineage(outputs: Path) -> None:
     url = str(outputs / "new.sqlite")
     with open_catalog(url) as catalog:
         rebuild(catalog, [str(outputs)], take=Settings())
@@ -211,7 +211,7 @@ def test_of_several_equal_sources_none_is_guessed(outputs: Path) -> None:
 
 
 @pytest.mark.parametrize("card", ["", "# x\n\n- source: `/a` (dcp)\n", "- source: `a`\n" * 1000])
-def test_other_cards_tell_nothing(card: str) -> None:
+def test_other_cards_give_no_source(card: str) -> None:
     assert provenance(card) is None
 
 

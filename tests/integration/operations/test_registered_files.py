@@ -1,4 +1,4 @@
-"""Every file: are config, tokenizer, index and card of an output known, proven, and missed?"""
+"""Test that config, tokenizer, index and card of an output are recorded, verified, and missed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exported(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-def shown(url: str, place: Path | str) -> CheckpointDetail:
+def recorded(url: str, place: Path | str) -> CheckpointDetail:
     with open_catalog(url) as catalog:
         found = catalog.show(str(place))
     assert isinstance(found, CheckpointDetail)
@@ -57,14 +57,14 @@ def shown(url: str, place: Path | str) -> CheckpointDetail:
 
 
 def scrubbed(url: str, place: Path) -> tuple[Scrubbed, Any]:
-    """A scrub of everything, and what it says of a place."""
+    """Return the scrub of everything, and its result for a place."""
     with open_catalog(url) as catalog:
         found = scrub(catalog, 1.0)
     return found, next(each.proven for each in found.looked if each.checkpoint.uri == str(place))
 
 
 def validated(url: str | None, place: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    """Exit code and answer of `validate --level bytes`. url: None for no catalog."""
+    """Return exit code and answer of `validate --level bytes`. url: None for no catalog."""
     capsys.readouterr()
     means = ["--no-catalog"] if url is None else ["--catalog", url]
     code = main(["validate", str(place), "--level", "bytes", "--output", "json", *means])
@@ -83,7 +83,7 @@ def garble(path: Path) -> None:
 
 
 def test_every_published_file_is_a_row_with_its_digest(url: str, exported: Path) -> None:
-    rows = {f.path: f for f in shown(url, exported).files}
+    rows = {f.path: f for f in recorded(url, exported).files}
     there = {p.name: p.read_bytes() for p in exported.iterdir()}
     assert {p: (f.nbytes, f.digest) for p, f in rows.items()} == {
         p: (len(data), blake3(data).hexdigest()) for p, data in there.items()
@@ -109,12 +109,12 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_rows_of_every_format_are_what_is_there(tmp_path: Path, url: str, target: str) -> None:
+def test_rows_of_every_format_are_the_files(tmp_path: Path, url: str, target: str) -> None:
     dcp.save({"w": torch.randn(30, 4), "step": 3}, checkpoint_id=tmp_path / "source", no_dist=True)
     options = dict(TARGETS[target])
     out = tmp_path / options.pop("out", "out")
     ckptcore.convert(str(tmp_path / "source"), str(out), catalog=url, **options)
-    detail = shown(url, out)
+    detail = recorded(url, out)
     there = {
         p.relative_to(out if out.is_dir() else tmp_path): p for p in [out, *out.rglob("*")] if p.is_file()
     }
@@ -125,7 +125,7 @@ def test_rows_of_every_format_are_what_is_there(tmp_path: Path, url: str, target
     found, proven = scrubbed(url, out)
     assert proven.proof == "proven", proven
     assert found.exit_code == 0
-    assert (shown(url, out).checkpoint.content_digest is None) == (target == "without digests")
+    assert (recorded(url, out).checkpoint.content_digest is None) == (target == "without digests")
 
 
 PUBLISHED = (
@@ -147,7 +147,7 @@ def test_damage_to_any_file_is_seen(
     found, proven = scrubbed(url, exported)
     assert proven.proof == "damaged", proven
     assert found.exit_code == 1
-    assert shown(url, exported).checkpoint.state == "damaged"
+    assert recorded(url, exported).checkpoint.state == "damaged"
     code, answer = validated(url, exported, capsys)
     wrong = [f for f in answer["findings"] if f["severity"] == "error"]
     if wrong and wrong[0]["code"] in ("digest-mismatch", "missing-file"):
@@ -155,7 +155,7 @@ def test_damage_to_any_file_is_seen(
     assert (code, answer["ok"], answer.get("status")) == (1, False, "damaged")
 
 
-def test_what_digests_prove_is_ok_and_without_them_unproven(
+def test_files_with_digests_are_ok_and_others_unproven(
     url: str, exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, answer = validated(url, exported, capsys)
@@ -165,8 +165,8 @@ def test_what_digests_prove_is_ok_and_without_them_unproven(
     assert (code, answer["ok"], answer["status"]) == (0, True, "unproven")
     weights = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert {*weights, "config.json", "tokenizer.json", "README.md"} <= set(answer["unproven"])
-    (told,) = [f for f in answer["findings"] if f["code"] == "unproven"]
-    assert told["message"].startswith("nothing proves the bytes of README.md, config.json, ")
+    (found,) = [f for f in answer["findings"] if f["code"] == "unproven"]
+    assert found["message"].startswith("no checksum covers the bytes of README.md, config.json, ")
     assert main(["validate", str(exported), "--level", "bytes", "--no-catalog"]) == 0
     assert capsys.readouterr().out.startswith("unproven at level bytes")
     # A level that does not read the files does not speak of their bytes.
@@ -174,18 +174,16 @@ def test_what_digests_prove_is_ok_and_without_them_unproven(
     assert capsys.readouterr().out.startswith("ok at level cover")
 
 
-def test_a_file_that_came_later_is_called_unproven(
-    url: str, exported: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_file_is_unproven(url: str, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (exported / "generation_config.json").write_text("{}")
     _, proven = scrubbed(url, exported)
     assert (proven.proof, proven.unproven) == ("unproven", ("generation_config.json",))
-    assert proven.message == "nothing proves the bytes of generation_config.json"
+    assert proven.message == "no checksum covers the bytes of generation_config.json"
     code, answer = validated(url, exported, capsys)
     assert (code, answer["status"], answer["unproven"]) == (0, "unproven", ["generation_config.json"])
 
 
-def test_rows_of_an_older_version_say_what_they_do_not_prove(
+def test_rows_of_an_older_version_report_unproven_files(
     url: str, exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with migrating(url) as connection:
@@ -194,17 +192,17 @@ def test_rows_of_an_older_version_say_what_they_do_not_prove(
     extras = ("README.md", "config.json", "model.safetensors.index.json", "tokenizer.json")
     assert (proven.proof, proven.unproven, found.exit_code) == ("unproven", extras, 0)
     assert "config.json" in proven.message
-    assert {f.code for f in shown(url, exported).findings} == {"unproven"}
+    assert {f.code for f in recorded(url, exported).findings} == {"unproven"}
     with open_catalog(url) as catalog:  # and reading them once makes them known
         rebuild(catalog, [], made=[str(exported)], digests=True)
     assert scrubbed(url, exported)[1].proof == "proven"
-    assert shown(url, exported).findings == ()
+    assert recorded(url, exported).findings == ()
     garble(exported / "tokenizer.json")
     assert scrubbed(url, exported)[1].proof == "damaged"
     assert validated(url, exported, capsys)[0] == 1
 
 
-def test_another_checkpoint_at_a_known_place_is_not_called_damaged(
+def test_another_checkpoint_at_a_known_place_is_not_damaged(
     tmp_path: Path, url: str, exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(exported)
@@ -212,11 +210,11 @@ def test_another_checkpoint_at_a_known_place_is_not_called_damaged(
     save_file({"other": torch.ones(5)}, exported / "model.safetensors")
     code, answer = validated(url, exported, capsys)
     assert (code, answer["status"]) == (0, "unproven")
-    (told,) = [f for f in answer["findings"] if f["code"] == "not-registered"]
-    assert "the catalog knows safetensors with the manifest" in told["message"]
+    (found,) = [f for f in answer["findings"] if f["code"] == "not-registered"]
+    assert "the catalog has safetensors with manifest" in found["message"]
 
 
-def test_a_missing_catalog_is_not_made_to_look_into_it(
+def test_a_missing_catalog_is_not_created(
     tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ckptcore.operations.registered_files import against_catalog
@@ -236,24 +234,24 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
     prepared = ckptcore.prepare(str(tmp_path / "step-1.safetensors"), str(tmp_path / "other"), **options)
     ckptcore.execute(prepared)
     Staging(str(tmp_path / "other")).files.put("config.json", b"{}")
-    with pytest.raises(OutputMismatch, match=r"config\.json is not as it was planned"):
+    with pytest.raises(OutputMismatch, match=r"config\.json is not as planned"):
         ckptcore.publish(prepared)
     assert not (tmp_path / "other").exists()
 
 
-def test_rebuilt_rows_hold_every_file(tmp_path: Path, url: str, exported: Path) -> None:
+def test_rebuilt_rows_have_every_file(tmp_path: Path, url: str, exported: Path) -> None:
     with open_catalog(str(tmp_path / "new.sqlite")) as catalog:
         rebuild(catalog, [str(tmp_path / "step-1.safetensors")], made=[str(exported)], digests=True)
-    new, old = shown(str(tmp_path / "new.sqlite"), exported), shown(url, exported)
+    new, old = recorded(str(tmp_path / "new.sqlite"), exported), recorded(url, exported)
     assert new.files == old.files
     assert new.checkpoint.content_digest == old.checkpoint.content_digest
-    assert [f.path for f in shown(str(tmp_path / "new.sqlite"), tmp_path / "step-1.safetensors").files] == [
-        "step-1.safetensors"
-    ]
+    assert [
+        f.path for f in recorded(str(tmp_path / "new.sqlite"), tmp_path / "step-1.safetensors").files
+    ] == ["step-1.safetensors"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_a_source_with_checksums_is_proven_and_what_lies_beside_is_named(
+def test_a_source_with_checksums_is_proven_and_files_beside_it_are_listed(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "step-7"
@@ -272,17 +270,17 @@ def test_overwriting_an_output_keeps_no_row_of_the_old_files(
     ckptcore.convert(
         str(source), str(exported), verb="export", max_file_size=500, overwrite=True, catalog=url
     )
-    paths = {f.path for f in shown(url, exported).files}
+    paths = {f.path for f in recorded(url, exported).files}
     assert paths == {p.name for p in exported.iterdir()}
     assert "tokenizer.json" not in paths
     assert scrubbed(url, exported)[1].proof == "proven"
 
 
 @pytest.mark.parametrize("first", ["bytes", "cover"])
-def test_a_flipped_header_is_damage_and_takes_no_rows_place(
+def test_a_flipped_header_is_damage_and_replaces_no_row(
     first: str, exported: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = shown(url, exported).checkpoint
+    known = recorded(url, exported).checkpoint
     (weights, _) = sorted(exported.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[data.index(b".w") + 1] = ord("v")  # the name of a tensor; all sizes are what they were
@@ -293,5 +291,5 @@ def test_a_flipped_header_is_damage_and_takes_no_rows_place(
     code, answer = validated(url, exported, capsys)
     assert (code, answer["status"]) == (1, "damaged")
     assert "digest-mismatch" in {f["code"] for f in answer["findings"]}
-    assert shown(url, exported).checkpoint.id == known.id
+    assert recorded(url, exported).checkpoint.id == known.id
     assert scrubbed(url, exported)[1].proof.value == "damaged"

@@ -1,4 +1,4 @@
-"""Retention: is nothing let go that the policy, or somebody, keeps, and nothing kept without a reason?"""
+"""Test that retention keeps what the policy or a user keeps, and nothing without a reason."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from ckptcore.errors import UsageError
 from ckptcore.operations.retention import Policy, RetentionEntry, decide
 
-words = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
+names = st.lists(st.sampled_from(["a", "b"]), max_size=1).map(tuple)
 entries = st.lists(
     st.builds(
         RetentionEntry,
         id=st.uuids().map(str),
         run=st.sampled_from(["r", "s"]),
         step=st.none() | st.integers(0, 60),
-        tags=words,
-        aliases=words,
-        holds=words,
+        tags=names,
+        aliases=names,
+        holds=names,
     ),
     max_size=20,
 )
@@ -64,7 +64,7 @@ def test_a_stricter_policy_keeps_no_more(found, policy, other):
 
 
 @given(entries, policies)
-def test_letting_go_once_more_lets_nothing_else_go(found, policy):
+def test_a_second_run_deletes_nothing_else(found, policy):
     kept = [v.entry for v in decide(found, policy) if v.keep]
     assert all(v.keep for v in decide(kept, policy))
 
@@ -75,7 +75,7 @@ def test_policies_that_make_no_sense(given):
         Policy(*given)
 
 
-def test_reasons_in_words():
+def test_reasons_as_text():
     found = [RetentionEntry("1", "r", 1), RetentionEntry("2", "r", 2, ("best",)), RetentionEntry("3", "r", 3)]
     whys = [v.why for v in decide(found, Policy(1, 10))]
     assert whys == [("not one of the last 1, not of every 10",), ("tagged best",), ("one of the last 1",)]

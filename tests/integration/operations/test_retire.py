@@ -1,4 +1,4 @@
-"""Retire: is a source deleted only when something verified proves to hold all of it, and nobody holds it?"""
+"""Test that a source is deleted only if a verified child fully replaces it, and no user wants to keep it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(runs, url, watch, tmp_path):
 
 @pytest.fixture
 def retired(catalog):
-    """Applies keep-last 1: (options) -> fate and reasons by step."""
+    """Return a function that applies keep-last 1: (options) -> fate and reasons by step."""
 
     def go(yes=True, last=1, **more):
         found = retire(catalog, Policy(last), yes=yes, **more)
@@ -57,7 +57,7 @@ def fates(found):
     return {step: fate for step, (fate, _) in found.items()}
 
 
-def test_nothing_is_deleted_unless_told_to(made, retired):
+def test_nothing_is_deleted_by_default(made, retired):
     assert fates(retired(yes=False)) == {1: "let go", 2: "let go", 3: "kept"}
     assert all(source.exists() for source in made.values())
 
@@ -74,8 +74,8 @@ def test_what_a_verified_child_holds_is_deleted_and_stays_known(made, retired, c
     assert fates(retired()) == {3: "kept"}
     save(made[1], 1)  # the same bytes come back: they are there again
     catalog_validate(catalog, made[1])
-    again = catalog.show(str(made[1])).checkpoint
-    assert (again.state, again.deleted_at) == ("present", None)
+    restored = catalog.show(str(made[1])).checkpoint
+    assert (restored.state, restored.deleted_at) == ("present", None)
 
 
 def catalog_validate(catalog, source):
@@ -95,7 +95,7 @@ def test_tags_aliases_and_holds_keep(made, retired, catalog):
     assert retired()[2] == ("kept", ("held: audit",))
 
 
-def test_what_somebody_reads_now_stays(made, retired, catalog):
+def test_a_source_that_is_being_read_is_kept(made, retired, catalog):
     catalog.begin({}, source_uri=str(made[1]), destination_uri="/elsewhere", verb="export", tool_version="1")
     found = retired()
     assert found[1][0] == "kept"
@@ -103,7 +103,7 @@ def test_what_somebody_reads_now_stays(made, retired, catalog):
 
 
 @pytest.mark.parametrize("ruin", ["altered", "missing", "gone"])
-def test_a_child_that_is_not_whole_any_more_stands_for_nothing(ruin, made, retired, tmp_path):
+def test_a_damaged_child_replaces_nothing(ruin, made, retired, tmp_path):
     out = tmp_path / "out/step-1"
     if ruin == "altered":
         data = bytearray((out / "model.safetensors").read_bytes())
@@ -119,7 +119,7 @@ def test_a_child_that_is_not_whole_any_more_stands_for_nothing(ruin, made, retir
     assert found[2][0] == "deleted"
 
 
-def test_what_was_never_converted_or_has_no_fingerprint_stays(runs, url, watch, retired, catalog, tmp_path):
+def test_sources_without_child_or_fingerprint_are_kept(runs, url, watch, retired, catalog, tmp_path):
     watch()
     for n in (1, 2, 3):
         save(runs / "llama" / f"step-{n}", n)
@@ -127,12 +127,12 @@ def test_what_was_never_converted_or_has_no_fingerprint_stays(runs, url, watch, 
     without = Settings(memory=32 << 20, workers=1)
     convert(Request(str(runs / "llama/step-2"), str(tmp_path / "out/step-2")), without, None, url)
     found = retired()
-    assert found[1] == ("unsafe", ("nothing was made of it",))
+    assert found[1] == ("unsafe", ("it has no child",))
     assert "--fingerprint" in found[2][1][0]
     assert fates(retired(take=MEANS)) == {1: "unsafe", 2: "deleted", 3: "kept"}
 
 
-def test_a_child_that_holds_less_stands_for_nothing(runs, url, watch, retired, tmp_path):
+def test_a_child_that_lacks_a_tensor_replaces_nothing(runs, url, watch, retired, tmp_path):
     watch()
     for n in (1, 2):
         save(runs / "llama" / f"step-{n}", n)
@@ -142,7 +142,7 @@ def test_a_child_that_holds_less_stands_for_nothing(runs, url, watch, retired, t
     assert (runs / "llama/step-1").exists()
 
 
-def test_a_cast_child_is_taken_only_when_told_to(runs, url, watch, retired, tmp_path):
+def test_a_cast_child_is_accepted_only_on_request(runs, url, watch, retired, tmp_path):
     watch()
     for n in (1, 2):
         save(runs / "llama" / f"step-{n}", n)
@@ -155,7 +155,7 @@ def test_a_cast_child_is_taken_only_when_told_to(runs, url, watch, retired, tmp_
     assert retired(allowed=Allowed.of(["cast"]))[1][0] == "deleted"
 
 
-def test_files_and_objects_that_the_child_lacks_are_given_up_by_name_only(made, retired, tmp_path):
+def test_files_and_objects_that_the_child_lacks_are_deleted_by_name_only(made, retired, tmp_path):
     torch_save({"step": 1}, made[1] / "scheduler.pt")
     found = retired()
     assert found[1][0] == "unsafe"
@@ -164,7 +164,7 @@ def test_files_and_objects_that_the_child_lacks_are_given_up_by_name_only(made, 
     assert retired(allowed=Allowed(loss=("scheduler.*",)))[1][0] == "deleted"
 
 
-def test_what_was_written_again_since_is_not_deleted(made, retired):
+def test_a_source_rewritten_since_is_not_deleted(made, retired):
     data = next(made[1].glob("*.distcp"))
     raw = bytearray(data.read_bytes())
     data.write_bytes(raw)  # equal bytes, but nobody knows
@@ -173,8 +173,8 @@ def test_what_was_written_again_since_is_not_deleted(made, retired):
     assert retired(take=MEANS)[1][0] == "deleted"
 
 
-def saved_again(source):
-    """Other numbers under the same names, in the same files."""
+def resaved(source):
+    """Other values under the same names, in the same files."""
     save(source, 77)
 
 
@@ -190,9 +190,9 @@ def one_file_more(source):
 
 
 @pytest.mark.parametrize("options", [{}, {"take": MEANS}], ids=["known", "fingerprint"])
-@pytest.mark.parametrize("happens", [saved_again, touched_scale, one_file_more])
+@pytest.mark.parametrize("happens", [resaved, touched_scale, one_file_more])
 @pytest.mark.parametrize("when", ["prove", "_mark"])
-def test_what_is_saved_again_meanwhile_is_not_deleted(when, happens, options, made, retired, monkeypatch):
+def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, retired, monkeypatch):
     before = getattr(module, when)
 
     def meanwhile(*given):
@@ -209,9 +209,7 @@ def test_what_is_saved_again_meanwhile_is_not_deleted(when, happens, options, ma
 
 
 @pytest.mark.parametrize("which", ["source", "child"])
-def test_what_is_saved_again_behind_its_fingerprint_is_not_deleted(
-    which, made, retired, tmp_path, monkeypatch
-):
+def test_a_source_saved_after_its_fingerprint_is_not_deleted(which, made, retired, tmp_path, monkeypatch):
     take, child = replaceable.fingerprint, tmp_path / "out/step-1"
 
     def meanwhile(manifest, settings):
@@ -228,7 +226,7 @@ def test_what_is_saved_again_behind_its_fingerprint_is_not_deleted(
     assert made[1].exists()
 
 
-def test_what_is_written_while_it_is_moved_comes_back(made, retired, monkeypatch):
+def test_a_source_written_while_it_is_moved_is_restored(made, retired, monkeypatch):
     move = module._moved_away
 
     def meanwhile(aside):
@@ -266,7 +264,7 @@ def test_a_root_of_another_case_is_another_root(made, retired, catalog, tmp_path
     assert retired(yes=False) == {}
 
 
-def test_a_hold_that_comes_while_it_is_looked_at_wins(made, retired, catalog, monkeypatch):
+def test_a_hold_that_is_set_meanwhile_wins(made, retired, catalog, monkeypatch):
     prove = module.prove
 
     def meanwhile(detail, *given):
@@ -310,7 +308,7 @@ def test_holds_and_deletions_race(runs, url, watch, catalog, tmp_path):
     assert left == {*placed, 8}
 
 
-def test_a_failing_commit_brings_it_back(made, retired, monkeypatch):
+def test_a_failing_commit_restores_it(made, retired, monkeypatch):
     moved = []
     rename, writing = module._moved_away, Catalog.writing
 
@@ -333,7 +331,7 @@ def test_a_failing_commit_brings_it_back(made, retired, monkeypatch):
     assert made[1].exists()
 
 
-def test_what_killed_runs_left_is_ended(made, retired, catalog):
+def test_interrupted_deletions_are_finished(made, retired, catalog):
     away = made[1].with_name(".step-1.retired-0badcafe.ckptcore")
     made[1].rename(away)  # by a version without records, killed between moving and committing
     retired(last=3)
@@ -346,7 +344,7 @@ def test_what_killed_runs_left_is_ended(made, retired, catalog):
     assert len(list(away.iterdir())) == 2
 
 
-def test_a_deleted_one_takes_no_name_and_no_hold(made, retired, catalog):
+def test_a_deleted_checkpoint_gets_no_alias_and_no_hold(made, retired, catalog):
     retired()
     with pytest.raises(Conflict, match="was deleted"), catalog.writing() as conn:
         aliases.set_alias(conn, datetime.now(UTC), "best", str(made[1]))
@@ -364,9 +362,7 @@ def test_files_that_are_one_save_each(runs, url, watch, retired, tmp_path):
     assert [p.name for p in (runs / "pl").iterdir()] == ["step=2.pt"]
 
 
-def test_a_file_that_is_saved_again_meanwhile_is_not_deleted(
-    runs, url, watch, retired, tmp_path, monkeypatch
-):
+def test_a_file_saved_meanwhile_is_not_deleted(runs, url, watch, retired, tmp_path, monkeypatch):
     watch()
     (runs / "pl").mkdir()
     for n in (1, 2):
@@ -385,9 +381,9 @@ def test_a_file_that_is_saved_again_meanwhile_is_not_deleted(
 
 def test_the_command_line(made, url, capsys):
     assert run(["retire", "--keep-last", "1", "--catalog", url]) == 0
-    said = capsys.readouterr().out
-    assert "nothing was deleted, --yes does it" in said
-    assert "1 kept, 2 let go" in said
+    text = capsys.readouterr().out
+    assert "nothing was deleted, --yes does it" in text
+    assert "1 kept, 2 let go" in text
     assert made[1].exists()
     assert (
         run(
@@ -407,20 +403,20 @@ def test_the_command_line(made, url, capsys):
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"deleted": 1, "kept": 2}
-    assert told["checkpoints"][0]["why"][0] == "not one of the last 1, not of every 2"
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"] == {"deleted": 1, "kept": 2}
+    assert answer["checkpoints"][0]["why"][0] == "not one of the last 1, not of every 2"
     assert not made[1].exists()
     assert run(["retire", "--keep-last", "0", "--catalog", url]) == 2
     assert os.listdir(made[2].parent)
 
 
-def test_an_export_that_failed_its_verification_stands_for_nothing(made, retired, catalog, tmp_path):
+def test_an_export_that_failed_its_verification_replaces_nothing(made, retired, catalog, tmp_path):
     written = catalog.show(str(tmp_path / "out/step-1")).written_by[0].id
     catalog.record_verdict(written, [("fingerprints", "failed", "w differs")])
     found = retired()
     assert found[1][0] == "unsafe"
-    assert "failed when it was verified" in " ".join(found[1][1])
+    assert "failed its verification" in " ".join(found[1][1])
     assert fates(found)[2] == "deleted"
     assert made[1].exists()
     catalog.record_verdict(written, [("fingerprints", "ok", "equal")])

@@ -1,4 +1,4 @@
-"""Retire, killed at every step, on both databases: the source is there again, or proven elsewhere."""
+"""Test that retire, killed at any step, on both databases, leaves the source restored or proven elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptcore.operations.retire import retire
 
 
 def _is_at(name):
-    """Dies at the n-th call of something; (where, attribute, call that is its last, behind it?)."""
+    """Let this process die at the n-th call of a function: (where, attribute, n, after the call)."""
     where, attribute, last, behind = FAULTS[name]
     step, calls = getattr(where, attribute), []
 
@@ -43,8 +43,8 @@ FAULTS = {
     "in its record": (aside.RemovalRecord, "dump", 1, True),
     "before it is moved": (aside.Aside, "take", 1, False),
     "moved and not committed": (aside.Aside, "take", 1, True),
-    "committed": (module, "_require_read_again", 1, False),
-    "read again": (module, "_require_read_again", 1, True),
+    "committed": (module, "_require_replacement", 1, False),
+    "read again": (module, "_require_replacement", 1, True),
     "before the first name goes": (aside.Aside, "remove", 1, False),
     "one name gone": (aside, "_unlink", 1, True),
     "two names gone": (aside, "_unlink", 2, True),
@@ -56,7 +56,7 @@ FAULTS = {
 
 
 def killed(world, name):
-    """Retires in a process of its own that is killed."""
+    """Retire in a process of its own that is killed."""
     gone = os.fork()
     if not gone:
         try:
@@ -93,7 +93,7 @@ def test_a_killed_run_leaves_the_source_or_its_proof(name, shared, template, tmp
 @pytest.mark.parametrize(
     ("shared", "name"), on_both(["one name gone", "in a folder below"], ()), indirect=["shared"]
 )
-def test_what_is_left_stays_when_its_child_proves_nothing_any_more(name, shared, template, tmp_path):
+def test_the_rest_is_kept_without_proof_by_its_child(name, shared, template, tmp_path):
     world = World(template, *shared, tmp_path, "gone-" + name.replace(" ", "-")).make()
     (world.source / "notes").mkdir()
     for n in range(3):
@@ -102,19 +102,19 @@ def test_what_is_left_stays_when_its_child_proves_nothing_any_more(name, shared,
     home = next(world.source.parent.glob(".*.ckptcore"))
     rest = snapshot(home)
     file = world.child / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + b"!")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + b"!")
     world.retire(last=3)
     assert (len(world.left), str(home) in world.left[0]) == (1, True)
     assert snapshot(home) == rest
-    file.write_bytes(whole)
+    file.write_bytes(data)
     world.retire(last=3)
     assert (world.left, home.exists()) == ((), False)
 
 
 @pytest.mark.parametrize("shared", ["sqlite"], indirect=True)
-def test_what_somebody_put_there_is_no_leftover(shared, template, tmp_path):
-    """Folders with the name of a leftover: without a record, with a forged one, of another catalog."""
+def test_a_foreign_folder_is_not_an_interrupted_deletion(shared, template, tmp_path):
+    """Folders named like interrupted deletions: without a record, with a forged one, of another catalog."""
     world = World(template, *shared, tmp_path, "forged").make()
     run = world.source.parent
     for n, record in enumerate(
@@ -130,7 +130,7 @@ def test_what_somebody_put_there_is_no_leftover(shared, template, tmp_path):
         if record is not None:
             (home / "record.json").write_bytes(record)
     (run / ".step-1.retiring-0000000b.ckptcore").mkdir()
-    (run / ".step-1.retiring-0000000b.ckptcore" / "record.json").write_bytes(b"of somebody else")
+    (run / ".step-1.retiring-0000000b.ckptcore" / "record.json").write_bytes(b"of another user")
     (run / ".step-1.retiring-0000000a.ckptcore").symlink_to(world.elsewhere)
     before = snapshot(run)
     world.retire(last=3)
@@ -147,7 +147,7 @@ def test_a_run_leaves_alone_what_another_is_deleting(shared, template, tmp_path,
     def other(*_):
         seen.append((retire(world.catalog, Policy(3), world.name, yes=True).left, world.source.exists()))
 
-    step = module._require_read_again
-    monkeypatch.setattr(module, "_require_read_again", lambda *given: (other(), step(*given)))
+    step = module._require_replacement
+    monkeypatch.setattr(module, "_require_replacement", lambda *given: (other(), step(*given)))
     world.deletes()
     assert seen == [((), False)]

@@ -1,4 +1,4 @@
-"""Retire, attacked while it runs: what happens behind each of its steps, on both databases."""
+"""Test retire against changes after each of its steps, on both databases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQUENCES = {}
 
 
 def sequence(function):
-    """Adds one to the table."""
+    """Add a sequence to the table."""
     SEQUENCES[function.__name__] = function
     return function
 
@@ -28,7 +28,7 @@ def sequence(function):
 
 
 def behind(w, where, name, happens, *, before=False):
-    """Something happens once, behind (or before) a step."""
+    """Run a function once, after (or before) a step."""
     step, once = getattr(where, name), []
 
     def meanwhile(*given, **options):
@@ -61,7 +61,7 @@ def child_exchanged_while_the_source_is_away(w):
         move(other, w.child)
 
     behind(w, module, "_moved_away", exchanged)
-    w.keeps("holds other tensors now")
+    w.keeps("has other tensors now")
     assert w.catalog.show(str(w.source)).checkpoint.state == "present"
 
 
@@ -93,10 +93,10 @@ def source_exchanged_for_a_link(w):
             move(w.source, w.elsewhere / "step-1")
             w.source.symlink_to(w.elsewhere / "step-1")
 
-        held = snapshot(w.source)
+        before_link = snapshot(w.source)
         behind(w, module, "_mark", linked, before=before)
         assert w.retire().fate.value in ("unsafe", "kept")
-        assert snapshot(w.elsewhere / "step-1") == held
+        assert snapshot(w.elsewhere / "step-1") == before_link
         w.source.unlink()
         move(w.elsewhere / "step-1", w.source)
         w.monkeypatch.undo()
@@ -104,7 +104,7 @@ def source_exchanged_for_a_link(w):
 
 @sequence
 def source_exchanged_for_another_folder(w):
-    """Equal in every byte, but nobody read it."""
+    """Equal in every byte, but it was not read."""
     w.make()
 
     def copied(*_):
@@ -172,7 +172,7 @@ def the_system_refuses_to_remove_a_name(w):
     w.monkeypatch.setattr(aside.os, "unlink", refused)
     found = w.retire()
     w.monkeypatch.undo()
-    assert (found.fate.value, "the next run goes on" in found.why[-1]) == ("deleted", True)
+    assert (found.fate.value, "the next run resumes" in found.why[-1]) == ("deleted", True)
     assert not w.source.exists()  # no reader sees half of it
     w.retire(last=3)
     assert w.left == ()
@@ -194,11 +194,11 @@ def saved_anew_while_the_source_is_away_and_the_child_fails(w):
 
     behind(w, module, "_moved_away", anew)
     found = w.retire()
-    assert (found.fate.value, "waits in" in found.why[0]) == ("unsafe", True)
+    assert (found.fate.value, f"it is in {w.source.parent}/." in found.why[0]) == ("unsafe", True)
     assert snapshot(w.source) == snapshot(w.template.again)
     home = next(w.source.parent.glob(".*.ckptcore"))
     assert snapshot(home / "step-1") == old
-    w.retire(last=3)  # nobody may remove it, and it is told
+    w.retire(last=3)  # it must not be removed, and is reported
     assert (len(w.left), str(home) in w.left[0]) == (1, True)
     shutil.rmtree(w.source)
     w.retire(last=3)

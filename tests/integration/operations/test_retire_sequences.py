@@ -1,6 +1,6 @@
-"""Retire, attacked: links, mounts, moves, saves again, clocks and edited rows, on both databases.
+"""Test retire against links, mounts, moves, new saves, clocks and edited rows, on both databases.
 
-Each sequence ends with a source that is whole where it was, or with one whose every byte is proven elsewhere.
+Each sequence ends with a complete source at its place, or with one whose every byte is proven elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEQUENCES = {}
 
 
 def sequence(function):
-    """Adds one to the table."""
+    """Add a sequence to the table."""
     SEQUENCES[function.__name__] = function
     return function
 
@@ -148,20 +148,20 @@ def source_is_a_mount_of_the_child(w):
 
 
 @sequence
-def child_lies_in_the_source(w):
+def child_is_inside_the_source(w):
     w.make()
     move(w.child, w.source / "export")
     w.child.symlink_to(w.source / "export")
-    w.keeps("lies in")
-    w.keeps("lies in", take=True)
+    w.keeps("is inside")
+    w.keeps("is inside", take=True)
 
 
 @sequence
-def child_lies_in_the_source_by_a_mount(w):
+def child_is_inside_the_source_by_a_mount(w):
     w.make()
     move(w.child, w.source / "export")
     w.mount(w.source / "export", w.child)
-    w.keeps("lies in", take=True)
+    w.keeps("is inside", take=True)
 
 
 # What is not part of what was read goes by name only.
@@ -232,7 +232,7 @@ def another_save_in_the_folder(w):
 
 @sequence
 def an_object_that_the_child_changed(w):
-    """What a file holds beside tensors is proven by its value, not by its name."""
+    """An object beside tensors is proven by its value, not by its name."""
     import torch
 
     w.make()
@@ -261,7 +261,7 @@ def cast_child(w):
 
 
 @sequence
-def saved_again_with_sizes_and_times_restored(w):
+def resaved_with_sizes_and_times_restored(w):
     w.make()
     rewrite(data_of(w.source), data_of(w.template.again).read_bytes())
     w.keeps("--fingerprint")
@@ -269,7 +269,7 @@ def saved_again_with_sizes_and_times_restored(w):
 
 
 @sequence
-def saved_again_while_the_converters_clock_was_ahead(w):
+def resaved_while_the_converters_clock_was_ahead(w):
     w.make()
     w.sql("UPDATE conversion SET started_at = :at", at="2099-01-01 00:00:00")
     rewrite(data_of(w.source), data_of(w.template.again).read_bytes(), restore=False)
@@ -277,7 +277,7 @@ def saved_again_while_the_converters_clock_was_ahead(w):
 
 
 @sequence
-def saved_again_by_a_machine_whose_clock_was_behind(w):
+def resaved_by_a_machine_whose_clock_was_behind(w):
     w.make()
     data = data_of(w.source)
     data.unlink()
@@ -365,7 +365,7 @@ def another_file_system_below_the_source(w):
     assert (w.source / "scratch" / "a").exists()
 
 
-# Rows that somebody edited.
+# Rows that a user edited.
 
 
 @sequence
@@ -390,7 +390,7 @@ def source_with_an_edited_fingerprint(w):
     w.make(exclude=("scale",))
     theirs = "SELECT fingerprint FROM conversion WHERE source_uri = :uri"
     w.sql(f"UPDATE checkpoint SET fingerprint = ({theirs}) WHERE uri = :uri", uri=str(w.source))
-    w.keeps("is not that of its tensors")
+    w.keeps("does not match those of its tensors")
     w.keeps(take=True)
 
 
@@ -435,7 +435,7 @@ def child_overwritten_and_its_digest_edited(w):
         new=blake3(data).hexdigest(),
         uri=str(w.child),
     )
-    w.keeps("holds other tensors")
+    w.keeps("has other tensors")
 
 
 @sequence
@@ -476,7 +476,7 @@ MOUNTS = [name for name in SEQUENCES if "mount" in name or "file_system" in name
 
 @pytest.fixture(scope="module")
 def can_mount(tmp_path_factory):
-    """Whether this user and machine can."""
+    """Return whether this user can mount on this machine."""
     at = tmp_path_factory.mktemp("mount")
     done = os.geteuid() == 0 and os.system(f"mount --bind {at} {at} 2>/dev/null") == 0
     if done:

@@ -1,4 +1,4 @@
-"""Scrub: is what is gone or altered found, the longest unproven first, and never after its time?"""
+"""Test that scrub finds missing and changed checkpoints, the longest unverified first, within its time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptcore.planning.request import Request, Settings
 
 @pytest.fixture
 def made(runs, url, tmp_path):
-    """Two sources and what was made of them; (sources, outputs)."""
+    """Two sources and their outputs: (sources, outputs)."""
     sources = [save(runs / "llama" / f"step-{n}", n) for n in (1, 2)]
     outputs = [tmp_path / "out" / s.name for s in sources]
     for source, output in zip(sources, outputs, strict=True):
@@ -48,7 +48,7 @@ def test_all_is_proven_and_the_time_is_noted(made, catalog):
     assert {row.verified_level for row in catalog.list()} == {"bytes"}
 
 
-def test_what_is_altered_in_source_or_output_is_found_and_recorded(made, catalog):
+def test_changes_to_source_or_output_are_found_and_recorded(made, catalog):
     (source, _), (_, output) = made
     flip(output / "model.safetensors")
     data = next(source.glob("*.distcp"))
@@ -68,12 +68,12 @@ def test_what_is_altered_in_source_or_output_is_found_and_recorded(made, catalog
         for row in catalog.list(state="damaged")
     }
     assert codes == {"llama": {"crc-mismatch"}, "out": {"digest-mismatch"}}
-    shutil.rmtree(output)  # made again, it is whole again
+    shutil.rmtree(output)  # remade, it is complete
     data.write_bytes(raw)
     assert proofs(scrub(catalog, share=1))["llama/step-1"] == "proven"
 
 
-def test_what_is_gone_is_recorded_as_gone_and_comes_back(made, catalog, tmp_path):
+def test_a_missing_checkpoint_is_recorded_as_gone_until_it_exists(made, catalog, tmp_path):
     (source, _), (output, _) = made
     source.rename(tmp_path / "away")
     (output / "model.safetensors").unlink()
@@ -99,7 +99,7 @@ def test_another_checkpoint_at_its_place(made, catalog):
     assert catalog.show(before).checkpoint.state == State.REPLACED
 
 
-def test_shares_go_round_the_longest_unproven_first(made, catalog):
+def test_shares_rotate_through_all_checkpoints(made, catalog):
     seen = []
     for _ in range(4):
         found = scrub(catalog, share=0.25)
@@ -110,12 +110,12 @@ def test_shares_go_round_the_longest_unproven_first(made, catalog):
 
 
 def short(catalog, budget_s):
-    """A scrub whose clock goes on by a second with every look at it."""
+    """A scrub whose clock advances by a second with every call."""
     clock = count()
     return scrub(catalog, share=1, budget_s=budget_s, clock=lambda: float(next(clock)))
 
 
-def test_it_stops_in_the_middle_and_records_nothing_of_that(made, catalog):
+def test_it_stops_midway_and_records_nothing_for_that_checkpoint(made, catalog):
     row = catalog_uris(catalog)
     found = short(catalog, 4)
     stopped = found.looked[-1]
@@ -126,7 +126,7 @@ def test_it_stops_in_the_middle_and_records_nothing_of_that(made, catalog):
     assert catalog_uris(catalog)[0] == row[len(found.looked) - 1] == stopped.checkpoint.uri
 
 
-def test_what_alone_needs_more_time_than_there_is_is_proven_all_the_same(made, catalog):
+def test_a_checkpoint_that_needs_more_than_the_budget_is_verified(made, catalog):
     row, seen = catalog_uris(catalog), []
     for _ in row:
         (only,) = short(catalog, 0).looked
@@ -147,8 +147,8 @@ def test_the_command_line(made, url, capsys):
     assert "4 proven; 4 of 4 due" in capsys.readouterr().out
     shutil.rmtree(output)
     assert run(["scrub", "--share", "1", "--catalog", url, "--output", "json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"gone": 1, "proven": 3}
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"] == {"gone": 1, "proven": 3}
     assert run(["scrub", "--share", "2", "--catalog", url]) == 2
     with pytest.raises(UsageError):
         scrub(None, share=0)

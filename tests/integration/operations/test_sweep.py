@@ -1,4 +1,4 @@
-"""Sweep: is what is complete converted once, what is not left alone, and what is broken told?"""
+"""Test that sweep converts complete checkpoints once, leaves others alone, and reports broken ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptcore.operations.sweep import sweep
 WRONG = Finding("truncated-file", "files", "a file is shorter than its metadata says")
 
 
-def test_what_is_complete_is_converted_oldest_first_and_only_once(runs, watch, swept, tmp_path):
+def test_complete_checkpoints_are_converted_oldest_first_and_once(runs, watch, swept, tmp_path):
     for step in (10, 2):
         save(runs / "llama" / f"step-{step}", step)
     watch(destination="{root}/../exports/{run}/step-{step}")
@@ -52,7 +52,7 @@ def test_a_dry_run_changes_nothing(runs, watch, swept, catalog, tmp_path):
     assert not (tmp_path / "exports").exists()
 
 
-def test_what_is_being_written_is_not_broken_until_it_lies_still(runs, watch, swept, catalog):
+def test_an_incomplete_checkpoint_is_broken_only_when_it_stops_changing(runs, watch, swept, catalog):
     source = save(runs / "llama" / "step-1")
     metadata = (source / ".metadata").read_bytes()
     (source / ".metadata").unlink()
@@ -71,7 +71,7 @@ def test_what_is_being_written_is_not_broken_until_it_lies_still(runs, watch, sw
     assert swept()[0]["step-1"].standing == "made"
 
 
-def test_what_lies_still_is_not_opened_again(runs, watch, swept, monkeypatch):
+def test_an_unchanged_checkpoint_is_not_reopened(runs, watch, swept, monkeypatch):
     save(runs / "llama" / "step-1")
     (save(runs / "llama" / "step-2") / ".metadata").unlink()
     watch()
@@ -83,7 +83,7 @@ def test_what_lies_still_is_not_opened_again(runs, watch, swept, monkeypatch):
     assert opened == []
 
 
-def test_a_new_version_looks_again_at_what_was_broken(runs, watch, swept, monkeypatch):
+def test_a_new_version_rechecks_broken_checkpoints(runs, watch, swept, monkeypatch):
     save(runs / "llama" / "step-1")
     save(runs / "llama" / "step-2")
     watch()
@@ -102,20 +102,20 @@ def test_a_new_version_looks_again_at_what_was_broken(runs, watch, swept, monkey
     monkeypatch.setattr(settling, "inspect", lambda uri, *more: opened.append(uri) or refused(uri, *more))
     monkeypatch.setattr(ckptcore, "__version__", "99.0")
     assert [i.standing for i in swept()[0].values()] == ["converted", "made"]
-    assert [uri.rsplit("/", 1)[-1] for uri in opened] == ["step-2"]  # what was whole is not opened again
+    assert [uri.rsplit("/", 1)[-1] for uri in opened] == ["step-2"]  # a complete one is not reopened
 
 
-def test_asked_again_what_was_broken_is_looked_at_again(runs, watch, swept, monkeypatch):
+def test_retry_failed_rechecks_broken_checkpoints(runs, watch, swept, monkeypatch):
     save(runs / "llama" / "step-1")
     watch()
     with monkeypatch.context() as patch:
         patch.setattr(settling, "validate", lambda *a: Report("cover", "dcp", 1, 4, (WRONG,)))
         assert swept()[0]["step-1"].standing == "broken"
     assert swept()[0]["step-1"].standing == "broken"
-    assert swept(again=True)[0]["step-1"].standing == "made"
+    assert swept(retry_failed=True)[0]["step-1"].standing == "made"
 
 
-def test_a_target_that_learns_to_recover_looks_again(runs, watch, swept, catalog, monkeypatch):
+def test_a_target_with_recover_rechecks_broken_checkpoints(runs, watch, swept, catalog, monkeypatch):
     save(runs / "llama" / "step-1")
     watch()
     asked = []
@@ -136,7 +136,7 @@ def test_a_target_that_learns_to_recover_looks_again(runs, watch, swept, catalog
     with catalog.writing() as conn:
         roots.remove(conn, "r")
     watch(destination="{root}/../others/{name}")
-    assert swept()[0]["step-1"].standing == "broken"  # what is whole by leave only is not whole without
+    assert swept()[0]["step-1"].standing == "broken"  # complete only with `recover`
     assert asked == [False, True, False]
 
 
@@ -151,7 +151,7 @@ def test_a_broken_one_is_among_the_damaged_checkpoints(runs, watch, swept, catal
     assert "truncated-file" in {f.code for f in catalog.show(row.id).findings}
 
 
-def test_written_again_it_is_outdated_and_replaced_only_when_asked(runs, watch, swept, catalog, tmp_path):
+def test_a_rewritten_source_is_outdated_and_replaced_only_on_request(runs, watch, swept, catalog, tmp_path):
     source = save(runs / "llama" / "step-1", 1)
     watch()
     swept()
@@ -187,7 +187,7 @@ def test_two_that_would_collide_are_refused(runs, watch, swept):
     assert "two checkpoints" in items["step-1"].why
 
 
-def test_a_failure_stops_nothing_else_and_is_tried_again_later(runs, watch, swept, catalog, url):
+def test_a_failure_stops_nothing_else_and_is_retried_later(runs, watch, swept, catalog, url):
     for step in (1, 2):
         save(runs / "llama" / f"step-{step}")
     watch()
@@ -204,12 +204,12 @@ def test_a_failure_stops_nothing_else_and_is_tried_again_later(runs, watch, swep
     assert "disk-full: no room" in found.items[0].why
     found = sweep(catalog, full, settle_s=0)
     assert ([i.standing for i in found.items], len(tried)) == (["failed", "converted"], 2)
-    assert "tried again after" in found.items[0].why
-    sweep(catalog, full, settle_s=0, again=True)
+    assert "retried after" in found.items[0].why
+    sweep(catalog, full, settle_s=0, retry_failed=True)
     assert len(tried) == 3
 
 
-def test_a_claim_in_other_hands_is_left_alone(runs, watch, swept, catalog):
+def test_a_claim_of_another_worker_is_respected(runs, watch, swept, catalog):
     save(runs / "llama" / "step-1")
     watch()
     item = swept(dry_run=True)[0]["step-1"]
@@ -223,9 +223,7 @@ def test_a_claim_in_other_hands_is_left_alone(runs, watch, swept, catalog):
     assert swept()[0]["step-1"].standing == "converted"
 
 
-def test_what_a_killed_sweep_left_behind_its_end_is_tidied(
-    runs, watch, swept, catalog, tmp_path, monkeypatch
-):
+def test_the_staging_folder_of_a_killed_sweep_is_removed(runs, watch, swept, catalog, tmp_path, monkeypatch):
     save(runs / "llama" / "step-1")
     watch()
     with monkeypatch.context() as patch:
@@ -238,7 +236,7 @@ def test_what_a_killed_sweep_left_behind_its_end_is_tidied(
     assert [path.name for path in (tmp_path / "exports/llama").iterdir()] == ["step-1"]
 
 
-def test_a_shut_door_is_not_a_broken_checkpoint(runs, watch, swept, monkeypatch):
+def test_a_missing_permission_is_not_a_broken_checkpoint(runs, watch, swept, monkeypatch):
     save(runs / "llama" / "step-1")
     watch()
 
@@ -251,7 +249,7 @@ def test_a_shut_door_is_not_a_broken_checkpoint(runs, watch, swept, monkeypatch)
     assert swept()[0]["step-1"].standing == "made"
 
 
-def test_a_person_who_converts_the_same_now_is_waited_for(runs, watch, swept, catalog):
+def test_a_user_who_converts_the_same_is_waited_for(runs, watch, swept, catalog):
     save(runs / "llama" / "step-1")
     watch()
 
@@ -271,7 +269,7 @@ def test_paused_roots_are_swept_by_name_only(runs, watch, swept, catalog):
     assert swept(names=["r"])[0]["step-1"].standing == "made"
 
 
-def test_a_root_that_cannot_be_read_is_told_and_others_are_swept(runs, watch, swept, catalog, tmp_path):
+def test_an_unreadable_root_is_reported_and_others_are_swept(runs, watch, swept, catalog, tmp_path):
     save(runs / "llama" / "step-1")
     watch("z")
     with catalog.writing() as conn:
@@ -291,9 +289,9 @@ def test_the_command_line(runs, tmp_path, monkeypatch, capsys):
     for path in runs.rglob("*"):
         os.utime(path, (old, old))
     assert run(["sweep", "--settle", "0s", "--output", "json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["counts"] == {"broken": 1, "made": 1}
-    assert told["items"][0]["findings"][0]["code"] == "not-complete"
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"] == {"broken": 1, "made": 1}
+    assert answer["items"][0]["findings"][0]["code"] == "not-complete"
     assert run(["catalog", "root", "pause", "r"]) == 0
     assert run(["sweep"]) == 0
     assert "no checkpoint was found" in capsys.readouterr().out

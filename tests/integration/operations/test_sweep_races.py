@@ -1,4 +1,4 @@
-"""Races: whoever finds a checkpoint at the same time, is it converted exactly once?"""
+"""Test that a checkpoint that several sweeps find at the same time is converted exactly once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def conversions(url):
 
 
 def race(url, sweeps):
-    """The standings that sweeps in threads of this process come to, started together."""
+    """Return the standings of sweeps that start together in threads of this process."""
     gate, found, failed = threading.Barrier(sweeps), [], []
 
     def one(_n):
@@ -107,9 +107,9 @@ def test_sweeps_in_processes(either, tmp_path):
     for each in started:
         each.stdin.write("\n")
         each.stdin.flush()
-    said = [each.communicate(timeout=300) for each in started]
-    assert [each.returncode for each in started] == [0, 0, 0], said
-    words = " ".join(out for out, _ in said).split()
-    assert words.count("made") == 4
-    assert set(words) <= {"made", "claimed", "converted"}
+    outputs = [each.communicate(timeout=300) for each in started]
+    assert [each.returncode for each in started] == [0, 0, 0], outputs
+    standings = " ".join(out for out, _ in outputs).split()
+    assert standings.count("made") == 4
+    assert set(standings) <= {"made", "claimed", "converted"}
     assert conversions(either) == ["succeeded"] * 4

@@ -21,7 +21,7 @@ SETS = sorted(p.name for p in upgraded.FIXTURES.iterdir() if p.is_dir())
 
 @pytest.fixture(params=SETS)
 def old_set(request):
-    """The name of a set."""
+    """Return the name of a set."""
     return request.param
 
 

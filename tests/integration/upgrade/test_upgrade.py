@@ -1,4 +1,4 @@
-"""What an older version left goes on under this one, or ends with what to do."""
+"""Test that this version resumes the work of older versions, or refuses it with the next step."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def answer(capsys, *words):
-    code = run([*map(str, words), "--output", "json"])
+def answer(capsys, *argv):
+    code = run([*map(str, argv), "--output", "json"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -60,13 +60,13 @@ def test_a_catalog_asks_to_be_upgraded_and_then_answers(old, old_revision, eithe
     assert code == 0
     uris = {row["uri"] for row in listed}
     assert {str(old / "out-1"), str(old / "exports" / "kept" / "step-8")} <= uris
-    code, shown = answer(capsys, "catalog", "show", "best")
+    code, found = answer(capsys, "catalog", "show", "best")
     assert code == 0
-    assert shown["checkpoint"]["uri"] == str(old / "out-1")
-    assert {f["path"]: f["digest"] for f in shown["files"]}["model.safetensors"]
+    assert found["checkpoint"]["uri"] == str(old / "out-1")
+    assert {f["path"]: f["digest"] for f in found["files"]}["model.safetensors"]
 
 
-def test_queues_claims_and_sightings_are_what_they_were(old, either):
+def test_queues_claims_and_sightings_are_unchanged(old, either):
     upgrade(either)
     with open_catalog(either) as catalog:
         with catalog.reading() as conn:
@@ -83,7 +83,7 @@ def test_queues_claims_and_sightings_are_what_they_were(old, either):
             assert inbox.retry(conn, due, None)
 
 
-def test_a_sweep_does_not_open_again_what_the_older_version_saw(old, capsys, monkeypatch):
+def test_a_sweep_does_not_reopen_checkpoints_of_the_older_version(old, capsys, monkeypatch):
     upgrade(f"sqlite:///{old}/catalog.sqlite")
     monkeypatch.setattr(
         "ckptcore.operations.readiness.inspect", lambda *_a, **_k: pytest.fail("it was opened again")
@@ -101,13 +101,13 @@ def test_claims_are_kept(old, capsys):
     source, made = old / "runs" / "llama" / "step-1", old / "out-1"
     code, found = answer(capsys, "consolidate", source, made, "--wait", "1s")
     assert (code, found) == (0, {"destination": str(made), "already": True})
-    source, held = old / "runs" / "llama" / "step-4", old / "out-4"
-    code, found = answer(capsys, "consolidate", source, held, "--wait", "1s")
+    source, output = old / "runs" / "llama" / "step-4", old / "out-4"
+    code, found = answer(capsys, "consolidate", source, output, "--wait", "1s")
     assert (code, found["error"]["code"]) == (17, "busy")
     with open_catalog() as catalog, catalog.writing() as conn:
         conn.exec_driver_sql("UPDATE claims SET due_at='2020-01-01 00:00:00.000000' WHERE state='taken'")
-        assert claims.of_destination(conn, str(held))
-    assert answer(capsys, "consolidate", source, held, "--wait", "1s")[0] == 0
+        assert claims.of_destination(conn, str(output))
+    assert answer(capsys, "consolidate", source, output, "--wait", "1s")[0] == 0
 
 
 def test_a_half_done_conversion_goes_on(old):
@@ -128,7 +128,7 @@ def test_workers_of_the_new_version_take_files_of_the_old_plan(old):
     assert [r.reused for r in receipts] == [True, False]
 
 
-def test_what_was_published_is_not_made_again(old):
+def test_a_published_output_is_not_remade(old):
     request = Request(str(old / "runs" / "llama" / "step-2"), str(old / "out-5"))
     before = (old / "out-5" / "model.safetensors").stat()
     convert(request, catalog_url=False)
@@ -151,7 +151,7 @@ def test_a_saved_plan_of_another_source_is_refused(old, capsys):
 
 @pytest.fixture
 def planned_otherwise(tmp_path, monkeypatch):
-    """A source with plain values, with a saved plan and half of a conversion of a version that wrote them
+    """A source with plain values, with a saved plan and half of a conversion by a version that wrote them
     in another form: release 0.1 gave the form no version."""
     source = tmp_path / "source.pt"
     torch.save({f"w{n}": torch.arange(700.0) for n in range(4)} | {"step": 7}, source)
@@ -164,7 +164,7 @@ def planned_otherwise(tmp_path, monkeypatch):
     return half
 
 
-def test_a_plan_that_is_made_otherwise_now_is_refused_with_what_to_do(planned_otherwise, tmp_path, capsys):
+def test_a_plan_that_differs_now_is_refused_with_the_next_step(planned_otherwise, tmp_path, capsys):
     capsys.readouterr()
     code, refused = answer(capsys, "apply", tmp_path / "saved")
     assert (code, refused["error"]["code"]) == (11, "source-changed")
@@ -172,7 +172,7 @@ def test_a_plan_that_is_made_otherwise_now_is_refused_with_what_to_do(planned_ot
     assert not (tmp_path / "out").exists()
 
 
-def test_half_a_conversion_that_is_planned_otherwise_now_begins_anew(planned_otherwise, tmp_path):
+def test_a_half_done_conversion_that_differs_now_starts_anew(planned_otherwise, tmp_path):
     result = convert(planned_otherwise, catalog_url=False)
     assert not any(receipt.reused for receipt in result.files)
     fresh = Request(planned_otherwise.source, str(tmp_path / "fresh"), max_file_size=3000)
@@ -181,7 +181,7 @@ def test_half_a_conversion_that_is_planned_otherwise_now_begins_anew(planned_oth
     assert not (tmp_path / ".half.ckptcore").exists()
 
 
-def test_scrub_proves_what_was_published(old, capsys):
+def test_scrub_verifies_published_outputs(old, capsys):
     upgrade(f"sqlite:///{old}/catalog.sqlite")
     shutil.rmtree(old / "kept" / "step-9")
     code, found = answer(capsys, "scrub", "--share", "1")
@@ -233,8 +233,8 @@ def test_deployments_of_the_older_version_start_flows_of_this_one(old):
             ).validate_python(value)
 
 
-def test_events_that_started_flows_of_the_older_version_start_them_still(old):
-    """What senders were told to send (`ckptcore.<flow>.requested`) is a contract, too."""
+def test_events_of_the_older_version_still_start_flows(old):
+    """The events that senders send (`ckptcore.<flow>.requested`) are a contract, too."""
     before, now = (
         yaml.safe_load(path.read_text())["deployments"] for path in (old / "prefect.yaml", parameters.FILE)
     )
@@ -245,7 +245,7 @@ def test_events_that_started_flows_of_the_older_version_start_them_still(old):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_that_a_deployment_of_the_older_version_stored_are_accepted(name):
-    """Every parameter that its flow had, with its default of then."""
+    """Every parameter that its flow had, with its former default."""
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     stored = PARAMETERS[name]
     taken = flow.validate_parameters(dict(stored))  # with the defaults of what is new
@@ -256,7 +256,7 @@ def _events(deployment):
     return {event for trigger in deployment.get("triggers") or () for event in trigger["expect"]}
 
 
-def test_retire_does_not_believe_the_clocks_of_the_older_version(old, capsys):
+def test_retire_does_not_trust_the_clocks_of_the_older_version(old, capsys):
     upgrade(f"sqlite:///{old}/catalog.sqlite")
     source, newer = old / "runs" / "llama" / "step-1", old / "runs" / "llama" / "step-2"
     assert answer(capsys, "consolidate", newer, old / "newer")[0] == 0

@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints: do copies of whatever layout have one, and does the catalog find them?"""
+"""Test that copies of any layout have equal fingerprints."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def taken(path: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("name", TORCH)
 def test_samples_have_the_fingerprint_of_the_truth(name: str, tmp_path: Path) -> None:
-    """Of what the training process had in memory, and of every copy that is made."""
+    """The state that the training process had in memory, and every copy of it."""
     folder = FIXTURES / "torch" / name
     ckpt = folder / "ckpt"
     found = api.fingerprint(str(ckpt))
@@ -100,7 +100,7 @@ def _by_name(order: Any) -> Any:
 
 
 def test_formats_topologies_and_files_do_not_matter(source: Path, tmp_path: Path) -> None:
-    whole = api.fingerprint(str(source))
+    total = api.fingerprint(str(source))
     made = [
         convert(str(source), str(tmp_path / "a.pt")),
         convert(str(source), str(tmp_path / "b"), max_file_size=20_000),
@@ -111,14 +111,14 @@ def test_formats_topologies_and_files_do_not_matter(source: Path, tmp_path: Path
     made.append(convert(str(tmp_path / "d"), str(tmp_path / "f.safetensors")))
     assert len(made[1].files) > 1
     for result in made:
-        assert result.fingerprint == whole.fingerprint
+        assert result.fingerprint == total.fingerprint
         assert result.map_digest == NOTHING_DONE
-        assert taken(Path(result.destination)) == whole.fingerprint
-        assert {r[0]: r for r in result.fingerprints} == {r[0]: r for r in whole.tensors}
+        assert taken(Path(result.destination)) == total.fingerprint
+        assert {r[0]: r for r in result.fingerprints} == {r[0]: r for r in total.tensors}
 
 
 def test_meshes_do_not_matter(tmp_path: Path) -> None:
-    """Boxes cut in both dims, in uneven parts, and what every rank has."""
+    """Boxes cut in both dims, in uneven parts, and replicas on every rank."""
     import torch
     from safetensors.torch import save_file
 
@@ -131,10 +131,10 @@ def test_meshes_do_not_matter(tmp_path: Path) -> None:
     }
     state = {f"model.{n}.weight": torch.randn(s).to(torch.bfloat16) for n, s in shapes.items()}
     save_file(state, tmp_path / "hf.safetensors")
-    whole = taken(tmp_path / "hf.safetensors")
+    total = taken(tmp_path / "hf.safetensors")
     for mesh in ("fsdp=2,tp=2", "tp=4", "fsdp=3,tp=2"):
         result = convert(str(tmp_path / "hf.safetensors"), str(tmp_path / mesh), verb="reshard", mesh=mesh)
-        assert taken(tmp_path / mesh) == result.fingerprint == whole
+        assert taken(tmp_path / mesh) == result.fingerprint == total
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -157,17 +157,17 @@ def test_budgets_and_workers_do_not_matter(workers: int, tmp_path: Path) -> None
     assert result.fingerprint == expected
 
 
-def test_it_is_of_what_was_there_before_the_cast(source: Path, tmp_path: Path) -> None:
-    whole = taken(source)
+def test_it_is_computed_before_the_cast(source: Path, tmp_path: Path) -> None:
+    total = taken(source)
     result = convert(str(source), str(tmp_path / "cast"), dtype="bf16")
-    assert result.fingerprint == whole
-    assert taken(tmp_path / "cast") != whole
-    again = convert(str(source), str(tmp_path / "again"), verb="reshard", mesh="fsdp=2", dtype="fp16")
-    assert again.fingerprint == whole
+    assert result.fingerprint == total
+    assert taken(tmp_path / "cast") != total
+    repeated = convert(str(source), str(tmp_path / "again"), verb="reshard", mesh="fsdp=2", dtype="fp16")
+    assert repeated.fingerprint == total
 
 
 def test_computed_tensors_are_their_values(tmp_path: Path) -> None:
-    """The values of quantised weights, whether they are written as such or cast."""
+    """Quantised weights have the fingerprint of their values, written as such or cast."""
     ckpt = FIXTURES / "torch" / "hf_fp8_block" / "ckpt"
     found = api.fingerprint(str(ckpt))
     plain = convert(str(ckpt), str(tmp_path / "plain"))
@@ -180,13 +180,13 @@ def test_computed_tensors_are_their_values(tmp_path: Path) -> None:
 
 
 def test_names_are_part_of_it_and_of_the_map(source: Path, tmp_path: Path) -> None:
-    whole = taken(source)
+    total = taken(source)
     options: list[dict[str, Any]] = [
         {"rename": [("layers.", "blocks.")]},
         {"exclude": ["step"]},
         {"include": ["layers.*"]},
     ]
-    seen = {(whole, NOTHING_DONE)}
+    seen = {(total, NOTHING_DONE)}
     for number, each in enumerate(options):
         result = convert(str(source), str(tmp_path / f"out{number}"), **each)
         found = api.fingerprint(str(source), **each)
@@ -206,7 +206,7 @@ def test_tied_tensors_count_once(tmp_path: Path, source: Path, state: dict[str, 
     assert result.map_digest != NOTHING_DONE
 
 
-def test_one_changed_bit_is_another(source: Path, state: dict[str, Any]) -> None:
+def test_one_changed_bit_changes_it(source: Path, state: dict[str, Any]) -> None:
     before = api.fingerprint(str(source))
     file = source / "model.safetensors"
     raw = bytearray(file.read_bytes())
@@ -232,7 +232,7 @@ def test_damage_has_no_fingerprint(tmp_path: Path) -> None:
 
 
 def test_files_written_in_other_processes_add_up(source: Path, tmp_path: Path) -> None:
-    whole = taken(source)
+    total = taken(source)
     prepared = api.prepare(str(source), str(tmp_path / "out"), max_file_size=20_000)
     assert len(prepared.files) > 2
     script = (
@@ -241,7 +241,7 @@ def test_files_written_in_other_processes_add_up(source: Path, tmp_path: Path) -
     )
     for index in reversed(range(len(prepared.files))):
         subprocess.run([sys.executable, "-c", script, prepared.plan_uri, str(index)], check=True)
-    assert api.publish(prepared).fingerprint == whole
+    assert api.publish(prepared).fingerprint == total
 
 
 KILLED = """
@@ -262,33 +262,33 @@ api.convert(sys.argv[1], sys.argv[2], max_file_size=20_000,
 
 
 @pytest.mark.parametrize("summed", ["yes", "no"])
-def test_killed_and_resumed_it_is_the_same(summed: str, source: Path, tmp_path: Path) -> None:
-    """Sums come from the receipts of the first run; files that were written without are written again."""
-    whole = taken(source)
+def test_a_killed_and_resumed_run_has_the_same(summed: str, source: Path, tmp_path: Path) -> None:
+    """Sums come from the receipts of the first run; files that were written without sums are rewritten."""
+    total = taken(source)
     destination = tmp_path / "out"
     done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(destination), summed], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not destination.exists()
     result = convert(str(source), str(destination), max_file_size=20_000)
-    assert result.fingerprint == whole
+    assert result.fingerprint == total
     assert sum(f.reused for f in result.files) == (2 if summed == "yes" else 0)
 
 
-def test_without_one_nothing_is_claimed(source: Path, tmp_path: Path) -> None:
+def test_without_sums_there_is_none(source: Path, tmp_path: Path) -> None:
     off = Settings(fingerprint=False)
     result = convert(str(source), str(tmp_path / "out"), settings=off)
     assert (result.fingerprint, result.fingerprints) == (None, ())
     # Files of a run without are kept by a run without.
     prepared = api.prepare(str(source), str(tmp_path / "two"))
     api.execute(prepared, settings=off)
-    [again] = api.execute(prepared, settings=off)
-    assert again.reused
+    [repeated] = api.execute(prepared, settings=off)
+    assert repeated.reused
     [summed] = api.execute(prepared, settings=ON)
     assert not summed.reused
     assert api.publish(prepared).fingerprint == taken(source)
 
 
-def test_bytes_that_nobody_else_looks_at_are_read(source: Path, tmp_path: Path) -> None:
+def test_bytes_that_no_other_check_reads_are_read(source: Path, tmp_path: Path) -> None:
     bare = Settings(verify=False, digest=False, fingerprint=True)
     assert convert(str(source), str(tmp_path / "out"), settings=bare).fingerprint == taken(source)
 
@@ -311,7 +311,7 @@ def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> N
     assert fingerprints([half], [receipt]) is None
 
 
-def test_by_default_a_reshard_has_one_and_nothing_else(source: Path, tmp_path: Path) -> None:
+def test_by_default_only_a_reshard_has_one(source: Path, tmp_path: Path) -> None:
     assert api.convert(str(source), str(tmp_path / "whole")).fingerprint is None
     resharded = api.convert(str(source), str(tmp_path / "cut"), verb="reshard", mesh="fsdp=2")
     assert resharded.fingerprint == taken(source)
@@ -320,7 +320,7 @@ def test_by_default_a_reshard_has_one_and_nothing_else(source: Path, tmp_path: P
     assert bare.fingerprint is None
 
 
-def test_the_model_part_has_that_of_its_export(tmp_path: Path) -> None:
+def test_the_model_part_has_the_fingerprint_of_its_export(tmp_path: Path) -> None:
     ckpt = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
     found = ckptcore.fingerprint(str(ckpt), model=True)
     result = convert(str(ckpt), str(tmp_path / "out"), verb="export")
@@ -328,7 +328,7 @@ def test_the_model_part_has_that_of_its_export(tmp_path: Path) -> None:
     assert found.fingerprint == taken(tmp_path / "out")
 
 
-def test_samples_of_other_families_have_that_of_their_copy(tmp_path: Path) -> None:
+def test_samples_of_other_families_have_the_fingerprint_of_their_copy(tmp_path: Path) -> None:
     for number, ckpt in enumerate(
         (FIXTURES / "torch" / "hf_sharded_4r" / "ckpt", FIXTURES / "olmo" / "v01_dtensor_ws4" / "ckpt")
     ):
@@ -339,7 +339,7 @@ def test_samples_of_other_families_have_that_of_their_copy(tmp_path: Path) -> No
 
 
 def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
-    """Bits of the file are the bits of the tensors: a fingerprint of the array is that of the stored one."""
+    """The bits of the file are those of the tensors: the array has the fingerprint of the stored tensor."""
     from ckptcore.core.box import Box
     from ckptcore.fingerprints.sums import box_sum, tensor_fingerprint
 
@@ -352,8 +352,8 @@ def test_truth_by_numpy(source: Path, state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) -> None:
-    """Scattered, cast, plain and computed tensors: all go through a lane, which on "cpu" does with torch what
-    it does on a device, and the host sums nothing."""
+    """Scattered, cast, plain and computed tensors: a lane sums all of them, on "cpu" with torch as on a
+    device, and the host sums nothing."""
     import torch
 
     from ckptcore.execution.device import Lane
@@ -372,9 +372,9 @@ def test_a_device_sums_its_own_tiles(device: str, source: Path, tmp_path: Path) 
     ):
         cast = convert(str(source), str(tmp_path / "cast"), dtype="fp16", settings=means)
         cut = convert(str(source), str(tmp_path / "cut"), verb="reshard", mesh="fsdp=3", settings=means)
-        again = convert(str(tmp_path / "cut"), str(tmp_path / "whole"), settings=means)
+        repeated = convert(str(tmp_path / "cut"), str(tmp_path / "whole"), settings=means)
         computed = convert(str(ckpt), str(tmp_path / "fp8"), dtype="bf16", settings=means)
         read = taken(source, settings=means), taken(ckpt, settings=means)
     assert (cast.fingerprint, computed.fingerprint) == wanted
-    assert cut.fingerprint == again.fingerprint == wanted[0]
+    assert cut.fingerprint == repeated.fingerprint == wanted[0]
     assert read == wanted

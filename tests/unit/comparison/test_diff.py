@@ -1,4 +1,4 @@
-"""Diffing: are two layouts of the same data equal, and is what differs found where it is?"""
+"""Test that two layouts of the same data are equal, and that differences are found at their index."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def lay(
     copies: bool = False,
     crc: bool = True,
 ) -> Manifest:
-    """A checkpoint of these arrays in these boxes, each an item with a checksum.
+    """Write a checkpoint of these arrays in these boxes, each an item with a checksum.
 
-    turn: boxes are stored transposed. copies: each box twice.
+    turn: boxes are stored transposed. copies: each box is stored twice.
     """
     folder.mkdir(exist_ok=True)
     builder, data = Builder(), bytearray()
@@ -71,13 +71,13 @@ def lay(
     return builder.build("dcp", str(folder), {})
 
 
-def whole(*arrays: Any) -> list[tuple[Any, Boxes]]:
+def uncut(*arrays: Any) -> list[tuple[Any, Boxes]]:
     return [(a, [Box.full(a.shape)]) for a in arrays]
 
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """A partition into boxes: again and again one of them is cut in two."""
+    """Draw a partition into boxes: repeatedly cut one of them in two."""
     boxes = [Box.full(shape)]
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(boxes) - 1))
@@ -133,9 +133,9 @@ def test_any_two_partitions_of_the_same_are_equal(data: st.DataObject) -> None:
             )
             for side in "ab"
         )
-        told = ckptcore.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
-    assert told.equal
-    assert (told.equal_tensors, told.a.unverified, told.b.unverified) == (len(found), 0, 0)
+        result = ckptcore.diff(a, b, settings=Settings(workers=data.draw(st.integers(1, 3))))
+    assert result.equal
+    assert (result.equal_tensors, result.a.unverified, result.b.unverified) == (len(found), 0, 0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -155,11 +155,11 @@ def test_changed_bits_are_found_at_their_element(data: st.DataObject) -> None:
     ):
         a = lay(Path(name, "a"), {"w": (one, data.draw(cuts(one.shape)))})
         b = lay(Path(name, "b"), {"w": (two, data.draw(cuts(one.shape)))}, turn=data.draw(st.booleans()))
-        told = ckptcore.diff(a, b, settings=Settings(workers=2))
+        result = ckptcore.diff(a, b, settings=Settings(workers=2))
     if not len(changed):  # flipped back
-        assert told.equal
+        assert result.equal
         return
-    (found,) = told.tensors
+    (found,) = result.tensors
     assert (found.name, found.what, found.differing) == ("w", ("values",), len(changed))
     assert found.first is not None
     index = tuple(int(i) for i in np.unravel_index(changed[0], one.shape))
@@ -171,7 +171,7 @@ def test_changed_bits_are_found_at_their_element(data: st.DataObject) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Any]:
-    """Lays two checkpoints down and compares them."""
+    """Write two checkpoints and compare them."""
 
     def compare(
         a: dict[str, Any], b: dict[str, Any], /, objects: Any = (None, None), **options: Any
@@ -189,8 +189,8 @@ def pair(tmp_path: Path) -> Iterator[Any]:
     return compare
 
 
-def names(told: Difference) -> dict[str, tuple[str, ...]]:
-    return {t.name: t.what for t in told.tensors}
+def names(result: Difference) -> dict[str, tuple[str, ...]]:
+    return {t.name: t.what for t in result.tensors}
 
 
 def test_nan_equals_itself_and_zero_has_a_sign(pair: Any) -> None:
@@ -205,18 +205,18 @@ def test_names_dtypes_and_shapes(pair: Any) -> None:
     x = np.zeros((2, 3), np.float32)
     a = {"gone": x, "cast": x, "turned": x, "both": x, "same": x}
     b = {"cast": x.astype(np.float64), "turned": x.T, "both": np.zeros(7, np.int64), "same": x, "new": x}
-    told = pair(a, b)
-    assert names(told) == {
+    result = pair(a, b)
+    assert names(result) == {
         "gone": ("only-in-a",),
         "cast": ("dtype",),
         "turned": ("shape",),
         "both": ("dtype", "shape"),
         "new": ("only-in-b",),
     }
-    assert not told.equal
-    assert told.equal_tensors == 1
-    assert told.tensors[0].a.shape == (2, 3)
-    assert told.tensors[0].b is None
+    assert not result.equal
+    assert result.equal_tensors == 1
+    assert result.tensors[0].a.shape == (2, 3)
+    assert result.tensors[0].b is None
     left = pair(a, b, exclude=["gone", "new", "cast", "[bt]*"])
     assert left.equal
     assert left.equal_tensors == 1
@@ -226,14 +226,16 @@ def test_names_dtypes_and_shapes(pair: Any) -> None:
 
 def test_renames_are_for_a(pair: Any) -> None:
     x = np.arange(3.0)
-    told = pair({"h.0.w": x, "h.1.w": x + 1}, {"layers.0.w": x, "layers.1.w": x}, rename=[("h.", "layers.")])
-    assert names(told) == {"layers.1.w": ("values",)}
-    assert told.tensors[0].a.fqn == "h.1.w"
+    result = pair(
+        {"h.0.w": x, "h.1.w": x + 1}, {"layers.0.w": x, "layers.1.w": x}, rename=[("h.", "layers.")]
+    )
+    assert names(result) == {"layers.1.w": ("values",)}
+    assert result.tensors[0].a.fqn == "h.1.w"
     with pytest.raises(CkptError, match=r"A .*both be called"):
         pair({"a.w": x, "b.w": x}, {"w": x}, rename=[("a.", ""), ("b.", "")])
 
 
-def test_ties_stand_for_what_is_stored_once(pair: Any) -> None:
+def test_ties_name_tensors_that_are_stored_once(pair: Any) -> None:
     x = np.arange(6.0)
     tie = [("head", "embed")]
     assert pair({"embed": x, "head": x}, {"embed": x}, tie=tie).equal
@@ -255,13 +257,15 @@ def test_wrong_use(pair: Any) -> None:
 
 
 def test_plain_values(pair: Any) -> None:
-    """One format keeps a nest as one object, another its leaves; types of numbers count."""
+    """One format stores nested values as one object, another its leaves; types of numbers count."""
     x = {"w": np.arange(2.0)}
     nest = {"o": {"lr": 0.1, "steps": [1, 2], "betas": (0.9, 0.95), "nan": float("nan")}}
     flat = {"o.lr": 0.1, "o.steps.0": 1, "o.steps.1": 2, "o.betas": (0.9, 0.95), "o.nan": float("nan")}
     assert pair(x, x, objects=(nest, flat)).equal
-    told = pair(x, x, objects=(nest, flat | {"o.lr": 0.2, "o.steps.1": 2.0, "o.betas": [0.9, 0.95], "k": 1}))
-    assert {o.name: o.what for o in told.objects} == {
+    result = pair(
+        x, x, objects=(nest, flat | {"o.lr": 0.2, "o.steps.1": 2.0, "o.betas": [0.9, 0.95], "k": 1})
+    )
+    assert {o.name: o.what for o in result.objects} == {
         "o.lr": "values",
         "o.steps.1": "values",
         "o.betas": "only-in-a",
@@ -269,20 +273,20 @@ def test_plain_values(pair: Any) -> None:
         "o.betas.1": "only-in-b",
         "k": "only-in-b",
     }
-    assert told.objects[0].a == "0.1"
-    assert told.equal_objects == 2
+    assert result.objects[0].a == "0.1"
+    assert result.equal_objects == 2
     assert pair(x, x, objects=(nest, None), exclude=["o"]).equal
     assert pair(x, x, objects=({"p.k": 1}, {"q.k": 1}), rename=[("p.", "q.")]).equal
 
 
-def test_what_nobody_could_build_is_not_called_equal(pair: Any) -> None:
+def test_values_that_cannot_be_built_are_not_equal(pair: Any) -> None:
     from ckptcore.core.object_tree import Refused
 
     x, odd = {"w": np.arange(2.0)}, {"o": {"a": Refused("evil.thing"), "b": 1}}
-    told = pair(x, x, objects=(odd, odd))
-    assert told.equal
-    assert told.equal_objects == 1
-    assert told.skipped == (("o.a", "neither side's value is built: evil.thing"),)
+    result = pair(x, x, objects=(odd, odd))
+    assert result.equal
+    assert result.equal_objects == 1
+    assert result.skipped == (("o.a", "the value is not built on either side: evil.thing"),)
     assert not pair(x, x, objects=(odd, {"o": {"a": 1, "b": 1}})).equal
 
 
@@ -294,9 +298,9 @@ def test_an_array_among_the_values_may_be_a_tensor_elsewhere(pair: Any) -> None:
     state = {"rng": ("MT", Named("ndarray", array_value("<u4", (5,), seed.tobytes())), 3)}
     torn = {"rng.0": "MT", "rng.2": 3}
     x = np.arange(2.0)
-    told = pair({"w": x}, {"w": x, "rng.1": seed}, objects=(state, torn))
-    assert told.equal
-    assert told.equal_objects == 3
+    result = pair({"w": x}, {"w": x, "rng.1": seed}, objects=(state, torn))
+    assert result.equal
+    assert result.equal_objects == 3
     assert not pair({"w": x}, {"w": x, "rng.1": seed + 1}, objects=(state, torn)).equal
 
 
@@ -327,8 +331,8 @@ def test_checksums_are_verified(tmp_path: Path, exclude: tuple[str, ...], turn: 
     assert [f.code for f in error.value.values["findings"]] == ["crc-mismatch"]
 
 
-def test_a_record_is_verified_whole_when_a_part_is_asked_for(tmp_path: Path) -> None:
-    """As flat parameters are: one record holds many tensors."""
+def test_a_record_is_verified_completely_when_a_part_is_read(tmp_path: Path) -> None:
+    """Flat parameters, say: one record contains many tensors."""
     sides = []
     for side in "ab":
         (tmp_path / side).mkdir()
@@ -370,9 +374,9 @@ def test_memory_is_the_budget(tmp_path: Path, cli: driver.Cli) -> None:
     torch.save({"w": w}, tmp_path / "rows.pt")
     dcp.save({"w": w.T.contiguous().T}, checkpoint_id=tmp_path / "columns", no_dist=True)
     least = cli("inspect", tmp_path / "rows.pt").peak
-    told = cli("diff", tmp_path / "rows.pt", tmp_path / "columns", "--memory", "8MiB", "--workers", "2")
-    assert told.code == 0, told
-    assert told.peak - least < 32 << 20
+    result = cli("diff", tmp_path / "rows.pt", tmp_path / "columns", "--memory", "8MiB", "--workers", "2")
+    assert result.code == 0, result
+    assert result.peak - least < 32 << 20
 
 
 KINDS = [
@@ -397,10 +401,8 @@ KINDS = [
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_checkpoint_equals_what_is_made_of_it(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Sharded and whole, in other formats: the same tensors and the same plain values."""
+def test_a_checkpoint_equals_its_outputs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Sharded and consolidated, in other formats: the same tensors and the same plain values."""
     sample = next(s for s in request.config.stash[samples.SAMPLES] if s.name == name)
     source = next(p for p in sorted(sample.root.iterdir()) if not p.name.startswith("expected"))
     made = {"out.pt": "torch_save", "dcp": "dcp"}
@@ -409,9 +411,11 @@ def test_a_checkpoint_equals_what_is_made_of_it(
     for path, to in made.items():
         ckptcore.convert(str(source), str(tmp_path / path), to=to)
     for path in made:
-        told = ckptcore.diff(str(source), str(tmp_path / path), settings=Settings(memory=2 << 20, workers=1))
-        assert told.equal, (path, told.tensors[:3], told.objects[:3])
-        assert told.equal_tensors == ckptcore.open(str(source)).num_tensors
+        result = ckptcore.diff(
+            str(source), str(tmp_path / path), settings=Settings(memory=2 << 20, workers=1)
+        )
+        assert result.equal, (path, result.tensors[:3], result.objects[:3])
+        assert result.equal_tensors == ckptcore.open(str(source)).num_tensors
 
 
 def test_an_export_is_the_model_part(tmp_path: Path, cli: driver.Cli) -> None:
@@ -425,17 +429,17 @@ def test_an_export_is_the_model_part(tmp_path: Path, cli: driver.Cli) -> None:
     source, out = tmp_path / "ckpt", tmp_path / "hf"
     assert cli("export", source, out, "--no-catalog").code == 0
     assert cli("diff", source, out).code == 1
-    told = cli("diff", source, out, "--model", "--output", "json")
-    assert told.code == 0, told
-    assert told.json["equal_tensors"] == 3
-    assert "optimizer" in told.json["a"]["model"] or "optim" in told.json["a"]["model"]
-    assert {row["rule"] for row in told.json["a"]["left_out"]} == {
+    result = cli("diff", source, out, "--model", "--output", "json")
+    assert result.code == 0, result
+    assert result.json["equal_tensors"] == 3
+    assert "optimizer" in result.json["a"]["model"] or "optim" in result.json["a"]["model"]
+    assert {row["rule"] for row in result.json["a"]["left_out"]} == {
         "not part of the model (model prefix 'model.')"
     }
     assert cli("diff", out, source, "--model-prefix", "", "--model-prefix", "model").code == 0
 
 
-def test_the_command_line_says_where(tmp_path: Path, cli: driver.Cli) -> None:
+def test_the_command_line_reports_the_element(tmp_path: Path, cli: driver.Cli) -> None:
     from safetensors.torch import save_file
     from torch import arange, bfloat16
 
@@ -445,12 +449,12 @@ def test_the_command_line_says_where(tmp_path: Path, cli: driver.Cli) -> None:
     v[1, 1] = 9
     save_file({"w": w, "[bold]x": w.clone()}, a)
     save_file({"w": v, "y": w}, b)
-    told = cli("diff", a, b)
-    assert told.code == 1
-    assert "[1, 1]" in told.stdout
-    assert "4.0 (0x4080)" in told.stdout
-    assert "[bold]x" in told.stdout
-    assert str(b) in told.stdout
+    result = cli("diff", a, b)
+    assert result.code == 1
+    assert "[1, 1]" in result.stdout
+    assert "4.0 (0x4080)" in result.stdout
+    assert "[bold]x" in result.stdout
+    assert str(b) in result.stdout
     form = cli("diff", a, b, "--output", "json").json
     assert form["equal"] is False
     (row,) = [t for t in form["tensors"] if t["name"] == "w"]

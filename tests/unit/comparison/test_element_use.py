@@ -1,4 +1,4 @@
-"""Element accounting: does a map that loses or repeats stored elements show, in whatever order?"""
+"""Test that element accounting detects maps that lose or repeat stored elements, in any order."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_a_transpose_and_a_permutation_of_rows_are_the_same_elements() -> None:
     assert element_use(SOURCE, lay(wrong, OTHER), KEPT) == Use({"qkv": 8}, {"p": 16})
 
 
-def test_what_goes_to_another_item_is_missed_here() -> None:
+def test_an_element_of_another_item_is_missing() -> None:
     moved = lay(("a", *FUSED[1:]), ("b", (24,), [((0,), (24,), 0, None)]))
     assert element_use(SOURCE, moved, KEPT) == Use({"other": 24}, {"a": 24, "b": 24})
 
 
-def test_tensors_that_do_not_go_on_are_not_asked_for() -> None:
+def test_tensors_that_are_dropped_are_not_required() -> None:
     only = lay(("a", *FUSED[1:]))
     assert element_use(SOURCE, only, {"qkv"}) == Use({}, {})
     assert element_use(SOURCE, only, KEPT) == Use({"other": 24}, {})
@@ -78,7 +78,7 @@ def test_tensors_that_do_not_go_on_are_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_as_counting_every_address_says(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_equals_a_count_of_every_address(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random views, in windows and tiles of few elements, against a count of each address."""
     monkeypatch.setattr(module, "_WINDOW", 7)
     monkeypatch.setattr(module, "_TILE", 5)

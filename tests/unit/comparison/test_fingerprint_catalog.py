@@ -1,4 +1,4 @@
-"""Fingerprints kept: does the catalog find every copy, and does the command line tell it?"""
+"""Test that the catalog finds every copy by its fingerprint, and that the command line reports it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_catalog_finds_every_copy(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_that_changed_has_another(source: Path, tmp_path: Path, state: dict[str, Any]) -> None:
-    """The row of a source without digests keeps the newest word."""
+    """The row of a source without digests has its latest fingerprint."""
     from safetensors.torch import save_file
 
     url = str(tmp_path / "catalog.sqlite")
@@ -101,9 +101,9 @@ def test_a_source_that_changed_has_another(source: Path, tmp_path: Path, state: 
 
 
 def run(*argv: object) -> subprocess.CompletedProcess[str]:
-    words = [str(a) for a in argv]
+    arguments = [str(a) for a in argv]
     done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ckptcore", *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -112,18 +112,18 @@ def run(*argv: object) -> subprocess.CompletedProcess[str]:
 def test_the_command_line(source: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "catalog.sqlite")
     made = run("consolidate", source, tmp_path / "out", "--fingerprint", "--catalog", url, "--output", "json")
-    told = json.loads(made.stdout)
-    assert told["map_digest"] == NOTHING_DONE
-    assert "sums" not in told["files"][0]
+    answer = json.loads(made.stdout)
+    assert answer["map_digest"] == NOTHING_DONE
+    assert "sums" not in answer["files"][0]
     copy = tmp_path / "elsewhere"
     (tmp_path / "out").rename(copy)
     text = run("fingerprint", copy, "--catalog", url).stdout
-    assert text.splitlines()[0] == told["fingerprint"]
+    assert text.splitlines()[0] == answer["fingerprint"]
     form = json.loads(run("fingerprint", copy, "--no-catalog", "--output", "json").stdout)
-    assert form["fingerprint"] == told["fingerprint"]
+    assert form["fingerprint"] == answer["fingerprint"]
     assert {t["fqn"] for t in form["tensors"]} == {t.fqn for t in api.open(str(source)).tensors}
-    for words in (("which",), ("catalog", "which")):
+    for verb in (("which",), ("catalog", "which")):
         found = json.loads(
-            run(*words, told["fingerprint"], "--fingerprint", "--catalog", url, "--output", "json").stdout
+            run(*verb, answer["fingerprint"], "--fingerprint", "--catalog", url, "--output", "json").stdout
         )
         assert {o["checkpoint"]["uri"] for o in found} == {str(source), str(tmp_path / "out"), str(copy)}

@@ -1,4 +1,4 @@
-"""Overwriting: is nothing replaced but what may go, whatever it is called and whenever it came?"""
+"""Test that overwriting replaces only files that may be removed, whatever their names and their age."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount an
 
 
 def tree(path: Path) -> dict[str, object]:
-    """What lies below a folder: content of files, targets of links, kinds of the rest."""
+    """Everything below a folder: content of files, targets of links, kinds of the rest."""
     found: dict[str, object] = {}
     for each in sorted(path.rglob("*")):
         mode, name = each.lstat().st_mode, str(each.relative_to(path))
@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def refused(source: Path, dst: Path, *kinds: type[CkptError], **options: object) -> CkptError:
-    """Converts with --overwrite, and without; checks that it is refused and nothing has changed."""
+    """Convert with --overwrite, and without; check that it is refused and nothing changed."""
     before = tree(dst.parent)
     plain = {k: v for k, v in options.items() if not k.startswith("overwrite")}
     for given in (plain, {"overwrite": True, **options}):
@@ -197,7 +197,7 @@ def test_what_was_written_here_is_replaced(first: str, second: str, tmp_path: Pa
 def test_files_of_the_catalog_are_accounted_for(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes beside the weights is known by its digest, as soon as the catalog records it."""
+    """A small file is known by its digest as soon as the catalog records it."""
     monkeypatch.setattr("ckptcore.planning.compose.check_names", lambda *_: Expected(()))
     dst, catalog = tmp_path / "models" / "out", str(tmp_path / "catalog.sqlite")
     options = {"verb": "export", "config": str(model), "catalog": catalog}
@@ -242,7 +242,7 @@ def test_a_regular_file_is_replaced(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["overwrite", "overwrite_foreign"])
-def test_the_ground_it_stands_on_is_never_replaced(
+def test_what_the_process_runs_from_is_never_replaced(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, here = tmp_path / "home", tmp_path / "work"
@@ -297,7 +297,7 @@ def test_the_systems_folders_are_never_replaced(
     assert tree(machine) == before
 
 
-def test_no_place_at_all_is_refused_before_anything_is_made() -> None:
+def test_an_invalid_place_is_refused_before_any_work() -> None:
     # Judged without converting: these are real places.
     for place in ("/", "///", ".", "..", "memory://", "s3://", "file:///", "s3://bucket"):
         with pytest.raises(UsageError):
@@ -317,8 +317,8 @@ def test_hard_links_of_the_source_are_never_replaced(word: str, tmp_path: Path) 
     assert tree(dst) == tree(source)
 
 
-def test_what_a_link_farm_leads_to_is_never_replaced(tmp_path: Path) -> None:
-    """A cache of models: links to files that lie in a folder beside them."""
+def test_targets_of_a_link_farm_are_never_replaced(tmp_path: Path) -> None:
+    """A cache of models: links to files in a folder beside them."""
     blobs, source = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     shutil.copytree(SAMPLE, blobs)
     source.mkdir(parents=True)
@@ -346,10 +346,10 @@ def _swap(dst: Path) -> None:
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("when", ["before", "in the moment"])
 @pytest.mark.parametrize("how", [_appear, _change, _swap])
-def test_who_comes_meanwhile_is_kept(
+def test_files_that_appear_meanwhile_are_kept(
     how: Callable[[Path], None], when: str, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the judgement and the publication: refused, and back in its place."""
+    """Files that appear between the check and the publication: refused, and restored to their place."""
     dst = tmp_path / "out"
     ckptcore.convert(str(SAMPLE), str(dst))
     prepared = ckptcore.prepare(str(OTHER), str(dst), overwrite=True)
@@ -385,7 +385,7 @@ def test_who_comes_meanwhile_is_kept(
 
 
 class Killed(BaseException):
-    """As a kill: nothing may handle it."""
+    """A simulated kill: nothing may handle it."""
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -393,8 +393,8 @@ class Killed(BaseException):
 def test_killed_at_every_step_of_replacing(
     single: bool, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every call that changes something: a rerun ends as an undisturbed run, and at no moment is neither
-    the old nor the new there whole, in its place or beside it."""
+    """At every call that changes something: a rerun ends as an undisturbed run, and at every moment the old
+    or the new output is complete, in its place or beside it."""
     name = "out.safetensors" if single else "out"
     source = tmp_path / "source.safetensors"
     save_file({"weight": torch.arange(6.0)}, source)
@@ -405,7 +405,7 @@ def test_killed_at_every_step_of_replacing(
     real_exchange = publishing._exchange
 
     def attempt(here: Path, stop: int) -> bool:
-        """Whether it ran to its end."""
+        """Return whether it ran to its end."""
         calls: list[int] = []
 
         def counted(real: Callable[..., object]) -> Callable[..., object]:
@@ -442,7 +442,7 @@ def test_killed_at_every_step_of_replacing(
     assert steps > 5
 
 
-def test_a_failed_move_brings_the_old_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_move_restores_the_old_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dst = tmp_path / "out"
     ckptcore.convert(str(SAMPLE), str(dst))
     before = tree(dst)
@@ -458,7 +458,7 @@ def test_a_failed_move_brings_the_old_back(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_old_request_is_read() -> None:
-    """Requests of plans, staging folders and deployments that an earlier version made."""
+    """Requests of plans, staging folders and deployments of an earlier version."""
     form = Request("/a", "/b", "export", dtype="bf16", overwrite=True).as_dict()
     form.pop("overwrite_foreign")
     assert Request.from_dict(form).overwrite

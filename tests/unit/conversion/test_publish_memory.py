@@ -1,4 +1,4 @@
-"""Finishing: does it hold a few plans at a time, however many files there are?"""
+"""Test that finishing keeps only a few plans in memory, however many files there are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptcore.planning.plan import load_file_plan
 
 
 @pytest.mark.parametrize("fingerprint", [True, False])
-def test_plans_are_not_held_all_at_once(fingerprint: bool, tmp_path: Path) -> None:
+def test_plans_are_not_in_memory_all_at_once(fingerprint: bool, tmp_path: Path) -> None:
     source = tmp_path / "source.safetensors"
     save_file({f"layers.{n}.weight": torch.randn(24, 4) for n in range(10)}, source)
     seen: list[weakref.ref[Any]] = []

@@ -1,4 +1,4 @@
-"""Identity: is an output, when somebody reads it later, the very row that the conversion recorded?"""
+"""Test that an output that is read later is the row that its conversion recorded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(source: Path, folder: Path, name: str, **more: Any) -> tuple[Any, Pa
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_was_written_is_what_is_read(name: str, source: Path, tmp_path: Path) -> None:
+def test_the_written_output_is_read(name: str, source: Path, tmp_path: Path) -> None:
     try:
         result, target = written(source, tmp_path, name)
     except CkptError as error:
@@ -48,7 +48,7 @@ def test_what_was_written_is_what_is_read(name: str, source: Path, tmp_path: Pat
     assert result.manifest_digest == api.open(str(target)).digest
 
 
-def test_a_file_without_a_mark_is_what_anybody_takes_it_for(tmp_path: Path) -> None:
+def test_a_file_without_a_mark_is_registered_as_readers_see_it(tmp_path: Path) -> None:
     """Fabric's one file names no writer: it is registered once, as the torch.save file that readers see."""
     ckpt = FIXTURES / "torch" / "lightning_fabric_mp_nested_2r" / "ckpt"
     url, target = str(tmp_path / "catalog.sqlite"), tmp_path / "out.ckpt"

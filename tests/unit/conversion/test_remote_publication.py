@@ -1,4 +1,4 @@
-"""Publishing to object stores: is nothing touched that is not on a recorded list, wherever a run dies?"""
+"""Test that publishing to object stores changes only recorded objects, wherever a run is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def put(url: str, data: bytes = b"precious") -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder with config.json and a tokenizer; nothing is asked of transformers."""
+    """A folder with config.json and a tokenizer; transformers is not used."""
     monkeypatch.setattr("ckptcore.planning.compose.check_names", lambda *_: Expected(()))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -156,11 +156,11 @@ def test_an_object_and_a_folder_replace_each_other(root: str) -> None:
 
 
 class Killed(BaseException):
-    """As a kill: nothing may handle it."""
+    """A simulated kill: nothing may handle it."""
 
 
 def killed_at(stop: int, patch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
-    """Runs until the n-th change of an object store; whether it ran to its end."""
+    """Run until the n-th change of an object store; return whether it ran to its end."""
     calls: list[int] = []
 
     def counted(real: Callable[..., object]) -> Callable[..., object]:
@@ -192,10 +192,10 @@ def _names(store: FsspecStore) -> list[str]:
 
 @many
 @pytest.mark.parametrize("first", ["nothing", "shards", "dcp"])
-def test_killed_at_every_change_and_run_again(
+def test_a_rerun_after_a_kill_at_every_change(
     first: str, root: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ends as an undisturbed run; siblings and what came meanwhile beside them are untouched."""
+    """A rerun ends as an undisturbed run; siblings and new objects beside them are unchanged."""
     save_file({"weight": torch.arange(600.0), "bias": torch.ones(500)}, tmp_path / "new.safetensors")
     save_file({"weight": torch.zeros(300), "other": torch.ones(400)}, tmp_path / "old.safetensors")
     for name in ("new", "old"):
@@ -233,11 +233,11 @@ def test_killed_at_every_change_and_run_again(
 
 
 @many
-def test_what_a_killed_run_began_to_replace_is_ended_by_another(
+def test_another_run_finishes_a_killed_replacement(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while it removed the old files; then other options, killed at every change, and run again: what
-    the first one had judged needs no second word, and nothing of it is left."""
+    the first run recorded needs no further option, and nothing of it is left."""
     save_file({"weight": torch.arange(600.0), "bias": torch.ones(500)}, tmp_path / "new.safetensors")
     save_file({"weight": torch.zeros(300), "other": torch.ones(400)}, tmp_path / "old.safetensors")
     for name in ("new", "old"):
@@ -281,10 +281,10 @@ def test_what_a_killed_run_began_to_replace_is_ended_by_another(
 
 
 @many
-def test_killed_in_the_cleaning_and_run_again_deletes_nothing(
+def test_a_rerun_after_a_kill_in_the_cleanup_deletes_nothing(
     root: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without --overwrite: what is published is only read."""
+    """Also without --overwrite: the published output is only read."""
     source, dst = f"{root}/source/step-3", f"{root}/out"
     ckptcore.convert(source, f"{root}/fresh/out", verb="export", config=model)
     fresh = content(f"{root}/fresh/out")
@@ -322,9 +322,7 @@ def _never(*_: object) -> None:
     raise AssertionError("something published was changed")
 
 
-def test_what_was_published_and_changed_since_is_not_taken_for_it(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_output_is_not_the_published_one(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dst = f"{root}/source/step-3", f"{root}/out"
     monkeypatch.setattr(Staging, "remove", _killed)
     with pytest.raises(Killed):
@@ -345,7 +343,7 @@ def _killed(*_: object) -> None:
 @many
 @pytest.mark.parametrize("when", ["prepared", "removing", "putting"])
 @pytest.mark.parametrize("name", ["precious", "model.safetensors", "old.safetensors"])
-def test_who_comes_meanwhile_is_kept(
+def test_objects_that_appear_meanwhile_are_kept(
     name: str, when: str, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, dst = f"{root}/source/step-3", f"{root}/out"
@@ -377,10 +375,8 @@ def test_who_comes_meanwhile_is_kept(
 
 
 @many
-def test_a_publication_of_an_earlier_version_is_gone_on_with(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its record has no lists: what was put is known by its bytes, and nothing is removed."""
+def test_a_publication_of_an_earlier_version_is_resumed(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record has no lists: written objects are known by their bytes, and nothing is removed."""
     source, dst = f"{root}/source/step-3", f"{root}/out"
     ckptcore.convert(source, f"{root}/fresh/out", verb="export", max_file_size=2_000)
     prepared = ckptcore.prepare(source, dst, verb="export", max_file_size=2_000)

@@ -1,4 +1,4 @@
-"""Replacing, step by step: does only that go which was judged, whoever swaps folders or writes meanwhile?"""
+"""Test that replacing removes only checked files, even if other processes swap folders or write meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make fil
 
 
 class Killed(BaseException):
-    """As a kill: nothing may handle it."""
+    """A simulated kill: nothing may handle it."""
 
 
 @pytest.fixture(params=["folder", "file"])
@@ -65,8 +65,8 @@ def picture(folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.rglob("*")):
         seen = path.lstat()
-        held = path.read_bytes() if stat.S_ISREG(seen.st_mode) else b""
-        found[str(path.relative_to(folder))] = (seen.st_mode, seen.st_ino, seen.st_uid, held)
+        rewritten = path.read_bytes() if stat.S_ISREG(seen.st_mode) else b""
+        found[str(path.relative_to(folder))] = (seen.st_mode, seen.st_ino, seen.st_uid, rewritten)
     return found
 
 
@@ -80,7 +80,7 @@ def a_file(dst: Path) -> Path:
 
 
 def rewrite(path: Path) -> None:
-    """In place, with size, inode and modification time as they were."""
+    """Rewrite a file in place, with the same size, inode and modification time."""
     before, data = path.stat(), path.read_bytes()
     with path.open("r+b") as file:
         file.write(data[:-4] + b"mine")
@@ -96,7 +96,7 @@ def touch_status(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [rewrite, touch_status])
-def test_what_changes_behind_its_times_is_not_replaced(
+def test_a_change_with_equal_times_is_not_replaced(
     how: Callable[[Path], None], place: Path, single: bool
 ) -> None:
     dst, source = name(place, single), str(place.parent / "new.safetensors")
@@ -110,33 +110,33 @@ def test_what_changes_behind_its_times_is_not_replaced(
     assert {n: p for n, p in picture(dst.parent).items() if not n.startswith(".")} == {
         n: p for n, p in before.items() if not n.startswith(".")
     }
-    again = ckptcore.prepare(source, str(dst), overwrite=True, **options(single))
-    assert again.plan_digest == ready.plan_digest  # no digest knows of it
-    ckptcore.publish(again)  # judged anew: what is written is kept
+    repeated = ckptcore.prepare(source, str(dst), overwrite=True, **options(single))
+    assert repeated.plan_digest == ready.plan_digest  # no digest knows of it
+    ckptcore.publish(repeated)  # checked anew: written files are kept
     assert [p.name for p in place.iterdir()] == [dst.name]
 
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("single", [False], indirect=True, ids=["folder"])
-def test_what_is_rewritten_in_the_moment_comes_back(
+def test_files_rewritten_during_publishing_are_restored(
     exchange: bool, place: Path, single: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dst, real, held = name(place, single), publishing._exchange, {}
+    dst, real, rewritten = name(place, single), publishing._exchange, {}
 
     def exchanged(a: Any, b: Any) -> bool:
-        if not held:
+        if not rewritten:
             rewrite(a_file(dst))
-            held.update(content(dst))
+            rewritten.update(content(dst))
         return exchange and real(a, b)
 
     monkeypatch.setattr(publishing, "_exchange", exchanged)
     with pytest.raises(DestinationExists):
         replaced(place, single)
-    assert content(dst) == held
+    assert content(dst) == rewritten
 
 
-def test_a_judgement_without_times_of_status_is_made_again(place: Path, single: bool) -> None:
-    """Of a plan that an older version made: files are accounted for once more, by reading."""
+def test_a_check_without_ctimes_is_repeated(place: Path, single: bool) -> None:
+    """A plan of an older version: files are accounted for once more, by reading."""
     dst, source = name(place, single), str(place.parent / "new.safetensors")
     for strange in (True, False):
         ready = ckptcore.prepare(source, str(dst), overwrite=True, **options(single))
@@ -159,7 +159,7 @@ def test_a_judgement_without_times_of_status_is_made_again(place: Path, single: 
             break
 
 
-def test_hard_links_among_what_is_replaced_all_go(place: Path, single: bool) -> None:
+def test_all_hard_links_among_replaced_files_are_removed(place: Path, single: bool) -> None:
     dst = name(place, single)
     if not single:
         os.link(a_file(dst), dst / "twin.safetensors")
@@ -175,7 +175,7 @@ CHANGES = ("rename", "unlink", "rmdir", "link")
 def run_until(
     stop: int, call: Callable[[], object], then: Callable[[], None] | None, *, exchange: bool
 ) -> bool:
-    """Whether a call ran to its end. At its n-th change it dies, or something happens and it goes on."""
+    """Return whether a call ran to its end. At its n-th change it dies, or an event happens first."""
     calls: list[int] = []
     real_exchange = publishing._exchange
 
@@ -206,7 +206,7 @@ def run_until(
 
 
 class World:
-    """A place with an old output, in a folder of its own, and what becomes of it when somebody swaps it."""
+    """A place with an old output, in a folder of its own that another process swaps."""
 
     def __init__(self, work: Path, single: bool) -> None:
         work.mkdir()
@@ -234,7 +234,7 @@ class World:
         replaced(self.here, self.single)
 
     def holds(self, either: tuple[dict[str, bytes], ...]) -> bool:
-        """Whether one of the outputs is there whole, in its place or aside."""
+        """Return whether one of the outputs is complete, in its place or aside."""
         dst = name(self.away if self.away.exists() else self.here, self.single)
         aside = dst.with_name(f".{dst.name}.ckptcore") / "replaced"
         return any(
@@ -243,7 +243,7 @@ class World:
 
 
 @pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_parent_that_is_swapped_leads_nobody_elsewhere(
+def test_a_swapped_parent_redirects_nothing(
     exchange: bool, place: Path, single: bool, tmp_path: Path
 ) -> None:
     """At every change of publishing and cleaning, the folder above becomes a link to its twin."""
@@ -261,10 +261,10 @@ def test_a_parent_that_is_swapped_leads_nobody_elsewhere(
 
 
 @pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_parent_that_is_swapped_while_a_killed_run_is_ended(
+def test_a_swapped_parent_while_a_killed_run_is_finished(
     exchange: bool, place: Path, single: bool, tmp_path: Path
 ) -> None:
-    """The same where the next run removes what a killed one replaced, or brings it back."""
+    """The same if the next run removes what a killed one replaced, or restores it."""
     tried = 0
     for killed in range(1, 12):
         for stop in range(8):
@@ -286,10 +286,10 @@ def test_a_parent_that_is_swapped_while_a_killed_run_is_ended(
     "whose", ["receipts", *(pytest.param(w, marks=pytest.mark.soak) for w in ("plan", "request.json"))]
 )
 @pytest.mark.parametrize("end", ["convert", "finish", "settle", "tidy"])
-def test_nothing_is_ended_in_a_folder_with_others_files(
+def test_nothing_is_finished_in_a_folder_with_foreign_files(
     end: str, whose: str, place: Path, single: bool, tmp_path: Path
 ) -> None:
-    """A run was killed when old and new had changed places: what it replaced is neither removed nor moved."""
+    """A run was killed after old and new changed places: the old output is neither removed nor moved."""
     dst = name(place, single)
     for stop in range(3, 20):
         if run_until(stop, lambda: replaced(place, single), None, exchange=True):
@@ -315,7 +315,7 @@ def test_nothing_is_ended_in_a_folder_with_others_files(
     assert picture(place) == before
 
 
-def test_what_is_brought_back_is_what_was_moved_away(place: Path, single: bool) -> None:
+def test_only_what_was_moved_aside_is_restored(place: Path, single: bool) -> None:
     dst = name(place, single)
     aside = place / f".{dst.name}.ckptcore" / "replaced"
     real = publishing.rename_new
@@ -399,7 +399,7 @@ def test_only_regular_files_are_ours_by_name(
 
 
 @pytest.mark.parametrize("single", [False], indirect=True, ids=["folder"])
-def test_regular_files_of_these_names_go(place: Path, single: bool) -> None:
+def test_regular_files_of_these_names_are_removed(place: Path, single: bool) -> None:
     staging = place / ".out.ckptcore"
     staging.mkdir()
     for each in ("lock", *TAKEN):
@@ -410,8 +410,8 @@ def test_regular_files_of_these_names_go(place: Path, single: bool) -> None:
 
 @pytest.mark.parametrize("single", [False], indirect=True, ids=["folder"])
 @pytest.mark.parametrize("known", KNOWN)
-def test_what_a_run_puts_there_is_of_its_kind(known: str, place: Path, single: bool) -> None:
-    """A folder where a file should be, a file where a folder should be: left in place, and told."""
+def test_files_of_a_run_have_their_kind(known: str, place: Path, single: bool) -> None:
+    """A folder instead of a file, a file instead of a folder: left in place, and reported."""
     staging = place / ".out.ckptcore"
     staging.mkdir()
     (staging / "lock").touch()

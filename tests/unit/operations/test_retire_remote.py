@@ -1,4 +1,4 @@
-"""Retire on object stores, killed midway: does the next run go on with the recorded names, and no others?"""
+"""Test that retire on object stores, killed midway, is resumed with the recorded names and no others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 
 
 class Killed(BaseException):
-    """As a kill: nothing may handle it."""
+    """A simulated kill: nothing may handle it."""
 
 
 class World:
@@ -58,7 +58,7 @@ class World:
         return {name.partition("/runs/")[2]: self.fs.cat_file(name) for name in found}
 
     def kill(self, stop: int) -> bool:
-        """Retires, and dies in front of the n-th object's end; whether it died."""
+        """Retire, and die right before the n-th object is removed; return whether it died."""
         remove, calls = FsspecStore.remove, []
 
         def dying(store: FsspecStore, path: str) -> None:
@@ -75,13 +75,13 @@ class World:
                 return True
         return False
 
-    def go_on(self) -> tuple[str, ...]:
-        """What a later run that lets nothing else go tells of what was left."""
+    def resume(self) -> tuple[str, ...]:
+        """Return the messages of a later run that deletes nothing else."""
         return retire(self.catalog, Policy(9), "r", yes=True, means=MEANS).left
 
     def state(self) -> str:
-        shown: Any = self.catalog.show(self.old)
-        return str(shown.checkpoint.state)
+        row: Any = self.catalog.show(self.old)
+        return str(row.checkpoint.state)
 
 
 @pytest.fixture
@@ -96,17 +96,17 @@ def of(step: int, there: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("stop", [0, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 5))])
-def test_a_killed_deletion_is_gone_on_with(stop: int, world: World) -> None:
+def test_a_killed_deletion_is_resumed(stop: int, world: World) -> None:
     before = world.there()
     assert world.kill(stop)
     assert of(4, world.there()) == of(4, before)
-    assert world.go_on() == ()
+    assert world.resume() == ()
     assert world.there() == of(4, before)
     assert world.state() == "deleted"
-    assert world.go_on() == ()
+    assert world.resume() == ()
 
 
-def test_what_changed_or_came_is_left_and_listed(world: World) -> None:
+def test_changed_and_new_objects_are_kept_and_listed(world: World) -> None:
     before = world.there()
     assert world.kill(2)
     rest = sorted(of(3, world.there()))
@@ -114,7 +114,7 @@ def test_what_changed_or_came_is_left_and_listed(world: World) -> None:
     time.sleep(1.1)  # S3 counts in seconds
     world.fs.pipe_file(f"{world.path}/runs/{rest[1]}", before[rest[1]])
     world.fs.pipe_file(f"{world.path}/runs/step-3/precious", b"mine")
-    left = world.go_on()
+    left = world.resume()
     assert len(left) == 1
     assert rest[0].partition("/")[2] in left[0]
     assert "precious" in left[0]
@@ -124,20 +124,20 @@ def test_what_changed_or_came_is_left_and_listed(world: World) -> None:
         rest[1]: before[rest[1]],
         "step-3/precious": b"mine",
     }
-    assert world.go_on() == ()
+    assert world.resume() == ()
 
 
 @many
-def test_nothing_goes_when_the_child_proves_nothing_any_more(world: World) -> None:
+def test_nothing_is_deleted_without_proof_by_the_child(world: World) -> None:
     assert world.kill(2)
     before, file = world.there(), next(iter(world.child.glob("*.safetensors")))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     for _ in range(2):
-        assert len(world.go_on()) == 1
+        assert len(world.resume()) == 1
         assert world.there() == before
-    file.write_bytes(whole)
-    assert world.go_on() == ()
+    file.write_bytes(data)
+    assert world.resume() == ()
     assert not of(3, world.there())
 
 
@@ -145,7 +145,7 @@ def test_nothing_goes_when_the_child_proves_nothing_any_more(world: World) -> No
 @pytest.mark.parametrize(
     "forged", ["another's place", "another's name", "no record", "too deep", "unknown", "another child"]
 )
-def test_a_record_that_is_none_removes_nothing(forged: str, world: World) -> None:
+def test_an_invalid_record_removes_nothing(forged: str, world: World) -> None:
     assert world.kill(2)
     name = next(n for n in world.there() if n.endswith("record.json"))
     data = world.there()[name]
@@ -163,7 +163,7 @@ def test_a_record_that_is_none_removes_nothing(forged: str, world: World) -> Non
     if forged != "another's name":
         world.fs.pipe_file(f"{world.path}/runs/{name}", text)
     before = world.there()
-    assert len(world.go_on()) == 1
+    assert len(world.resume()) == 1
     assert world.there() == before
 
 
@@ -183,7 +183,7 @@ def test_a_source_that_was_not_deleted_loses_nothing(world: World, monkeypatch: 
         with pytest.raises(Killed):
             retire(world.catalog, Policy(1), "r", yes=True)
     assert world.state() == "present"
-    assert world.go_on() == ()
+    assert world.resume() == ()
     assert world.there() == before
     assert not world.kill(99)
     assert world.there() == of(4, before)
