@@ -38,5 +38,5 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
-# Nothing from another host: fonts are the system's, scripts and styles lie beside the pages.
+# Nothing from another host: fonts are the system's, scripts and styles are stored beside the pages.
 html_theme_options = {"navigation_with_keys": True}
