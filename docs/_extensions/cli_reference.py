@@ -53,7 +53,7 @@ def _section(name: str, command: Any) -> Iterator[str]:
     depth = name.count(" ")
     anchor = name.replace(" ", "-")
     context = click.Context(command, info_name=name)
-    usage = " ".join(command.collect_usage_pieces(context))
+    usage = re.sub(r"\{(\w+)\}", r"\1", " ".join(command.collect_usage_pieces(context)))
     yield f"({anchor})="
     yield f"{'#' * (depth + 1)} `{name}`"
     yield ""

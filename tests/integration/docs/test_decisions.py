@@ -14,7 +14,7 @@ LINE = re.compile(
     r"^- (D\d+(?:, D\d+)*): \[(.*)\]\(docs/explanation/decisions/([\w-]+\.md)#(.*)\)$", re.MULTILINE
 )
 # "One page": a decision that needs more is two decisions, or an explanation page with a decision.
-MOST_WORDS = 400
+LENGTH_LIMIT = 400
 
 
 def slug(heading: str) -> str:
@@ -44,4 +44,4 @@ def test_a_decision_says_why_and_what_it_gives_up_on_one_page(page: Path) -> Non
         title = section.partition("\n")[0]
         assert "\n**Why.** " in section, title
         assert "\n**Gives up.** " in section, title
-        assert len(section.split()) <= MOST_WORDS, title
+        assert len(section.split()) <= LENGTH_LIMIT, title
