@@ -1,7 +1,7 @@
 """Draw Mermaid entity diagrams as SVG when the site is built.
 
-A forge draws a `mermaid` block itself; the site needs no script for it. Tables that have columns and relations
-are hubs. Tables that relate to two hubs are between them, and unrelated tables are below. The text of a small
+A forge draws a `mermaid` block itself; the site needs no script for it. Tables with columns and relations are
+hubs. Tables that relate to two hubs are between them, and unrelated tables are below. The text of a small
 table's relation is displayed as its columns.
 """
 
