@@ -85,8 +85,9 @@ docs: $(stamp)
 	@$(python) tests/architecture/rooms.py --write
 	@$(python) tests/architecture/walks.py --write
 
+# -E -a: the command-line page and every navigation change with files that Sphinx does not watch.
 site: $(stamp)
-	@$(python) -m sphinx -q -W --keep-going -b html docs build/site
+	@$(python) -m sphinx -q -E -a -W --keep-going -b html docs build/site
 	@echo "build/site/index.html"
 
 clean:

@@ -13,14 +13,14 @@ from sphinx.highlighting import lexers  # noqa: E402
 
 import ckptcore  # noqa: E402
 
-lexers["mermaid"] = TextLexer()  # drawn by the forge that shows the page; here it is its own text
+lexers["mermaid"] = TextLexer()  # a forge draws these blocks; here `entity_pictures` does
 
 project = "ckptcore"
 author = "the ckptcore authors"
 copyright = author
 release = version = ckptcore.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "cli_reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "cli_reference", "entity_pictures"]
 exclude_patterns = ["pictures/README.md"]
 smartquotes = False  # `--` in prose is an option
 nitpicky = False  # annotations name classes of torch and numpy, whose pages are elsewhere
@@ -38,5 +38,5 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
-# Nothing from another host: fonts are the system's, scripts and styles lie beside the pages.
+# Nothing from another host: fonts are the system's, scripts and styles are stored beside the pages.
 html_theme_options = {"navigation_with_keys": True}

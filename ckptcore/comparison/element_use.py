@@ -157,7 +157,12 @@ def _cancelled(have: _Uses, want: _Uses) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Addresses of one row, few enough to compute at once. simple: whether all are distinct. copy: see `_Uses`."""
+    """Addresses of one row, few enough to compute at once.
+
+    Attributes:
+        simple: Whether all are distinct.
+        copy: See `_Uses`.
+    """
 
     name: str
     start: int

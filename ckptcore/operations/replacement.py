@@ -133,7 +133,7 @@ def find_replacement(
 def failed_as_export(detail: CheckpointDetail) -> bool:
     """Return whether a checkpoint failed when it was last verified as an export.
 
-    An equal one that was written over it since has no verdict of its own yet, and does not take this one back.
+    An equal one that replaced it since has no verdict of its own yet, and does not cancel this one.
     """
     verdicts = (c.export_verdict for c in detail.written_by)
     return next((v for v in verdicts if v in ("ok", "failed")), None) == "failed"
@@ -184,7 +184,7 @@ def _check_child(
     detail = catalog.show(child.id, tensors=False)
     assert isinstance(detail, CheckpointDetail)
     if failed_as_export(detail):
-        return Stand(None, None, failed_message(child.uri))
+        return Replacement(None, None, failed_message(child.uri))
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
         return Replacement(None, None, f"another checkpoint is at {child.uri} now")

@@ -1,7 +1,7 @@
-"""Writes the command-line reference from the commands themselves, each time the site is built.
+"""Write the command-line reference from the commands themselves, each time the site is built.
 
-The page `reference/cli.md` has one line per group, ``<!-- commands: GROUP -->``; sections with the usage, the
-arguments and the options of every command take its place.
+The page `reference/cli.md` has one line, ``<!-- commands -->``; sections with the usage, the arguments and
+the options of every command replace it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def setup(sphinx: Sphinx) -> dict[str, Any]:
 
 
 def sections() -> str:
-    """Every command of `ckptcore` in MyST markdown, groups before their commands."""
+    """Return every command of `ckptcore` in MyST markdown, groups before their commands."""
     root = typer.main.get_command(app)
     return "\n".join(line for name, command in _walk("ckptcore", root) for line in _section(name, command))
 
@@ -38,7 +38,7 @@ def _fill(_: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Commands in the order of `--help`, depth first; hidden ones are left out."""
+    """Yield commands in the order of `--help`, depth first; hidden ones are left out."""
     context = click.Context(command, info_name=name)
     for child in command.list_commands(context):
         found = command.get_command(context, child)
@@ -53,7 +53,7 @@ def _section(name: str, command: Any) -> Iterator[str]:
     depth = name.count(" ")
     anchor = name.replace(" ", "-")
     context = click.Context(command, info_name=name)
-    usage = " ".join(command.collect_usage_pieces(context))
+    usage = re.sub(r"\{(\w+)\}", r"\1", " ".join(command.collect_usage_pieces(context)))
     yield f"({anchor})="
     yield f"{'#' * (depth + 1)} `{name}`"
     yield ""
@@ -61,13 +61,13 @@ def _section(name: str, command: Any) -> Iterator[str]:
     yield ""
     yield f"```text\n{name} {usage}\n```"
     yield ""
-    shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
-    for param in shown:
+    params = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
+    for param in params:
         yield from _entry(param)
 
 
 def _entry(param: Any) -> Iterator[str]:
-    """A definition list's entry: the spelling, then help and default."""
+    """Yield a definition list's entry: the spelling, then help and default."""
     spelled = ", ".join(f"`{o}`" for o in [*param.opts, *param.secondary_opts])
     if param.param_type_name == "argument":
         spelled = f"`{param.metavar or param.name.upper()}`"
@@ -90,7 +90,7 @@ def _entry(param: Any) -> Iterator[str]:
 
 
 def _values(annotation: Any) -> str:
-    """What an option without a metavar takes: the members of an enum, or the type's name."""
+    """Return what an option without a metavar takes: the members of an enum, or the type's name."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "|".join(str(member.value) for member in annotation)
     return getattr(annotation, "__name__", str(annotation)).upper()

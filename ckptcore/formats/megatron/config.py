@@ -112,8 +112,9 @@ def digests(source: Source) -> dict[str, str]:
         )
     for name, value in files.items():
         if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
+            entry = f"{short_repr(name)}: {short_repr(value)}"
             raise MalformedCheckpoint(
-                f"{INTEGRITY} must map file names to SHA-256 in hex (got {short_repr(name)}: {short_repr(value)})",
+                f"{INTEGRITY} must map file names to SHA-256 in hex (got {entry})",
                 file=INTEGRITY,
             )
     return files

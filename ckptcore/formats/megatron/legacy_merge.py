@@ -332,8 +332,8 @@ def _layers(ranks: Ranks, chunks: Sequence[ModelChunk], vpp: int) -> tuple[int, 
     counts = layers_per_chunk(ranks.args, ranks.pp, vpp)
     if counts is None or sum(map(sum, counts)) != want:
         raise MalformedCheckpoint(
-            f"cannot number the layers: the arguments give {short_repr(want, 20)} layers on {ranks.pp} stages "
-            f"of {vpp} chunks, the ranks present have {sum(seen.values())}",
+            f"cannot number the layers: the arguments give {short_repr(want, 20)} layers on {ranks.pp} "
+            f"stages of {vpp} chunks, the ranks present have {sum(seen.values())}",
             hint="copy the files of every rank of the save",
         )
     return sum(map(sum, counts)), first_layers(counts)

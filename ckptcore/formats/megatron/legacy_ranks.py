@@ -149,8 +149,8 @@ def _expert_tensor_size(args: Mapping[str, Any], tp: int, ep: int) -> int:
         return tp
     if etp != 1:
         raise UnsupportedFormat(
-            f"cannot merge experts that are split over {short_repr(etp, 20)} of {tp} tensor ranks: folder names "
-            "do not give the expert-tensor rank (Megatron-LM issue 1719)",
+            f"cannot merge experts that are split over {short_repr(etp, 20)} of {tp} tensor ranks: folder "
+            "names do not give the expert-tensor rank (Megatron-LM issue 1719)",
             hint="save it as torch_dist with the Megatron-LM that wrote it",
         )
     return 1

@@ -36,13 +36,13 @@ ANSWERS = {
         ("mistral", 5, "bfloat16", "/exports/bf16-5"),
         ("mistral", 5, "float32", "/exports/step-5"),
     ],
-    "Which exports were verified, and which are not what they should be?": [
+    "Which exports were verified, and which failed?": [
         # They have no config.json, so their names cannot be verified.
         ("mistral", 4, "unproven", "/exports/step-4"),
         ("mistral", 5, "unproven", "/exports/bf16-5"),
         ("mistral", 5, "unproven", "/exports/step-5"),
     ],
-    "What is the newest of each kind that was made of one run?": [
+    "What is the newest output of each kind of one run?": [
         ("consolidate", "safetensors", "float32", 5, "/whole/5"),
         ("export", "safetensors", "bfloat16", 5, "/exports/bf16-5"),
         ("export", "safetensors", "float32", 5, "/exports/step-5"),
@@ -51,20 +51,23 @@ ANSWERS = {
         ("/again/10", "model.safetensors", "consolidate", "/copies/10.pt", "present"),
         ("/out/10", "model.safetensors", "consolidate", "/llama/step-10", "present"),
     ],
-    "What was made, at any remove, from one checkpoint?": [
+    "What was made from one checkpoint, directly or indirectly?": [
         ("/llama/step-10", "dcp", "present"),
         ("/out/10", "safetensors", "present"),
         ("/copies/10.pt", "torch_save", "present"),
         ("/again/10", "safetensors", "present"),
     ],
-    "What was this made from, at any remove?": [("/llama/step-10", "dcp"), ("/out/10", "safetensors")],
+    "What was a checkpoint made from, directly or indirectly?": [
+        ("/llama/step-10", "dcp"),
+        ("/out/10", "safetensors"),
+    ],
     "Which sources were never converted successfully?": [("/llama/step-30", 30, "damaged")],
     "What is damaged or incomplete, and why?": [
         ("/llama/step-30", "damaged", "truncated-file", "__0_0.distcp")
     ],
     "What failed, how often, and when last?": [("consolidate", "damaged", 1, "a time")],
-    "What runs, and since when?": [("export", "/llama/step-40", "/out/40", "a time")],
-    "What was not proven for 30 days, or never to the level of bytes?": [
+    "Which conversions are running, and since when?": [("export", "/llama/step-40", "/out/40", "a time")],
+    "What was not verified for 30 days, or never at level bytes?": [
         ("/again/10", "cover"),
         ("/copies/10.pt", "cover"),
         ("/exports/bf16-5", "cover"),
@@ -123,22 +126,22 @@ ANSWERS = {
         ("embed.weight", "float32", "float32"),
         ("layers.0.weight", "float32", "float32"),
     ],
-    "Which export did best at an evaluation that was put on as a tag?": [
+    "Which export has the best score in an evaluation that is recorded as a tag?": [
         ("/out/20", "llama", 20, 71.3),
         ("/out/10", "llama", 10, 9.5),
     ],
-    "What do the names stand for?": [("llama/best", "/out/20", "present", 2)],
-    "What must not be deleted, why, and whom to ask?": [("/llama/step-20", "paper", "ana")],
-    "Which sources have a proven child that holds all their numbers, and neither a hold nor a name?": [
+    "Which checkpoint does each alias name?": [("llama/best", "/out/20", "present", 2)],
+    "Which checkpoints must not be deleted, why, and who asked for it?": [("/llama/step-20", "paper", "ana")],
+    "Which sources have a verified copy of all their numbers, and neither a hold nor an alias?": [
         ("/llama/step-10", W + E, "/out/10"),
         ("/mistral/step-5", 2 * W, "/whole/5"),
     ],
-    "Which sources were retired, when, and what holds their numbers now?": [
+    "Which sources were retired, when, and which checkpoint has their numbers now?": [
         ("/mistral/step-4", "a time", "/whole/4")
     ],
     "How far behind its training is each run's newest export?": [("llama", 30, None), ("mistral", 5, 5)],
-    "Which events wait, or were given up?": [("mlflow", "created", "/llama/step-40", "waiting", 0, None)],
-    "Which watched roots were looked through, and what came of it?": [
+    "Which events are waiting, or failed?": [("mlflow", "created", "/llama/step-40", "waiting", 0, None)],
+    "Which watched roots were swept, and with which result?": [
         ("llama", "/llama", True, "a time", "3 found"),
         ("mistral", "/mistral", True, "a time", "2 made"),
     ],
