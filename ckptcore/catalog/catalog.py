@@ -15,10 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query
-from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, translated
+from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.types import (
-    LEVELS,
     CheckpointDetail,
     CheckpointFacts,
     CheckpointRow,
@@ -30,7 +29,7 @@ from ckptcore.catalog.types import (
     Lineage,
     Origin,
 )
-from ckptcore.errors import Finding, UsageError
+from ckptcore.errors import LEVELS, Finding, UsageError, current_level
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -67,6 +66,7 @@ class Catalog:
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that is the only writer from its first statement on."""
+        require_writable(self._engine)
         with translated(self.url), self._engine.begin() as connection:
             yield connection
 
@@ -85,6 +85,7 @@ class Catalog:
     @contextmanager
     def queueing(self) -> Iterator[Connection]:
         """A transaction on the inbox or the outbox: it waits for no other writer of other rows."""
+        require_writable(self._engine)
         with translated(self.url), self._queues.begin() as connection:
             yield connection
 
@@ -156,7 +157,7 @@ class Catalog:
         facts: CheckpointFacts,
         findings: Iterable[Finding] = (),
         *,
-        level: str = "cover",
+        level: str = "coverage",
         kind: Kind = Kind.SOURCE,
     ) -> str:
         """Record what a check of `level` found on a checkpoint; the checkpoint's id.
@@ -164,8 +165,12 @@ class Catalog:
         Findings of earlier checks that were not deeper and are not repeated count as resolved. kind: what it
         is where nothing is known of it; what is known to be derived stays so.
         """
+        level = current_level(level)
         if level not in LEVELS:
-            raise UsageError(f"no check level {level!r}", hint=f"one of {', '.join(LEVELS)}")
+            raise UsageError(
+                f"the check level must be one of {', '.join(LEVELS)} (got {level!r})",
+                hint="choose one of them",
+            )
         with self.writing() as conn:
             return conversions.record_validation(conn, _now(), facts, findings, level, kind)
 

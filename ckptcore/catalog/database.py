@@ -29,8 +29,10 @@ from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageE
 from ckptcore.utils.text import shown as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
 HEAD = REVISIONS[-1]
+# Older schemas with the tables and views of `HEAD`: they are read as they are, and written once upgraded.
+READABLE = frozenset({"0009"})
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # for a server that does not answer
@@ -49,6 +51,7 @@ READER_BEGIN = {"sqlite": "BEGIN", "postgresql": "SET TRANSACTION ISOLATION LEVE
 # Queues are taken from by rows: on PostgreSQL nobody waits there for a conversion that is being recorded.
 QUEUE_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}"}
 BEGIN = "ckptcore_begin"  # execution option: one of the three tables; a writer's by default
+BEHIND = "ckptcore_behind"  # execution option: the older schema of a catalog that can only be read
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html: connections, too many of them, shutdown
 # and start, deadlocks and lost races, a lock that was waited for too long.
@@ -92,7 +95,10 @@ def default_url() -> str:
 
 
 def connect(url: str, *, create: bool) -> Engine:
-    """An engine on the catalog at `url` with the schema at `HEAD`. Raises as `open_catalog`."""
+    """Return an engine on the catalog at `url`; raises as `open_catalog`.
+
+    The schema is at `HEAD`, or the execution option `BEHIND` names one of `READABLE`.
+    """
     parsed = parse(url)
     path = sqlite_path(parsed)
     shown = parsed.render_as_string(hide_password=True)
@@ -109,11 +115,18 @@ def connect(url: str, *, create: bool) -> Engine:
     engine = engine_for(parsed)
     try:
         with translated(shown):
-            _ensure_head(engine, shown, create)
+            behind = _ensure_head(engine, shown, create)
     except BaseException:
         engine.dispose()
         raise
-    return engine
+    return engine if behind is None else engine.execution_options(**{BEHIND: behind})
+
+
+def require_writable(engine: Engine) -> None:
+    """Raise `CatalogError` for a catalog of an older schema that can only be read."""
+    behind = engine.get_execution_options().get(BEHIND)
+    if behind is not None:
+        raise _outdated(behind, engine.url.render_as_string(hide_password=True))
 
 
 def parse(url: str) -> URL:
@@ -301,11 +314,16 @@ def revision(connection: Connection) -> str | None:
     return None
 
 
-def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
+def _ensure_head(engine: Engine, shown: str, create: bool) -> str | None:
+    """Make a fresh SQLite catalog, and refuse schemas that this version cannot read.
+
+    Returns:
+        None for a catalog at `HEAD`, else its schema, which is one of `READABLE`.
+    """
     with engine.execution_options(**{BEGIN: READER_BEGIN}).begin() as connection:
         found = revision(connection)
     if found == HEAD:
-        return
+        return None
     if found is None and engine.dialect.name == "sqlite" and create:
         with engine.begin() as connection:
             # Another process may have been faster; the writer's lock is ours only now.
@@ -314,20 +332,26 @@ def _ensure_head(engine: Engine, shown: str, create: bool) -> None:
                 make_views(connection)
                 connection.exec_driver_sql(_STAMP)
                 connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{HEAD}')")
-        return
+        return None
     if found is None:
         raise CatalogError(
             "the catalog's database has no tables yet", hint="run `ckptcore catalog upgrade` once", url=shown
         )
+    if found in READABLE:
+        return found
     if found in REVISIONS:
-        raise CatalogError(
-            f"the catalog's schema is {found}, this version needs {HEAD}",
-            hint="run `ckptcore catalog upgrade`",
-            url=shown,
-        )
+        raise _outdated(found, shown)
     raise CatalogError(
         f"the catalog's schema {found} is newer than this version, which knows {HEAD}",
         hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
+        url=shown,
+    )
+
+
+def _outdated(found: str, shown: str) -> CatalogError:
+    return CatalogError(
+        f"the catalog's schema is {found}, this version needs {HEAD}",
+        hint="run `ckptcore catalog upgrade`",
         url=shown,
     )
 

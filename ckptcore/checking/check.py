@@ -1,6 +1,6 @@
 """Checking: is it there, is it whole, are the bytes right, are the values sane?
 
-Four levels, each with everything below it: ``files`` (present, sizes, stray files), ``cover``
+Four levels, each with everything below it: ``files`` (present, sizes, stray files), ``coverage``
 (every element in exactly one place, from metadata alone), ``bytes`` (stored checksums, layouts,
 equal replicas; reads everything once) and ``values`` (NaN and Inf). Rules are rows of a table. A
 report can be complete and bad: checks return findings and never stop at the first.
@@ -18,12 +18,11 @@ from ckptcore.checking.verdicts import PART_CODES, called, verdict
 from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
-from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
+from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, current_level, finding
 from ckptcore.store import Store
 from ckptcore.utils.globs import leave_out
 from ckptcore.utils.workers import Progress
 
-LEVELS = ("files", "cover", "bytes", "values")
 _NAMED = 5  # files that a finding names; the report has all of them
 
 
@@ -75,7 +74,7 @@ class Report:
 def check(
     manifest: Manifest,
     store: Store | None = None,
-    level: str = "cover",
+    level: str = "coverage",
     *,
     workers: int = 2,
     progress: Progress | None = None,
@@ -85,8 +84,11 @@ def check(
     Peak memory: a few MiB a worker. Raises `UsageError` for an unknown level, or when the level
     needs a store and none is given.
     """
+    level = current_level(level)
     if level not in LEVELS:
-        raise UsageError(f"no level is called {level!r}", hint=f"one of: {', '.join(LEVELS)}")
+        raise UsageError(
+            f"level must be one of {', '.join(LEVELS)} (got {level!r})", hint="choose one of them"
+        )
     depth = LEVELS.index(level)
     found = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
     for rule_level, rule in RULES:
@@ -130,7 +132,7 @@ def require_whole(
     Raises what `ckptcore.checking.verdicts.called` names: `DamagedCheckpoint`, `NotComplete`,
     `UnprovenCheckpoint`, `UnreadablePart`.
     """
-    report = check(manifest, None, "cover")
+    report = check(manifest, None, "coverage")
     errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
     if errors:
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
@@ -317,8 +319,8 @@ def _rank(path: str) -> str:
 RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
     ("files", _files),
     ("files", _unread),
-    ("cover", _something),
-    ("cover", coverage),
-    ("cover", _lengths),
-    ("cover", _item_overlaps),
+    ("coverage", _something),
+    ("coverage", coverage),
+    ("coverage", _lengths),
+    ("coverage", _item_overlaps),
 )

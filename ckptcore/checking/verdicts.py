@@ -52,7 +52,7 @@ def called(findings: Iterable[Finding]) -> type[CkptError]:
 def verdict(findings: Iterable[Finding]) -> str:
     """What a checkpoint with these findings is called.
 
-    >>> verdict([Finding("unproven-shape", "cover", "")]), verdict([])
+    >>> verdict([Finding("unproven-shape", "coverage", "")]), verdict([])
     ('unproven', 'ok')
     """
     codes = {f.code for f in findings if f.severity == "error"}

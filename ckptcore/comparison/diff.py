@@ -1,6 +1,6 @@
 """Diffing: do two checkpoints hold the same, whatever their formats and topologies?
 
-1. Both must be whole (level ``cover``). Names are brought together: the model part, renames, ties, globs.
+1. Both must be whole (level ``coverage``). Names are brought together: the model part, renames, ties, globs.
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal dtype and shape, are read side by side
    (`ckptcore.comparison.tensor_compare`).

@@ -305,7 +305,7 @@ def _unlike(
 
 def _defects(export: _Export) -> list[Problem]:
     """What is wrong with an export by itself: files that are missing or cut off, holes."""
-    report = check(export.stored, None, "cover")
+    report = check(export.stored, None, "coverage")
     problems = [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
     if export.stored.origin.get("file"):
         return problems

@@ -94,7 +94,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
     read = facts(
         source,
         registration.request.source,
-        verified="cover",
+        verified="coverage",
         announcement=registration.announcement,
         prints=held_by(source, numbers, old),
     )
@@ -102,7 +102,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         result.written,
         result.destination,
         digests,
-        verified="cover",
+        verified="coverage",
         prints=held_by(result.written, numbers, {}),
         published=result.published,
     )
@@ -164,9 +164,9 @@ def record_fingerprint(
 
     prints = held_by(manifest, found, names)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
-    known = facts(manifest, uri, verified="cover", prints=prints)
+    known = facts(manifest, uri, verified="coverage", prints=prints)
     with open_catalog(catalog_url) as catalog:
-        catalog.record_validation(known, warnings, level="cover")
+        catalog.record_validation(known, warnings, level="coverage")
 
 
 def facts(

@@ -95,7 +95,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
     manifest: Manifest | None = None
     try:
         manifest = inspect(uri, recover)
-        report = validate(manifest, "cover")
+        report = validate(manifest, "coverage")
         # What a part is made of says nothing against the checkpoint: whether it is asked for, a target
         # decides.
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)

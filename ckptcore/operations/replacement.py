@@ -200,7 +200,9 @@ def _taken_fingerprint(catalog: Catalog, uri: str, manifest: Manifest, settings:
     found = fingerprint(manifest, settings)
     prints = held_by(manifest, found.tensors, dict(found.renamed))
     warnings = [f for f in manifest.findings if f.severity == "warning"]
-    catalog.record_validation(facts(manifest, uri, verified="cover", prints=prints), warnings, level="cover")
+    catalog.record_validation(
+        facts(manifest, uri, verified="coverage", prints=prints), warnings, level="coverage"
+    )
     return found.fingerprint
 
 

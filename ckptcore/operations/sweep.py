@@ -317,4 +317,4 @@ def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now
         sightings.note(conn, row)
     if seen.manifest is not None and seen.state is Condition.BROKEN:
         # Beside what conversions found, where people look for damaged checkpoints.
-        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="cover")
+        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="coverage")

@@ -48,7 +48,7 @@ def whole(source: str, recover: bool = False) -> Manifest:
     `UnprovenCheckpoint` with the findings."""
     try:
         manifest = inspect(source, recover)
-        _require_whole(source, validate(manifest, "cover"))
+        _require_whole(source, validate(manifest, "coverage"))
     except DamagedCheckpoint as error:
         # Half a file looks like a torn one. Whether somebody is still at it, only time tells.
         if _changes(source):

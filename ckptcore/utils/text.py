@@ -43,6 +43,15 @@ def listed(texts: Sequence[str], count: int = 5) -> str:
     return first if len(texts) <= count else f"{first} and {len(texts) - count} more"
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural.
+
+    >>> count(1, "file"), count(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()

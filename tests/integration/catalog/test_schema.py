@@ -94,7 +94,7 @@ AT = {
     "0001": """
         INSERT INTO training_run VALUES (1, 'llama', NOW);
         INSERT INTO checkpoint VALUES (1, 'u1', 1, 'source', 'dcp', '/a', 'present', 10, 4, 1, 1, 'float32',
-                                       'm', '', '{}', NOW, NULL, NULL, NULL);
+                                       'm', '', '{}', NOW, NOW, 'cover', NULL);
         INSERT INTO checkpoint_file VALUES (1, 'f', 4, NULL);
         INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4);
         INSERT INTO conversion VALUES (1, 'c1', 'export', 'succeeded', '/a', '/b', '{}', 'p', '1', NULL,
@@ -115,7 +115,9 @@ AT = {
         INSERT INTO outbox VALUES (1, 'o1', 's', 'k', '', '{}', 'waiting', 0, NOW, NOW, NULL, NULL)""",
     "0004": "",
     "0005": """
-        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'whole', 's', 'd', 'm', '[]', NOW, NOW, NOW);
+        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'broken', 's', 'd', 'm',
+                                      '[{"code":"hole","level":"cover","message":"\\"level\\":\\"cover\\""}]',
+                                      NOW, NOW, NOW);
         INSERT INTO claims VALUES (1, 'd', '/b', 'o', '/r/step-1', 'done', 'me', 1, NOW, NOW, NOW, NULL,
                                    NULL)""",
     "0006": """
@@ -126,10 +128,11 @@ AT = {
         UPDATE conversion SET source_stamp = 's', source_ctime = 'c';
         UPDATE checkpoint_file SET role = 'extra'""",
     "0009": "UPDATE conversion SET export_verdict = 'ok', export_checks = '{}', export_verified_at = NOW",
+    "0010": "",
 }
 
 # What the views of the newest schema are: a change needs a revision, or catalogs of today keep the old ones.
-VIEWS_OF = ("0009", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0855de")
+VIEWS_OF = ("0010", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0855de")
 
 
 def test_views_change_with_a_revision_only():
