@@ -67,7 +67,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
         [_typed(p).replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values()]
     )
     command.__doc__ = (flow.fn.__doc__ or "").partition("\n\nArgs:")[0]
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:
         code = app(args=list(arguments), prog_name=prog, standalone_mode=False)

@@ -14,11 +14,11 @@ from ckptcore.catalog import default_url, upgrade
 from ckptcore.cli.catalog_names import alias_app, hold_app, root_app
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
-from ckptcore.cli.options import Output, note_former
+from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils import terminal
 
-app = typer.Typer(no_args_is_help=True, help="Query the catalog of checkpoints and conversions.")
+app = group("Query the catalog of checkpoints and conversions.")
 app.add_typer(alias_app, name="alias")
 app.add_typer(hold_app, name="hold")
 app.add_typer(root_app, name="root")
@@ -114,7 +114,7 @@ OfFingerprint = Annotated[
 def find(
     what: What, fingerprint: OfFingerprint = False, catalog: Where = None, output: As = Output.TEXT
 ) -> None:
-    """Find where a file comes from: its checkpoint, its conversion and its source."""
+    """Find the checkpoint, conversion and source of a file."""
     with opened(catalog) as known:
         origins = known.copies(what) if fingerprint else known.which(what)
     answer(origins, output)

@@ -9,15 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
-from ckptcore.cli.options import Output, declared, takes
+from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
 from ckptcore.utils.text import shown
 
-alias_app = typer.Typer(no_args_is_help=True, help="Manage names that refer to one checkpoint at a time.")
-hold_app = typer.Typer(no_args_is_help=True, help="Manage holds, which keep checkpoints from being deleted.")
-root_app = typer.Typer(
-    no_args_is_help=True, help="Manage watched roots: folders that are swept for new checkpoints."
-)
+alias_app = group("Manage names that refer to one checkpoint at a time.")
+hold_app = group("Manage holds, which keep checkpoints from being deleted.")
+root_app = group("Manage watched roots: folders that are swept for new checkpoints.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
 
@@ -138,7 +136,10 @@ def add_root(
     output: As = Output.TEXT,
     **given: Any,
 ) -> None:
-    """Watch a folder: `ckptcore sweep` converts the complete checkpoints below it."""
+    """Watch a folder.
+
+    `ckptcore sweep` converts the complete checkpoints below it.
+    """
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.export_target import target_of

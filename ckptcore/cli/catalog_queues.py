@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Limit, Where, answer, opened, write_json
-from ckptcore.cli.options import Output, note_former
+from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
 
-inbox_app = typer.Typer(no_args_is_help=True, help="List received events, and retry those that failed.")
-outbox_app = typer.Typer(no_args_is_help=True, help="List outgoing messages, and retry those that failed.")
+inbox_app = group("List received events, and retry those that failed.")
+outbox_app = group("List outgoing messages, and retry those that failed.")
 
 
 Ref = Annotated[str | None, typer.Argument(metavar="ID", help="Id of a row, or its beginning.")]
@@ -46,7 +46,10 @@ def _add_commands(app: typer.Typer, name: str) -> None:
     def retry(
         ref: Ref = None, failed: Failed = False, catalog: Where = None, output: As = Output.TEXT
     ) -> None:
-        """Retry what has failed: it is due now, and its attempts are counted from zero."""
+        """Retry rows that have failed.
+
+        They are due now, and their attempts are counted from zero.
+        """
         if (ref is None) is not failed:
             raise UsageError(
                 "name one row, or all with --failed",

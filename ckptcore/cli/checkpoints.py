@@ -19,7 +19,7 @@ from ckptcore.utils import terminal
 
 @takes(declared("allow_incomplete", "keep_quantized", "include", "exclude"), ANSWER)
 def inspect(src: Src, **given: Any) -> None:
-    """Show the format of a checkpoint, and its tensors, shapes, dtypes and sizes. Reads headers only."""
+    """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
     from ckptcore.formats import open_source, read_manifest
 
@@ -70,7 +70,10 @@ def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
 
 @takes(NAMES, declared(*MEANS), ANSWER)
 def diff(a: One, b: Other, **given: Any) -> None:
-    """Compare names, dtypes, shapes, bits and plain values of two checkpoints. Exit code 1 if they differ."""
+    """Compare two checkpoints bit by bit.
+
+    Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ.
+    """
     from ckptcore.api import diff as compare
 
     with show.progress() as progress:
@@ -93,7 +96,10 @@ def diff(a: One, b: Other, **given: Any) -> None:
 
 @takes(PART, RUN, declared(*RECORD), ANSWER)
 def fingerprint(src: Src, **given: Any) -> None:
-    """Compute one digest of the tensor values, equal for every copy in any format, topology and files."""
+    """Compute one digest of all tensor values.
+
+    It is equal for every copy, whatever its format, topology and files.
+    """
     from ckptcore.api import fingerprint as take
     from ckptcore.checking.examine import inspect as read
 
@@ -172,5 +178,8 @@ def _exported_with(options: Options) -> dict[str, Any]:
 
 
 def formats(output: As = Output.TEXT) -> None:
-    """List the formats that can be read and written, and those that are recognised and refused."""
+    """List the formats that can be read and written.
+
+    The second list has formats that are recognised and refused.
+    """
     show.formats(as_json=output is Output.JSON)

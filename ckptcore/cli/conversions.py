@@ -38,19 +38,25 @@ def consolidate(
     dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated.")] = None,
     **given: Any,
 ) -> None:
-    """Write every tensor, model and optimizer, under its stored name to one file or folder."""
+    """Write all tensors, named as stored, to a file or folder."""
     _convert(_options(given).request("consolidate", src, dst), given)
 
 
 @takes(declared(*OF_VERB["export"]), WAIT, ANSWER)
 def export(src: Src, dst: Dst, **given: Any) -> None:
-    """Write the model part as a Hugging Face folder: shards, index, config and tokenizer."""
+    """Write the model part as a Hugging Face folder.
+
+    It has the shards, their index, the config and the tokenizer.
+    """
     _convert(_options(given).request("export", src, dst), given)
 
 
 @takes(declared(*OF_VERB["reshard"]), WAIT, ANSWER)
 def reshard(src: Src, dst: Dst, **given: Any) -> None:
-    """Write model, optimizer and trainer state for the ranks of another mesh: fsdp, tp, pp, ep."""
+    """Write all state for the ranks of another mesh.
+
+    Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
+    """
     _convert(_options(given).request("reshard", src, dst), given)
 
 
@@ -67,7 +73,10 @@ def plan(
     ] = "",
     **given: Any,
 ) -> None:
-    """Show what a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
+    """Show what a conversion would do, and write nothing.
+
+    The answer has bytes, files, renames, casts, drops and the peak memory.
+    """
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing
     from ckptcore.conversion.pipeline import peak_memory

@@ -18,6 +18,7 @@ from ckptcore.cli import checkpoints, conversions, operations
 from ckptcore.cli import render as show
 from ckptcore.cli.catalog import app as catalog_app
 from ckptcore.cli.catalog import find, which
+from ckptcore.cli.options import group
 from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
 from ckptcore.utils import terminal
 
@@ -25,7 +26,7 @@ _ABOUT = (
     "Convert sharded training checkpoints into one verified model: validate, consolidate, export and reshard "
     "in bounded memory."
 )
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_ABOUT)
+app = group(_ABOUT)
 catalog_app.command()(operations.rebuild)
 app.add_typer(catalog_app, name="catalog")
 

@@ -20,7 +20,7 @@ from ckptcore.utils.text import count
 
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
 def sweep(names: RootNames = None, **given: Any) -> None:
-    """Convert the checkpoints below the watched roots that are complete and not yet converted."""
+    """Convert new complete checkpoints below the watched roots."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.conversion.pipeline import convert
@@ -47,7 +47,10 @@ def sweep(names: RootNames = None, **given: Any) -> None:
 
 @takes(declared(*options_of(ScrubOptions), of=ScrubOptions), ANSWER)
 def scrub(**given: Any) -> None:
-    """Read again, byte for byte, what the catalog knows, the longest unverified first."""
+    """Verify registered checkpoints again, byte for byte.
+
+    The longest unverified come first.
+    """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.operations.scrub import scrub as run
@@ -68,9 +71,10 @@ def retire(
     ] = None,
     **given: Any,
 ) -> None:
-    """Delete source checkpoints that a verified conversion fully replaces. Dry run by default.
+    """Delete sources that a verified conversion fully replaces.
 
-    The newest steps and checkpoints on hold are kept. `ckptcore prune` is the same command.
+    This is a dry run by default. The newest steps and checkpoints on hold are kept. `ckptcore prune` is the
+    same command.
     """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
@@ -109,7 +113,10 @@ def rebuild(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Record every checkpoint below the given folders, read from its own metadata."""
+    """Record the checkpoints below folders in the catalog.
+
+    Everything is read from the metadata of the checkpoints.
+    """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.operations.rebuild_catalog import rebuild as run
     from ckptcore.planning.request import Settings

@@ -32,6 +32,17 @@ Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the or
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def group(help: str) -> typer.Typer:
+    """Return a program or a group of commands."""
+    return typer.Typer(
+        rich_markup_mode=None,  # the tables of rich cut names of options at 80 columns
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help=help,
+    )
+
+
 def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
     """Return an option's type for typer, with the declared name, help and limits."""
     flag = f"--{name.replace('_', '-')}"

@@ -135,7 +135,7 @@ def _accepted(kept: Kept) -> dict[str, str]:
         return {"status": "accepted", "id": kept.id}
     told = {"status": "duplicate", "id": kept.id, "state": kept.state}
     if kept.state == Stage.FAILED:  # nothing starts it again by itself
-        told["hint"] = f"it has failed; `ckptcore catalog inbox again {kept.id}` puts it back"
+        told["hint"] = f"it has failed; `ckptcore catalog inbox retry {kept.id}` puts it back"
     return told
 
 

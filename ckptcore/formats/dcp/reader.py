@@ -309,7 +309,7 @@ def _metadata_files(source: Source) -> list[str]:
         raise NotComplete(
             f"{source.store.url} has .metadata.tmp but no .metadata: the save is running, or was "
             "aborted just before its last step",
-            hint="wait if it is running; if it was aborted, take it as it is with --recover",
+            hint="wait if it is running; if it was aborted, take it as it is with --allow-incomplete",
         )
     raise NotComplete(
         f"{source.store.url} has *.distcp files but no .metadata: the save is running, was aborted, "

@@ -44,7 +44,7 @@ FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_LOOKED = 1000  # values of 0-d tensors that are compared: a few bytes each
 _MAX_TOLD = 100  # files that are missing, tensors that differ
-_ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --recover"
+_ALONE = "find the rank's file; if no rank wrote one, take what is there as it is with --allow-incomplete"
 _Whole = dict[str, WholeTensor]
 
 

@@ -51,7 +51,7 @@ def require_renamed(source: Source) -> None:
     if name.endswith("-tmp") and not source.recover:
         raise NotComplete(
             f"{name} is the folder that a save works in: it is renamed when the save has finished",
-            hint="wait if the save is running; if it was aborted, take it as it is with --recover",
+            hint="wait if the save is running; if it was aborted, take it as it is with --allow-incomplete",
         )
 
 

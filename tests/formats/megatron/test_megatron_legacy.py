@@ -132,13 +132,13 @@ def test_a_file_of_another_save_is_told(key: str, value: int, tmp_path: Path) ->
             else:
                 setattr(tree["args"], key, value)
 
-    assert "item-mismatch" in codes(save(Case(tp=2), tmp_path, edit), level="cover")
+    assert "item-mismatch" in codes(save(Case(tp=2), tmp_path, edit), level="coverage")
 
 
 def test_a_folder_of_a_larger_job_is_told(tmp_path: Path) -> None:
     base = save(Case(tp=2), tmp_path)
     (base / "mp_rank_01").rename(base / "mp_rank_02")
-    assert {"item-mismatch", "missing-rank", "hole"} <= codes(base, level="cover")
+    assert {"item-mismatch", "missing-rank", "hole"} <= codes(base, level="coverage")
 
 
 def test_a_tensor_without_a_rule_stays_with_its_ranks(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_tensor_without_a_rule_stays_with_its_ranks(tmp_path: Path) -> None:
         tree["model"]["decoder.layers.0.mixer.in_proj.weight"] = torch.zeros(2, 2)
 
     base = save(Case(tp=2), tmp_path, edit)
-    assert "unmerged-tensor" in codes(base, level="cover")
+    assert "unmerged-tensor" in codes(base, level="coverage")
     names = {t.fqn for t in ckptcore.open(str(base)).tensors}
     assert {f"decoder.layers.0.mixer.in_proj.weight/mp_rank_0{n}" for n in (0, 1)} <= names
 

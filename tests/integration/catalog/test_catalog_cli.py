@@ -69,7 +69,8 @@ def filled(path, facts):
         )
         message = "rows of a tensor " + "are missing " * 12
         holes = [
-            finding("hole", "cover", message, fqn=f"model.layers.{i}.mlp.experts.weight") for i in range(25)
+            finding("hole", "coverage", message, fqn=f"model.layers.{i}.mlp.experts.weight")
+            for i in range(25)
         ]
         catalog.fail(failed, code="damaged", message="25 findings", findings=holes, source=source)
     return conversion, public, failed
@@ -143,10 +144,10 @@ def test_lineage(ask, filled):
 
 
 def test_which(ask, filled):
-    said = ask("which", LONG + "model/model-00003-of-00025.safetensors")
+    said = ask("find", LONG + "model/model-00003-of-00025.safetensors")
     for words in ("model-00003-of-00025.safetensors, 10.0 GB", f"export {filled[0]}", f"{3:064x}"):
         assert words in said
-    [origin] = json.loads(ask("which", f"{3:064x}", "--output", "json"))
+    [origin] = json.loads(ask("find", f"{3:064x}", "--output", "json"))
     assert origin["sources"][0]["uri"] == LONG + "step-1000"
 
 
@@ -166,7 +167,7 @@ def test_markup_in_names_is_only_text(ask, path, facts):
     assert "[red]" in ask("show", "/runs/[bold]x[/nope]")
 
 
-@pytest.mark.parametrize("words", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]])
+@pytest.mark.parametrize("words", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["find", "x"]])
 def test_no_catalog_yet(ask, path, words):
     with pytest.raises(CatalogError, match="there is no catalog at"):
         ask(*words)
@@ -272,11 +273,11 @@ def test_what_was_given_up_is_listed_and_put_back(ask, path):
     assert "[red]the" in told
     assert "HTTP 410" in ask("outbox", "list", "--state", "failed")
     assert ask("outbox", "list", "--state", "done") == "nothing found\n"
-    for wrong in (["again"], ["again", ids[0], "--failed"], ["list", "--state", "lost"], ["again", "zz"]):
+    for wrong in (["retry"], ["retry", ids[0], "--failed"], ["list", "--state", "lost"], ["retry", "zz"]):
         with pytest.raises(UsageError):
             ask("inbox", *wrong)
-    assert ask("inbox", "again", ids[0][:8]) == "1 put back\n"
-    assert json.loads(ask("inbox", "again", "--failed", "--output", "json")) == {"put_back": [ids[1]]}
-    assert ask("inbox", "again", "--failed") == "nothing has failed\n"
+    assert ask("inbox", "retry", ids[0][:8]) == "1 put back\n"
+    assert json.loads(ask("inbox", "retry", "--failed", "--output", "json")) == {"put_back": [ids[1]]}
+    assert ask("inbox", "retry", "--failed") == "nothing has failed\n"
     assert {row["state"] for row in json.loads(ask("inbox", "list", "--output", "json"))} == {"waiting"}
-    assert ask("outbox", "again", "--failed") == "1 put back\n"
+    assert ask("outbox", "retry", "--failed") == "1 put back\n"

@@ -295,14 +295,14 @@ def test_a_repeat_of_what_failed_says_so_and_how_it_is_put_back(
     kind: str, client: TestClient, rows: Rows
 ) -> None:
     id = send(client, HOOKS[kind]).json()["id"]
-    for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox again {id}`")):
+    for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox retry {id}`")):
         rows.change(f"UPDATE inbox SET state = '{state}', ended_at = received_at")
         told = send(client, HOOKS[kind]).json()
         assert (told["status"], told["id"], told["state"]) == ("duplicate", id, state)
         assert hint in told.get("hint", "")
         assert ("hint" in told) == (state == "failed")
     # The command is one.
-    done = CliRunner().invoke(catalog, ["inbox", "again", id, "--catalog", str(rows.path)])
+    done = CliRunner().invoke(catalog, ["inbox", "retry", id, "--catalog", str(rows.path)])
     assert done.exit_code == 0, done.output
     assert send(client, HOOKS[kind]).json()["state"] == "waiting"
 

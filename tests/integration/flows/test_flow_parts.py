@@ -112,7 +112,7 @@ def test_only_unknown_errors_come_with_a_traceback(error: Exception, shown: bool
 
 
 def test_an_error_is_told_with_its_findings_and_the_next_step() -> None:
-    found = [finding("hole", "cover", f"tensor {i} has a hole") for i in range(7)]
+    found = [finding("hole", "coverage", f"tensor {i} has a hole") for i in range(7)]
     words = explain(DamagedCheckpoint("7 findings", hint="look", findings=found)).splitlines()
     assert words[0] == "damaged: 7 findings"
     assert words[1] == "- hole: tensor 0 has a hole"

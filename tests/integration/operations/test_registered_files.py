@@ -171,7 +171,7 @@ def test_what_digests_prove_is_ok_and_without_them_unproven(
     assert capsys.readouterr().out.startswith("unproven at level bytes")
     # A level that does not read the files does not speak of their bytes.
     assert main(["validate", str(exported), "--no-catalog"]) == 0
-    assert capsys.readouterr().out.startswith("ok at level cover")
+    assert capsys.readouterr().out.startswith("ok at level coverage")
 
 
 def test_a_file_that_came_later_is_called_unproven(
@@ -278,7 +278,7 @@ def test_overwriting_an_output_keeps_no_row_of_the_old_files(
     assert scrubbed(url, exported)[1].proof == "proven"
 
 
-@pytest.mark.parametrize("first", ["bytes", "cover"])
+@pytest.mark.parametrize("first", ["bytes", "coverage"])
 def test_a_flipped_header_is_damage_and_takes_no_rows_place(
     first: str, exported: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,7 +109,7 @@ def test_asked_again_what_was_broken_is_looked_at_again(runs, watch, swept, monk
     save(runs / "llama" / "step-1")
     watch()
     with monkeypatch.context() as patch:
-        patch.setattr(settling, "validate", lambda *a: Report("cover", "dcp", 1, 4, (WRONG,)))
+        patch.setattr(settling, "validate", lambda *a: Report("coverage", "dcp", 1, 4, (WRONG,)))
         assert swept()[0]["step-1"].standing == "broken"
     assert swept()[0]["step-1"].standing == "broken"
     assert swept(again=True)[0]["step-1"].standing == "made"
@@ -290,7 +290,7 @@ def test_the_command_line(runs, tmp_path, monkeypatch, capsys):
     old = time.time() - 3600
     for path in runs.rglob("*"):
         os.utime(path, (old, old))
-    assert run(["sweep", "--settle", "0s", "--output", "json"]) == 1
+    assert run(["sweep", "--min-age", "0s", "--output", "json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"broken": 1, "made": 1}
     assert told["items"][0]["findings"][0]["code"] == "not-complete"

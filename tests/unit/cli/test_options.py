@@ -14,11 +14,11 @@ from ckptcore.errors import error_classes
 
 WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --fingerprint --include
     --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
-    --no-verify --output --overwrite --overwrite-foreign --recover --rename --resume --tie
+    --no-verify --output --overwrite --overwrite-foreign --allow-incomplete --rename --resume --tie
     --to --verify --wait --workers"""
 OPTIONS = {
-    "inspect": "--exclude --include --keep-quantized --output --recover",
-    "validate": "--catalog --keep-quantized --level --no-catalog --output --recover --workers",
+    "inspect": "--exclude --include --keep-quantized --output --allow-incomplete",
+    "validate": "--catalog --keep-quantized --level --no-catalog --output --allow-incomplete --workers",
     "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
         --workers""",
     "consolidate": WRITE,
@@ -26,10 +26,10 @@ OPTIONS = {
     "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
     "verify-export": """--against --any-memory --catalog --device --dtype --dtype-for --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
-        --near-threshold --no-catalog --output --recover --reference --rename --tie --workers""",
+        --near-threshold --no-catalog --output --allow-incomplete --reference --rename --tie --workers""",
     "plan": """--arch --config --dtype --dtype-for --exclude --include --keep-quantized
         --max-file-size --memory --mesh --model-prefix --names --no-catalog --no-resume --output
-        --overwrite --overwrite-foreign --recover --rename --resume --save --serialization
+        --overwrite --overwrite-foreign --allow-incomplete --rename --resume --save --serialization
         --sharding --tie --to --tokenizer --verb --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
@@ -40,7 +40,7 @@ OPTIONS = {
     "scrub": "--budget --catalog --output --share",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --workers --yes""",
-    "sweep": "--again --catalog --device --dry-run --fingerprint --memory --output --settle --workers",
+    "sweep": "--again --catalog --device --dry-run --fingerprint --memory --output --min-age --workers",
 }
 
 
