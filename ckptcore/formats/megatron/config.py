@@ -87,7 +87,7 @@ def finished_config(source: Source) -> MegatronConfig | None:
         raise NotComplete(
             f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
             "was aborted, or rank 0 wrote it to another node",
-            hint="wait if it is running; take it as it is with --allow-incomplete if everything else is there",
+            hint="wait if it is running; accept it with --allow-incomplete if everything else is there",
         )
     return told
 

@@ -31,7 +31,7 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
 
 
 def findings(path: Path) -> list[Finding]:
-    """Findings of level cover that are more than information."""
+    """Findings of level coverage that are more than information."""
     return [f for f in ckptcore.check(ckptcore.open(str(path))).findings if f.severity != "info"]
 
 

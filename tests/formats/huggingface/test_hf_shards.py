@@ -413,7 +413,7 @@ def test_a_flipped_bit_beside_the_right_one(side: int, cli: Cli, tmp_path: Path)
     [told] = [f["message"] for f in done.json["findings"] if f["code"] == "replica-mismatch"]
     assert all(part in told for part in ("sharded/" + shard(2), files[1].name, " 1 of ", "[8, 1]")), told
     assert validated(cli, tmp_path / "a").json["findings"] == done.json["findings"]
-    assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level cover
+    assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level coverage
     for verb in (["consolidate"], ["export"], ["reshard", "--to", "dcp", "--mesh", "fsdp=2"]):
         args = [verb[0], tmp_path / "a", tmp_path / "out", *verb[1:], "--output", "json"]
         refused = cli(*args)

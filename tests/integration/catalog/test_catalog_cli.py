@@ -104,7 +104,7 @@ def test_list_conversions(ask, filled):
     assert "damaged" in said
     [row] = json.loads(ask("list", "--conversions", "--state", "failed", "--output", "json"))
     assert (row["id"], row["error_code"]) == (filled[2], "damaged")
-    with pytest.raises(UsageError, match="choose checkpoints"):
+    with pytest.raises(UsageError, match="select checkpoints"):
         ask("list", "--conversions", "--kind", "source")
 
 
@@ -122,7 +122,7 @@ def test_show_a_checkpoint(ask, filled):
 
 def test_show_a_conversion(ask, filled):
     said = ask("show", filled[2])
-    for words in ("damaged: 25 findings", "findings: 25 error", "and 5 more", "layers.0.mlp"):
+    for words in ("damaged: 25 findings", "findings: 25 errors", "and 5 more", "layers.0.mlp"):
         assert words in said
     shown = json.loads(ask("show", filled[2], "--output", "json"))
     assert len(shown["findings"]) == 25
@@ -143,9 +143,9 @@ def test_lineage(ask, filled):
     assert found["descendants"] == []
 
 
-def test_which(ask, filled):
+def test_find(ask, filled):
     said = ask("find", LONG + "model/model-00003-of-00025.safetensors")
-    for words in ("model-00003-of-00025.safetensors, 10.0 GB", f"export {filled[0]}", f"{3:064x}"):
+    for words in ("model-00003-of-00025.safetensors, 9.3 GiB", f"export {filled[0]}", f"{3:064x}"):
         assert words in said
     [origin] = json.loads(ask("find", f"{3:064x}", "--output", "json"))
     assert origin["sources"][0]["uri"] == LONG + "step-1000"
@@ -156,7 +156,7 @@ def test_tag(ask, filled):
     assert "eval.mmlu=71.3 " in ask("tag", filled[1], "owner=") + " "
     shown = json.loads(ask("show", filled[1], "--output", "json"))
     assert shown["tags"] == {"eval.mmlu": "71.3"}
-    with pytest.raises(UsageError, match="not KEY=VALUE"):
+    with pytest.raises(UsageError, match="KEY=VALUE"):
         ask("tag", filled[1], "oops")
 
 
@@ -249,13 +249,13 @@ def test_root(ask, filled):
     )
     assert ask("root", "list").splitlines()[1].split()[:2] == ["llama", "yes"]
     for target in ("[]", "{"):
-        with pytest.raises(UsageError, match="--target is no JSON"):
+        with pytest.raises(UsageError, match="--target"):
             ask("root", "add", "again", "/runs", "--target", target)
     ask("root", "remove", "llama")
     assert ask("root", "list") == "nothing found\n"
 
 
-def test_what_was_given_up_is_listed_and_put_back(ask, path):
+def test_failed_rows_are_listed_and_retried(ask, path):
     ask("upgrade")
     assert ask("inbox", "list") == "nothing found\n"
     now = datetime.now(UTC)
@@ -276,8 +276,8 @@ def test_what_was_given_up_is_listed_and_put_back(ask, path):
     for wrong in (["retry"], ["retry", ids[0], "--failed"], ["list", "--state", "lost"], ["retry", "zz"]):
         with pytest.raises(UsageError):
             ask("inbox", *wrong)
-    assert ask("inbox", "retry", ids[0][:8]) == "1 put back\n"
+    assert ask("inbox", "retry", ids[0][:8]) == "1 row due again\n"
     assert json.loads(ask("inbox", "retry", "--failed", "--output", "json")) == {"put_back": [ids[1]]}
     assert ask("inbox", "retry", "--failed") == "nothing has failed\n"
     assert {row["state"] for row in json.loads(ask("inbox", "list", "--output", "json"))} == {"waiting"}
-    assert ask("outbox", "retry", "--failed") == "1 put back\n"
+    assert ask("outbox", "retry", "--failed") == "1 row due again\n"

@@ -43,7 +43,7 @@ def test_what_is_complete_is_converted_once(watched: Path, catalog: str, tmp_pat
 
     shutil.copytree(watched / "step-7", watched / "step-8")
     (watched / "step-8" / ".metadata").unlink()
-    dry = sweep(catalog=catalog, min_age="0s", dry_run=True, return_state=True)
+    dry = sweep(catalog=catalog, settle="0s", dry_run=True, return_state=True)
     assert (dry.is_completed(), conversions(catalog)) == (True, [])
     state = sweep(catalog=catalog, min_age="0s", return_state=True)
     assert state.is_completed(), state.message
