@@ -37,7 +37,7 @@ def rows(full, tensors, bare):
         side = "runs" if n % 2 else "out"
         return f"/{side}/run-{n % RUNS}/step-{n // RUNS}"
 
-    def held(n):
+    def content(n):
         return tensors if n % every == 0 and n // every <= full else 0
 
     numbers = range(1, count + 1)
@@ -77,7 +77,7 @@ def rows(full, tensors, bare):
                 states[n],
                 n // RUNS,
                 10**9 + n,
-                held(n),
+                content(n),
                 2,
                 "bfloat16",
                 digest_of("m", n),

@@ -67,7 +67,7 @@ def observe(cell: Cell, tinies: Callable[[str], Tiny], folder: Path, judge: Judg
 
 
 def require_declared(cell: Cell, found: Result) -> None:
-    """Raises AssertionError unless the table says of a cell what was found, no more and no less."""
-    said = declared(cell.family, cell.source)
-    assert found.level == said.level, f"{cell}: the table says {said}, it is {found}"
-    assert said.why in found.why, f"{cell}: the table says {said}, it is {found}"
+    """Raise AssertionError unless the table states exactly what was found in a cell."""
+    expected = declared(cell.family, cell.source)
+    assert found.level == expected.level, f"{cell}: the table has {expected}, found {found}"
+    assert expected.why in found.why, f"{cell}: the table has {expected}, found {found}"

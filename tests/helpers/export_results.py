@@ -65,7 +65,7 @@ _REFUSED = {
 # Families that transformers 4.57 does not have. All others' cells are the same there.
 LACKING_4 = {"minimax_m2", "deepseek_v32", "qwen3_5", "qwen3_5_moe", "nemotron_h"}
 # Real trainers' checkpoints: (family, source) -> samples whose export is the folder beside them, bit for bit.
-# Both lie in tests/fixtures/maps/truths.tar.zst.
+# Both are in tests/fixtures/maps/truths.tar.zst.
 REAL: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("llama", "megatron"): (
         ("gpt_llama_tp2pp2_0.19.2/ckpt", "hf_llama"),
@@ -79,8 +79,8 @@ REAL: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
 
 def row(family: str) -> tuple[str, ...]:
     """A family's row of the table: what each source's cell says, and what transformers 4.57 does."""
-    said = (f"{declared(family, s)}{' †' * ((family, s) in REAL)}" for s in SOURCES)
-    return (f"`{family}`", *said, "has no such model" if family in LACKING_4 else "the same")
+    levels = (f"{declared(family, s)}{' †' * ((family, s) in REAL)}" for s in SOURCES)
+    return (f"`{family}`", *levels, "has no such model" if family in LACKING_4 else "the same")
 
 
 def has_map(family: str, source: str) -> bool:

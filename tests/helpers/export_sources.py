@@ -85,15 +85,15 @@ def _verl(tiny: Tiny, form: str, folder: Path) -> Path:
         try:
             mesh = DeviceMesh("cpu", range(RANKS), mesh_dim_names=("fsdp",))
             mine: dict[str, Any] = {}
-            for name, whole in tiny.live.state_dict().items():
-                parts = whole.chunk(RANKS)  # rank 1 has nothing of a single row
+            for name, full in tiny.live.state_dict().items():
+                parts = full.chunk(RANKS)  # rank 1 has nothing of a single row
                 mine[name] = DTensor.from_local(
-                    (parts[rank] if rank < len(parts) else whole[:0]).clone(),
+                    (parts[rank] if rank < len(parts) else full[:0]).clone(),
                     mesh,
                     [Shard(0)],
                     run_check=False,
-                    shape=whole.shape,
-                    stride=whole.stride(),
+                    shape=full.shape,
+                    stride=full.stride(),
                 )
             torch.save(mine, folder / f"model_world_size_{RANKS}_rank_{rank}.pt")
         finally:
@@ -197,7 +197,7 @@ def _olmo(tiny: Tiny, form: str, folder: Path) -> Path:
     torch.save({"state": {}, "param_groups": []}, folder / "optim.pt")
     torch.save({"global_step": 3}, folder / "train.pt")
     config = tiny.config
-    said = {
+    settings = {
         "d_model": config["hidden_size"],
         "n_layers": config["num_hidden_layers"],
         "n_heads": config["num_attention_heads"],
@@ -205,7 +205,7 @@ def _olmo(tiny: Tiny, form: str, folder: Path) -> Path:
         "embedding_size": config["vocab_size"],
         "norm_after": json.dumps(config["model_type"] == "olmo2"),
     }
-    (folder / "config.yaml").write_text("model:\n" + "".join(f"  {k}: {v}\n" for k, v in said.items()))
+    (folder / "config.yaml").write_text("model:\n" + "".join(f"  {k}: {v}\n" for k, v in settings.items()))
     return folder
 
 

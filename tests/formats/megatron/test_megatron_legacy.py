@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from legacy_ranks import HEADS, Case, E, V, expected, local_layer, require_equal, save, whole_model
+from legacy_ranks import HEADS, Case, E, V, expected, full_model, local_layer, require_equal, save
 
 import ckptcore
 from ckptcore.errors import CkptError, DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat
@@ -55,8 +55,8 @@ def test_ranks_become_whole(name: str, tmp_path: Path) -> None:
 def test_layers_of_two_kinds_stay_apart(tmp_path: Path) -> None:
     """A dense first layer before layers of experts: distributed checkpoints keep one tensor per layer."""
     dense, moe = Case(layers=1), Case(layers=2, experts="sequential")
-    around, first = whole_model(dense)
-    rest = whole_model(moe)[1]
+    around, first = full_model(dense)
+    rest = full_model(moe)[1]
     layers = [*first, *rest]
     model = {f"decoder.layers.0.{k}": v for k, v in local_layer(dense, first[0], 0, 0).items()}
     for n, layer in enumerate(rest, 1):

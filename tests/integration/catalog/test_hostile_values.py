@@ -14,7 +14,7 @@ NOW = datetime(2026, 3, 1, tzinfo=UTC)
 # A NUL is no text to PostgreSQL, a lone surrogate to nobody; a number may have more than 64 bits.
 SHORT = ("a\0b", "k=\udc80")
 LONG = ("\0", "a\udc80", "\ud800", "k\0=v", "s3://b/\0", "s3://b/\udc80", str(2**63), str(2**64), *SHORT)
-VERBS = [verb for verb in commandline.verbs() if verb.words[0] == "catalog"]
+VERBS = [verb for verb in commandline.verbs() if verb.path[0] == "catalog"]
 # Refused as usage or as a source, or done with an escape instead; never a trouble of the database or of ours.
 CODES = {0, 2, 8, 13, 23}
 

@@ -1,4 +1,4 @@
-"""The documentation site: does it build without a warning, and is it complete in itself?"""
+"""Check that the documentation site builds without a warning, and is complete in itself."""
 
 from __future__ import annotations
 

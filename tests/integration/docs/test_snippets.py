@@ -66,7 +66,7 @@ def script_of(steps: list[Step]) -> str:
 
 
 def sample_folder(unpacked: Path, sample: str) -> Path:
-    """The folder `NAME/PART` of a sample, which lies in the repository or in one of its archives."""
+    """The folder `NAME/PART` of a sample, which is in the repository or in one of its archives."""
     archives = (unpack(unpacked, archive) for archive in [*ARCHIVES, FIXTURES / "maps/truths.tar.zst"])
     for origin in [*(p for p in FIXTURES.iterdir() if p.is_dir()), *archives]:
         if (origin / sample).is_dir():

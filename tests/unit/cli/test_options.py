@@ -115,13 +115,13 @@ def unfinished(tmp_path: Path) -> Path:
 def test_recover_is_a_former_name_of_allow_incomplete(
     command: str, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [command, str(unfinished)]
-    words += [] if command == "inspect" else ["--no-catalog"]
-    assert main([*words, "--output", "json"]) == 3 if command != "validate" else 1
-    assert main([*words, "--allow-incomplete"]) == 0
+    arguments = [command, str(unfinished)]
+    arguments += [] if command == "inspect" else ["--no-catalog"]
+    assert main([*arguments, "--output", "json"]) == 3 if command != "validate" else 1
+    assert main([*arguments, "--allow-incomplete"]) == 0
     assert "note:" not in capsys.readouterr().err
-    words += [str(tmp_path / "second")] if command == "consolidate" else []
-    assert main([*words, "--recover", "--output", "json"]) == 0
+    arguments += [str(tmp_path / "second")] if command == "consolidate" else []
+    assert main([*arguments, "--recover", "--output", "json"]) == 0
     streams = capsys.readouterr()
     assert json.loads(streams.out)
     assert "note: --recover is now --allow-incomplete" in streams.err
@@ -184,15 +184,15 @@ def test_cover_is_a_former_name_of_the_level_coverage(
     from torch import arange
 
     save_file({"w": arange(4)}, tmp_path / "a.safetensors")
-    words = ["validate", str(tmp_path / "a.safetensors"), "--no-catalog", "--output", "json"]
+    arguments = ["validate", str(tmp_path / "a.safetensors"), "--no-catalog", "--output", "json"]
     for level in ("cover", "coverage"):
-        assert main([*words, "--level", level]) == 0
+        assert main([*arguments, "--level", level]) == 0
         streams = capsys.readouterr()
         assert json.loads(streams.out)["level"] == "coverage"
         assert ("note: --level cover is now --level coverage" in streams.err) == (level == "cover")
     manifest = ckptcore.open(str(tmp_path / "a.safetensors"))
     assert ckptcore.check(manifest, "cover") == ckptcore.check(manifest)
-    assert main([*words, "--level", "deep"]) == 2
+    assert main([*arguments, "--level", "deep"]) == 2
     assert (
         "files, coverage, bytes or values (got 'deep')"
         in json.loads(capsys.readouterr().out)["error"]["message"]
