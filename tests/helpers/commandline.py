@@ -197,6 +197,7 @@ _FITTING = """
     workers: 1 2
     device: cpu
     save: new-plan
+    min_age: 0s
     settle: 0s
     wait: 0s 1s
     budget: 1s
@@ -233,7 +234,9 @@ def fitting(parameter: Parameter) -> Sequence[str]:
 
 
 def argv_of(verb: Verb, values: Mapping[str, Sequence[str]], off: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of a call. values: by parameter; of a flag, any. off: flags to be given by their other name.
+    """Return the arguments of a call.
+
+    values: by parameter; of a flag, any. off: flags to be given by their other name.
 
     An argument after which others are given is filled in; arguments come last, behind a ``--``.
     """
