@@ -408,8 +408,12 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE3 of everything but the place (root) the checkpoint lies in, and second copies, hex."""
-        return blake3(replace(self.without_copies(), root="").dump()).hexdigest()
+        """BLAKE3 of everything but the checkpoint's place (root), second copies and findings, hex.
+
+        Findings follow from the rest, and their wording may change: claims, saved plans and catalogs name a
+        checkpoint by this digest.
+        """
+        return blake3(replace(self.without_copies(), root="", findings=()).dump()).hexdigest()
 
 
 def _chunks_of_first(chunks: Chunks, items: int) -> Chunks:
