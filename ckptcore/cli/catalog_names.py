@@ -11,7 +11,6 @@ import typer
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
 from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
-from ckptcore.utils.text import shown
 
 alias_app = group("Manage names that refer to one checkpoint at a time.")
 hold_app = group("Manage holds, which keep checkpoints from being deleted.")
@@ -201,7 +200,8 @@ def _object(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise UsageError(
-            f"--target must be a JSON object (got {shown(value)})", hint='for example {"to": "safetensors"}'
+            f"--target must be a JSON object (got {type(value).__name__})",
+            hint='for example {"to": "safetensors"}',
         )
     return value
 

@@ -34,7 +34,8 @@ def print_table(
     widths = _name_widths(out.width, heads, cells, names)
     table = new_table()
     for n, head in enumerate(heads):
-        table.add_column(head, overflow="ignore" if n in widths else "fold", no_wrap=n in widths)
+        one_word = not any(" " in row[n] or len(row[n]) > _MAX_WORD for row in cells)
+        table.add_column(head, overflow="fold", no_wrap=n in widths or one_word)
     least = _PADDING * (len(heads) - 1)
     for n in range(len(heads)):
         if n in widths:
