@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _PADDING = 3  # columns between two cells, rules included
 _MIN_NAME = 24  # columns that a name gets at least before it wraps
-_MAX_WORD = 24  # columns that the longest word of another cell keeps at most
+_MAX_WORD = 12  # columns that the longest word of another cell keeps at most
 _PARTS = re.compile(r"[^./]*[./]?")
 
 
@@ -34,7 +34,7 @@ def print_table(
     widths = _name_widths(out.width, heads, cells, names)
     table = new_table()
     for n, head in enumerate(heads):
-        one_word = not any(" " in row[n] or len(row[n]) > _MAX_WORD for row in cells)
+        one_word = not any(" " in row[n] or len(row[n]) > _MIN_NAME for row in cells)
         table.add_column(head, overflow="fold", no_wrap=n in widths or one_word)
     least = _PADDING * (len(heads) - 1)
     for n in range(len(heads)):

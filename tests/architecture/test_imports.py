@@ -98,8 +98,8 @@ def test_patterns_of_credentials_are_not_compiled_before_they_are_needed() -> No
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "catalog"])
-def test_only_the_verb_that_is_asked_for_is_made(verb: str) -> None:
-    alone = typer.main.get_command(cli._asked([verb, "--help"]))
+def test_only_the_called_command_is_built(verb: str) -> None:
+    alone = typer.main.get_command(cli._program([verb, "--help"]))
     complete = typer.main.get_command(cli.app)
     assert list(alone.commands) == [verb]
     assert help_of(alone, verb) == help_of(complete, verb)
@@ -107,7 +107,7 @@ def test_only_the_verb_that_is_asked_for_is_made(verb: str) -> None:
 
 @pytest.mark.parametrize("given", [[], ["--help"], ["--version"], ["nothing"], ["--output", "inspect"]])
 def test_without_a_verb_all_of_them_are_there(given: list[str]) -> None:
-    assert cli._asked(given) is cli.app
+    assert cli._program(given) is cli.app
 
 
 def test_catalog_queries_start_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
