@@ -39,6 +39,8 @@ WIDTH = 100
 _ID = 8  # digits of an id, enough to tell the checkpoints of one catalog apart
 _FILES = 20  # files and findings that `show` lists
 
+_LINES = ("message", "tensor", "where")  # columns whose cells may have several lines
+
 Column = tuple[str, Callable[[Any], str]]
 
 
@@ -64,13 +66,14 @@ def tail(text: str, width: int) -> str:
     """Return the end of a text that is too long, from a slash or dot on where there is one.
 
     >>> tail("/data/runs/llama/step-1000", 14), tail("model.layers.0.mlp.weight", 16)
-    ('…/step-1000', '….mlp.weight')
+    ('…/step-1000', '….0.mlp.weight')
     """
     text = redacted(text)  # before the cut: afterwards, a password could no longer be recognised
     if len(text) <= width:
         return text
-    end = text[len(text) - width + 1 :]
-    at = next((n for n, c in enumerate(end) if c in "./"), 0)
+    start = len(text) - width + 1
+    end = text[start:]
+    at = 0 if text[start - 1] in "./" else next((n for n, c in enumerate(end) if c in "./"), 0)
     return "…" + (end[at:] if at <= width // 2 else end)
 
 
@@ -328,7 +331,7 @@ def _findings_table(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
                 (
                     ("code", lambda f: f.code),
                     ("level", lambda f: f.level),
-                    ("where", lambda f: tail(f.fqn or f.file or "-", 28)),
+                    ("where", lambda f: wrap_name(terminal.clean(f.fqn or f.file or "-"), 28)),
                     ("message", lambda f: f.message),
                 ),
             ),
@@ -356,9 +359,7 @@ def _table(rows: Iterable[Any], columns: tuple[Column, ...], right: tuple[str, .
             justify="right" if name in right else "left",
         )
     for row in rows:
-        table.add_row(
-            *(terminal.text(cell(row), lines=name in ("message", "tensor")) for name, cell in columns)
-        )
+        table.add_row(*(terminal.text(cell(row), lines=name in _LINES) for name, cell in columns))
     return table
 
 
