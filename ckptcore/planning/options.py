@@ -335,7 +335,7 @@ def pydantic_type(kind: Any, option: Option) -> Any:
     # None is no limit.
     field = Field(description=option.help, ge=option.least, pattern=option.pattern)
     if option.renamed_to is not None:
-        return Annotated[kind, option, field, SkipJsonSchema()]
+        return Annotated[kind, option, field, SkipJsonSchema()]  # type: ignore[type-arg]  # it takes none
     return Annotated[kind, option, field]
 
 

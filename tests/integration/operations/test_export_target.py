@@ -60,6 +60,14 @@ def test_what_can_make_nothing_is_refused_when_it_is_told(form, word):
         target_of(form)
 
 
+@pytest.mark.parametrize("name", ["allow_incomplete", "recover"])
+def test_the_option_and_the_field_of_a_request_are_one(name):
+    target = target_of({name: True})
+    place = TemplateFields("/runs", "llama", 1, "step-1", "llama/step-1")
+    assert target.request("/runs/llama/step-1", place).recover is True
+    assert target.as_dict()["recover"] is True
+
+
 def test_a_step_that_nothing_tells():
     with pytest.raises(UsageError, match="tells a step"):
         target_of({"destination": "/out/{step}"}).fill(
