@@ -272,7 +272,7 @@ _edit(
 
 @TABLE(ITEM, MALFORMED, "length-mismatch", needs="zstd")
 def stream_bomb(folder: Folder) -> None:
-    """A stream of a few kB that gives 16 GB of zeros."""
+    """A stream of a few KiB that expands to 16 GB of zeros."""
     import zstandard
 
     place = folder.tensors("zstd")[0]
