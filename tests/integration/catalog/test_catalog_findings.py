@@ -78,5 +78,5 @@ def test_unfinished_is_not_damaged(catalog, facts):
 def test_unknown_levels(catalog, facts):
     with pytest.raises(UsageError, match=r"level must be .*'deep'"):
         catalog.record_validation(facts("/runs/step-1"), level="deep")
-    with pytest.raises(ValueError, match="is none of files, cover, bytes, values"):
+    with pytest.raises(ValueError, match="is none of files, coverage, bytes, values"):
         facts("/runs/step-1", verified="deep")

@@ -44,7 +44,7 @@ def test_what_is_not_whole_yet_is_waited_for(runs, wait, tmp_path):
     code, answer, words = wait(source, "30s")
     writer.join()
     assert (code, answer["destination"]) == (0, str(tmp_path / "out"))
-    assert "checking again in 0.0" in words
+    assert "checking again in 0.1" in words
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 
