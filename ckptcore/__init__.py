@@ -6,8 +6,8 @@
     weight = ckptcore.read(manifest, "model.lm_head.weight")
     ckptcore.convert("/runs/llama/step-300", "/models/llama", verb="export")
 
-Nothing from a checkpoint is executed, memory is a budget instead of the model's size, and torch is
-imported only when tensors are touched.
+No code from a checkpoint is executed, memory use is a budget instead of the model's size, and torch is
+imported only when tensors are read or written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# name -> module; imported on first use, so that `import ckptcore` costs nothing.
+# name -> module; imported on first use, so that `import ckptcore` is fast.
 _WHERE = {
     "open": "ckptcore.api",
     "read": "ckptcore.api",
@@ -120,7 +120,7 @@ def __dir__() -> list[str]:
 
 
 class _Moved:
-    """Asked for modules below `ckptcore` that nothing else finds: those of release 0.1 have moved."""
+    """Find modules of release 0.1 below `ckptcore`, which have moved."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -130,4 +130,4 @@ class _Moved:
         return found
 
 
-sys.meta_path.append(_Moved)  # last: whatever is found is found without it
+sys.meta_path.append(_Moved)  # last: only for modules that nothing else finds

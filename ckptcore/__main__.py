@@ -1,8 +1,8 @@
-"""`ckptcore` and `python -m ckptcore`: how does one command begin and end as a process of its own?
+"""Run one `ckptcore` or `python -m ckptcore` command as a process of its own, with a fast start and end.
 
-Fast, both: a short conversion should cost what it does. Importing makes hardly anything but what stays,
-so looking for garbage all the while is in vain, and taking the modules apart in the end is, too: that is a
-sixth of the CPU time of `inspect` and of a small `consolidate` (decision 56 in DESIGN.md).
+A short conversion should cost what it does. Imports make hardly any garbage, so collecting it during them is
+useless, and so is taking the modules apart at the end: that is a sixth of the CPU time of `inspect` and of a
+small `consolidate` (decision 56 in DESIGN.md).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NoReturn
 from ckptcore.errors import InternalError
 from ckptcore.utils import terminal
 
-_GARBAGE = 200_000  # objects that came and stayed until garbage is looked for; the usual 700 take 0.1 s
+_GARBAGE = 200_000  # new objects before garbage is collected; the usual 700 cost 0.1 s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; gives its exit code."""
+    """Run one command and return its exit code."""
     from ckptcore.cli.main import run
 
     # A checkpoint may have thousands of files; the usual soft limit is 1024 open ones.
@@ -33,18 +33,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Runs one command as a process of its own."""
+    """Run one command as a process of its own."""
     gc.set_threshold(_GARBAGE, 10, 10)
     terminal.guard()
     code = main()
     # Measured beside an ordinary exit, medians of 9 and 7 pairs of processes, CPU time: `inspect` 0.57 s
     # against 0.66 s, `consolidate` 0.95 s against 1.17 s. `os._exit` skips what libraries registered for the
-    # end (event loops of stores, logs, temporary folders). Only `atexit` can run that: it has no public name.
-    atexit._run_exitfuncs()  # an error in there is printed, and goes no further
+    # end (event loops of stores, logs, temporary folders). Only this private function of `atexit` runs it.
+    atexit._run_exitfuncs()  # it prints errors, and raises none
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except BrokenPipeError:  # nobody reads any more
+    except BrokenPipeError:  # the reader has gone
         os._exit(code)
     except OSError:  # the answer is lost: a full disk behind a redirection, say
         os._exit(code or InternalError.exit_code)

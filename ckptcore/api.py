@@ -1,4 +1,4 @@
-"""The Python face: open, check, diff, read, load into a live model, plan, execute, convert."""
+"""The Python API: open, check, diff, read, load into a live model, plan, execute and convert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Manifest
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose
+from ckptcore.planning.options import request_field
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.workers import Progress
 
@@ -28,18 +29,49 @@ if TYPE_CHECKING:
     from ckptcore.planning.export_source import KnownExport
 
 
-def open(url: str, *, recover: bool = False, keep_quantized: bool = False) -> Manifest:
-    """The manifest of a checkpoint folder or file; no tensor byte is read.
+def open(
+    url: str, *, allow_incomplete: bool = False, keep_quantized: bool = False, recover: bool = False
+) -> Manifest:
+    """Read the manifest of a checkpoint folder or file, without reading a tensor byte.
 
-    keep_quantized: give quantised weights as they are stored, instead of their values in float32.
+    Args:
+        url: Path or fsspec URL.
+        allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
+        keep_quantized: Describe quantised weights as stored, instead of their values in float32.
+        recover: Former name of ``allow_incomplete``.
+
+    Returns:
+        The tensors, objects and files of the checkpoint, and which bytes hold them.
+
+    Raises:
+        SourceUnreadable: There is nothing at the URL, or it cannot be read.
+        UnknownFormat: Nothing there is a checkpoint of a known format.
+        UnsupportedFormat: The format is recognised, but not read.
+        NotComplete: The save has not finished.
+        DamagedCheckpoint: The metadata cannot be used.
     """
-    return inspect(url, recover, keep_quantized)
+    return inspect(url, allow_incomplete or recover, keep_quantized)
 
 
 def check(
-    manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
+    manifest: Manifest, level: str = "coverage", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
-    """Checks a manifest: levels files, cover, bytes, values (see `ckptcore.check`)."""
+    """Check a checkpoint for completeness and correctness.
+
+    Args:
+        manifest: The checkpoint, as `open` returns it.
+        level: ``files`` (present, sizes, stray files), ``coverage`` (every element is stored exactly once),
+            ``bytes`` (checksums and replicas; reads every byte) or ``values`` (NaN and Inf). Each level
+            includes those before it.
+        workers: Number of threads for the levels that read tensors.
+        progress: Called with (stage, bytes done, bytes in total) while tensors are read.
+
+    Returns:
+        The findings; ``report.ok`` is False where one of them is an error.
+
+    Raises:
+        UsageError: There is no such level.
+    """
     return validate(manifest, level, workers=workers, progress=progress)
 
 
@@ -57,16 +89,33 @@ def diff(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Difference:
-    """What is not the same in two checkpoints, of whatever formats and topologies.
+    """Compare two checkpoints of any format and topology.
 
-    Compared are names, dtypes, shapes and bits of tensors (a NaN equals itself, 0.0 is not -0.0), and plain
-    values. Every record with a checksum is verified, copies are compared with each other.
-    model: compare the model parts alone, as ``export`` finds them, wrappers off the names, without
-    plain values. model_prefix: where the model is in A, and in B. rename: (old, new) for A's names,
-    as in `Request`. tie: (gone, kept): a side that lacks ``gone`` has ``kept`` there, too. include, exclude:
-    globs on the names that are compared.
-    Raises `DamagedCheckpoint` when a side is not whole or a checksum fails, `AmbiguousModel`,
-    `NameMismatch`, `UsageError`. Memory: ``settings.memory``.
+    Names, dtypes, shapes and bits of tensors are compared (a NaN equals itself, 0.0 differs from -0.0), and
+    plain values. Every record with a checksum is verified, and replicas are compared with each other.
+
+    Args:
+        a: A manifest, or a path or URL.
+        b: The other checkpoint.
+        model: Compare the model parts only, as ``export`` finds them, without wrapper prefixes and without
+            plain values.
+        model_prefix: Prefix of the model's names in A, then in B.
+        include: Globs on the compared names; empty for all.
+        exclude: Globs on the compared names.
+        rename: (old, new) for A's names, as in `Request`.
+        tie: (gone, kept): where a side has no ``gone``, its ``kept`` is compared.
+        keep_quantized: Compare quantised weights as stored, instead of their values.
+        settings: Memory budget and threads. Memory use is ``settings.memory``.
+        progress: Called with (stage, bytes done, bytes in total).
+
+    Returns:
+        What differs; ``difference.equal`` is True where nothing does.
+
+    Raises:
+        DamagedCheckpoint: A side is incomplete, or a checksum fails.
+        AmbiguousModel: The model part cannot be found.
+        NameMismatch: Names collide.
+        UsageError: The arguments contradict each other.
     """
     from ckptcore.comparison.diff import DiffRules
     from ckptcore.comparison.diff import diff as run
@@ -91,14 +140,30 @@ def fingerprint(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Fingerprints:
-    """What a checkpoint holds as one digest, equal for every copy of whatever format, topology and files.
+    """Compute one digest of a checkpoint's tensor values, equal for every format, topology and file split.
 
-    Every tensor is read once; every record with a checksum is verified, copies are compared with each other.
-    model: of the model part alone, as ``export`` finds it, wrappers off the names. model_prefix: where that
-    is. include, exclude: globs on stored names. rename: (old, new), as in `Request`. See
-    `ckptcore.fingerprints.sums` for what a fingerprint proves, and what not.
-    Raises `DamagedCheckpoint` when it is not whole or a checksum fails, `AmbiguousModel`, `NameMismatch`,
-    `UsageError`. Memory: ``settings.memory``.
+    Every tensor is read once; every record with a checksum is verified, and replicas are compared with each
+    other. `ckptcore.fingerprints.sums` explains what a fingerprint proves.
+
+    Args:
+        source: A manifest, or a path or URL.
+        model: Take the model part only, as ``export`` finds it, without wrapper prefixes.
+        model_prefix: Prefix of the model's names; None finds it.
+        include: Globs on stored names; empty for all.
+        exclude: Globs on stored names.
+        rename: (old, new), as in `Request`.
+        keep_quantized: Take quantised weights as stored, instead of their values.
+        settings: Memory budget, threads and device. Memory use is ``settings.memory``.
+        progress: Called with (stage, bytes done, bytes in total).
+
+    Returns:
+        The fingerprint, and one for each tensor.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is incomplete, or a checksum fails.
+        AmbiguousModel: The model part cannot be found.
+        NameMismatch: Names collide.
+        UsageError: The arguments contradict each other.
     """
     from ckptcore.comparison.fingerprint import FingerprintRules
     from ckptcore.comparison.fingerprint import fingerprint as run
@@ -125,20 +190,24 @@ def verify_export(
     catalog: str | bool | None = False,
     **options: Any,
 ) -> ExportProof:
-    """Whether an export is what its source holds, and a model that transformers opens.
+    """Compare an export with its source, and check that transformers opens it.
 
     Args:
         export: A folder or file that ``export`` wrote.
-        against: The source; by default the one that the catalog, or else the model card, names.
-        reference: A Hugging Face folder that is right: logits are compared with its, in one process.
-        near: A related Hugging Face folder: the cosine of tensors of one name is at least
+        against: The source; by default the one in the catalog, otherwise in the model card.
+        reference: A Hugging Face folder that is known to be right. Logits are compared with its logits, in
+            one process.
+        near: A related Hugging Face folder: the cosine of tensors of one name must be at least
             ``near_threshold``.
-        logits: Open the export with transformers, and see that logits are finite.
-        logits_dtype, logits_tolerance: How models are opened, and the largest absolute difference.
-        any_memory: Open models also where they are larger than what is free.
-        settings: Memory, threads, and the device that models run on.
-        progress: Called while tensors are read.
-        catalog: URL of the catalog that is asked for the source, and keeps the verdict; None for the default
+        near_threshold: The smallest cosine similarity that ``near`` accepts.
+        logits: Open the export with transformers, and check that its logits are finite.
+        logits_dtype: The dtype in which models are opened.
+        logits_tolerance: The largest absolute difference of logits that is accepted.
+        any_memory: Also open models that are larger than the free memory.
+        settings: Memory, threads, and the device that models run on. Memory use is ``settings.memory``; with
+            logits, that of a model.
+        progress: Called with (stage, bytes done, bytes in total) while tensors are read.
+        catalog: URL of the catalog that is asked for the source and stores the verdict; None for the default
             one, False for none.
         options: Fields of `Request`: how it was exported, where the catalog does not know.
 
@@ -146,11 +215,10 @@ def verify_export(
         The checks, each ``ok``, ``failed`` or ``not-done``, and the verdict.
 
     Raises:
-        SourceUnreadable, UnknownFormat: There is no checkpoint at a place that was named.
-        BudgetTooSmall: A model is larger than what is free, or ``settings.memory`` too little.
-        UsageError: Arguments contradict each other.
-
-    Memory: ``settings.memory``; with logits that of a model.
+        SourceUnreadable: A named place has no checkpoint.
+        UnknownFormat: A named place has no checkpoint of a known format.
+        BudgetTooSmall: A model is larger than the free memory, or ``settings.memory`` is too small.
+        UsageError: The arguments contradict each other.
     """
     from ckptcore.conversion.export_verdict import record_verdict
 
@@ -188,9 +256,9 @@ def prove_export(
     catalog: str | bool | None,
     **options: Any,
 ) -> tuple[KnownExport, ExportProof]:
-    """As `verify_export`, with nothing stored: what is known of the export, and the proof.
+    """Return what is known about an export, and its proof, as `verify_export` does but without storing it.
 
-    For who shows an answer before a catalog can fail.
+    The command line prints the answer before a catalog can fail.
     """
     from ckptcore.comparison.export_logits import LogitsWanted
     from ckptcore.comparison.verify_export import Wanted
@@ -202,7 +270,7 @@ def prove_export(
         reference, dtypes.get(logits_dtype).name, settings.device, logits_tolerance, any_memory
     )
     wanted = Wanted(near, near_threshold, asked if logits or reference is not None else None)
-    known = find_source(export, against, {k: _frozen(v) for k, v in options.items()}, catalog)
+    known = find_source(export, against, _fields(options), catalog)
     proof = run(export, known.source, wanted, settings, progress, missing=known.reason, record=known.record)
     return known, replace(proof, conversion=known.conversion)
 
@@ -210,10 +278,22 @@ def prove_export(
 def read(
     manifest: Manifest, fqn: str, box: Box | None = None, *, device: str = "cpu", verify: bool = True
 ) -> torch.Tensor:
-    """One tensor, or the part of it that ``box`` names, as a torch tensor of that shape.
+    """Read one tensor, or a box of it.
 
-    Raises KeyError for an unknown name, ValueError for a box outside the tensor, and
-    `DamagedCheckpoint` when elements are in no file or bytes fail their checksum.
+    Args:
+        manifest: The checkpoint, as `open` returns it.
+        fqn: The tensor's name in the checkpoint.
+        box: The part to read, in elements of the full tensor; None reads all of it.
+        device: The torch device of the result.
+        verify: Whether stored checksums are verified.
+
+    Returns:
+        A tensor of the box's shape, in the stored dtype.
+
+    Raises:
+        KeyError: The checkpoint has no such tensor.
+        ValueError: The box is outside the tensor.
+        DamagedCheckpoint: Elements are in no file, or bytes fail their checksum.
     """
     from ckptcore.reading.state_dict import read_box
 
@@ -228,35 +308,34 @@ def load_into(
     strict: bool = True,
     verify: bool = True,
 ) -> list[str]:
-    """Fills a live state dict in place, as `torch.distributed.checkpoint.load` does, from any format.
+    """Fill a live state dict in place from any format, as `torch.distributed.checkpoint.load` does.
 
-    Tensors are filled where they are; of a DTensor or ShardedTensor only what this rank holds is read, with
-    no collective call. Plain values are replaced in the dict or list that holds them. Objects with
-    ``state_dict`` and ``load_state_dict`` (modules, optimizers, torch's `Stateful`) give the first, and get
-    the second when everything is filled. A meta tensor is replaced by one in memory, where its container
-    takes it.
+    Tensors are filled in place. Of a DTensor or ShardedTensor, only this rank's part is read, without a
+    collective call. Plain values are replaced in the dict or list that holds them. Objects with
+    ``state_dict`` and ``load_state_dict`` (modules, optimizers, torch's `Stateful`) provide the first, and
+    receive the second when everything is filled. A meta tensor is replaced by one in memory, where its
+    container allows it. Memory use is 16 MiB, and one local shard where it is not contiguous CPU memory of
+    the stored dtype.
 
     Args:
-        manifest: The checkpoint, as `open` gives it.
+        manifest: The checkpoint, as `open` returns it.
         state_dict: Nested mappings, lists and tuples of tensors, plain values and such objects. Names are
-            those of `torch.distributed.checkpoint`: the keys on the way, joined with dots.
-        prefix: What the checkpoint's names have in front.
-        strict: Whether every leaf must get a value. Otherwise what the checkpoint lacks is left as it is, and
-            logged.
+            those of `torch.distributed.checkpoint`: the keys of the path, joined with dots.
+        prefix: A prefix of the checkpoint's names.
+        strict: Whether every leaf must get a value. Otherwise leaves that the checkpoint lacks are unchanged,
+            and logged.
         verify: Whether stored checksums are verified.
 
     Returns:
-        Names of the checkpoint's tensors that nothing asked for.
+        Names of the checkpoint's tensors that the state dict does not have.
 
     Raises:
-        NameMismatch: A leaf is not in the checkpoint (strict), is a tensor on one side alone, has another
+        NameMismatch: A leaf is not in the checkpoint (strict), is a tensor on one side only, has another
             shape or the name of another leaf, or its value was refused when the checkpoint was read.
         UsageError: A tensor cannot be filled: sparse, quantised, fake, expanded, a partial sum.
         UnsupportedDtype: torch does not cast the stored dtype to the live one (`Tensor.copy_`).
-        DamagedCheckpoint: Elements are in no file. A checksum that fails is found while memory is filled, and
-            leaves it partly filled; objects are given nothing then. Every other error changes nothing.
-
-    Memory: 16 MiB, and one local shard where it is not contiguous CPU memory of the stored dtype.
+        DamagedCheckpoint: Elements are in no file, or a checksum fails. A failed checksum leaves memory
+            partly filled, and objects unchanged. Every other error changes nothing.
     """
     from ckptcore.loading.load_into import load_into as run
 
@@ -264,14 +343,40 @@ def load_into(
 
 
 def plan(source: str | Manifest, destination: str, **options: Any) -> Composed:
-    """What a conversion would do, without writing anything. options: fields of `Request`."""
+    """Plan a conversion without writing anything.
+
+    Args:
+        source: A manifest, or a path or URL.
+        destination: Path or URL of the output.
+        options: Fields of `Request`.
+
+    Returns:
+        The plan, the warnings, and how names and ranks are laid out.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is incomplete.
+        UsageError: The options contradict each other, or do not fit the checkpoint.
+    """
     manifest = open(source) if isinstance(source, str) else source
     url = source if isinstance(source, str) else manifest.root
     return compose(_request(url, destination, options), manifest)
 
 
 def prepare(source: str, destination: str, *, settings: Settings | None = None, **options: Any) -> Prepared:
-    """Plans, claims the destination, and saves the plan beside it; options: fields of `Request`."""
+    """Plan a conversion, claim its destination, and save the plan beside it.
+
+    Args:
+        source: Path or URL of the checkpoint.
+        destination: Path or URL of the output.
+        settings: Memory budget, threads and device.
+        options: Fields of `Request`.
+
+    Raises:
+        DestinationExists: The destination exists, and may not be replaced.
+        Busy: Another process is writing the destination.
+        DamagedCheckpoint: The checkpoint is incomplete.
+        UsageError: The options contradict each other, or do not fit the checkpoint.
+    """
     return run_prepare(_request(source, destination, options), settings)
 
 
@@ -282,12 +387,33 @@ def execute(
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> tuple[Receipt, ...]:
-    """Writes files of a prepared plan (or of its `plan_uri`); finished ones are kept."""
+    """Write files of a prepared plan; finished files are kept.
+
+    Args:
+        plan: The plan, or its ``plan_uri``.
+        indices: Which of its files to write; None for all.
+        settings: Memory budget, threads and device. Memory use is ``settings.memory``.
+        progress: Called with (stage, bytes done, bytes in total).
+
+    Returns:
+        A receipt for each file, in the order of the indices.
+
+    Raises:
+        SourceChanged: The source has changed since the plan was made.
+        DamagedCheckpoint: A checksum of the source fails.
+    """
     return run_files(_uri(plan), indices, settings, progress)
 
 
 def publish(plan: Prepared | str) -> Result:
-    """Verifies what a prepared plan has written, and makes it visible at its destination."""
+    """Verify the files of a prepared plan, and publish them at the destination.
+
+    Args:
+        plan: The plan, or its ``plan_uri``.
+
+    Raises:
+        OutputMismatch: A file is missing, or differs from its plan.
+    """
     result = finish(_uri(plan))
     settle(result.plan_uri)
     return result
@@ -302,12 +428,32 @@ def convert(
     catalog: str | bool | None = False,
     **options: Any,
 ) -> Result:
-    """The whole job. options: fields of `Request`; catalog: URL, None for the default, False for none."""
+    """Convert a checkpoint: plan, write, verify and publish.
+
+    Args:
+        source: Path or URL of the checkpoint.
+        destination: Path or URL of the output.
+        settings: Memory budget, threads and device. Memory use is ``settings.memory``.
+        progress: Called with (stage, bytes done, bytes in total).
+        catalog: URL of the catalog to register in; None for the default one, False for none.
+        options: Fields of `Request`.
+
+    Returns:
+        The published files, tensors and timings.
+
+    Raises:
+        CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
+    """
     return run_all(_request(source, destination, options), settings, progress, catalog)
 
 
 def _request(source: str, destination: str, options: dict[str, Any]) -> Request:
-    return Request(source, destination, **{k: _frozen(v) for k, v in options.items()})
+    return Request(source, destination, **_fields(options))
+
+
+def _fields(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as fields of `Request`."""
+    return {request_field(k): _frozen(v) for k, v in options.items()}
 
 
 def _uri(plan: Prepared | str) -> str:

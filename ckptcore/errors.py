@@ -1,8 +1,8 @@
-"""Errors: what can go wrong, under which stable code, with which next step, is a retry worthwhile?
+"""Define the errors and findings: their stable codes, exit codes, next steps, and whether a retry helps.
 
-A class per thing a caller can act on. The class docstring is the meaning shown in the README's
-generated table; `code`, `exit_code`, `transient` and the default `hint` are class attributes.
-`Finding` is what a check reports without stopping; every finding code stands in `FINDINGS`.
+There is a class for each thing that a caller can act on. The class docstring is the meaning in the generated
+table of errors; `code`, `exit_code`, `transient` and the default `hint` are class attributes. `Finding` is
+what a check reports without stopping; `FINDINGS` has every finding code.
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ from typing import Any, ClassVar
 
 from ckptcore.redaction import redacted, redacted_value
 
+# The check levels, shallowest first: each includes those before it.
+LEVELS = ("files", "coverage", "bytes", "values")
+_FORMER_LEVELS = {"cover": "coverage"}  # of release 0.1, in stored findings and in packages with formats
+
 
 class CkptError(Exception):
     """Base of every error that ckptcore raises on purpose.
 
-    Message, hint and values hold no credentials, whatever URL or library they come from: an error goes into
-    logs, catalogs and messages to others.
+    Message, hint and values hold no credentials, whatever URL or library they come from: errors go into
+    logs, catalogs and webhooks.
+
+    Attributes:
+        code: The stable name of the error.
+        exit_code: The exit code of a command that ends with it.
+        transient: Whether the same command may succeed when it is run again.
+        hint: The next step; by default the class's `default_hint`.
+        values: Facts for programs, as JSON values; ``findings`` holds those of a damaged checkpoint.
     """
 
     code: ClassVar[str] = "error"
@@ -37,7 +48,7 @@ class CkptError(Exception):
         return (_rebuild, (type(self), self.message, self.hint, self.values))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON face: code, message, hint, values."""
+        """Return the JSON form: code, exit code, message, hint and values."""
         values = {k: v for k, v in self.values.items() if k != "findings"}
         return {
             "code": self.code,
@@ -49,33 +60,34 @@ class CkptError(Exception):
 
 
 class DamagedCheckpoint(CkptError):
-    """The source has findings: something is missing, torn, altered or contradictory."""
+    """The source has findings: something is missing, truncated, altered or contradictory."""
 
     code, exit_code = "damaged", 1
     default_hint = "run `ckptcore validate SRC --level bytes` for every finding"
 
     @property
     def findings(self) -> Sequence[Finding]:
+        """The findings that the error was raised for."""
         found: Sequence[Finding] = self.values.get("findings", ())
         return found
 
 
 class UnprovenCheckpoint(DamagedCheckpoint):
-    """Nothing is known to be wrong with the source, and nothing proves what has to be known of it."""
+    """Nothing is known to be wrong with the source, but nothing proves that it is complete."""
 
     code, exit_code = "unproven", 26
-    default_hint = "name what proves it, or take what is there as it is with --recover"
+    default_hint = "name what proves it, or accept what is there with --allow-incomplete"
 
 
 class UnreadablePart(DamagedCheckpoint):
-    """A part that was asked for cannot be read; the other parts can."""
+    """A requested part cannot be read; the other parts can."""
 
     code, exit_code = "unreadable-part", 27
     default_hint = "leave it out by name with --exclude"
 
 
 class MalformedCheckpoint(DamagedCheckpoint):
-    """A header or metadata file of the source cannot be what its format prescribes."""
+    """A header or metadata file of the source violates its format."""
 
     code, exit_code = "malformed", 1
     default_hint = "copy the file again from where it was written; if it is the original, report it"
@@ -105,28 +117,28 @@ class UnknownFormat(CkptError):
     """Nothing at the URL is a checkpoint of a known format."""
 
     code, exit_code = "unknown-format", 4
-    default_hint = "`ckptcore formats` lists what can be read and by which files it is recognised"
+    default_hint = "`ckptcore formats` lists the formats that can be read, and the files that identify them"
 
 
 class UnsupportedFormat(CkptError):
     """The format is recognised, but this version does not read (or write) it."""
 
     code, exit_code = "unsupported-format", 5
-    default_hint = "`ckptcore formats` lists what can be read and written"
+    default_hint = "`ckptcore formats` lists the formats that can be read and written"
 
 
 class UnsafeContent(CkptError):
-    """The source asks for something that is never done: run code, or leave its own folder."""
+    """Reading the source would run code or leave its folder, which ckptcore never does."""
 
     code, exit_code = "unsafe", 6
     default_hint = "do not load this checkpoint with other tools either; find out who wrote it"
 
 
 class DestinationExists(CkptError):
-    """The destination is already there."""
+    """The destination already exists."""
 
     code, exit_code = "destination-exists", 7
-    default_hint = "choose another destination, or replace it as a whole with --overwrite"
+    default_hint = "choose another destination, or replace this one completely with --overwrite"
 
 
 class SourceUnreadable(CkptError):
@@ -144,28 +156,28 @@ class DestinationUnwritable(CkptError):
 
 
 class DiskFull(CkptError):
-    """There is not enough room for the output."""
+    """There is not enough free space for the output."""
 
     code, exit_code = "disk-full", 10
-    default_hint = "free the space named above and run again with --resume: finished files are kept"
+    default_hint = "free the space named above and run the command again: finished files are kept"
 
 
 class SourceChanged(CkptError):
-    """The source is not what the plan was made from."""
+    """The source has changed since the plan was made."""
 
     code, exit_code = "source-changed", 11
     default_hint = "make a new plan"
 
 
 class AmbiguousModel(CkptError):
-    """More than one part of the checkpoint, or none, can be the model."""
+    """No part of the checkpoint, or more than one, can be the model."""
 
     code, exit_code = "ambiguous-model", 12
     default_hint = "name the part with --model-prefix"
 
 
 class NameMismatch(CkptError):
-    """Names or shapes do not fit the model that config.json describes, or collide."""
+    """Names or shapes do not match the model that config.json describes, or names collide."""
 
     code, exit_code = "name-mismatch", 13
     default_hint = "rename with --rename, drop with --exclude, or give the right --config"
@@ -186,73 +198,73 @@ class BudgetTooSmall(CkptError):
 
 
 class MetadataTooLarge(CkptError):
-    """What describes the checkpoint would take more memory than metadata may."""
+    """The checkpoint's metadata needs more memory than its limit."""
 
     code, exit_code = "metadata-budget", 28
     default_hint = "raise CKPTCORE_METADATA_MEMORY if the checkpoint is what you expect"
 
 
 class CatalogError(CkptError):
-    """The catalog database cannot be used as it is."""
+    """The catalog database cannot be used in its present state."""
 
     code, exit_code = "catalog", 16
     default_hint = "run `ckptcore catalog upgrade`, or pass --no-catalog"
 
 
 class CatalogAway(CatalogError):
-    """The catalog's database does not answer now: it is away, is starting, or is too busy."""
+    """The catalog's database does not answer: it is unreachable, starting or overloaded."""
 
     code, exit_code, transient = "catalog-away", 24, True
-    default_hint = "wait until it is back: what was written is kept"
+    default_hint = "wait until it answers again: finished files are kept"
 
 
 class Conflict(CkptError):
-    """What was expected to stand in the catalog does not stand there: somebody else was faster."""
+    """The catalog entry changed since it was read."""
 
     code, exit_code = "conflict", 23
-    default_hint = "look at what stands there now, and decide again"
+    default_hint = "check its value, then retry"
 
 
 class Busy(CkptError):
-    """Another process is writing the same destination now."""
+    """Another process is writing the same destination."""
 
     code, exit_code, transient = "busy", 17, True
     default_hint = "wait for the other run, or stop it; its finished files will be reused"
 
 
 class StorageTrouble(CkptError):
-    """A read or write failed in a way that often passes: connection reset, throttling, time-out."""
+    """A read or write failed temporarily: connection reset, throttling or time-out."""
 
     code, exit_code, transient = "storage-trouble", 18, True
-    default_hint = "run again: finished files are kept"
+    default_hint = "run the command again: finished files are kept"
 
 
 class WorkerLost(CkptError):
-    """The machines that wrote some files went away, more than once."""
+    """The workers that wrote some files were lost more than once."""
 
     code, exit_code, transient = "worker-lost", 22, True
-    default_hint = "look at the workers' logs (memory?), then run again: finished files are kept"
+    default_hint = "check the workers' logs and memory, then run the command again: finished files are kept"
 
 
 class OutputMismatch(CkptError):
-    """What was written is not what was planned; nothing was published, unless the message says so."""
+    """The output differs from its plan; nothing was published, unless the message says so."""
 
     code, exit_code = "output-mismatch", 21
-    default_hint = "run again with --no-resume; if it happens again it is a defect, please report it"
+    default_hint = "run again with --no-resume; if that fails too, it is a defect: please report it"
 
 
 class StagingForeign(CkptError):
-    """A staging folder, or what lies in it, is another user's, or is nothing that ckptcore puts there."""
+    """A staging folder or its content belongs to another user, or was not written by ckptcore."""
 
     code, exit_code = "staging-foreign", 25
-    default_hint = "it was left as it is: find out who put it there, then remove it and run again"
+    default_hint = "it was not changed: find out who made it, then remove it and run the command again"
 
 
 class InternalError(CkptError):
-    """Something happened that ckptcore does not foresee."""
+    """An unforeseen error occurred."""
 
     code, exit_code = "internal", 70
-    default_hint = "this is a defect; please report it with the traceback that CKPTCORE_TRACEBACK=1 shows"
+    default_hint = "this is a defect; please report it with the traceback that CKPTCORE_TRACEBACK=1 prints"
 
 
 class MissingDependency(CkptError):
@@ -262,7 +274,7 @@ class MissingDependency(CkptError):
 
 
 class DeviceUnavailable(CkptError):
-    """The device asked for is not there."""
+    """The requested device is not available."""
 
     code, exit_code = "device-unavailable", 20
     default_hint = "run with --device cpu: the bytes are the same"
@@ -277,15 +289,17 @@ class Interrupted(CkptError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a check found.
+    """One result of a check.
 
-    code: a key of `FINDINGS`.
-    level: the check level that found it: files, cover, bytes or values.
-    message: what is wrong, with the values.
-    fqn: the tensor or object concerned, or None.
-    file: the file concerned, relative to the checkpoint's root, or None.
-    hint: the next step.
-    severity: ``error`` makes the checkpoint not ok; ``warning`` and ``info`` do not.
+    Attributes:
+        code: A key of `FINDINGS`.
+        level: The check level that found it: files, coverage, bytes or values. The name of release 0.1,
+            cover, becomes coverage.
+        message: What is wrong, with the values.
+        fqn: The tensor or object concerned, or None.
+        file: The file concerned, relative to the checkpoint's root, or None.
+        hint: The next step.
+        severity: ``error`` makes the checkpoint not ok; ``warning`` and ``info`` do not.
     """
 
     code: str
@@ -296,7 +310,12 @@ class Finding:
     hint: str = ""
     severity: str = "error"
 
+    def __post_init__(self) -> None:
+        if self.level in _FORMER_LEVELS:
+            object.__setattr__(self, "level", current_level(self.level))
+
     def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form, whose keys are the arguments of `Finding`."""
         return asdict(self)
 
 
@@ -310,25 +329,25 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "truncated-file": (
         "error",
         "a file is shorter than the metadata says",
-        "copy the file again; a torn overwrite cannot be repaired",
+        "copy the file again; an interrupted overwrite cannot be repaired",
     ),
     "oversized-file": (
         "error",
-        "a file is longer than everything the metadata places in it",
+        "a file is longer than all that the metadata places in it",
         "the file may be from another save: check its date and rank",
     ),
     "stray-file": (
         "warning",
         "a data file that no metadata refers to; it is ignored",
-        "a leftover of an earlier save; delete it when the checkpoint is proven",
+        "it may be left from an earlier save; delete it once the checkpoint is verified",
     ),
-    "empty-file": ("info", "a rank wrote an empty file that nothing refers to: normal", ""),
+    "empty-file": ("info", "a rank wrote an empty file that nothing refers to, which is normal", ""),
     "stale-file": (
         "warning",
-        "a file beside the index that a loader could prefer to it",
+        "a loader could prefer a file beside the index to the index",
         "remove the stale file",
     ),
-    "missing-rank": ("error", "no metadata of a rank that must have taken part", "copy that rank's files"),
+    "missing-rank": ("error", "the metadata of a rank that took part is missing", "copy that rank's files"),
     "bad-path": (
         "error",
         "the metadata names a file outside the checkpoint's folder",
@@ -336,44 +355,44 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "unsafe-item": (
         "error",
-        "a stored item is a pickle that asks for more than plain values",
+        "a stored item is a pickle that needs more than plain values",
         "do not load this checkpoint",
     ),
     "hole": (
         "error",
-        "elements of a tensor that no file holds",
+        "no file holds some elements of a tensor",
         "find the rank that should have written them",
     ),
     "overlap": (
         "error",
-        "two chunks hold the same elements without being replicas",
+        "two chunks that are not replicas hold the same elements",
         "the metadata is damaged or mixes two saves",
     ),
-    "out-of-bounds": ("error", "a chunk lies outside its tensor", "the metadata is damaged"),
-    "no-place": ("error", "a chunk has no place in any file", "the metadata is damaged"),
+    "out-of-bounds": ("error", "a chunk is outside its tensor", "the metadata is damaged"),
+    "no-place": ("error", "the metadata places a chunk in no file", "the metadata is damaged"),
     "unlisted-item": (
         "error",
         "bytes are stored for a tensor or chunk that the metadata does not list",
-        "the metadata is damaged: something was taken out of it",
+        "the metadata is damaged: an entry was removed from it",
     ),
     "no-tensors": ("error", "the checkpoint names no tensor and no object", "the metadata is damaged"),
     "rank-object": (
         "warning",
-        "ranks hold different values of one object; one of them, or each, is kept",
-        "look at the ranks' own files if the others matter",
+        "ranks hold different values of one object; one or all of them are kept",
+        "check the ranks' own files if the other values matter",
     ),
     "item-overlap": ("error", "two items share bytes of a file", "the metadata is damaged"),
     "length-mismatch": (
         "error",
-        "an item cannot hold as many bytes as its chunk has",
+        "an item is too short for the bytes of its chunk",
         "the metadata is damaged or from another save",
     ),
     "item-mismatch": (
         "error",
-        "what is stored is not what the metadata says: dtype, shape or name",
+        "the dtype, shape or name in a file differs from the metadata",
         "the file is from another step, world size or save",
     ),
-    "malformed-item": ("error", "an item in a file is not what its format prescribes", "copy the file again"),
+    "malformed-item": ("error", "an item in a file violates its format", "copy the file again"),
     "malformed-metadata": ("error", "the metadata file cannot be parsed", "copy the file again"),
     "crc-mismatch": (
         "error",
@@ -382,73 +401,73 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "digest-mismatch": (
         "error",
-        "a file's digest is not the one that the checkpoint, or the catalog, tells",
+        "a file's digest differs from the one in the checkpoint or the catalog",
         "copy the file again from where it was written",
     ),
     "replica-mismatch": (
         "error",
-        "two copies of the same elements differ",
-        "nothing in the checkpoint says which is right: find out, and move the other away",
+        "two replicas of the same elements differ",
+        "nothing in the checkpoint shows which is right: find out, and move the other away",
     ),
-    "no-checksum": ("info", "the format carries no checksum here: bytes cannot be proven", ""),
+    "no-checksum": ("info", "the format stores no checksum here, so bytes cannot be verified", ""),
     "unproven": (
         "info",
-        "neither format, store nor catalog proves the bytes of a file",
-        "compare it with a copy; what is recorded with digests can be proven from then on",
+        "neither format, store nor catalog can verify the bytes of a file",
+        "compare it with a copy; a checkpoint recorded with digests can be verified from then on",
     ),
     "not-registered": (
         "warning",
-        "the catalog knows another checkpoint at this place",
-        "record what is there now: ckptcore catalog rebuild",
+        "the catalog has another checkpoint at this place",
+        "record it with ckptcore catalog rebuild",
     ),
     "refused-global": (
         "warning",
-        "an object names classes that are not on the allow-list; it is kept out",
-        "it cannot be carried over; other objects and tensors are not affected",
+        "an object names classes that are not on the allow-list; it is left out",
+        "it cannot be converted; other objects and tensors are not affected",
     ),
     "unusual-layout": (
         "warning",
-        "an array is laid out as its writer never does it, or not as others are",
-        "compare what describes it with another copy of the checkpoint",
+        "the layout of an array is unusual for its writer, or differs from that of others",
+        "compare its metadata with another copy of the checkpoint",
     ),
     "total-mismatch": (
         "warning",
-        "the files hold another number of bytes than their index tells",
+        "the files hold another number of bytes than their index states",
         "compare dtypes and shapes with the model's config, and the files with their source",
     ),
     "unlisted-tensor": (
         "warning",
-        "a file holds a tensor that the index does not list; it is taken along",
+        "a file holds a tensor that the index does not list; it is included",
         "compare the index with the files",
     ),
     "refused-tensors": (
         "error",
-        "an object that is kept out holds tensors",
-        "leave it out by name with --exclude, or save its tensors by themselves",
+        "an object that is left out holds tensors",
+        "exclude it by name with --exclude, or save its tensors separately",
     ),
     "unreadable-part": (
         "error",
-        "a tensor of a kind that is not read: by its dtype, layout or codec",
-        "leave it out by name with --exclude; everything else can be converted",
+        "the dtype, layout or codec of a tensor is not supported",
+        "exclude it by name with --exclude; everything else can be converted",
     ),
     "unused-rule": (
         "warning",
-        "a rule of --sharding decides on no parameter",
-        "mind its globs and its place among the rules, or let it stand for other models",
+        "a --sharding rule applies to no parameter",
+        "check its globs and its place among the rules; keep it if it is for other models",
     ),
     "unmerged-tensor": (
         "error",
-        "no rule tells how a tensor is cut over the ranks; it is kept rank by rank",
-        "leave it out by name with --exclude",
+        "no rule defines how a tensor is sharded over the ranks; each rank's part is kept",
+        "exclude it by name with --exclude",
     ),
     "flat-buffers": (
         "warning",
-        "optimizer state stays as ranks have it: nothing tells its parameters apart",
-        "it is carried as it is; save with --dist-ckpt-optim-fully-reshardable",
+        "optimizer state is kept rank by rank: nothing separates its parameters",
+        "to separate them, save with --dist-ckpt-optim-fully-reshardable",
     ),
     "alignment-gap": ("info", "padding between the parameters of a flat buffer is left out", ""),
-    "not-finite": ("warning", "a tensor holds NaN or Inf", "look at the training run"),
-    "lost-at-save": ("error", "the writer lost data when it saved", "no tool can bring it back"),
+    "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
+    "lost-at-save": ("error", "the writer lost data when it saved", "no tool can recover it"),
     "names-unchecked": (
         "warning",
         "names and shapes were not compared with the model class",
@@ -456,17 +475,17 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "assumed-size": (
         "warning",
-        "a map of names took a size for granted that neither a config nor a shape tells",
+        "a name map assumed a size that neither a config nor a shape states",
         "name the model's folder with --config",
     ),
     "fused-names": (
         "warning",
-        "parameters are as the live model has them, not in pieces as in hub files",
-        "transformers 5 opens both; other readers, and transformers 4, may start them at random",
+        "parameters are fused as in the live model, not split as in hub files",
+        "transformers 5 opens both; transformers 4 and other readers may initialise them randomly",
     ),
     "not-loadable": (
         "warning",
-        "an export has no config.json: transformers will not open it",
+        "an export has no config.json, so transformers cannot open it",
         "name the model's with --config DIR or FILE, and export again",
     ),
     "left-beside": (
@@ -477,50 +496,59 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
     "found-files": (
         "info",
         "files that go beside the weights were found in the source",
-        "name others with --config and --tokenizer",
+        "choose others with --config and --tokenizer",
     ),
     "other-part": (
         "warning",
-        "another part of the checkpoint could be the model, too; it is left out",
+        "another part of the checkpoint could also be the model; it is left out",
         "name it with --model-prefix to export it instead",
     ),
     "unnamed-states": (
         "info",
-        "an optimizer's states are numbered, and nothing proves what the numbers mean",
-        "they are carried as numbers; an optimizer made of named_parameters() tells names",
+        "an optimizer's states are numbered, and nothing proves which parameters they belong to",
+        "they keep their numbers; an optimizer built from named_parameters() stores names",
     ),
     "shape-lost": (
         "warning",
-        "optimizer state is stored flattened and nothing tells its own shape",
-        "convert it with the weights beside it, or leave it out with --exclude",
+        "optimizer state is stored flattened, and nothing states its shape",
+        "convert it together with the weights, or exclude it with --exclude",
     ),
     "missing-part": (
         "warning",
-        "a part that such a checkpoint has is not there; what is there is read",
+        "a part that such a checkpoint usually has is missing; the rest is read",
         "copy it from where it was written if it matters",
     ),
     "unproven-shape": (
         "error",
-        "nothing stored proves that the last part of a tensor is there",
-        "put its index or config.json beside it, export it with --config, or --recover it",
+        "nothing proves that the last part of a tensor is there",
+        "add its index or config.json, export it with --config, or pass --allow-incomplete",
     ),
     "unfit-quantization": (
         "error",
-        "a quantised tensor and its scales do not fit their formula",
-        "carry the stored values with --keep-quantized",
+        "a quantised tensor and its scales do not match",
+        "keep the stored values with --keep-quantized",
     ),
     "consolidated-differs": (
         "warning",
-        "whole files beside shards are not what the shards hold",
-        "do not use the whole files; the shards are what was saved",
+        "consolidated files beside the shards differ from them",
+        "use the shards: they are what was saved",
     ),
     "mixed-saves": (
         "error",
-        "files of one checkpoint tell of different steps or world sizes",
-        "find out which files belong together; nothing else tells",
+        "files of one checkpoint record different steps or world sizes",
+        "find out which files belong together; the checkpoint does not show it",
     ),
-    "not-complete": ("error", "the save did not finish", "wait, or recover on request with --recover"),
+    "not-complete": ("error", "the save did not finish", "wait, or accept it with --allow-incomplete"),
 }
+
+
+def current_level(level: str) -> str:
+    """Return the present name of a check level.
+
+    >>> current_level("cover"), current_level("bytes")
+    ('coverage', 'bytes')
+    """
+    return _FORMER_LEVELS.get(level, level)
 
 
 def finding(
@@ -532,26 +560,24 @@ def finding(
     file: str | None = None,
     hint: str | None = None,
 ) -> Finding:
-    """A `Finding` with the severity and, unless given, the next step of its code."""
+    """Return a `Finding` with the severity of its code and, where no hint is given, its next step."""
     severity, _, default = FINDINGS[code]
     return Finding(code, level, redacted(message), fqn, file, default if hint is None else hint, severity)
 
 
 def error_classes() -> list[type[CkptError]]:
-    """Every error class, in the order of exit codes."""
-    found: list[type[CkptError]] = []
+    """Return every error class, in the order of exit codes."""
+    classes: list[type[CkptError]] = []
     queue = list(CkptError.__subclasses__())
     while queue:
         cls = queue.pop(0)
-        found.append(cls)
+        classes.append(cls)
         queue += cls.__subclasses__()
-    return sorted(found, key=lambda c: (c.exit_code, c.code))
+    return sorted(classes, key=lambda c: (c.exit_code, c.code))
 
 
 def ended_by(error: BaseException) -> CkptError:
-    """What is recorded of whatever ended a piece of work.
-
-    A process that is told to end says so in its own ways: none of them is an error code of ours.
+    """Return the error to record for the exception that ended a piece of work.
 
     >>> ended_by(SystemExit(1)).code, ended_by(KeyboardInterrupt()).code, ended_by(ValueError("x")).code
     ('worker-lost', 'interrupted', 'internal')
@@ -560,10 +586,10 @@ def ended_by(error: BaseException) -> CkptError:
         return error
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("stopped by the user")
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, Exception):
-        return InternalError(said)
-    return WorkerLost(f"the process that was at work was ended ({said})")
+        return InternalError(text)
+    return WorkerLost(f"the working process was ended ({text})")
 
 
 def _rebuild(cls: type[CkptError], message: str, hint: str, values: dict[str, Any]) -> CkptError:

@@ -1,4 +1,4 @@
-"""Megatron-Core checkpoints from Python: what its `dist_checkpointing` package asks, without Megatron.
+"""Inspect Megatron-Core checkpoints from Python, as its `dist_checkpointing` does, without Megatron.
 
     from ckptcore import mcore
     checkpoint = mcore.open("/runs/gpt")          # a root, or one iteration
@@ -7,8 +7,8 @@
     checkpoint.tensors_metadata["decoder.layers.self_attention.linear_qkv.weight"].shape
     mcore.remove("/runs/gpt/iter_0000100", "/models/weights-only", ["optimizer."])
 
-Works on `torch_dist` and `zarr` alike. Nothing is unpickled, no process group is needed, and tensor
-bytes are read only where a value that is asked for holds a tensor.
+It works on `torch_dist` and `zarr` alike. Nothing is unpickled, no process group is needed, and tensor
+bytes are read only for values that hold tensors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ FORMATS = ("torch_dist", "zarr")
 
 @dataclass(frozen=True, slots=True)
 class ObjectShards:
-    """A sharded object: its grid, and what each cell holds.
+    """A sharded object: its grid, and the value of each cell.
 
-    shape: cells per dim. values: offset -> value in plain types, None where a cell could not be read.
+    Attributes:
+        shape: Number of cells in each dim.
+        values: Offset -> value in plain types, None where a cell cannot be read.
     """
 
     shape: tuple[int, ...]
@@ -43,18 +45,22 @@ class ObjectShards:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One Megatron-Core checkpoint."""
+    """One Megatron-Core checkpoint.
+
+    Attributes:
+        manifest: The checkpoint, as `ckptcore.open` returns it.
+    """
 
     manifest: Manifest
 
     @property
     def backend(self) -> tuple[str, int]:
-        """Name and version of the sharded backend, as `metadata.json` tells them."""
+        """Name and version of the sharded backend, from `metadata.json`."""
         return self.manifest.format, int(self.manifest.origin.get("backend_version", 1))
 
     @cached_property
     def tensors_metadata(self) -> dict[str, TensorSpec]:
-        """Key -> dtype and global shape of every sharded tensor; those inside objects are not among them."""
+        """Key -> dtype and global shape of every sharded tensor, without those inside objects."""
         inside = {n for b in self.manifest.blobs for n in references(b.tree)}
         return {t.fqn: t for t in self.manifest.tensors if t.fqn not in inside}
 
@@ -68,7 +74,7 @@ class Checkpoint:
 
     @cached_property
     def sharded_objects(self) -> dict[str, ObjectShards]:
-        """Key -> the shards of every sharded object. Raises what `ckptcore.read` does for tensors inside."""
+        """Key -> the shards of every sharded object; raises as `ckptcore.read` does for tensors inside."""
         found: dict[str, tuple[tuple[int, ...], dict[tuple[int, ...], Any]]] = {}
         for blob in self.manifest.blobs:
             if m := SHARD.match(blob.key):
@@ -78,28 +84,36 @@ class Checkpoint:
 
     @cached_property
     def common_state(self) -> dict[str, Any]:
-        """What is the same for all ranks: ``args`` (a dict), ``iteration``, ``content_metadata``, ..."""
+        """The values common to all ranks: ``args`` (a dict), ``iteration``, ``content_metadata`` and more."""
         blobs = (b for b in self.manifest.blobs if not SHARD.match(b.key) and b.known)
         return {b.key: self._value(b) for b in blobs}
 
     @property
     def content_metadata(self) -> Any:
-        """What the trainer tells of the checkpoint's layout (0.13 and later), or None."""
+        """The trainer's description of the checkpoint's layout (0.13 and later), or None."""
         return self.common_state.get("content_metadata")
 
     def _value(self, blob: Blob) -> Any:
         return _with_tensors(decode(blob.tree), self.manifest) if blob.known else None
 
 
-def open(url: str, *, recover: bool = False) -> Checkpoint:
-    """The checkpoint at a path or URL: an iteration's folder, or a root with a tracker file.
+def open(url: str, *, allow_incomplete: bool = False, recover: bool = False) -> Checkpoint:
+    """Open the checkpoint at a path or URL: an iteration's folder, or a root with a tracker file.
 
-    Raises `UnsupportedFormat` for anything but `torch_dist` and `zarr`, and what `ckptcore.open` does.
+    Args:
+        url: Path or fsspec URL.
+        allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
+        recover: Former name of ``allow_incomplete``.
+
+    Raises:
+        UnsupportedFormat: The format is neither `torch_dist` nor `zarr`.
+        CkptError: As `ckptcore.open` raises.
     """
-    manifest = api.open(url, recover=recover)
+    manifest = api.open(url, allow_incomplete=allow_incomplete or recover)
     if manifest.format not in FORMATS:
         raise UnsupportedFormat(
-            f"{url} is a checkpoint of format {manifest.format}", hint=f"known here: {', '.join(FORMATS)}"
+            f"cannot open {url} as a Megatron-Core checkpoint: its format is {manifest.format}",
+            hint=f"name a checkpoint of format {' or '.join(FORMATS)}",
         )
     return Checkpoint(manifest)
 
@@ -112,12 +126,25 @@ def remove(
     to: str = "torch_dist",
     settings: Settings | None = None,
 ) -> Result:
-    """Writes the checkpoint anew without the tensors and objects whose keys start with a prefix.
+    """Write a copy of a checkpoint without the tensors and objects whose keys start with a prefix.
 
-    The source stays as it is. Raises `UsageError` when a prefix fits no key, and what `convert` does.
+    The source is not changed.
+
+    Args:
+        source: Path or URL of the checkpoint.
+        destination: Path or URL of the output.
+        prefixes: Prefixes of keys, such as ``optimizer.``.
+        to: Output format: ``torch_dist`` or ``zarr``.
+        settings: Memory budget, threads and device.
+
+    Raises:
+        UsageError: A prefix matches no key, or the format is another one.
+        CkptError: As `ckptcore.convert` raises.
     """
     if to not in FORMATS:
-        raise UsageError(f"{to!r} is no Megatron-Core format", hint=f"one of: {', '.join(FORMATS)}")
+        raise UsageError(
+            f"to must be {' or '.join(FORMATS)} (got {to!r})", hint="choose a Megatron-Core format"
+        )
     globs = tuple(_escaped(prefix) + "*" for prefix in prefixes)
     return api.convert(source, destination, to=to, exclude=globs, settings=settings)
 
@@ -127,12 +154,12 @@ def _version_numbers(text: str) -> tuple[int, ...]:
 
 
 def _escaped(text: str) -> str:
-    """The glob that matches exactly this text."""
+    """Return the glob that matches exactly this text."""
     return re.sub(r"([*?[])", r"[\1]", text)
 
 
 def _with_tensors(value: Any, manifest: Manifest) -> Any:
-    """The value with tensors for references, dicts for namespaces."""
+    """Return the value with tensors in place of references and dicts in place of namespaces."""
     if isinstance(value, TensorRef):
         return api.read(manifest, value.fqn)
     if isinstance(value, Named):

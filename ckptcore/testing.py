@@ -1,4 +1,6 @@
-"""Conformance of a format, for packages that add one::
+"""Test that a format of another package conforms.
+
+For example::
 
     import pytest
     from ckptcore.testing import CASES, Sample
@@ -9,8 +11,8 @@
     def test_my_format(case, tmp_path):
         case(SAMPLE, tmp_path)
 
-A sample is a real checkpoint from the real writer; the truth beside it was made from the model in
-memory and not from the checkpoint. A case raises AssertionError with what is wrong, `Skip` where it
+A sample is a real checkpoint from the real writer. The expected tensors beside it were saved from the model
+in memory and not from the checkpoint. A case raises AssertionError with what is wrong, and `Skip` where it
 does not apply.
 """
 
@@ -26,9 +28,8 @@ from unittest import SkipTest as Skip
 
 from ckptcore.api import check, convert, read
 from ckptcore.api import open as open_checkpoint
-from ckptcore.checking.check import LEVELS
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import CkptError
+from ckptcore.errors import LEVELS, CkptError
 from ckptcore.formats import detect, open_source, registry
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ _MOST_DAMAGES = 40
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A checkpoint and what is true of it.
+    """A checkpoint with its expected tensors.
 
-    source: folder or file. expected: a safetensors file of the whole tensors. format: the name of the
-    format that must recognise it, or None for whichever does. undetectable: damages (of `DAMAGES`)
-    that nothing in the format can show.
+    Attributes:
+        source: Folder or file of the checkpoint.
+        expected: A safetensors file with the full tensors.
+        format: Name of the format that must recognise it, or None for any.
+        undetectable: Damages (keys of `DAMAGES`) that nothing in the format can show.
     """
 
     source: Path
@@ -57,24 +60,24 @@ Case = Callable[[Sample, Path], None]
 
 
 def recognised(sample: Sample, tmp: Path) -> None:
-    """One format, and only one, says that it is its own, and why."""
+    """Check that exactly one format recognises the sample, and gives evidence."""
     found, evidence = detect(open_source(str(sample.source)))
-    assert sample.format in (None, found.name), f"taken for {found.name}: {evidence.because}"
-    assert evidence.because, "no evidence is given"
+    assert sample.format in (None, found.name), f"recognised as {found.name}: {evidence.because}"
+    assert evidence.because, "the format gives no evidence"
 
 
 def described_without_torch(sample: Sample, tmp: Path) -> None:
-    """The manifest names every tensor of the truth with its dtype and shape, and every file."""
+    """Check that the manifest has every expected tensor with its dtype and shape."""
     manifest = _opened(sample)
     truth = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in _truth(sample)}
-    told = {t.fqn: (t.dtype, t.shape) for t in manifest.tensors}
-    wrong = sorted(n for n in truth if told.get(n) != truth[n])
-    assert not wrong, f"{wrong[0]}: {told.get(wrong[0])}, the truth is {truth[wrong[0]]}"
+    listed = {t.fqn: (t.dtype, t.shape) for t in manifest.tensors}
+    wrong = sorted(n for n in truth if listed.get(n) != truth[n])
+    assert not wrong, f"{wrong[0]}: expected {truth[wrong[0]]} (got {listed.get(wrong[0])})"
     assert Manifest.load(manifest.dump()).digest == manifest.digest
 
 
 def sound_at_every_level(sample: Sample, tmp: Path) -> None:
-    """A whole checkpoint has no finding that is an error."""
+    """Check that the undamaged sample has no finding that is an error."""
     manifest = _opened(sample)
     for level in LEVELS:
         report = check(manifest, level)
@@ -82,14 +85,14 @@ def sound_at_every_level(sample: Sample, tmp: Path) -> None:
 
 
 def read_as_it_is(sample: Sample, tmp: Path) -> None:
-    """Every tensor of the truth is read bit for bit."""
+    """Check that every expected tensor is read bit for bit."""
     manifest = _opened(sample)
     for name, tensor in _truth(sample):
         assert _bits(read(manifest, name)) == _bits(tensor), f"{name} differs"
 
 
 def consolidated(sample: Sample, tmp: Path) -> None:
-    """Written as safetensors, every tensor of the truth is there bit for bit; the source is as it was."""
+    """Check that a conversion holds every expected tensor bit for bit and leaves the source unchanged."""
     from safetensors.torch import load_file
 
     before = _contents(sample.source)
@@ -102,7 +105,7 @@ def consolidated(sample: Sample, tmp: Path) -> None:
 
 
 def damage_is_found(sample: Sample, tmp: Path) -> None:
-    """A file that is missing or cut is a finding or an error, and nothing is written from it."""
+    """Check that a missing or truncated file is a finding or an error, and that nothing is written."""
     manifest = _opened(sample)
     used = {manifest.files[int(i)].path for i in set(manifest.items.file.tolist())}
     root = Path(manifest.root)
@@ -114,32 +117,32 @@ def damage_is_found(sample: Sample, tmp: Path) -> None:
         where = f"{name} {what}"
         source = damaged / sample.source.relative_to(root) if sample.source != root else damaged
         target = tmp / "never.safetensors"
-        with suppress(CkptError):  # refusing to open it is finding it
-            assert not check(open_checkpoint(str(source)), "bytes").ok, f"{where}: nothing was found"
+        with suppress(CkptError):  # an error when it is opened counts, too
+            assert not check(open_checkpoint(str(source)), "bytes").ok, f"{where}: no finding"
         try:
             _convert(source, target)
         except CkptError:
-            assert not target.exists(), f"{where}: something was written"
+            assert not target.exists(), f"{where}: an output was written"
         else:
-            raise AssertionError(f"{where}: it was converted in silence")
+            raise AssertionError(f"{where}: it was converted without an error")
 
 
 def written_and_read_back(sample: Sample, tmp: Path) -> None:
-    """Where the format is written too: what is written is recognised, whole and bit-equal."""
+    """Check that what the format writes is recognised, complete and bit-equal."""
     found, _ = detect(open_source(str(sample.source)))
     if found.writer is None:
         raise Skip(f"{found.name} is not written")
     target = tmp / "again"
     _convert(sample.source, target, to=found.name)
     manifest = open_checkpoint(str(target))
-    assert manifest.format == found.name, f"what was written is taken for {manifest.format}"
+    assert manifest.format == found.name, f"the output is recognised as {manifest.format}"
     assert check(manifest, "bytes").ok
     for name, tensor in _truth(sample):
         assert _bits(read(manifest, name)) == _bits(tensor), f"{name} differs"
 
 
 def registered(sample: Sample, tmp: Path) -> None:
-    """The format is in the registry, under a version, and says what it can do."""
+    """Check that the format is registered, and that its abilities fit its writer."""
     found, _ = detect(open_source(str(sample.source)))
     assert registry().find("read", found.name) is found
     assert found.abilities.reads
@@ -188,7 +191,7 @@ def _contents(source: Path) -> dict[str, bytes]:
 
 
 def _damages(root: Path, used: list[str], tmp: Path) -> Iterator[tuple[str, str, Path]]:
-    """(file, damage, copy of the checkpoint with it)."""
+    """Yield the file, the damage, and the copy of the checkpoint that has it."""
     for name in used:
         for what, change in DAMAGES.items():
             copy = tmp / "damaged"

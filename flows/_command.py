@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from ckptcore.cli.options import spelled
+from ckptcore.cli.options import typer_type
 from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
@@ -68,7 +68,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
         [_typed(p).replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values()]
     )
     command.__doc__ = (flow.fn.__doc__ or "").partition("\n\nArgs:")[0]
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:
         code = app(args=list(arguments), prog_name=prog, standalone_mode=False)
@@ -84,7 +84,9 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     except CkptError as error:
         message, code = error.message, error.exit_code
     else:
-        return found
+        # A former name that was not used stays out of the run's parameters.
+        unused = {n for n, p in parameters.items() if option_of(p).renamed_to and found[n] is None}
+        return {name: value for name, value in found.items() if name not in unused}
     terminal.block(f"{prog}: {message}\nsee `{prog} --help`", err=True, indent="")
     sys.exit(code)
 
@@ -114,7 +116,7 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
     # The catalog's variable is read when the catalog is opened: users can see a run's parameters, with
     # passwords.
     option = replace(option, env=None)
-    return parameter.replace(annotation=spelled(parameter.name, kind, option, default))
+    return parameter.replace(annotation=typer_type(parameter.name, kind, option, default))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

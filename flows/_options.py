@@ -8,7 +8,8 @@ checked against the same types.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,7 +17,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement
-from ckptcore.planning.options import Option, Options, options_of, pydantic_type, split
+from ckptcore.planning.options import (
+    Option,
+    Options,
+    former_option,
+    options_of,
+    pydantic_type,
+    read_options,
+    split,
+)
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import parse_size
 from flows._engine import HERE, Engine
@@ -26,6 +35,8 @@ RUN = ("batch", "engine")
 EXPORT = ("verify_export",)
 Table = tuple[inspect.Parameter, ...]
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Declared = TypeVar("_Declared")
+_log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +97,23 @@ def declared(*names: str, of: type[Any] = FlowOptions, **defaults: Any) -> Table
         defaults: values that replace the declared defaults.
     """
     known = options_of(of)
+    found = {name: (*known[name][:2], defaults.get(name, known[name][2])) for name in names}
+    # Deployments of release 0.1 keep working: former names are parameters, too, without a field in the form.
+    found |= dict(former for name in names if (former := former_option(name, known[name])) is not None)
     return tuple(
         inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(name, known[name][2]),
-            annotation=pydantic_type(*known[name][:2]),
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=pydantic_type(kind, option)
         )
-        for name in names
+        for name, (kind, option, default) in found.items()
     )
+
+
+def flow_options(declaration: type[_Declared], given: Mapping[str, Any]) -> _Declared:
+    """Return the options of a dataclass among a flow's parameters, and log those with a former name."""
+    for name, (_, option, _) in options_of(declaration).items():
+        if option.former is not None and given.get(option.former):
+            _log.warning("the parameter %r is now %r; the next release drops it", option.former, name)
+    return read_options(declaration, given)
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:
@@ -110,7 +129,7 @@ def takes(*tables: Table) -> Callable[[_F], _F]:
         known = {p.name for p in own}
         every = [*own, *(p for table in tables for p in table if p.name not in known)]
         function.__signature__ = seen.replace(parameters=every)  # type: ignore[attr-defined]
-        lines = [f"    {p.name}: {option_of(p).help}" for p in every]
+        lines = [f"    {p.name}: {option_of(p).help}" for p in every if option_of(p).renamed_to is None]
         function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Args:", *lines])
         return function
 

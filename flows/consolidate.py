@@ -13,7 +13,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.planning.options import OF_VERB, Option, Source
 from flows._command import main
 from flows._naming import run_name
-from flows._options import RUN, FlowOptions, declared, takes
+from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import converted
 
 
@@ -27,7 +27,7 @@ def consolidate(
     **given: Any,
 ) -> Result | State[Any]:
     """Merge a sharded checkpoint into one file or folder, with every tensor under its stored name."""
-    return converted("consolidate", source, destination or None, FlowOptions(**given))
+    return converted("consolidate", source, destination or None, flow_options(FlowOptions, given))
 
 
 if __name__ == "__main__":

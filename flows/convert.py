@@ -30,7 +30,7 @@ from ckptcore.planning.options import MODEL, OF_VERB, Destination, Source, Verb
 from ckptcore.planning.request import Request
 from flows._command import main
 from flows._naming import closed, explain, run_name
-from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, takes
+from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows._write import write_all
 from tasks.assets import asset_keys
 from tasks.check import check
@@ -47,7 +47,7 @@ def convert(
     source: Source, destination: Destination, verb: Verb = "consolidate", **given: Any
 ) -> Result | State[Any]:
     """Convert a sharded checkpoint into a verified and registered one."""
-    return converted(verb, source, destination, FlowOptions(**given))
+    return converted(verb, source, destination, flow_options(FlowOptions, given))
 
 
 def converted(verb: str, source: str, destination: str | None, options: FlowOptions) -> Result | State[Any]:

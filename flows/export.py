@@ -13,7 +13,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.planning.options import OF_VERB, Destination, Source
 from flows._command import main
 from flows._naming import run_name
-from flows._options import EXPORT, RUN, FlowOptions, declared, takes
+from flows._options import EXPORT, RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import converted
 
 
@@ -21,7 +21,7 @@ from flows.convert import converted
 @takes(declared(*OF_VERB["export"], *EXPORT, *RUN))
 def export(source: Source, destination: Destination, **given: Any) -> Result | State[Any]:
     """Export the model in a sharded checkpoint to a folder that transformers opens."""
-    return converted("export", source, destination, FlowOptions(**given))
+    return converted("export", source, destination, flow_options(FlowOptions, given))
 
 
 if __name__ == "__main__":

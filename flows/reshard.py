@@ -20,7 +20,7 @@ from ckptcore.planning.options import OF_VERB, Mesh, Option, Source
 from ckptcore.store.place import identify, overlaps
 from flows._command import main
 from flows._naming import explain, run_name
-from flows._options import RUN, FlowOptions, declared, takes
+from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import fan_out
 
 
@@ -50,7 +50,7 @@ def reshard(
 ) -> list[Result] | State[Any]:
     """Reshard a checkpoint for the ranks of a mesh, including optimizer and trainer state."""
     try:
-        options = FlowOptions(mesh=mesh, **given)
+        options = flow_options(FlowOptions, {**given, "mesh": mesh})
         requests = [
             replace(options, **target.model_dump(exclude={"destination"})).request(
                 "reshard", source, target.destination

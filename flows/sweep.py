@@ -24,7 +24,7 @@ from ckptcore.planning.options import MEANS, Option, options_of
 from ckptcore.planning.request import Request
 from ckptcore.utils.units import parse_duration
 from flows._naming import closed, explain
-from flows._options import RUN, FlowOptions, declared, takes
+from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import steps
 from tasks.sweep import look, note
 
@@ -39,10 +39,10 @@ def sweep(
 ) -> State[Any]:
     """Convert complete checkpoints below the watched roots that are not converted yet."""
     try:
-        wanted = SweepOptions(**{name: given[name] for name in options_of(SweepOptions)})
+        wanted = flow_options(SweepOptions, given)
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
         job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None}).job()
-        catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.settle)
+        catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.min_age)
 
         def convert(request: Request) -> None:
             steps(request, job)
@@ -50,7 +50,7 @@ def sweep(
         found: list[SweepItem] = []
         with open_catalog(catalog) as known:
             for root in watched(known, roots or ()):
-                items = look(root.name, closed(root), catalog, dry_run, settle_s, wanted.again)
+                items = look(root.name, closed(root), catalog, dry_run, settle_s, wanted.retry_failed)
                 who = str(runtime.flow_run.id)
                 done = [
                     i if dry_run or i.standing is not Standing.READY else work(known, i, convert, who)

@@ -18,7 +18,7 @@ FINE = {"severity": "none", "finding": "-", "what": "nothing is missing, nothing
 
 
 @task(task_run_name="check {level}", **STEP)
-def check(manifest: Manifest, level: str = "cover") -> Report:
+def check(manifest: Manifest, level: str = "coverage") -> Report:
     """Check a manifest at one level; the findings are a table artifact."""
     report = validate(manifest, level)
     rows = [

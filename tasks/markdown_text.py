@@ -7,15 +7,9 @@ from collections.abc import Callable, Sequence
 from prefect import runtime
 
 from ckptcore.redaction import redacted
+from ckptcore.utils.text import count
 
-
-def count(number: int, noun: str) -> str:
-    """Format a number with its noun.
-
-    >>> count(1, "file"), count(2, "file")
-    ('1 file', '2 files')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+__all__ = ["count", "named", "table"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

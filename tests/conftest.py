@@ -1,4 +1,4 @@
-"""Shared fixtures: which samples are there, and how is the command line driven?"""
+"""Define shared fixtures: the samples, and how tests run the command line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def unpacked(config: pytest.Config) -> list[Path]:
-    """Where the archived samples lie unpacked: the cache folder, once per archive."""
+    """Return the cache folder with the unpacked archives of samples, each unpacked once."""
     cache = Path(str(config.rootpath)) / ".pytest_cache" / "samples"
     return [samples.unpack(cache, archive) for archive in samples.ARCHIVES]
 

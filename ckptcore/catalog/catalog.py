@@ -14,10 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query
-from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, translated
+from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.types import (
-    LEVELS,
     CheckpointDetail,
     CheckpointFacts,
     CheckpointRow,
@@ -29,7 +28,7 @@ from ckptcore.catalog.types import (
     Lineage,
     Origin,
 )
-from ckptcore.errors import Finding, UsageError
+from ckptcore.errors import LEVELS, Finding, UsageError, current_level
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -66,6 +65,7 @@ class Catalog:
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """Open a transaction that excludes other writers from its first statement on."""
+        require_writable(self._engine)
         with translated(self.url), self._engine.begin() as connection:
             yield connection
 
@@ -84,6 +84,7 @@ class Catalog:
     @contextmanager
     def queueing(self) -> Iterator[Connection]:
         """Open a transaction on the inbox or the outbox. It does not wait for writers of other rows."""
+        require_writable(self._engine)
         with translated(self.url), self._queues.begin() as connection:
             yield connection
 
@@ -179,7 +180,7 @@ class Catalog:
         facts: CheckpointFacts,
         findings: Iterable[Finding] = (),
         *,
-        level: str = "cover",
+        level: str = "coverage",
         kind: Kind = Kind.SOURCE,
     ) -> str:
         """Record the findings of a check on a checkpoint, and return the checkpoint's id.
@@ -192,8 +193,12 @@ class Catalog:
             level: the level of the check.
             kind: the kind to record for an unknown checkpoint. A known derived checkpoint stays derived.
         """
+        level = current_level(level)
         if level not in LEVELS:
-            raise UsageError(f"no check level {level!r}", hint=f"one of {', '.join(LEVELS)}")
+            raise UsageError(
+                f"the check level must be one of {', '.join(LEVELS)} (got {level!r})",
+                hint="choose one of them",
+            )
         with self.writing() as conn:
             return conversions.record_validation(conn, _now(), facts, findings, level, kind)
 

@@ -17,8 +17,8 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, FindingRecord, Tag, Tensor, TrainingRun
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, storable
-from ckptcore.catalog.types import LEVELS, CheckpointFacts, Kind, Role, State
-from ckptcore.errors import Finding, UsageError
+from ckptcore.catalog.types import CheckpointFacts, Kind, Role, State
+from ckptcore.errors import LEVELS, Finding, UsageError
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

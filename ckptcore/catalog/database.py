@@ -29,8 +29,10 @@ from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageE
 from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
 HEAD = REVISIONS[-1]
+# Older schemas with the tables and views of `HEAD`: they are read as they are, and written once upgraded.
+READABLE = frozenset({"0009"})
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable
@@ -49,6 +51,7 @@ READER_BEGIN = {"sqlite": "BEGIN", "postgresql": "SET TRANSACTION ISOLATION LEVE
 # Queues lock single rows: on PostgreSQL they do not wait for a conversion that is being recorded.
 QUEUE_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}"}
 BEGIN = "ckptcore_begin"  # execution option: one of the three tables; WRITER_BEGIN by default
+BEHIND = "ckptcore_behind"  # execution option: the older schema of a catalog that can only be read
 
 # SQLSTATE prefixes of errors that pass: connections, too many of them, shutdown and start, deadlocks and
 # serialization failures, lock timeouts. https://www.postgresql.org/docs/current/errcodes-appendix.html
@@ -92,7 +95,10 @@ def default_url() -> str:
 
 
 def connect(url: str, *, create: bool) -> Engine:
-    """Return an engine for the catalog at `url`, with its schema at `HEAD`. Raises as `open_catalog`."""
+    """Return an engine for the catalog at `url`; raises as `open_catalog`.
+
+    The schema is at `HEAD`, or the execution option `BEHIND` names one of `READABLE`.
+    """
     parsed = parse(url)
     path = sqlite_path(parsed)
     public_url = parsed.render_as_string(hide_password=True)
@@ -109,11 +115,18 @@ def connect(url: str, *, create: bool) -> Engine:
     engine = engine_for(parsed)
     try:
         with translated(public_url):
-            _ensure_head(engine, public_url, create)
+            behind = _ensure_head(engine, public_url, create)
     except BaseException:
         engine.dispose()
         raise
-    return engine
+    return engine if behind is None else engine.execution_options(**{BEHIND: behind})
+
+
+def require_writable(engine: Engine) -> None:
+    """Raise `CatalogError` for a catalog of an older schema that can only be read."""
+    behind = engine.get_execution_options().get(BEHIND)
+    if behind is not None:
+        raise _outdated(behind, engine.url.render_as_string(hide_password=True))
 
 
 def parse(url: str) -> URL:
@@ -306,11 +319,16 @@ def revision(connection: Connection) -> str | None:
     return None
 
 
-def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
+def _ensure_head(engine: Engine, public_url: str, create: bool) -> str | None:
+    """Create a fresh SQLite catalog, and refuse schemas that this version cannot read.
+
+    Returns:
+        None for a catalog at `HEAD`, else its schema, which is one of `READABLE`.
+    """
     with engine.execution_options(**{BEGIN: READER_BEGIN}).begin() as connection:
         found = revision(connection)
     if found == HEAD:
-        return
+        return None
     if found is None and engine.dialect.name == "sqlite" and create:
         with engine.begin() as connection:
             # Another process may have been faster: check once more under the writer's lock.
@@ -319,23 +337,29 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
                 make_views(connection)
                 connection.exec_driver_sql(_STAMP)
                 connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{HEAD}')")
-        return
+        return None
     if found is None:
         raise CatalogError(
             "the catalog's database has no tables yet",
             hint="run `ckptcore catalog upgrade` once",
             url=public_url,
         )
+    if found in READABLE:
+        return found
     if found in REVISIONS:
-        raise CatalogError(
-            f"the catalog's schema is {found}, this version needs {HEAD}",
-            hint="run `ckptcore catalog upgrade`",
-            url=public_url,
-        )
+        raise _outdated(found, public_url)
     raise CatalogError(
         f"the catalog's schema must be {HEAD} (got {found}, of a newer version of ckptcore)",
         hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
         url=public_url,
+    )
+
+
+def _outdated(found: str, shown: str) -> CatalogError:
+    return CatalogError(
+        f"the catalog's schema is {found}, this version needs {HEAD}",
+        hint="run `ckptcore catalog upgrade`",
+        url=shown,
     )
 
 

@@ -33,7 +33,7 @@ from ckptcore.catalog.types import (
     State,
     TensorRow,
 )
-from ckptcore.errors import Conflict, Finding, UsageError
+from ckptcore.errors import Conflict, Finding, UsageError, current_level
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -184,7 +184,7 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         origin=json.loads(row.origin),
         created_at=row.created_at,
         verified_at=row.verified_at,
-        verified_level=row.verified_level,
+        verified_level=None if row.verified_level is None else current_level(row.verified_level),
         replaced_at=row.replaced_at,
         fingerprint=row.fingerprint,
         deleted_at=row.deleted_at,

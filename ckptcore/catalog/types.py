@@ -12,10 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from ckptcore.errors import Finding
-
-# The check levels, shallowest first: a check covers its own level and all before it.
-LEVELS = ("files", "cover", "bytes", "values")
+from ckptcore.errors import LEVELS, Finding
 
 
 class Kind(StrEnum):

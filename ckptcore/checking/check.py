@@ -1,6 +1,6 @@
 """Check a manifest at one of four levels, each of which includes the levels below it.
 
-``files``: present, sizes, stray files. ``cover``: every element in exactly one place, from metadata alone.
+``files``: present, sizes, stray files. ``coverage``: every element in exactly one place, from metadata alone.
 ``bytes``: stored checksums, layouts, equal replicas; reads everything once. ``values``: NaN and Inf.
 Rules are rows of a table. Checks return all findings; they do not stop at the first.
 """
@@ -17,13 +17,12 @@ from ckptcore.checking.verdicts import PART_CODES, error_class, verdict
 from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
-from ckptcore.errors import Finding, UnreadablePart, UsageError, finding
+from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, current_level, finding
 from ckptcore.store import Store
 from ckptcore.utils.globs import leave_out
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
-LEVELS = ("files", "cover", "bytes", "values")
 _NAMED = 5  # files listed in the message of a finding; the report has all of them
 
 
@@ -81,7 +80,7 @@ class Report:
 def check(
     manifest: Manifest,
     store: Store | None = None,
-    level: str = "cover",
+    level: str = "coverage",
     *,
     workers: int = 2,
     progress: Progress | None = None,
@@ -103,8 +102,11 @@ def check(
     Raises:
         UsageError: For an unknown level, or if the level needs a store and none is given.
     """
+    level = current_level(level)
     if level not in LEVELS:
-        raise UsageError(f"level must be one of {', '.join(LEVELS)} (got {level!r})")
+        raise UsageError(
+            f"level must be one of {', '.join(LEVELS)} (got {level!r})", hint="choose one of them"
+        )
     depth = LEVELS.index(level)
     found = [f for f in manifest.findings if LEVELS.index(f.level) <= depth]
     for rule_level, rule in RULES:
@@ -157,7 +159,7 @@ def require_complete(
         DamagedCheckpoint: Or `NotComplete`, `UnprovenCheckpoint`, `UnreadablePart`: the class that
             `ckptcore.checking.verdicts.error_class` chooses.
     """
-    report = check(manifest, None, "cover")
+    report = check(manifest, None, "coverage")
     errors = [f for f in report.findings if f.severity == "error" and f.code not in later]
     if errors:
         unused = _unused_files(manifest, selected) if any(f.fqn is None for f in errors) else frozenset()
@@ -251,7 +253,7 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
 def _something(manifest: Manifest) -> Iterable[Finding]:
     """Report a checkpoint with no tensor and no object."""
     if not manifest.tensors and not manifest.blobs:
-        yield finding("no-tensors", "cover", "the metadata names no tensor and no object")
+        yield finding("no-tensors", "coverage", "the metadata names no tensor and no object")
 
 
 def _lengths(manifest: Manifest) -> Iterable[Finding]:
@@ -275,7 +277,7 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
         path = manifest.files[at.file].path
         yield finding(
             "length-mismatch",
-            "cover",
+            "coverage",
             f"{fqn}: a chunk of {int(nbytes[row])} bytes is placed in {at.length} bytes of {path}",
             fqn=fqn,
             file=path,
@@ -303,7 +305,7 @@ def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
         path = manifest.files[one.file].path
         yield finding(
             "item-overlap",
-            "cover",
+            "coverage",
             f"{path}: items at {one.start} ({one.length} bytes) and {two.start} ({two.length} bytes) overlap",
             file=path,
         )
@@ -344,8 +346,8 @@ def _rank(path: str) -> str:
 RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
     ("files", _files),
     ("files", _unread),
-    ("cover", _something),
-    ("cover", coverage),
-    ("cover", _lengths),
-    ("cover", _item_overlaps),
+    ("coverage", _something),
+    ("coverage", coverage),
+    ("coverage", _lengths),
+    ("coverage", _item_overlaps),
 )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from ckptcore.checking.check import LEVELS, Report, check
+from ckptcore.checking.check import Report, check
 from ckptcore.core.manifest import Manifest
+from ckptcore.errors import LEVELS, current_level
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.store import open_store
 from ckptcore.utils.workers import Progress
@@ -38,9 +39,10 @@ def inspect(source: str, recover: bool = False, keep_quantized: bool = False) ->
 
 
 def validate(
-    manifest: Manifest, level: str = "cover", *, workers: int = 2, progress: Progress | None = None
+    manifest: Manifest, level: str = "coverage", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
     """Check a manifest (`check`); levels ``bytes`` and ``values`` read its files."""
+    level = current_level(level)
     deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
     if not deep:
         return check(manifest, None, level)

@@ -52,7 +52,7 @@ def error_class(findings: Iterable[Finding]) -> type[CkptError]:
 def verdict(findings: Iterable[Finding]) -> str:
     """Return the status text of a checkpoint with these findings.
 
-    >>> verdict([Finding("unproven-shape", "cover", "")]), verdict([])
+    >>> verdict([Finding("unproven-shape", "coverage", "")]), verdict([])
     ('unproven', 'ok')
     """
     codes = {f.code for f in findings if f.severity == "error"}

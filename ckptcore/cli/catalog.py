@@ -1,7 +1,7 @@
-"""`ckptcore catalog`: the catalog's questions and answers on the command line.
+"""Run `ckptcore catalog`: queries, lineage, tags and SQL.
 
-Answers go to stdout, as tables of at most 100 columns or, with ``--output json``, as JSON.
-Errors are `CkptError`s, which the main command maps to words and exit codes.
+Answers go to standard output, as tables of at most 100 columns or, with ``--output json``, as JSON.
+`ckptcore.cli.main` turns errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ckptcore.catalog import default_url, upgrade
 from ckptcore.cli.catalog_names import alias_app, hold_app, root_app
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
-from ckptcore.cli.options import Output
+from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils import terminal
 
-app = typer.Typer(no_args_is_help=True, help="What was converted from what, when, and how it went.")
+app = group("Query the catalog of checkpoints and conversions.")
 app.add_typer(alias_app, name="alias")
 app.add_typer(hold_app, name="hold")
 app.add_typer(root_app, name="root")
@@ -28,7 +28,7 @@ app.add_typer(outbox_app, name="outbox")
 
 @app.command("upgrade")
 def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """Bring the catalog to the schema of this version; make it where there is none."""
+    """Migrate the catalog to the schema of this version, or create it."""
     before, after = upgrade(catalog or default_url())
     if output is Output.JSON:
         write_json({"from": before, "to": after, "changed": before != after})
@@ -40,25 +40,27 @@ def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 @app.command("list")
 def list_(
-    kind: Annotated[str | None, typer.Option(help="source or derived.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only this kind: source or derived.")] = None,
     state: Annotated[
         str | None,
         typer.Option(
-            help="present, damaged, incomplete or replaced; with --conversions: running, succeeded or failed."
+            help="Only this state: present, damaged, incomplete or replaced; with --conversions running, "
+            "succeeded or failed."
         ),
     ] = None,
-    run: Annotated[str | None, typer.Option(help="The name of a training run.")] = None,
+    run: Annotated[str | None, typer.Option(help="Only this training run.")] = None,
     conversions: Annotated[
-        bool, typer.Option("--conversions", help="Conversions instead, failed ones included.")
+        bool, typer.Option("--conversions", help="List conversions instead, including failed ones.")
     ] = False,
     limit: Limit = 50,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Checkpoints (or conversions), the newest first."""
+    """List checkpoints (or conversions), the newest first."""
     if conversions and (kind or run):
         raise UsageError(
-            "--kind and --run choose checkpoints, not conversions", hint="leave out --conversions"
+            "--kind and --run cannot be used with --conversions: they select checkpoints",
+            hint="leave out --conversions",
         )
     rows: Any = ()
     try:
@@ -70,7 +72,7 @@ def list_(
     except CatalogError as error:
         if not error.values.get("missing"):
             raise
-        # Before the first conversion the list is empty, which is no failure.
+        # Before the first conversion the list is empty, which is no error.
         terminal.line(error.message, err=True)
     answer(rows, output)
 
@@ -82,7 +84,7 @@ def show(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """All about one checkpoint or one conversion."""
+    """Show all details of one checkpoint or conversion."""
     with opened(catalog) as found:
         detail = found.show(ref, tensors=tensors)
     answer(detail, output)
@@ -96,39 +98,51 @@ def lineage(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """What a checkpoint was made from, and what was made from it."""
+    """Show what a checkpoint was made from, and what was made from it."""
     with opened(catalog) as found:
         lines = found.lineage(ref, up=up or not down, down=down or not up)
     answer(lines, output)
 
 
+What = Annotated[str, typer.Argument(metavar="WHAT", help="A file, a BLAKE3 digest or a URI.")]
+OfFingerprint = Annotated[
+    bool, typer.Option("--fingerprint", help="WHAT is a fingerprint: find every copy of the same values.")
+]
+
+
 @app.command()
-def which(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="A file, a BLAKE3 digest, or a URI.")],
-    fingerprint: Annotated[
-        bool, typer.Option("--fingerprint", help="WHAT is a fingerprint: every copy of the same numbers.")
-    ] = False,
-    catalog: Where = None,
-    output: As = Output.TEXT,
+def find(
+    what: What, fingerprint: OfFingerprint = False, catalog: Where = None, output: As = Output.TEXT
 ) -> None:
-    """Where a file comes from: its checkpoint, the conversion that wrote it, and its source."""
-    with opened(catalog) as found:
-        origins = found.copies(what) if fingerprint else found.which(what)
+    """Find the checkpoint, conversion and source of a file."""
+    with opened(catalog) as known:
+        origins = known.copies(what) if fingerprint else known.which(what)
     answer(origins, output)
+
+
+@app.command("which", hidden=True)
+def which(
+    what: What, fingerprint: OfFingerprint = False, catalog: Where = None, output: As = Output.TEXT
+) -> None:
+    """Former name of `find`."""
+    note_former("which", "find")
+    find(what, fingerprint, catalog, output)
 
 
 @app.command()
 def tag(
     ref: Ref,
-    tags: Annotated[list[str], typer.Argument(metavar="KEY=VALUE", help="KEY= removes it.")],
+    tags: Annotated[list[str], typer.Argument(metavar="KEY=VALUE", help="Tags to set; KEY= removes a tag.")],
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Put tags on a checkpoint."""
+    """Set or remove tags of a checkpoint."""
     pairs = [word.partition("=") for word in tags]
     for key, equals, _ in pairs:
         if not equals or not key:
-            raise UsageError(f"{key!r} is not KEY=VALUE", hint="for example: eval.mmlu=71.3")
+            raise UsageError(
+                f"a tag must have the form KEY=VALUE (got {key!r})", hint="for example: eval.mmlu=71.3"
+            )
     with opened(catalog) as found:
         for key, _, value in pairs:
             found.tag(ref, key, value or None)
@@ -138,16 +152,18 @@ def tag(
 
 @app.command()
 def sql(
-    statement: Annotated[str, typer.Argument(metavar="SELECT", help="One statement that reads.")],
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many rows at most.")] = 1000,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds until it is stopped.")] = 30,
+    statement: Annotated[str, typer.Argument(metavar="SELECT", help="One statement that only reads.")],
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")] = 1000,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds after which the query is stopped.")
+    ] = 30,
     explain: Annotated[
-        bool, typer.Option("--explain", help="How the database would answer it, instead.")
+        bool, typer.Option("--explain", help="Show the database's query plan instead.")
     ] = False,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Ask in SQL. The database itself refuses everything that is not reading."""
+    """Run a read-only SQL query. The database itself refuses to write."""
     from ckptcore.catalog.sql_query import ask
 
     found = ask(catalog or default_url(), statement, limit=limit, seconds=timeout, explain=explain)

@@ -1,4 +1,4 @@
-"""`ckptcore catalog alias|hold|root`: names for checkpoints, checkpoints to keep, folders to watch."""
+"""Run `ckptcore catalog alias|hold|root`: names for checkpoints, checkpoints to keep, folders to watch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
-from ckptcore.cli.options import Output, declared, takes
+from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
 
-alias_app = typer.Typer(no_args_is_help=True, help="Names that stand for one checkpoint at a time.")
-hold_app = typer.Typer(no_args_is_help=True, help="Checkpoints that must not be deleted.")
-root_app = typer.Typer(no_args_is_help=True, help="Folders that are swept for new checkpoints.")
+alias_app = group("Manage names that refer to one checkpoint at a time.")
+hold_app = group("Manage holds, which keep checkpoints from being deleted.")
+root_app = group("Manage watched roots: folders that are swept for new checkpoints.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The name.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
 
 
 @alias_app.command("set")
@@ -25,12 +25,16 @@ def set_alias(
     ref: Ref,
     expect: Annotated[
         str | None,
-        typer.Option("--expect", metavar="ID", help="Only if it stands for this now; '' for a new name."),
+        typer.Option(
+            "--expect",
+            metavar="ID",
+            help="Change it only if it refers to this checkpoint now; '' for a new name.",
+        ),
     ] = None,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Let a name stand for a checkpoint."""
+    """Set the checkpoint that a name refers to."""
     from ckptcore.catalog import aliases
 
     with opened(catalog) as found, found.writing() as conn:
@@ -40,7 +44,7 @@ def set_alias(
 
 @alias_app.command("list")
 def list_aliases(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """All names, and what they stand for."""
+    """List all names and their checkpoints."""
     from ckptcore.catalog import aliases
 
     with opened(catalog) as found, found.reading() as conn:
@@ -50,7 +54,7 @@ def list_aliases(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 @alias_app.command("remove")
 def remove_alias(name: Name, catalog: Where = None) -> None:
-    """Forget a name."""
+    """Remove a name."""
     from ckptcore.catalog import aliases
 
     with opened(catalog) as found, found.writing() as conn:
@@ -60,10 +64,11 @@ def remove_alias(name: Name, catalog: Where = None) -> None:
 @hold_app.command("place")
 def place_hold(
     ref: Ref,
-    reason: Annotated[str, typer.Option("--reason", help="Who will need it, and what for.")],
-    owner: Annotated[str, typer.Option("--owner", help="Whom to ask.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Who needs the checkpoint, and for what.")],
+    owner: Annotated[str, typer.Option("--owner", help="Person or team to ask.")] = "",
     until: Annotated[
-        datetime | None, typer.Option("--until", help="When it ends by itself, UTC.", formats=["%Y-%m-%d"])
+        datetime | None,
+        typer.Option("--until", help="Date on which the hold ends by itself, UTC.", formats=["%Y-%m-%d"]),
     ] = None,
     catalog: Where = None,
     output: As = Output.TEXT,
@@ -80,11 +85,11 @@ def place_hold(
 
 @hold_app.command("list")
 def list_holds(
-    ref: Annotated[str | None, typer.Argument(metavar="ID", help="Only those on this checkpoint.")] = None,
+    ref: Annotated[str | None, typer.Argument(metavar="ID", help="Only holds on this checkpoint.")] = None,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """The holds that are in force."""
+    """List the holds that are in force."""
     from ckptcore.catalog import holds
 
     with opened(catalog) as found, found.reading() as conn:
@@ -94,7 +99,7 @@ def list_holds(
 
 @hold_app.command("release")
 def release_hold(
-    hold: Annotated[str, typer.Argument(metavar="HOLD", help="The id of a hold.")], catalog: Where = None
+    hold: Annotated[str, typer.Argument(metavar="HOLD", help="Id of a hold.")], catalog: Where = None
 ) -> None:
     """End a hold."""
     from ckptcore.catalog import holds
@@ -107,28 +112,33 @@ def release_hold(
 @takes(declared("to", "mesh", "dtype", "config", to=None, mesh=None))
 def add_root(
     name: Name,
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The folder, or its URL.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", help="Path or URL of the folder.")],
     include: Annotated[
-        list[str] | None, typer.Option("--include", metavar="GLOB", help="Only what matches; repeatable.")
+        list[str] | None,
+        typer.Option("--include", metavar="GLOB", help="Only checkpoints whose paths match (repeatable)."),
     ] = None,
     destination: Annotated[
         str | None,
         typer.Option(
             "--destination",
             metavar="TEMPLATE",
-            help="Where it goes, of {root}, {run}, {step}, {name}, {path}; "
-            "default: {root}/../exports/{run}/{name}",
+            help="Where outputs go, made of {root}, {run}, {step}, {name} and {path}. "
+            "Default: {root}/../exports/{run}/{name}.",
         ),
     ] = None,
     verb: Annotated[str | None, typer.Option("--verb", help="consolidate, export or reshard.")] = None,
     target: Annotated[
-        str, typer.Option("--target", metavar="JSON", help="More of what to make: fields of a request.")
+        str,
+        typer.Option("--target", metavar="JSON", help="Further options of the conversion, as a JSON object."),
     ] = "{}",
     catalog: Where = None,
     output: As = Output.TEXT,
     **given: Any,
 ) -> None:
-    """Watch a folder: what is complete below it is converted by `ckptcore sweep`."""
+    """Watch a folder.
+
+    `ckptcore sweep` converts the complete checkpoints below it.
+    """
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.export_target import target_of
@@ -144,7 +154,7 @@ def add_root(
 
 @root_app.command("list")
 def list_roots(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """All watched folders."""
+    """List all watched folders."""
     from ckptcore.catalog import watched_roots as roots
 
     with opened(catalog) as found, found.reading() as conn:
@@ -154,19 +164,19 @@ def list_roots(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 @root_app.command("pause")
 def pause_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
-    """Leave a folder alone until `resume`."""
+    """Pause sweeping a folder until `resume`."""
     _enable(name, False, catalog, output)
 
 
 @root_app.command("resume")
 def resume_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
-    """Go on watching a folder."""
+    """Resume sweeping a folder."""
     _enable(name, True, catalog, output)
 
 
 @root_app.command("remove")
 def remove_root(name: Name, catalog: Where = None) -> None:
-    """Watch a folder no more."""
+    """Stop watching a folder."""
     from ckptcore.catalog import watched_roots as roots
 
     with opened(catalog) as found, found.writing() as conn:
@@ -183,12 +193,17 @@ def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> No
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"--target is no JSON: {error}", hint='for example {"to": "safetensors"}') from error
-    if not isinstance(found, dict):
-        raise UsageError("--target is no JSON object", hint='for example {"to": "safetensors"}')
-    return found
+        raise UsageError(
+            f"cannot parse --target as JSON: {error}", hint='for example {"to": "safetensors"}'
+        ) from error
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"--target must be a JSON object (got {type(value).__name__})",
+            hint='for example {"to": "safetensors"}',
+        )
+    return value
 
 
 def _now() -> datetime:

@@ -1,4 +1,4 @@
-"""`ckptcore catalog inbox|outbox`: what waits or was given up, and how an operator puts it back."""
+"""Run `ckptcore catalog inbox|outbox`: list what waits or has failed, and retry it."""
 
 from __future__ import annotations
 
@@ -9,56 +9,72 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Limit, Where, answer, opened, write_json
-from ckptcore.cli.options import Output
+from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
+from ckptcore.utils.text import count
 
-inbox_app = typer.Typer(no_args_is_help=True, help="Events that were taken in, and what became of them.")
-outbox_app = typer.Typer(no_args_is_help=True, help="Messages to others, and whether they have arrived.")
+inbox_app = group("List received events, and retry those that failed.")
+outbox_app = group("List outgoing messages, and retry those that failed.")
 
 
-def _verbs(app: typer.Typer, name: str) -> None:
-    """The same two verbs for both queues. name: of the queue."""
+Ref = Annotated[str | None, typer.Argument(metavar="ID", help="Id of a row, or its beginning.")]
+Failed = Annotated[bool, typer.Option("--failed", help="All rows that have failed.")]
+
+
+def _add_commands(app: typer.Typer, name: str) -> None:
+    """Give both queues the same commands. name: the name of the queue."""
 
     @app.command("list")
     def list_(
         state: Annotated[
-            str | None, typer.Option("--state", help="waiting, taken, done or failed; default: all but done.")
+            str | None,
+            typer.Option(
+                "--state", help="Only this state: waiting, taken, done or failed. Default: all but done."
+            ),
         ] = None,
         limit: Limit = 50,
         catalog: Where = None,
         output: As = Output.TEXT,
     ) -> None:
-        """What is not done, the newest first."""
-        with opened(catalog) as found, found.reading() as conn:
+        """List the rows that are not done, the newest first."""
+        with opened(catalog) as known, known.reading() as conn:
             rows = _queue(name).listed(conn, state, limit)
         answer(rows, output)
 
-    @app.command("again")
-    def again(
-        ref: Annotated[str | None, typer.Argument(metavar="ID", help="An id, or its beginning.")] = None,
-        failed: Annotated[bool, typer.Option("--failed", help="All that have failed.")] = False,
-        catalog: Where = None,
-        output: As = Output.TEXT,
+    @app.command("retry")
+    def retry(
+        ref: Ref = None, failed: Failed = False, catalog: Where = None, output: As = Output.TEXT
     ) -> None:
-        """Put back what has failed: it is due now, and its tries are counted anew."""
+        """Retry rows that have failed.
+
+        They are due now, and their attempts are counted from zero.
+        """
         if (ref is None) is not failed:
             raise UsageError(
                 "name one row, or all with --failed",
-                hint=f"`ckptcore catalog {name} list --state failed` shows them",
+                hint=f"`ckptcore catalog {name} list --state failed` lists them",
             )
         with opened(catalog) as found, found.queueing() as conn:
             ids = _queue(name).retry(conn, datetime.now(UTC), ref)
         if output is Output.JSON:
             write_json({"put_back": list(ids)})
             return
-        terminal.line(f"{len(ids)} put back" if ids else "nothing has failed")
+        terminal.line(f"{count(len(ids), 'row')} due again" if ids else "nothing has failed")
+
+    @app.command("again", hidden=True)
+    def former_retry(
+        ref: Ref = None, failed: Failed = False, catalog: Where = None, output: As = Output.TEXT
+    ) -> None:
+        """Former name of `retry`."""
+        note_former(f"{name} again", f"{name} retry")
+        retry(ref, failed, catalog, output)
 
 
 def _queue(name: str) -> Any:
-    # Only now: SQLAlchemy takes a third of a second, and help needs none of it.
+    # Imported only now: SQLAlchemy takes a third of a second, which the help does not need.
     return getattr(import_module("ckptcore.catalog.queues"), name)
 
 
-_verbs(inbox_app, "inbox")
-_verbs(outbox_app, "outbox")
+_add_commands(inbox_app, "inbox")
+_add_commands(outbox_app, "outbox")

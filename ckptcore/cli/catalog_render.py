@@ -1,6 +1,6 @@
-"""Catalog answers for people: which words of a value does a terminal of 100 columns show?
+"""Print catalog answers as text, in at most 100 columns.
 
-Long URIs lose their beginning, which they share; `catalog show` and JSON have them in full.
+Long URIs and names lose their beginning, which they share; JSON has them in full.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ from ckptcore.catalog.types import (
     Origin,
 )
 from ckptcore.catalog.watched_roots import RootRow
+from ckptcore.cli.tables import wrap_name
 from ckptcore.errors import Finding
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils import terminal
+from ckptcore.utils.text import count
+from ckptcore.utils.units import show_duration, show_size
 
 WIDTH = 100
-_ID = 8  # digits of an id that tell checkpoints apart, in every catalog one person looks through
-_FILES = 20  # files that `show` lists
+_ID = 8  # digits of an id, enough to tell the checkpoints of one catalog apart
+_FILES = 20  # files and findings that `show` lists
+
+_LINES = ("message", "tensor", "where")  # columns whose cells may have several lines
 
 Column = tuple[str, Callable[[Any], str]]
 
 
 def render(value: Any, console: Console | None = None) -> None:
-    """Write a value of `values.py`, or a tuple of them, to the console (stdout)."""
+    """Print a value of `ckptcore.catalog.types`, or a tuple of them, to the console (standard output)."""
     if console is None:
         console = terminal.console()
         console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
@@ -49,29 +54,27 @@ def render(value: Any, console: Console | None = None) -> None:
 
 
 def size(nbytes: int | None) -> str:
-    """Bytes for people.
+    """Return a number of bytes in binary units, or a dash where it is unknown.
 
     >>> size(2_147_483_648)
-    '2.1 GB'
+    '2.0 GiB'
     """
-    if nbytes is None:
-        return "-"
-    number = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
+    return "-" if nbytes is None else show_size(nbytes)
 
 
 def tail(text: str, width: int) -> str:
-    """The end of a text that is too long.
+    """Return the end of a text that is too long, from a slash or dot on where there is one.
 
-    >>> tail("/data/runs/llama/step-1000", 12)
-    '…a/step-1000'
+    >>> tail("/data/runs/llama/step-1000", 14), tail("model.layers.0.mlp.weight", 16)
+    ('…/step-1000', '….0.mlp.weight')
     """
-    text = redacted(text)  # what is cut from a URL can no longer be told from its password
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    text = redacted(text)  # before the cut: afterwards, a password could no longer be recognised
+    if len(text) <= width:
+        return text
+    start = len(text) - width + 1
+    end = text[start:]
+    at = 0 if text[start - 1] in "./" else next((n for n, c in enumerate(end) if c in "./"), 0)
+    return "…" + (end[at:] if at <= width // 2 else end)
 
 
 def _blocks(value: Any) -> Iterable[RenderableType]:
@@ -143,7 +146,7 @@ def _answer(answer: Answer) -> Iterable[RenderableType]:
         table.add_row(*(terminal.text("-" if value is None else str(value)) for value in row))
     yield table if answer.rows else "nothing found"
     if answer.more:
-        yield Text(f"and more; --limit shows more than {len(answer.rows)} rows")
+        yield Text(f"and more; raise --limit to see more than {count(len(answer.rows), 'row')}")
 
 
 def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:
@@ -209,7 +212,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
         yield Group("", Text("used by"), _conversions(detail.used_by))
     yield from _findings_table(detail.findings)
     if detail.files:
-        left = len(detail.files) - _FILES
+        left = count(len(detail.files) - _FILES, "more file")
         yield Group(
             "",
             _table(
@@ -223,15 +226,15 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
                 right=("size",),
             ),
         )
-        if left > 0:
-            yield Text(f"and {left} more files")
+        if len(detail.files) > _FILES:
+            yield Text(f"and {left}")
     if detail.tensors:
         yield Group(
             "",
             _table(
                 detail.tensors,
                 (
-                    ("tensor", lambda t: tail(t.fqn, 54)),
+                    ("tensor", lambda t: wrap_name(terminal.clean(t.fqn), 54)),
                     ("dtype", lambda t: t.dtype),
                     ("shape", lambda t: "x".join(map(str, t.shape)) or "scalar"),
                     ("size", lambda t: size(t.nbytes)),
@@ -255,7 +258,7 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
             "took": _took(row),
             "bytes": f"{size(row.bytes_in)} in, {size(row.bytes_out)} out",
             "peak memory": size(row.peak_memory),
-            "timings": ", ".join(f"{k} {v:.2f} s" for k, v in row.timings.items()) or "-",
+            "timings": ", ".join(f"{k} {show_duration(v)}" for k, v in row.timings.items()) or "-",
             "plan": row.plan_digest or "-",
             "fingerprint": row.fingerprint or "-",
             "map": row.map_digest or "-",
@@ -271,7 +274,7 @@ def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:
 
 
 def _verdict(row: ConversionRow) -> dict[str, str]:
-    """What was proven of the export, where somebody asked."""
+    """Return the verdict of `verify-export`, where it was run."""
     if row.export_verdict is None:
         return {}
     checks = "".join(f"\n{n}: {c['verdict']}, {c['summary']}" for n, c in row.export_checks.items())
@@ -319,16 +322,16 @@ def _origin(origin: Origin) -> RenderableType:
 def _findings_table(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     if findings:
         counts = Counter(f.severity for f in findings)
-        said = ", ".join(f"{n} {severity}" for severity, n in counts.items())
+        totals = ", ".join(f"{n} {s}" if s == "info" else count(n, s) for s, n in counts.items())
         yield Group(
             "",
-            Text(f"findings: {said}"),
+            Text(f"findings: {totals}"),
             _table(
                 findings[:_FILES],
                 (
                     ("code", lambda f: f.code),
                     ("level", lambda f: f.level),
-                    ("where", lambda f: tail(f.fqn or f.file or "-", 28)),
+                    ("where", lambda f: wrap_name(terminal.clean(f.fqn or f.file or "-"), 28)),
                     ("message", lambda f: f.message),
                 ),
             ),
@@ -341,8 +344,8 @@ def _facts(facts: dict[str, str]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    for name, words in facts.items():
-        grid.add_row(name, terminal.text(words, lines=True))
+    for name, text in facts.items():
+        grid.add_row(name, terminal.text(text, lines=True))
     return grid
 
 
@@ -356,7 +359,7 @@ def _table(rows: Iterable[Any], columns: tuple[Column, ...], right: tuple[str, .
             justify="right" if name in right else "left",
         )
     for row in rows:
-        table.add_row(*(terminal.text(cell(row), lines=name == "message") for name, cell in columns))
+        table.add_row(*(terminal.text(cell(row), lines=name in _LINES) for name, cell in columns))
     return table
 
 
@@ -365,11 +368,11 @@ def _when(time: datetime | None) -> str:
 
 
 def _verified(row: ConversionRow) -> str:
-    """The verdict on an export that is not what it should be."""
+    """Return the verdict on an export that failed verification."""
     return f"export {row.export_verdict}" if row.export_verdict == "failed" else "-"
 
 
 def _took(row: ConversionRow) -> str:
     if row.ended_at is None:
         return "-"
-    return f"{(row.ended_at - row.started_at).total_seconds():.1f} s"
+    return show_duration((row.ended_at - row.started_at).total_seconds())

@@ -20,21 +20,21 @@ Where = Annotated[
         "--catalog",
         metavar="URL",
         envvar="CKPTCORE_CATALOG_URL",
-        help="SQLAlchemy URL, or the path of a SQLite file.",
+        help="SQLAlchemy URL of the catalog, or path of a SQLite file.",
     ),
 ]
 As = Annotated[Output, typer.Option("--output", help="Tables for people, JSON for programs.")]
-Ref = Annotated[str, typer.Argument(metavar="ID", help="An id, its beginning, or a URI.")]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="How many at most.")]
+Ref = Annotated[str, typer.Argument(metavar="ID", help="Id, beginning of an id, alias or URI.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")]
 
 
 def opened(url: str | None) -> Catalog:
-    """The catalog of an option; one that is not there is not made."""
+    """Open the catalog of an option; a missing one is not created."""
     return open_catalog(url or default_url(), create=False)
 
 
 def answer(value: Any, output: Output) -> None:
-    """Writes a value of the catalog, or a tuple of them."""
+    """Print a value of the catalog, or a tuple of them."""
     if output is Output.JSON:
         write_json(value.as_dict() if hasattr(value, "as_dict") else as_dict(value))
         return
@@ -44,5 +44,5 @@ def answer(value: Any, output: Output) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Writes plain values."""
+    """Print plain values as JSON."""
     terminal.write_json(value, indent=2)

@@ -1,6 +1,6 @@
-"""`ckptcore inspect`, `validate`, `diff`, `fingerprint`, `verify-export`, `formats`: look, change nothing.
+"""Run `ckptcore inspect`, `validate`, `diff`, `fingerprint`, `verify-export` and `formats`.
 
-Parse, call, show; errors are those of `ckptcore.cli.main`.
+They write nothing. Commands parse, call and print; `ckptcore.cli.main` handles errors.
 """
 
 from __future__ import annotations
@@ -13,40 +13,37 @@ from ckptcore.cli import render as show
 from ckptcore.cli.options import ANSWER, NAMES, PART, RUN, As, Level, One, Other, Output, Src, declared, takes
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
-from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs
+from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
 from ckptcore.utils import terminal
 
 
-@takes(declared("recover", "keep_quantized", "include", "exclude"), ANSWER)
+@takes(declared("allow_incomplete", "keep_quantized", "include", "exclude"), ANSWER)
 def inspect(src: Src, **given: Any) -> None:
-    """What is there: format with evidence, tensors, shapes, dtypes, bytes. Reads headers only."""
-    # Not through `convert`: what only writes need not be imported to look.
+    """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
+    # Not through `convert`: what only writes is not imported.
     from ckptcore.formats import open_source, read_manifest
 
+    options = Options.of(given)
     manifest = read_manifest(
-        open_source(src, recover=given["recover"], keep_quantized=given["keep_quantized"])
+        open_source(src, recover=options.allow_incomplete, keep_quantized=options.keep_quantized)
     )
     show.manifest(
-        manifest, given["include"] or [], given["exclude"] or [], as_json=given["output"] is Output.JSON
+        manifest, options.include or (), options.exclude or (), as_json=given["output"] is Output.JSON
     )
 
 
-@takes(declared("recover", "keep_quantized", "workers", *RECORD), ANSWER)
-def validate(
-    src: Src,
-    level: Annotated[Level, typer.Option("--level", help="How deep to look.")] = Level.COVER,
-    **given: Any,
-) -> None:
-    """Is it there, whole, right? Exit code 1 when something is damaged."""
+@takes(declared("allow_incomplete", "keep_quantized", "workers", *RECORD), ANSWER)
+def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
+    """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
     from ckptcore.checking.examine import inspect as read
     from ckptcore.checking.examine import validate as check
 
     options, as_json = Options.of(given), given["output"] is Output.JSON
     try:
         with show.progress() as progress:
-            manifest = read(src, options.recover, options.keep_quantized)
-            report = check(manifest, level.value, workers=options.settings().threads, progress=progress)
-            if not options.no_catalog and level in (Level.BYTES, Level.VALUES):
+            manifest = read(src, options.allow_incomplete, options.keep_quantized)
+            report = check(manifest, level, workers=options.settings().threads, progress=progress)
+            if not options.no_catalog and level in ("bytes", "values"):
                 from ckptcore.operations.registered_files import (
                     against_catalog,  # SQLAlchemy: only who needs it waits for it
                 )
@@ -55,17 +52,17 @@ def validate(
     except CkptError as error:
         if error.exit_code != 1:
             raise
-        show.report(show.report_of(error, src, level.value), as_json=as_json)
+        show.report(show.report_of(error, src, level), as_json=as_json)
         raise typer.Exit(1) from error
-    # The answer first: an unusable catalog must not hide what took hours to find.
+    # The answer comes first: an unusable catalog must not hide a result that took hours.
     show.report(report, as_json=as_json)
     if not options.no_catalog:
         from ckptcore.operations.registered_files import record_report
 
         if not record_report(manifest, src, report, options.catalog):
             terminal.line(
-                "not recorded: the catalog has digests of these files, and they read as another checkpoint; "
-                "try --level bytes to compare, or `ckptcore catalog rebuild --digests` to record them",
+                "not recorded: the files differ from the checkpoint that the catalog has here, with digests. "
+                "Try --level bytes to compare them, or `ckptcore catalog rebuild --digests` to record them",
                 err=True,
             )
     raise typer.Exit(0 if report.ok else 1)
@@ -73,11 +70,14 @@ def validate(
 
 @takes(NAMES, declared(*MEANS), ANSWER)
 def diff(a: One, b: Other, **given: Any) -> None:
-    """Is it the same? Names, dtypes, shapes, every bit, plain values. Exit code 1 when it is not."""
+    """Compare two checkpoints bit by bit.
+
+    Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ.
+    """
     from ckptcore.api import diff as compare
 
     with show.progress() as progress:
-        found = compare(
+        difference = compare(
             a,
             b,
             model=given["model"],
@@ -90,20 +90,23 @@ def diff(a: One, b: Other, **given: Any) -> None:
             settings=Options.of(given).settings(),
             progress=progress,
         )
-    show.difference(found, as_json=given["output"] is Output.JSON)
-    raise typer.Exit(0 if found.equal else 1)
+    show.difference(difference, as_json=given["output"] is Output.JSON)
+    raise typer.Exit(0 if difference.equal else 1)
 
 
 @takes(PART, RUN, declared(*RECORD), ANSWER)
 def fingerprint(src: Src, **given: Any) -> None:
-    """One digest of the numbers: equal for every copy, whatever its format, topology and files."""
+    """Compute one digest of all tensor values.
+
+    It is equal for every copy, whatever its format, topology and files.
+    """
     from ckptcore.api import fingerprint as take
     from ckptcore.checking.examine import inspect as read
 
     options = Options.of(given)
     manifest = read(src, keep_quantized=options.keep_quantized)
     with show.progress() as progress:
-        found = take(
+        taken = take(
             manifest,
             model=given["model"],
             model_prefix=options.model_prefix,
@@ -113,15 +116,15 @@ def fingerprint(src: Src, **given: Any) -> None:
             settings=options.settings(),
             progress=progress,
         )
-    show.fingerprint(found, src, as_json=given["output"] is Output.JSON)
+    show.fingerprint(taken, src, as_json=given["output"] is Output.JSON)
     if not options.no_catalog:
         from ckptcore.conversion.registration import record_fingerprint
 
-        record_fingerprint(manifest, src, found.tensors, dict(found.renamed), options.catalog)
+        record_fingerprint(manifest, src, taken.tensors, dict(taken.renamed), options.catalog)
 
 
-# How an export was made, where the catalog does not know. These are fields of a request, too.
-_MADE = (
+# Options of the export, for exports that the catalog does not know.
+_EXPORTED_WITH = (
     "include",
     "exclude",
     "rename",
@@ -129,43 +132,54 @@ _MADE = (
     "dtype_for",
     "tie",
     "model_prefix",
-    "recover",
+    "allow_incomplete",
     "keep_quantized",
 )
 
 
 @takes(
-    declared(*options_of(VerifyOptions), of=VerifyOptions), declared(*_MADE), RUN, declared(*RECORD), ANSWER
+    declared(*options_of(VerifyOptions), of=VerifyOptions),
+    declared(*_EXPORTED_WITH),
+    RUN,
+    declared(*RECORD),
+    ANSWER,
 )
 def verify_export(
-    export: Annotated[str, typer.Argument(metavar="DST", help="What `ckptcore export` wrote.")], **given: Any
+    export: Annotated[
+        str, typer.Argument(metavar="DST", help="Folder or file that `ckptcore export` wrote.")
+    ],
+    **given: Any,
 ) -> None:
-    """Is an export what its source holds? Exit code 1 when it is not, 26 when a check could not be done."""
+    """Compare an export with its source. Exit code 1 if it differs, 26 if a check could not be done."""
     from ckptcore.api import prove_export
     from ckptcore.conversion.export_verdict import record_verdict
 
-    asked, options = {name: given[name] for name in options_of(VerifyOptions)}, Options.of(given)
+    checks, options = {name: given[name] for name in options_of(VerifyOptions)}, Options.of(given)
     with show.progress() as progress:
-        known, found = prove_export(
+        known, proof = prove_export(
             export,
-            **asked,
+            **checks,
             settings=options.settings(),
             progress=progress,
             catalog=options.register_in,
-            **_made(options, given),
+            **_exported_with(options),
         )
-    # The answer first: an unusable catalog must not hide what took hours to find.
-    show.export_proof(found, as_json=given["output"] is Output.JSON)
-    record_verdict(known, found, options.register_in)
-    raise typer.Exit(found.exit_code)
+    # The answer comes first: an unusable catalog must not hide a result that took hours.
+    show.export_proof(proof, as_json=given["output"] is Output.JSON)
+    record_verdict(known, proof, options.register_in)
+    raise typer.Exit(proof.exit_code)
 
 
-def _made(options: Options, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request that the command line names."""
+def _exported_with(options: Options) -> dict[str, Any]:
+    """Return the fields of a request that the command line gives."""
     request = options.request("export", "-", "-")
-    return {name: getattr(request, name) for name in _MADE if given[name]}
+    given = [name for name in _EXPORTED_WITH if getattr(options, name)]
+    return {name: getattr(request, name) for name in map(request_field, given)}
 
 
 def formats(output: As = Output.TEXT) -> None:
-    """What can be read and written, and what is recognised and refused by name."""
+    """List the formats that can be read and written.
+
+    The second list has formats that are recognised and refused.
+    """
     show.formats(as_json=output is Output.JSON)

@@ -1,6 +1,6 @@
-"""`ckptcore consolidate`, `export`, `reshard`, `plan`, `apply`: make something of a checkpoint.
+"""Run `ckptcore consolidate`, `export`, `reshard`, `plan` and `apply`, which convert a checkpoint.
 
-Parse, call, show; errors are those of `ckptcore.cli.main`. Flows have the same options
+Commands parse, call and print; `ckptcore.cli.main` handles errors. Flows have the same options
 (`ckptcore.planning.options`).
 """
 
@@ -35,22 +35,28 @@ if TYPE_CHECKING:
 @takes(declared(*OF_VERB["consolidate"]), WAIT, ANSWER)
 def consolidate(
     src: Src,
-    dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated")] = None,
+    dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated.")] = None,
     **given: Any,
 ) -> None:
-    """Every tensor, model and optimizer, under its stored name, in one file or folder."""
+    """Write all tensors, named as stored, to a file or folder."""
     _convert(_options(given).request("consolidate", src, dst), given)
 
 
 @takes(declared(*OF_VERB["export"]), WAIT, ANSWER)
 def export(src: Src, dst: Dst, **given: Any) -> None:
-    """The model part as a Hugging Face folder: shards, index, config and tokenizer."""
+    """Write the model part as a Hugging Face folder.
+
+    It has the shards, their index, the config and the tokenizer.
+    """
     _convert(_options(given).request("export", src, dst), given)
 
 
 @takes(declared(*OF_VERB["reshard"]), WAIT, ANSWER)
 def reshard(src: Src, dst: Dst, **given: Any) -> None:
-    """Model, optimizer and trainer state, cut for the ranks of a mesh: fsdp, tp, pp, ep."""
+    """Write all state for the ranks of another mesh.
+
+    Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
+    """
     _convert(_options(given).request("reshard", src, dst), given)
 
 
@@ -58,10 +64,19 @@ def reshard(src: Src, dst: Dst, **given: Any) -> None:
 def plan(
     src: Src,
     dst: Dst,
-    verb: Annotated[str, typer.Option("--verb", help="consolidate, export or reshard.")] = "",
+    verb: Annotated[
+        str,
+        typer.Option(
+            "--verb",
+            help="consolidate, export or reshard. Default: reshard with --mesh, otherwise consolidate.",
+        ),
+    ] = "",
     **given: Any,
 ) -> None:
-    """What a conversion would do: bytes, files, renames, casts, drops, peak memory. Writes nothing."""
+    """Show what a conversion would do, and write nothing.
+
+    The answer has bytes, files, renames, casts, drops and the peak memory.
+    """
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing
     from ckptcore.conversion.pipeline import peak_memory
@@ -80,22 +95,24 @@ def plan(
 
 @takes(RUN, declared(*PROOF, *RECORD), ANSWER)
 def apply(
-    plan_dir: Annotated[str, typer.Argument(metavar="PLAN", help="What `ckptcore plan --save` wrote.")],
+    plan_dir: Annotated[
+        str, typer.Argument(metavar="PLAN", help="Folder that `ckptcore plan --save` wrote.")
+    ],
     **given: Any,
 ) -> None:
-    """Carries out a saved plan; refuses when the source has changed since."""
+    """Execute a saved plan. Refuses if the source has changed since."""
     from ckptcore.conversion.saved_plan import load_request
 
     _convert(load_request(here("PLAN", plan_dir)), given)
 
 
 def _options(given: dict[str, Any]) -> Options:
-    """The options of a command; rules for sharding are read from the file that is named."""
+    """Return the options of a command, with the text of the sharding rules in place of their file."""
     return Options.of({**given, "sharding": read_rules(given.get("sharding"))})
 
 
 def _convert(request: Request, given: dict[str, Any]) -> None:
-    """Converts, and answers. given: the arguments of the command, of which the request is made already."""
+    """Convert and print the result. given: the arguments of the command that are not in the request."""
     from ckptcore.conversion.pipeline import convert
 
     options, wait = Options.of(given), given.get("wait")

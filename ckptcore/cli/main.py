@@ -1,6 +1,6 @@
-"""The command line: the program with its groups of commands, and how each of them ends.
+"""Define the program with its groups of commands, and end each command with its exit code.
 
-Answers go to standard output (text, or JSON with ``--output json``); words and progress go to
+Answers go to standard output (text, or JSON with ``--output json``); notes and progress go to
 standard error. Every error ends with its documented exit code, and never with a traceback.
 """
 
@@ -17,16 +17,16 @@ import typer
 from ckptcore.cli import checkpoints, conversions, operations
 from ckptcore.cli import render as show
 from ckptcore.cli.catalog import app as catalog_app
-from ckptcore.cli.catalog import which as catalog_which
+from ckptcore.cli.catalog import find, which
+from ckptcore.cli.options import group
 from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
 from ckptcore.utils import terminal
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory.",
+_ABOUT = (
+    "Convert sharded training checkpoints into one verified model: validate, consolidate, export and reshard "
+    "in bounded memory."
 )
+app = group(_ABOUT)
 catalog_app.command()(operations.rebuild)
 app.add_typer(catalog_app, name="catalog")
 
@@ -45,7 +45,7 @@ def main(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
     ] = False,
 ) -> None:
-    """Sharded training checkpoints made whole: validated, consolidated and exported in bounded memory."""
+    """Convert sharded training checkpoints into one verified model in bounded memory."""
 
 
 # In the order in which the help shows them.
@@ -61,19 +61,21 @@ for command in (
     conversions.plan,
     conversions.apply,
     checkpoints.formats,
-    catalog_which,
+    find,
     operations.sweep,
     operations.scrub,
     operations.retire,
 ):
     app.command()(command)
+app.command("prune", hidden=True)(operations.retire)
+app.command("which", hidden=True)(which)
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command line; gives the exit code. Errors become words (or JSON) and a code."""
+    """Run a command line, print its error as text or JSON, and return the exit code."""
     as_json = any(a == "--output=json" for a in argv) or ("--output", "json") in pairwise(argv)
     try:
-        done: Any = _asked(argv)(args=argv, prog_name="ckptcore", standalone_mode=False)
+        done: Any = _program(argv)(args=argv, prog_name="ckptcore", standalone_mode=False)
         return done if isinstance(done, int) else 0
     except CkptError as error:
         show.error(error, as_json=as_json)
@@ -81,28 +83,28 @@ def run(argv: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except typer.TyperException as error:
-        words = error.format_message()
-        if words:  # without any argument the help has been shown, and says enough
-            show.error(UsageError(words, hint=_usage_hint(error)), as_json=as_json)
+        message = error.format_message()
+        if message:  # without any argument the help has been printed, which is enough
+            show.error(UsageError(message, hint=_usage_hint(error)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         show.error(Interrupted("stopped by the user"), as_json=as_json)
         return Interrupted.exit_code
-    except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
+    except BrokenPipeError:  # the reader of the output has gone: nothing is left to print
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it when it ends
         return 0
     except Exception as error:
-        # The last net: what nobody foresaw ends in words and a code of its own, too.
+        # Unforeseen errors, too, end with a message and an exit code of their own.
         if os.environ.get("CKPTCORE_TRACEBACK"):
             terminal.report(error)
         show.error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
         return InternalError.exit_code
 
 
-def _asked(argv: list[str]) -> typer.Typer:
-    """The command line with nothing but the verb that is asked for; whole where none is, as for help.
+def _program(argv: list[str]) -> typer.Typer:
+    """Return the program with only the command that is called, or all of it, as for help.
 
-    typer makes every verb that it is given before it looks at one: all of them take 20 ms of each start.
+    typer builds every command that it has before it runs one: all of them take 20 ms of each start.
     """
     if not argv:
         return app

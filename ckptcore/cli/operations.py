@@ -1,7 +1,7 @@
-"""`ckptcore sweep`, `scrub`, `retire`, `catalog rebuild`: keep folders of checkpoints in order.
+"""Run `ckptcore sweep`, `scrub`, `retire` and `catalog rebuild`, which maintain folders of checkpoints.
 
-They do what the scheduled flows do, with the same options (`ckptcore.operations.options`). Parse, call, show;
-errors are those of `ckptcore.cli.main`.
+They do what the scheduled flows do, with the same options (`ckptcore.operations.options`). Commands parse,
+call and print; `ckptcore.cli.main` handles errors.
 """
 
 from __future__ import annotations
@@ -13,39 +13,44 @@ import typer
 from ckptcore.cli.catalog_shared import As, Where, write_json
 from ckptcore.cli.options import ANSWER, RUN, Output, RootNames, declared, takes
 from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOptions
-from ckptcore.planning.options import Options, options_of
+from ckptcore.planning.options import Options, options_of, read_options
 from ckptcore.utils import terminal
+from ckptcore.utils.text import count
 
 
 @takes(declared(*options_of(SweepOptions), of=SweepOptions), RUN, ANSWER)
 def sweep(names: RootNames = None, **given: Any) -> None:
-    """Converts what is complete and not yet converted below the watched roots."""
+    """Convert new complete checkpoints below the watched roots."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.conversion.pipeline import convert
     from ckptcore.operations.sweep import sweep as run
     from ckptcore.utils.units import parse_duration
 
-    url = given["catalog"] or default_url()
-    settings = Options.of(given | {"fingerprint": given["fingerprint"] or None}).settings()
+    wanted = read_options(SweepOptions, given)
+    url = wanted.catalog or default_url()
+    settings = Options.of(given | {"fingerprint": wanted.fingerprint or None}).settings()
     as_json = given["output"] is Output.JSON
     with open_catalog(url) as catalog:
-        found = run(
+        outcome = run(
             catalog,
             lambda request: convert(request, settings, None, url),
             names or (),
-            dry_run=given["dry_run"],
-            settle_s=parse_duration(given["settle"]),
-            retry_failed=given["again"],
+            dry_run=wanted.dry_run,
+            settle_s=parse_duration(wanted.min_age),
+            retry_failed=wanted.retry_failed,
             on_item=show.item_line(as_json),
         )
-    show.swept(found, as_json=as_json)
-    raise typer.Exit(found.exit_code)
+    show.swept(outcome, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)
 
 
 @takes(declared(*options_of(ScrubOptions), of=ScrubOptions), ANSWER)
 def scrub(**given: Any) -> None:
-    """Is what the catalog knows still there, byte for byte? The longest unproven first."""
+    """Verify registered checkpoints again, byte for byte.
+
+    The longest unverified come first.
+    """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.operations.scrub import scrub as run
@@ -53,19 +58,24 @@ def scrub(**given: Any) -> None:
 
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
-        found = run(catalog, given["share"], parse_duration(given["budget"]), on_look=show.looked(as_json))
-    show.scrubbed(found, as_json=as_json)
-    raise typer.Exit(found.exit_code)
+        outcome = run(catalog, given["share"], parse_duration(given["budget"]), on_look=show.looked(as_json))
+    show.scrubbed(outcome, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)
 
 
 @takes(declared(*options_of(RetireOptions), of=RetireOptions), RUN, ANSWER)
 def retire(
     scope: Annotated[
-        str | None, typer.Argument(metavar="[ROOT|RUN]", help="A watched root or a run; default: all roots.")
+        str | None,
+        typer.Argument(metavar="[ROOT|RUN]", help="Watched root or training run. Default: all roots."),
     ] = None,
     **given: Any,
 ) -> None:
-    """Deletes sources that a verified child proves to hold, but for the last ones and those people hold."""
+    """Delete sources that a verified conversion fully replaces.
+
+    This is a dry run by default. The newest steps and checkpoints on hold are kept. `ckptcore prune` is the
+    same command.
+    """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.operations.replacement import Allowed
@@ -75,7 +85,7 @@ def retire(
     settings = Options(**{name: given[name] for name in RUN}).settings()
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
-        found = run(
+        outcome = run(
             catalog,
             Policy(given["keep_last"], given["keep_every"]),
             scope,
@@ -85,25 +95,28 @@ def retire(
             allowed=Allowed.of(given["accept_loss"], cast=given["accept_cast"]),
             on_retired=show.fate(as_json),
         )
-    show.retired(found, as_json=as_json)
+    show.retired(outcome, as_json=as_json)
 
 
 def rebuild(
-    roots: Annotated[list[str], typer.Argument(metavar="ROOT...", help="Folders, or checkpoints.")],
+    roots: Annotated[list[str], typer.Argument(metavar="ROOT...", help="Folders to search, or checkpoints.")],
     digests: Annotated[
-        bool, typer.Option("--digests", help="Read every byte, to know each file by its digest again.")
+        bool, typer.Option("--digests", help="Read every byte, to record the digest of each file.")
     ] = False,
     made: Annotated[
         list[str] | None,
-        typer.Option("--made", metavar="FOLDER", help="It holds what was made here; may be repeated."),
+        typer.Option("--made", metavar="FOLDER", help="Folder that holds outputs of ckptcore (repeatable)."),
     ] = None,
     fingerprints: Annotated[
-        bool, typer.Option("--fingerprints", help="Read every tensor, to know what was made from what.")
+        bool, typer.Option("--fingerprints", help="Read every tensor, to record what was made from what.")
     ] = False,
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Record every checkpoint that lies below folders, read from its own metadata."""
+    """Record the checkpoints below folders in the catalog.
+
+    Everything is read from the metadata of the checkpoints.
+    """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.operations.rebuild_catalog import rebuild as run
     from ckptcore.planning.request import Settings
@@ -122,8 +135,7 @@ def rebuild(
         write_json(done.as_dict())
         return
     linked = sum(r.made_from is not None for r in done.recorded)
-    terminal.line(
-        f"{len(done.recorded)} checkpoints recorded, {linked} of them with the source they were made from"
-    )
+    recorded, left = count(len(done.recorded), "checkpoint"), count(len(done.left_out), "place")
+    terminal.line(f"{recorded} recorded, {linked} of them linked to their source")
     if done.left_out:
-        terminal.line(f"{len(done.left_out)} places left out; `--output json` tells each with its reason")
+        terminal.line(f"{left} left out; `--output json` lists each with its reason")

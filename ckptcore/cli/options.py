@@ -1,8 +1,8 @@
-"""Options of the command line: those of a conversion as typer has them, and those of other commands.
+"""Turn declared options into those of typer, and define the options that only the command line has.
 
-A table of options is a name, a type and a default for each; `takes` gives a command the options of tables, so
-that commands that share an option say the same of it. `declared` makes a table of what
-`ckptcore.planning.options` says.
+A table of options is a name, a type and a default for each. `takes` gives a command the options of tables, so
+that commands that share an option describe it alike. `declared` makes a table from
+`ckptcore.planning.options`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,39 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 
-from ckptcore.planning.options import MEANS, Destination, Option, Options, Source, options_of, split
+from ckptcore.errors import LEVELS, current_level
+from ckptcore.planning.options import (
+    MEANS,
+    Destination,
+    Option,
+    Options,
+    Source,
+    former_option,
+    options_of,
+    split,
+)
+from ckptcore.utils import terminal
 
 Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the order of the help
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def spelled(name: str, kind: Any, option: Option, default: Any) -> Any:
-    """The type of an option as typer reads it: its name, help and limits are those of its declaration."""
+def group(help: str) -> typer.Typer:
+    """Return a program or a group of commands."""
+    return typer.Typer(
+        rich_markup_mode=None,  # the tables of rich cut names of options at 80 columns
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help=help,
+    )
+
+
+def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
+    """Return an option's type for typer, with the declared name, help and limits."""
     flag = f"--{name.replace('_', '-')}"
     inner = [k for k in get_args(kind) if k is not type(None)] if _is_union(kind) else [kind]
-    if inner == [bool] and (option.off or default is not False):
+    if inner == [bool] and (option.off or default is not False) and option.renamed_to is None:
         flag += f"/--{option.off or f'no-{flag[2:]}'}"
     form = typer.Option(
         flag,
@@ -34,6 +56,7 @@ def spelled(name: str, kind: Any, option: Option, default: Any) -> Any:
         min=option.least,
         envvar=option.env,
         hidden=option.hidden,
+        callback=None if option.renamed_to is None else _noting(flag, option.renamed_to),
     )
     if get_origin(inner[0]) is tuple:  # typer has no tuples of any length
         return Annotated[list[get_args(inner[0])[0]] | None, form]  # type: ignore[misc]  # known at run time
@@ -41,21 +64,45 @@ def spelled(name: str, kind: Any, option: Option, default: Any) -> Any:
 
 
 def declared(*names: str, of: type[Any] = Options, **defaults: Any) -> Table:
-    """A table of declared options. of: the dataclass that declares them. defaults: in place of its own."""
+    """Return a table of declared options, with a hidden alias for each former name.
+
+    Args:
+        names: Names of the options.
+        of: The dataclass that declares them.
+        defaults: Defaults that replace the declared ones.
+    """
     known = options_of(of)
     table = {}
     for name in names:
         kind, option, default = known[name]
         default = defaults.get(name, default)
-        table[name] = spelled(name, kind, option, default), default
+        table[name] = typer_type(name, kind, option, default), default
+        if (former := former_option(name, known[name])) is not None:
+            table[former[0]] = typer_type(former[0], *former[1]), None
     return table
 
 
+def note_former(former: str, present: str) -> None:
+    """Print to standard error that a name of release 0.1 was used, and which one replaces it."""
+    terminal.line(f"note: {former} is now {present}; the next release drops the former name", err=True)
+
+
 def help_of(annotation: Any) -> str:
-    """The help of a declared type."""
+    """Return the help of a declared type."""
     option = split(annotation)[1]
     assert option is not None  # it is declared with one
     return option.help
+
+
+def _noting(flag: str, present: str) -> Callable[[Any], Any]:
+    """Return a callback that prints a note when the option is used."""
+
+    def note(value: Any) -> Any:
+        if value:
+            note_former(flag, f"--{present.replace('_', '-')}")
+        return value or None
+
+    return note
 
 
 def _is_union(kind: Any) -> bool:
@@ -63,61 +110,77 @@ def _is_union(kind: Any) -> bool:
 
 
 class Output(StrEnum):
-    """How an answer is written."""
+    """The form of an answer."""
 
     TEXT = "text"
     JSON = "json"
 
 
-class Level(StrEnum):
-    """How deep to check."""
-
-    FILES = "files"
-    COVER = "cover"
-    BYTES = "bytes"
-    VALUES = "values"
+def level(text: str) -> str:
+    """Return the check level of a text, whose former name `cover` is accepted too."""
+    name = current_level(text)
+    if name not in LEVELS:
+        raise typer.BadParameter(f"must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]} (got {text!r})")
+    if name != text:
+        note_former(f"--level {text}", f"--level {name}")
+    return name
 
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help=help_of(Source))]
 Dst = Annotated[str, typer.Argument(metavar="DST", help=help_of(Destination))]
-One = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a path or any fsspec URL.")]
-Other = Annotated[str, typer.Argument(metavar="B", help="Another, of any format and topology.")]
+One = Annotated[str, typer.Argument(metavar="A", help="Path or fsspec URL of a checkpoint.")]
+Other = Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format and topology.")]
 As = Annotated[Output, typer.Option("--output", help="Text for people, JSON for programs.")]
+Level = Annotated[
+    str,
+    typer.Option(
+        "--level",
+        metavar="|".join(LEVELS),
+        parser=level,
+        help="How deep to check. Each level includes those before it.",
+    ),
+]
 Model = Annotated[
-    bool, typer.Option("--model", help="The model parts alone, as export finds them, wrappers off.")
+    bool,
+    typer.Option("--model", help="Use the model part only, as export finds it, without wrapper prefixes."),
 ]
 Prefixes = Annotated[
     list[str] | None,
-    typer.Option("--model-prefix", metavar="PREFIX", help="Where the model is: in A, then in B."),
+    typer.Option(
+        "--model-prefix", metavar="PREFIX", help="Prefix of the model's names: first in A, then in B."
+    ),
 ]
 RenameA = Annotated[
     list[str] | None,
     typer.Option(
-        "--rename", metavar="OLD=NEW", help="Rename a prefix of A's, or a pattern with one * (repeatable)."
+        "--rename",
+        metavar="OLD=NEW",
+        help="Rename a prefix of A's names, or a pattern with one * (repeatable).",
     ),
 ]
 Alias = Annotated[
     list[str] | None,
-    typer.Option("--tie", metavar="GONE=KEPT", help="A side without GONE has KEPT there, too (repeatable)."),
+    typer.Option("--tie", metavar="GONE=KEPT", help="Compare KEPT where a side has no GONE (repeatable)."),
 ]
 RootNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ROOT]...", help="Names of watched roots; default: all that are not paused."),
+    typer.Argument(metavar="[ROOT]...", help="Names of watched roots. Default: all that are not paused."),
 ]
 Wait = Annotated[
     str | None,
     typer.Option(
         "--wait",
         metavar="TIME",
-        help="Look again for so long at what is not whole yet, and make once what several ask for.",
+        help="Wait up to TIME for an unfinished checkpoint. If another process is converting it, reuse its "
+        "result.",
     ),
 ]
 Save = Annotated[
-    str | None, typer.Option("--save", metavar="DIR", help="Keep the plan for `ckptcore apply`.")
+    str | None, typer.Option("--save", metavar="DIR", help="Save the plan for `ckptcore apply`.")
 ]
 
 
-# Which names of two checkpoints, brought together how.
+# Options that match the names of two checkpoints.
 NAMES: Table = {
     "model": (Model, False),
     "model_prefix": (Prefixes, None),
@@ -126,7 +189,7 @@ NAMES: Table = {
     "tie": (Alias, None),
     **declared("keep_quantized"),
 }
-# The names that a fingerprint is of.
+# Options that choose the names of a fingerprint.
 PART: Table = {
     "model": (Model, False),
     **declared("model_prefix", "include", "exclude", "rename", "keep_quantized"),
@@ -138,7 +201,7 @@ ANSWER: Table = {"output": (As, Output.TEXT)}
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:
-    """Gives a command these options, in place of its ``**given``."""
+    """Give a command the options of tables, in place of its ``**given``."""
 
     def wrap(command: _F) -> _F:
         seen = inspect.signature(command, eval_str=True)

@@ -1,7 +1,6 @@
-"""Faces: how does a value look to a person, and how to a program?
+"""Print the answers of commands: as text with rich, or as JSON with a stable schema.
 
-One function a kind of value; text with rich, JSON with a stable schema. Standard output carries
-the answer alone.
+There is one function for each kind of value. Standard output has the answer and nothing else.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ckptcore.cli.tables import new_table, print_table
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.utils import terminal
-from ckptcore.utils.units import show_size
+from ckptcore.utils.text import count
+from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from ckptcore.utils.workers import Progress
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
+_NAMES_TWICE = ("renamed",)  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
 _VERDICT = {"ok": "green", "failed": "red", "unproven": "yellow", "not-done": "yellow"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
 def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (), *, as_json: bool) -> None:
-    """The answer of `inspect`."""
+    """Print the answer of `inspect`."""
     from ckptcore.core.subset import describe_derived
     from ckptcore.naming.rename import matches
 
@@ -80,39 +82,43 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         )
     )
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
+    tensors_text, chunks_text = count(value.num_tensors, "tensor"), count(stored, "chunk")
+    objects_text = count(len(value.blobs) - len(value.unread), "object")
     out.print(
-        f"{value.num_tensors} tensors, {show_size(value.nbytes)} ({kinds}); {stored} chunks in "
-        f"{len(used)} files; {len(value.blobs) - len(value.unread)} objects"
+        f"{tensors_text}, {show_size(value.nbytes)} ({kinds}); {chunks_text} in "
+        f"{count(len(used), 'file')}; {objects_text}"
     )
     _print_pairs(out, "cannot be read", [(name, why.describe()) for name, why in value.unread.items()])
-    table = _table("tensor", "dtype", "shape", "chunks")
-    for i, t in tensors[:_LIMIT]:
-        _add_row(table, t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i])))
-    out.print(table)
+    rows = [
+        (t.fqn, t.dtype, str(list(t.shape)), computed.get(i, str(chunks[i]))) for i, t in tensors[:_LIMIT]
+    ]
+    print_table(out, ("tensor", "dtype", "shape", "chunks"), rows)
     if len(tensors) > _LIMIT:
-        out.print(f"and {len(tensors) - _LIMIT} more tensors (--output json has all, --include picks)")
+        more = count(len(tensors) - _LIMIT, "more tensor")
+        out.print(f"and {more} (--output json lists all, --include selects)")
 
 
 def report(value: Report, *, as_json: bool) -> None:
-    """The answer of `validate`."""
+    """Print the answer of `validate`."""
     if as_json:
         terminal.write_json(value.as_dict())
         return
     out = terminal.console()
     counts = Counter(f.severity for f in value.findings)
-    found = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items()) or "nothing found"
+    # "2 infos" is no English; the other severities have a plural.
+    kinds = [f"{n} info" if s == "info" else count(n, s) for s, n in counts.items()]
     out.print(
         terminal.text(
             (value.status, _STATUS.get(value.status, "red")),
-            f" at level {value.level}: {value.format or 'unknown format'}, {value.tensors} tensors, "
-            f"{show_size(value.nbytes)}; {found}",
+            f" at level {value.level}: {value.format or 'unknown format'}, {count(value.tensors, 'tensor')}, "
+            f"{show_size(value.nbytes)}; {', '.join(kinds) or 'no findings'}",
         )
     )
     _findings(out, value.findings)
 
 
 def report_of(error: CkptError, source: str, level: str) -> Report:
-    """A report for a source whose metadata could not even be read."""
+    """Return a report for a source whose metadata cannot be read."""
     from ckptcore.checking.check import Report
 
     findings = tuple(error.values.get("findings", ())) or (
@@ -122,7 +128,7 @@ def report_of(error: CkptError, source: str, level: str) -> Report:
 
 
 def plan(value: Composed, peak: int, *, as_json: bool) -> None:
-    """The answer of `plan`."""
+    """Print the answer of `plan`."""
     p = value.plan
     if as_json:
         terminal.write_json(
@@ -160,18 +166,22 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         for name, (number, source) in sorted(n.numbers.items()):
             out.print(terminal.text(f"  {name} = {number:g} ({source})"))
     out.print(
-        f"reads {show_size(p.bytes_in)} in {p.requests} requests, writes {show_size(p.bytes_out)} in "
-        f"{len(p.files)} files ({p.target.format}), peak memory about {show_size(peak)}"
+        f"reads {show_size(p.bytes_in)} in {count(p.requests, 'request')}, "
+        f"writes {show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
+        f"peak memory about {show_size(peak)}"
     )
     if value.ranks:
-        low, high = min(value.ranks.per_rank), max(value.ranks.per_rank)
-        held = f"hold {show_size(low)} to {show_size(high)} each"
-        ranks = f"{len(value.ranks.per_rank)} ranks ({p.target.mesh}) {held}"
-        out.print(terminal.text(f"{ranks}, the fullest {value.ranks.ratio:.3f} of the mean"))
-    table = _table("file", "bytes", "tensors")
-    for f in p.files[:_LIMIT]:
-        _add_row(table, f.path, f"{f.nbytes:,}", str(f.tensors))
-    out.print(table)
+        sizes = value.ranks.per_rank
+        ranks = f"{count(len(sizes), 'rank')} ({p.target.mesh}): {show_size(min(sizes))} to "
+        ranks += f"{show_size(max(sizes))} each"
+        out.print(terminal.text(f"{ranks}, the largest {value.ranks.ratio:.3f} of the mean"))
+    print_table(
+        out,
+        ("file", "size", "tensors"),
+        [(f.path, show_size(f.nbytes), str(f.tensors)) for f in p.files[:_LIMIT]],
+    )
+    if len(p.files) > _LIMIT:
+        out.print(f"and {count(len(p.files) - _LIMIT, 'more file')} (--output json lists all)")
     _print_pairs(out, "renamed", [(a, b) for a, b in p.renamed])
     _print_pairs(out, "made", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same])
     _print_pairs(out, "computed", list(p.derived))
@@ -182,7 +192,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
 
 
 def _name_map(value: Composed) -> dict[str, Any] | None:
-    """How names were mapped, and the rule that made each tensor."""
+    """Return how names were mapped, and the rule that made each tensor."""
     if value.naming is None:
         return None
     made = [{"name": m.name, "rule": m.rule, "sources": list(m.sources)} for m in value.plan.made]
@@ -190,7 +200,7 @@ def _name_map(value: Composed) -> dict[str, Any] | None:
 
 
 def difference(value: Difference, *, as_json: bool) -> None:
-    """The answer of `diff`."""
+    """Print the answer of `diff`."""
     if as_json:
         terminal.write_json(value.as_dict())
         return
@@ -198,59 +208,57 @@ def difference(value: Difference, *, as_json: bool) -> None:
     for label, side in (("A", value.a), ("B", value.b)):
         model = f"; model: {side.model}" if side.model else ""
         gone = f"; {len(side.left_out)} left out" if side.left_out else ""
-        bare = f"; {side.unverified} items without a checksum" if side.unverified else ""
-        size = f"{side.tensors} tensors, {show_size(side.nbytes)}"
+        bare = f"; {count(side.unverified, 'item')} without a checksum" if side.unverified else ""
+        size = f"{count(side.tensors, 'tensor')}, {show_size(side.nbytes)}"
         out.print(
             terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{gone}{bare}"), soft_wrap=True
         )
     out.print(
         terminal.text(
             ("equal", "green") if value.equal else ("different", "red"),
-            f": {value.equal_tensors} tensors and {value.equal_objects} values are the same, "
-            f"{len(value.tensors)} tensors and {len(value.objects)} values are not",
+            f": {count(value.equal_tensors, 'tensor')} and {count(value.equal_objects, 'value')} equal, "
+            f"{count(len(value.tensors), 'tensor')} and {count(len(value.objects), 'value')} different",
         )
     )
-    table = _table("name", "differs in", "A", "B")
     rows = [(t.name, _what(t), *_both(t)) for t in value.tensors]
     rows += [(o.name, f"value, {o.what}" if o.what != "values" else "value", o.a, o.b) for o in value.objects]
-    for row in rows[:_LIMIT]:
-        _add_row(table, *row)
     if rows:
-        out.print(table)
+        print_table(out, ("name", "differs in", "A", "B"), rows[:_LIMIT])
     if len(rows) > _LIMIT:
-        out.print(f"and {len(rows) - _LIMIT} more (--output json has all)")
+        out.print(f"and {len(rows) - _LIMIT} more (--output json lists all)")
     _print_pairs(out, "not compared", list(value.skipped))
     _findings(out, [*value.a.warnings, *value.b.warnings])
 
 
-def _what(found: TensorDifference) -> str:
-    if found.first is None or found.a is None:
-        return ", ".join(found.what)
-    return f"{found.differing:,} of {found.a.numel:,} elements, first at {list(found.first.index)}"
+def _what(tensor: TensorDifference) -> str:
+    if tensor.first is None or tensor.a is None:
+        return ", ".join(tensor.what)
+    noun = "element" if tensor.a.numel == 1 else "elements"
+    return f"{tensor.differing:,} of {tensor.a.numel:,} {noun}, first at {list(tensor.first.index)}"
 
 
-def _both(found: TensorDifference) -> tuple[str, str]:
-    if found.first is not None:
-        first = found.first
+def _both(tensor: TensorDifference) -> tuple[str, str]:
+    if tensor.first is not None:
+        first = tensor.first
         return f"{first.a!r} (0x{first.a_bits})", f"{first.b!r} (0x{first.b_bits})"
-    a, b = ("" if s is None else f"{s.dtype} {list(s.shape)}" for s in (found.a, found.b))
+    a, b = ("" if s is None else f"{s.dtype} {list(s.shape)}" for s in (tensor.a, tensor.b))
     return a, b
 
 
 def fingerprint(value: Fingerprints, url: str, *, as_json: bool) -> None:
-    """The answer of `fingerprint`."""
+    """Print the answer of `fingerprint`."""
     if as_json:
         terminal.write_json(value.as_dict())
         return
-    bare = f"; {value.unverified} items without a checksum" if value.unverified else ""
+    bare = f"; {count(value.unverified, 'item')} without a checksum" if value.unverified else ""
     out = terminal.console()
     out.print(value.fingerprint, soft_wrap=True)
-    of_what = f"{url}: {len(value.tensors)} tensors, map {value.map_digest[:16]}{bare}"
+    of_what = f"{url}: {count(len(value.tensors), 'tensor')}, map {value.map_digest[:16]}{bare}"
     out.print(terminal.text((of_what, "dim")), soft_wrap=True)
 
 
 def export_proof(value: ExportProof, *, as_json: bool) -> None:
-    """The answer of `verify-export`."""
+    """Print the answer of `verify-export`."""
     if as_json:
         terminal.write_json(value.as_dict())
         return
@@ -260,7 +268,9 @@ def export_proof(value: ExportProof, *, as_json: bool) -> None:
     out.print(
         terminal.text((value.verdict, _VERDICT[value.verdict]), f": {value.export}{against}"), soft_wrap=True
     )
-    table = _table("check", "verdict", "what")
+    table = new_table()
+    for column in ("check", "verdict", "result"):
+        table.add_column(column, overflow="fold")
     for check in value.checks:
         verdict = terminal.text((check.verdict, _VERDICT[check.verdict]))
         table.add_row(terminal.text(check.name), verdict, terminal.text(check.summary))
@@ -272,34 +282,35 @@ def export_proof(value: ExportProof, *, as_json: bool) -> None:
 
 
 def result(value: Result, *, as_json: bool) -> None:
-    """The answer of a conversion."""
+    """Print the answer of a conversion."""
     if as_json:
         terminal.write_json(value.as_dict())
         return
     out = terminal.console()
     verified = sum(r.verified for r in value.files)
     unproven = sum(r.unverified for r in value.files)
-    proof = f"{verified} stored checksums verified" + (f", {unproven} pieces without one" if unproven else "")
+    proof = f"{count(verified, 'stored checksum')} verified"
+    proof += f", {count(unproven, 'record')} without one" if unproven else ""
     out.print(
         terminal.text(
             (value.destination, "green"),
-            f": {value.format}, {len(value.tensors)} tensors, "
-            f"{show_size(value.nbytes)} in {len(value.files)} files; {proof}",
+            f": {value.format}, {count(len(value.tensors), 'tensor')}, "
+            f"{show_size(value.nbytes)} in {count(len(value.files), 'file')}; {proof}",
         )
     )
-    seconds = ", ".join(f"{k} {v:.2f} s" for k, v in value.timings.items())
+    seconds = ", ".join(f"{k} {show_duration(v)}" for k, v in value.timings.items())
     out.print(f"{seconds}{f'; catalog {value.conversion}' if value.conversion else ''}", style="dim")
     if value.fingerprint is not None:
         out.print(f"fingerprint {value.fingerprint}", style="dim", soft_wrap=True)
-    for rule, count in Counter(rule for _, rule in value.dropped).items():
-        out.print(terminal.text(f"left out: {count}, {rule}"), soft_wrap=True)
+    for rule, number in Counter(rule for _, rule in value.dropped).items():
+        out.print(terminal.text(f"left out: {number}, {rule}"), soft_wrap=True)
     if value.loadable is not None:
         out.print(terminal.text(f"loadable: {value.loadable}"))
     _findings(out, value.warnings)
 
 
 def formats(*, as_json: bool) -> None:
-    """The support matrix, with the formats of installed packages."""
+    """Print the supported formats, with those of installed packages."""
     from ckptcore.formats import KNOWN, registry
 
     found = registry()
@@ -323,30 +334,30 @@ def formats(*, as_json: bool) -> None:
         terminal.write_json({"formats": rows, "refused": refused, "broken": broken})
         return
     out = terminal.console()
-    table = _table("format", "what", "read", "write", "checksums", "recognised by")
+    lines = []
     for f in found.formats:
         a, package = f.abilities, found.package(f.name)
         name = f.name if package == "ckptcore" else f"{f.name} ({package})"
-        seen_by = f.recognised_by.replace("`", "")
-        _add_row(table, name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, seen_by)
-    out.print(table)
-    table = _table("recognised, not read", "what", "next step")
-    for k in KNOWN:
-        _add_row(table, k.name, k.title, k.hint)
-    out.print(table)
+        lines.append(
+            (name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, f.recognised_by.replace("`", ""))
+        )
+    print_table(out, ("format", "title", "read", "write", "checksums", "recognised by"), lines)
+    print_table(
+        out, ("recognised, not read", "title", "next step"), [(k.name, k.title, k.hint) for k in KNOWN]
+    )
     for package, reason in found.broken:
         out.print(terminal.text(("not used", "red"), f": formats of {package}: {reason}"))
 
 
 def error(value: CkptError, *, as_json: bool) -> None:
-    """An error: JSON on standard output, or words on standard error."""
+    """Print an error: as JSON to standard output, or as text to standard error."""
     if as_json:
         form = value.as_dict()
         form["findings"] = [f.as_dict() for f in value.values.get("findings", ())]
         terminal.write_json({"error": form})
         return
     out = terminal.console(err=True)
-    # What a message has in more lines than one is indented: none can pass for a line of our own.
+    # Further lines of a message are indented: none can pass for a line of ckptcore's own.
     message = terminal.text(f": {value.message}".replace("\n", "\n    "), lines=True)
     out.print(terminal.text((value.code, "red")) + message, soft_wrap=True)
     if value.hint:
@@ -355,7 +366,7 @@ def error(value: CkptError, *, as_json: bool) -> None:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A progress callback: a bar with bytes, rate and time left on a terminal, else a line a stage."""
+    """Yield a progress callback: a bar with rate and time left on a terminal, else a line per stage."""
     if not sys.stderr.isatty():
         seen: set[str] = set()
 
@@ -397,7 +408,9 @@ def progress() -> Iterator[Progress]:
 def _findings(out: Console, found: Sequence[Finding]) -> None:
     if not found:
         return
-    table = _table("finding", "level", "what")
+    table = new_table()
+    for column in ("finding", "level", "message"):
+        table.add_column(column, overflow="fold")
     for f in found[:_LIMIT]:
         what = terminal.text(f.message, lines=True)
         if f.hint:
@@ -405,33 +418,15 @@ def _findings(out: Console, found: Sequence[Finding]) -> None:
         table.add_row(terminal.text((f.code, _STYLE[f.severity])), f.level, what)
     out.print(table)
     if len(found) > _LIMIT:
-        out.print(f"and {len(found) - _LIMIT} more (--output json has all)")
+        out.print(f"and {len(found) - _LIMIT} more (--output json lists all)")
 
 
 def _print_pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
     if not rows:
         return
-    table = _table(title, "")
-    for a, b in rows[:_LIMIT]:
-        _add_row(table, a, b)
-    out.print(table)
+    print_table(out, (title, ""), rows[:_LIMIT], names=(0, 1) if title in _NAMES_TWICE else (0,))
     if len(rows) > _LIMIT:
-        out.print(f"and {len(rows) - _LIMIT} more {title} (--output json has all)")
-
-
-def _table(*columns: str) -> Any:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _add_row(table: Any, *cells: str) -> None:
-    """Adds a row in which no cell makes lines of its own."""
-    table.add_row(*map(terminal.text, cells))
+        out.print(f"and {len(rows) - _LIMIT} more {title} (--output json lists all)")
 
 
 def _yes(value: bool) -> str:

@@ -1,4 +1,4 @@
-"""Faces of sweep, scrub and retire: a line for every checkpoint while they go on, then the answer."""
+"""Print the answers of sweep, scrub and retire: a line for each checkpoint, then the totals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ckptcore.utils import terminal
-from ckptcore.utils.units import show_size
+from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
     from ckptcore.errors import CkptError
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ckptcore.operations.scrub import Looked, Scrubbed
     from ckptcore.operations.sweep import SweepItem, Swept
 
-_MOST = 50  # names of what is unproven that are printed of one source
+_MOST = 50  # unproven names that are printed for one source
 
 
 def item_line(as_json: bool) -> Callable[[SweepItem], None]:
-    """Tells each item of a sweep on standard error while the sweep goes on, where the answer is JSON."""
+    """Return a callback that prints each item of a sweep; to standard error where the answer is JSON."""
 
     def line(item: SweepItem) -> None:
         terminal.line(_item(item), err=as_json)
@@ -27,7 +27,7 @@ def item_line(as_json: bool) -> Callable[[SweepItem], None]:
 
 
 def swept(value: Swept, *, as_json: bool) -> None:
-    """The answer of `sweep`; in words, its items have been told."""
+    """Print the answer of `sweep`; as text, its items are printed already."""
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
         return
@@ -35,20 +35,20 @@ def swept(value: Swept, *, as_json: bool) -> None:
 
 
 def waits(seconds: float, error: CkptError) -> None:
-    """Tells on standard error that something is looked at again, and why."""
-    terminal.line(f"looked at again in {seconds:.0f} s: {error.message}", err=True)
+    """Print to standard error that a checkpoint is checked again later, and why."""
+    terminal.line(f"checking again in {show_duration(seconds)}: {error.message}", err=True)
 
 
 def already(destination: str, *, as_json: bool) -> None:
-    """The answer of a conversion that was not needed."""
+    """Print the answer of a conversion that was not needed."""
     if as_json:
         terminal.write_json({"destination": destination, "already": True}, indent=2)
         return
-    terminal.line(f"{destination} was made from this checkpoint before")
+    terminal.line(f"{destination} already holds the result for this checkpoint")
 
 
 def looked(as_json: bool) -> Callable[[Looked], None]:
-    """Tells each checkpoint of a scrub."""
+    """Return a callback that prints each checkpoint of a scrub."""
 
     def line(each: Looked) -> None:
         why = f": {each.proven.message}" if each.proven.message else ""
@@ -58,7 +58,7 @@ def looked(as_json: bool) -> Callable[[Looked], None]:
 
 
 def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
-    """The answer of `scrub`."""
+    """Print the answer of `scrub`."""
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
         return
@@ -66,7 +66,7 @@ def scrubbed(value: Scrubbed, *, as_json: bool) -> None:
 
 
 def fate(as_json: bool) -> Callable[[Retired], None]:
-    """Tells what becomes of each source."""
+    """Return a callback that prints what becomes of each source."""
 
     def line(each: Retired) -> None:
         lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
@@ -80,7 +80,7 @@ def fate(as_json: bool) -> Callable[[Retired], None]:
 
 
 def retired(value: Retirement, *, as_json: bool) -> None:
-    """The answer of `retire`."""
+    """Print the answer of `retire`."""
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
         return

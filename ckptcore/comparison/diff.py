@@ -1,6 +1,6 @@
 """Compare two checkpoints, whatever their formats and topologies.
 
-1. Both must be complete (level ``cover``). Names are aligned: the model part, renames, ties, globs.
+1. Both must be complete (level ``coverage``). Names are aligned: the model part, renames, ties, globs.
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal dtype and shape, are read side by side
    (`ckptcore.comparison.tensor_compare`).

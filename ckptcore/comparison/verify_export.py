@@ -331,7 +331,7 @@ def _unlike(
 
 def _defects(export: _Export) -> list[Problem]:
     """Return the problems of an export by itself: missing or truncated files, holes."""
-    report = check(export.stored, None, "cover")
+    report = check(export.stored, None, "coverage")
     problems = [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
     if export.stored.origin.get("file"):
         return problems

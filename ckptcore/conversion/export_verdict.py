@@ -114,7 +114,7 @@ def keep(catalog: Catalog, conversion: str, proof: ExportProof) -> None:
 def _registered(
     export: str, catalog: str | bool | None
 ) -> tuple[ConversionRow, str, CheckpointDetail] | None:
-    """Return the conversion that wrote the current content, its source's manifest digest or "", the export."""
+    """Return the conversion that wrote the content, its source's manifest digest or "", and the export."""
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 

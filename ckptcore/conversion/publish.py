@@ -367,7 +367,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
     form = by_name(plan.target.format)
     assert form.reader is not None  # by_name returns formats with a reader
     written = form.reader.read(source)
-    report = check(written, None, "cover")
+    report = check(written, None, "coverage")
     wanted, last = _planned(staging, plan)
     found = sorted(_specs(written))
     unplanned = {name for name, *_ in found} - {name for name, *_ in wanted}

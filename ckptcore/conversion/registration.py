@@ -113,7 +113,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
     read = facts(
         source,
         registration.request.source,
-        verified="cover",
+        verified="coverage",
         announcement=registration.announcement,
         prints=matching(source, numbers, old),
     )
@@ -121,7 +121,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         result.written,
         result.destination,
         digests,
-        verified="cover",
+        verified="coverage",
         prints=matching(result.written, numbers, {}),
         published=result.published,
     )
@@ -183,9 +183,9 @@ def record_fingerprint(
 
     prints = matching(manifest, found, names)
     warnings = [f for f in manifest.findings if f.severity == "warning"]
-    known = facts(manifest, uri, verified="cover", prints=prints)
+    known = facts(manifest, uri, verified="coverage", prints=prints)
     with open_catalog(catalog_url) as catalog:
-        catalog.record_validation(known, warnings, level="cover")
+        catalog.record_validation(known, warnings, level="coverage")
 
 
 def facts(

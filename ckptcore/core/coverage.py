@@ -218,7 +218,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     found += [
         finding(
             "out-of-bounds",
-            "cover",
+            "coverage",
             f"{spec.fqn}: chunk {_show(b)} exceeds the tensor's shape {list(spec.shape)}",
             fqn=spec.fqn,
         )
@@ -227,7 +227,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
     inside = [b for b in boxes if b.numel and full.contains(b)]
     shared = _overlaps(inside)
     found += [
-        finding("overlap", "cover", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} overlap", fqn=spec.fqn)
+        finding("overlap", "coverage", f"{spec.fqn}: chunks {_show(a)} and {_show(b)} overlap", fqn=spec.fqn)
         for a, b in shared[:_MAX_LISTED]
     ]
     holes = _holes(full, inside)
@@ -243,12 +243,12 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
 
 def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
     message = f"{spec.fqn} {list(spec.shape)}: {missing} of {spec.numel} elements are in no file: {where}"
-    return finding("hole", "cover", message, fqn=spec.fqn)
+    return finding("hole", "coverage", message, fqn=spec.fqn)
 
 
 def _untiled(spec: TensorSpec, chunks: int) -> Finding:
     message = f"{spec.fqn}: {count(chunks, 'chunk')} cannot tile {list(spec.shape)}"
-    return finding("overlap", "cover", message, fqn=spec.fqn)
+    return finding("overlap", "coverage", message, fqn=spec.fqn)
 
 
 def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:

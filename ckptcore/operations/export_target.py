@@ -27,6 +27,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.formats import by_name
 from ckptcore.operations.discover import matches, step_and_run
+from ckptcore.planning.options import request_field
 from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path
 from ckptcore.utils.text import short_repr as quoted
@@ -97,7 +98,7 @@ def target_of(form: Mapping[str, Any]) -> ExportTarget:
     Raises:
         UsageError: A field, a value or the template is invalid.
     """
-    options = {k: v for k, v in form.items() if k != "destination"}
+    options = {request_field(k): v for k, v in form.items() if k != "destination"}
     unknown = sorted(set(options) - _OF_REQUEST)
     if unknown:
         raise UsageError(

@@ -1,6 +1,6 @@
 """Declare the options of sweep, scrub, retire and verify-export once, for the command line and for flows.
 
-As in `ckptcore.planning.options`, a field is an option; the means of a conversion come beside these.
+As in `ckptcore.planning.options`, a field is an option. Commands add those for memory, threads and device.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Annotated
 
 from ckptcore.planning.options import Option, Texts
 
-# The catalog that something is done in the name of; there is no doing without one.
+# The catalog that a command acts on; unlike a conversion, it cannot do without one.
 Catalog = Annotated[
     str | None,
     Option(
-        "The catalog to go by; default: CKPTCORE_CATALOG_URL, else the user's own.",
+        "Catalog to use. Default: CKPTCORE_CATALOG_URL, otherwise the user's own.",
         "URL",
         env="CKPTCORE_CATALOG_URL",
     ),
@@ -23,37 +23,50 @@ Catalog = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What a sweep converts."""
+    """Hold what a sweep converts."""
 
-    dry_run: Annotated[bool, Option("Say what would be done, and do nothing.")] = False
-    settle: Annotated[str, Option("Leave alone what changed within this time.", "TIME")] = "2m"
-    again: Annotated[bool, Option("Also what failed a short time ago, or was broken.")] = False
-    fingerprint: Annotated[bool, Option("One digest of the numbers of every conversion.")] = False
+    dry_run: Annotated[bool, Option("Report what would be done, and change nothing.")] = False
+    min_age: Annotated[
+        str, Option("Skip checkpoints that changed within this time: 90s, 2m or 1h.", "TIME", former="settle")
+    ] = "2m"
+    retry_failed: Annotated[
+        bool, Option("Also retry conversions that failed recently, and broken checkpoints.", former="again")
+    ] = False
+    fingerprint: Annotated[bool, Option("Compute one digest of all tensor values for every conversion.")] = (
+        False
+    )
     catalog: Catalog = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubOptions:
-    """How much a scrub proves."""
+    """Hold how much a scrub verifies."""
 
-    share: Annotated[float, Option("Of what the catalog knows, above 0 to 1.")] = 0.05
-    budget: Annotated[str, Option("Stop after this time, the first aside.", "TIME")] = "10m"
+    share: Annotated[float, Option("Share of the catalog's checkpoints to verify, above 0 and up to 1.")] = (
+        0.05
+    )
+    budget: Annotated[str, Option("Start no further checkpoint after this time: 90s, 10m or 2h.", "TIME")] = (
+        "10m"
+    )
     catalog: Catalog = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetireOptions:
-    """What is kept, and what may be lost."""
+    """Hold what is kept, and what may be lost."""
 
-    keep_last: Annotated[int, Option("The newest N steps of every run.", "N")] = 3
-    keep_every: Annotated[int | None, Option("And every step that K divides.", "K")] = None
-    yes: Annotated[bool, Option("Delete; without it nothing is changed.", off="dry-run")] = False
-    fingerprint: Annotated[bool, Option("Read sources and children to take their fingerprints.")] = False
+    keep_last: Annotated[int, Option("Keep the newest N steps of every run.", "N")] = 3
+    keep_every: Annotated[int | None, Option("Also keep every step that is a multiple of K.", "K")] = None
+    yes: Annotated[bool, Option("Delete. Without it, nothing is changed.", off="dry-run")] = False
+    fingerprint: Annotated[bool, Option("Read sources and their conversions to compare fingerprints.")] = (
+        False
+    )
     accept_cast: Annotated[bool, Option("The same as --accept-loss cast.", hidden=True)] = False
     accept_loss: Annotated[
         Texts,
         Option(
-            "Objects and files that may go unproven; the word cast: what a cast took (repeatable).", "GLOB"
+            "Objects and files that need no proof. The word cast accepts what a cast lost (repeatable).",
+            "GLOB",
         ),
     ] = None
     catalog: Catalog = None
@@ -61,23 +74,27 @@ class RetireOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What an export is held against."""
+    """Hold what an export is compared with."""
 
     against: Annotated[
         str | None,
-        Option("The source; default: the one that the catalog, or else the model card, names.", "SRC"),
+        Option("Source of the export. Default: the one in the catalog, otherwise in the model card.", "SRC"),
     ] = None
     reference: Annotated[
-        str | None, Option("A Hugging Face folder that is right: its logits are compared.", "FOLDER")
+        str | None, Option("Hugging Face folder known to be right, to compare logits with.", "FOLDER")
     ] = None
     near: Annotated[
         str | None,
-        Option("A related Hugging Face folder: tensors of one name must point the same way.", "BASE"),
+        Option("Related Hugging Face folder: tensors of one name must point the same way.", "BASE"),
     ] = None
-    near_threshold: Annotated[float, Option("The least cosine that is near.", "COSINE")] = 0.8
-    logits: Annotated[bool, Option("Open it with transformers; this takes the model's memory.")] = False
-    logits_dtype: Annotated[str, Option("The dtype that models are opened in.", "DTYPE")] = "fp32"
+    near_threshold: Annotated[float, Option("Smallest cosine similarity that --near accepts.", "COSINE")] = (
+        0.8
+    )
+    logits: Annotated[
+        bool, Option("Open the export with transformers and check its logits. Needs the model's memory.")
+    ] = False
+    logits_dtype: Annotated[str, Option("Dtype in which models are opened.", "DTYPE")] = "fp32"
     logits_tolerance: Annotated[
-        float, Option("The largest difference of logits that is none; 0 is bit for bit.", "DIFFERENCE")
+        float, Option("Largest difference of logits that is accepted; 0 demands equal bits.", "DIFFERENCE")
     ] = 0.0
-    any_memory: Annotated[bool, Option("Open models that are larger than the free memory, too.")] = False
+    any_memory: Annotated[bool, Option("Also open models that are larger than the free memory.")] = False

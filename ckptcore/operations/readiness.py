@@ -109,7 +109,7 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
     manifest: Manifest | None = None
     try:
         manifest = inspect(uri, recover)
-        report = validate(manifest, "cover")
+        report = validate(manifest, "coverage")
         # An unreadable part does not make a checkpoint broken: the target decides whether it is needed.
         errors = tuple(f for f in report.findings if f.severity == "error" and f.code not in UNREADABLE_CODES)
         if not errors:

@@ -114,10 +114,10 @@ def rebuild(
             uri,
             {path: digest for path, _, digest in files},
             prints=prints,
-            verified="cover" if report.ok else None,
+            verified="coverage" if report.ok else None,
             published=files,
         )
-        public = catalog.record_validation(known, report.findings, level="cover", kind=kind)
+        public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
         found[public] = uri, manifest.format
         on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
     # After all of them: a source may be found later than its output.

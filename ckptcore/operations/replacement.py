@@ -230,7 +230,9 @@ def _taken_fingerprint(catalog: Catalog, uri: str, manifest: Manifest, settings:
     found = fingerprint(manifest, settings)
     prints = matching(manifest, found.tensors, dict(found.renamed))
     warnings = [f for f in manifest.findings if f.severity == "warning"]
-    catalog.record_validation(facts(manifest, uri, verified="cover", prints=prints), warnings, level="cover")
+    catalog.record_validation(
+        facts(manifest, uri, verified="coverage", prints=prints), warnings, level="coverage"
+    )
     return found.fingerprint
 
 

@@ -352,4 +352,4 @@ def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now
         sightings.note(conn, row)
     if seen.manifest is not None and seen.state is Condition.BROKEN:
         # Recorded like the findings of conversions, where users search for damaged checkpoints.
-        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="cover")
+        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="coverage")

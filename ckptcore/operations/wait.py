@@ -53,7 +53,7 @@ def read_complete(source: str, recover: bool = False) -> Manifest:
     """
     try:
         manifest = inspect(source, recover)
-        _require_complete(source, validate(manifest, "cover"))
+        _require_complete(source, validate(manifest, "coverage"))
     except DamagedCheckpoint as error:
         # A file that is being written looks like a damaged one. Only time shows whether it still changes.
         if _changes(source):

@@ -1,6 +1,6 @@
 """Compose the plan of a request, before anything is written.
 
-1. The manifest must be complete (level ``cover``).
+1. The manifest must be complete (level ``coverage``).
 2. Names: globs, for an export the model part, wrappers off, renames, ties.
 3. Dtypes: the cast and its exceptions.
 4. For a Hugging Face folder: the config's files, and names and shapes checked against the model.
@@ -509,7 +509,7 @@ def _carried_objects(
             warnings.append(
                 finding(
                     "refused-global",
-                    "cover",
+                    "coverage",
                     f"object {blob.key} refers to {gone[0]}, which is left out; the object is left out too",
                     fqn=blob.key,
                 )
@@ -535,7 +535,7 @@ def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
     for other in model.others if model is not None else ():
         message = f"{other[:-1] or 'the top level'} could be the model, too, and is left out"
         yield finding(
-            "other-part", "cover", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"
+            "other-part", "coverage", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"
         )
 
 

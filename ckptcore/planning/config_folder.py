@@ -116,7 +116,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     warnings = []
     if answer["fused"]:
         message = f"{listed(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
-        warnings.append(finding("fused-names", "cover", message))
+        warnings.append(finding("fused-names", "coverage", message))
     return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
 
 
@@ -189,4 +189,4 @@ def _name_dtype(part: dict[str, Any], dtype: str) -> bool:
 
 def _unchecked(reason: str, hint: str) -> Expected:
     message = f"names and shapes were not checked against the model: {reason}"
-    return Expected((), (finding("names-unchecked", "cover", message, hint=hint),))
+    return Expected((), (finding("names-unchecked", "coverage", message, hint=hint),))

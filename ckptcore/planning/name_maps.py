@@ -313,7 +313,7 @@ def composed(mapped: Mapped, found: MappedManifest) -> Mapped:
 def _assumed(found: MappedManifest) -> Iterator[Finding]:
     for axis, size in found.guessed:
         message = f"the size of {axis} in the map of {found.map.arch} is unknown: {size} was assumed"
-        yield finding("assumed-size", "cover", message)
+        yield finding("assumed-size", "coverage", message)
 
 
 def lacking(matched: Matched) -> Iterator[Finding]:

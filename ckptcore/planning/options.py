@@ -1,8 +1,8 @@
 """Declare the options of a conversion once, for the command line, flows, the receiver and sweeps.
 
 A field of `Options` is an option: its name, its type and its default; the `Option` beside the type holds the
-help and the limits. Values are kept as people spell them ("5GB", "OLD=NEW"); `Options.request` and
-`Options.settings` read them. Groups name the options that commands share, and `OF_VERB` those of each verb.
+help and the limits. Values keep the form that people write ("5GB", "OLD=NEW"); `Options.request` and
+`Options.settings` parse them. Groups name the options that commands share, and `OF_VERB` those of each verb.
 
 These are plain dataclasses, from which `pydantic_type` makes pydantic's types: every command registers its
 options when the program starts, and `ckptcore inspect` must not wait for pydantic.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptcore.errors import UsageError
 from ckptcore.utils.units import parse_size
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Properties of an option, beside its name, type and default.
+    """Describe an option beyond its name, type and default.
 
     Attributes:
-        help: One line.
-        metavar: Placeholder of its value in the help.
-        least: Smallest number.
-        pattern: Regex that a text must match.
-        env: Environment variable for the command line.
-        off: Name of its opposite, where that is not ``no-`` and the name.
-        hidden: Whether the help omits it.
+        help: One or two sentences for the help and for Prefect's form.
+        metavar: The placeholder of its value in the help.
+        least: The smallest number that is accepted.
+        pattern: A regular expression that a text must match.
+        env: The environment variable that a command line reads when the option is absent.
+        off: The name of its opposite, where that is not ``no-`` and the name.
+        hidden: Whether the help leaves it out.
+        former: The name that the option had in release 0.1. It is still accepted, and hidden.
+        renamed_to: For an option under its former name: the name of the option that replaces it.
     """
 
     help: str
@@ -43,21 +45,25 @@ class Option:
     env: str | None = None
     off: str | None = None
     hidden: bool = False
+    former: str | None = None
+    renamed_to: str | None = None
 
 
+Declared = TypeVar("Declared")
+Declaration = tuple[Any, Option, Any]  # type, option, default
 Texts = tuple[str, ...] | None
-Source = Annotated[str, Option("Checkpoint: a path or any fsspec URL.", "SRC")]
+Source = Annotated[str, Option("Path or fsspec URL of the checkpoint.", "SRC")]
 Destination = Annotated[
-    str, Option("A new folder; or one file: .safetensors, .pt, .pth, .bin, .ckpt.", "DST")
+    str, Option("New folder, or one file with the suffix .safetensors, .pt, .pth, .bin or .ckpt.", "DST")
 ]
 Verb = Annotated[
-    Literal["consolidate", "export"], Option("consolidate keeps every tensor, export takes the model part.")
+    Literal["consolidate", "export"], Option("consolidate keeps every tensor; export takes the model part.")
 ]
 
 Mesh = Annotated[
     str,
     Option(
-        "The ranks to write for, as in fsdp=4,tp=2; rank files keep the device, too: cuda:fsdp=8.", "AXES"
+        "Ranks to write for, such as fsdp=4,tp=2. Rank files also record the device: cuda:fsdp=8.", "AXES"
     ),
 ]
 
@@ -70,7 +76,7 @@ CONTENT = (
     "dtype_for",
     "max_file_size",
     "tie",
-    "recover",
+    "allow_incomplete",
     "keep_quantized",
 )
 MODEL = ("model_prefix", "config", "tokenizer", "names", "arch")
@@ -87,97 +93,130 @@ OF_VERB: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_OPTIONS: dict[type[Any], Mapping[str, tuple[Any, Option, Any]]] = {}  # of dataclasses that were read
+_OPTIONS: dict[type[Any], Mapping[str, Declaration]] = {}  # of dataclasses that were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How one conversion is to be made, as its options are spelled."""
+    """Hold the options of one conversion, in the form that people write."""
 
     to: Annotated[
-        str, Option("Output format; default by DST's suffix, else safetensors, for a reshard dcp.", "FORMAT")
+        str,
+        Option(
+            "Output format. Default: the one of DST's suffix, otherwise dcp for reshard and safetensors for "
+            "the other commands.",
+            "FORMAT",
+        ),
     ] = ""
-    include: Annotated[Texts, Option("Only these names (repeatable).", "GLOB")] = None
-    exclude: Annotated[Texts, Option("Not these names (repeatable).", "GLOB")] = None
+    include: Annotated[Texts, Option("Take only tensors whose names match (repeatable).", "GLOB")] = None
+    exclude: Annotated[Texts, Option("Leave out tensors whose names match (repeatable).", "GLOB")] = None
     rename: Annotated[Texts, Option("Rename a prefix, or a pattern with one * (repeatable).", "OLD=NEW")] = (
         None
     )
-    dtype: Annotated[str | None, Option("Cast floating-point tensors: bf16, fp16, fp32, ....")] = None
-    dtype_for: Annotated[
-        Texts, Option("Exceptions to --dtype; DTYPE may be keep (repeatable).", "GLOB=DTYPE")
+    dtype: Annotated[
+        str | None, Option("Cast floating-point tensors to this dtype, such as bf16, fp16 or fp32.")
     ] = None
-    max_file_size: Annotated[str, Option("Tensor bytes per output file of a folder.", "SIZE")] = "5GB"
-    tie: Annotated[Texts, Option("A equals B: store only B, check equality (repeatable).", "A=B")] = None
-    recover: Annotated[
-        bool, Option("Take a save as it is that did not finish, or that nothing proves whole.")
+    dtype_for: Annotated[
+        Texts,
+        Option(
+            "Use another dtype than --dtype for matching tensors; keep casts nothing (repeatable).",
+            "GLOB=DTYPE",
+        ),
+    ] = None
+    max_file_size: Annotated[
+        str, Option("Maximum tensor bytes in each file of an output folder.", "SIZE")
+    ] = "5GB"
+    tie: Annotated[
+        Texts, Option("Store only B of the equal tensors A and B; equality is checked (repeatable).", "A=B")
+    ] = None
+    allow_incomplete: Annotated[
+        bool,
+        Option("Accept a save that did not finish, or that cannot be proven complete.", former="recover"),
     ] = False
-    keep_quantized: Annotated[bool, Option("Quantised weights as stored, no float32.")] = False
+    keep_quantized: Annotated[
+        bool, Option("Keep quantised weights as stored instead of converting them to float32.")
+    ] = False
     model_prefix: Annotated[
-        str | None, Option("Where the model is in the checkpoint; default: it is found.", "PREFIX")
+        str | None,
+        Option("Prefix of the model's names in the checkpoint. Default: found automatically.", "PREFIX"),
     ] = None
     config: Annotated[
         str | None,
         Option(
-            "Folder with config.json, tokenizer, ..., or a config file, which names and shapes are checked "
-            "against; default: what the source holds; none takes none.",
+            "config.json, or the folder with it, to copy and to check names and shapes against. Default: the "
+            "source's own; none uses none.",
             "DIR|FILE",
         ),
     ] = None
     tokenizer: Annotated[
         str | None,
-        Option("Folder with the tokenizer; default: --config's, else the source's; none takes none.", "DIR"),
+        Option(
+            "Folder with the tokenizer to copy. Default: that of --config, otherwise the source's own; none "
+            "copies none.",
+            "DIR",
+        ),
     ] = None
     names: Annotated[
         str,
         Option(
-            "Whose names the tensors get: hf-hub, as on the hub, or another world; stored keeps them.",
+            "Naming scheme of the output: hf-hub as on the Hugging Face hub, another known scheme, or stored "
+            "to keep the names.",
             "WORLD",
         ),
     ] = "hf-hub"
     arch: Annotated[
-        str, Option("Architecture whose names are mapped; auto finds it by configs and names.", "NAME")
+        str, Option("Architecture whose names are mapped; auto detects it from configs and names.", "NAME")
     ] = "auto"
     mesh: Mesh = ""
-    sharding: Annotated[str | None, Option("TOML with placement rules; default: built-in ones.", "FILE")] = (
-        None
-    )
+    sharding: Annotated[
+        str | None, Option("TOML file with sharding rules. Default: the built-in rules.", "FILE")
+    ] = None
     serialization: Annotated[
-        Literal["torch_save", "safetensors"], Option("How items of a DCP folder are written.")
+        Literal["torch_save", "safetensors"], Option("Serialisation of the items in a DCP folder.")
     ] = "torch_save"
-    memory: Annotated[str, Option("Budget for tensor buffers.", "SIZE")] = "1GiB"
-    workers: Annotated[int | None, Option("Threads; default by the machine.", least=1)] = None
+    memory: Annotated[str, Option("Memory budget for tensor buffers.", "SIZE")] = "1GiB"
+    workers: Annotated[
+        int | None, Option("Number of threads. Default: 2 to 4, by the number of CPU cores.", least=1)
+    ] = None
     device: Annotated[
-        str, Option("Where to cast and sum: cpu, cuda, cuda:1.", pattern=r"^(cpu|cuda(:\d+)?)$")
+        str, Option("Device for casts and checksums: cpu, cuda or cuda:N.", pattern=r"^(cpu|cuda(:\d+)?)$")
     ] = "cpu"
-    resume: Annotated[bool, Option("Keep verified files of an earlier run.")] = True
-    overwrite: Annotated[bool, Option("Replace DST as a whole, if every file in it is accounted for.")] = (
-        False
-    )
-    overwrite_foreign: Annotated[bool, Option("Replace DST together with files of others in it.")] = False
-    verify: Annotated[bool, Option("Check stored CRC-32 and copies while moving.")] = True
-    digest: Annotated[bool, Option("BLAKE3 of every output file.")] = True
+    resume: Annotated[bool, Option("Keep the verified files of an earlier run.")] = True
+    overwrite: Annotated[bool, Option("Replace DST completely if ckptcore wrote every file in it.")] = False
+    overwrite_foreign: Annotated[
+        bool, Option("Replace DST completely, including files that ckptcore did not write.")
+    ] = False
+    verify: Annotated[bool, Option("Verify stored CRC-32 checksums and replicas while reading.")] = True
+    digest: Annotated[bool, Option("Compute the BLAKE3 digest of every output file.")] = True
     fingerprint: Annotated[
-        bool | None, Option("One digest of the numbers, whatever the layout; by default for a reshard only.")
+        bool | None,
+        Option("Compute one digest of all tensor values that no layout changes. Default: for reshard only."),
     ] = None
     catalog: Annotated[
         str | None,
         Option(
-            "Where to register; default: CKPTCORE_CATALOG_URL, else the user's own.",
+            "Catalog to register in. Default: CKPTCORE_CATALOG_URL, otherwise the user's own.",
             "URL",
             env="CKPTCORE_CATALOG_URL",
         ),
     ] = None
-    no_catalog: Annotated[bool, Option("Do not register.")] = False
+    no_catalog: Annotated[bool, Option("Do not register in a catalog.")] = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Select the options among the arguments of a command."""
-        return cls(**{name: value for name, value in given.items() if name in options_of(cls)})
+        """Return the options among the arguments of a command, which may have others."""
+        return read_options(cls, given)
 
     def request(self, verb: str, source: str, destination: str | None = None) -> Request:
-        """Return the request; raise `UsageError`.
+        """Return what to make of a checkpoint.
 
-        destination: None takes that of a source that is consolidated: SOURCE.consolidated.
+        Args:
+            verb: ``consolidate``, ``export`` or ``reshard``.
+            source: Path or URL of the checkpoint.
+            destination: Path or URL of the output; None means ``SOURCE.consolidated``.
+
+        Raises:
+            UsageError: An option cannot be parsed, or options contradict each other.
         """
         from ckptcore.planning.request import Request
 
@@ -196,7 +235,7 @@ class Options:
             tokenizer=self.tokenizer,
             max_file_size=parse_size(self.max_file_size),
             tie=pairs("tie", self.tie),
-            recover=self.recover,
+            recover=self.allow_incomplete,
             overwrite=self.overwrite,
             resume=self.resume,
             keep_quantized=self.keep_quantized,
@@ -209,7 +248,7 @@ class Options:
         )
 
     def settings(self) -> Settings:
-        """Return the settings; raise `UsageError`."""
+        """Return the resources to use: memory, threads, device; raises `UsageError`."""
         from ckptcore.planning.request import Settings
 
         return Settings(
@@ -227,12 +266,54 @@ class Options:
         return False if self.no_catalog else self.catalog
 
 
-def options_of(declared: type[Any]) -> Mapping[str, tuple[Any, Option, Any]]:
-    """Return the options of a dataclass: name -> (type, `Option`, default)."""
-    found = _OPTIONS.get(declared)
-    if found is None:
-        found = _OPTIONS[declared] = _options_of(declared)
-    return found
+def options_of(declared: type[Any]) -> Mapping[str, Declaration]:
+    """Return the options that a dataclass declares: name -> (type, `Option`, default)."""
+    known = _OPTIONS.get(declared)
+    if known is None:
+        known = _OPTIONS[declared] = _options_of(declared)
+    return known
+
+
+def former_option(name: str, declaration: Declaration) -> tuple[str, Declaration] | None:
+    """Return the former name of an option, with the declaration of the hidden alias; None if it has none.
+
+    The alias has the default None, which means that it was not given.
+    """
+    kind, option, _ = declaration
+    if option.former is None:
+        return None
+    alias = Option(
+        f"Former name of {name}.",
+        option.metavar,
+        least=option.least,
+        pattern=option.pattern,
+        hidden=True,
+        renamed_to=name,
+    )
+    return option.former, (kind | None, alias, None)
+
+
+def read_options(declared: type[Declared], given: Mapping[str, Any]) -> Declared:
+    """Return the options of a dataclass among the arguments of a command, which may have others.
+
+    A value under a former name counts where the present name has its default.
+
+    >>> read_options(Options, {"recover": True, "source": "a"}).allow_incomplete
+    True
+    """
+    values = {}
+    for name, (_, option, default) in options_of(declared).items():
+        if name in given:
+            values[name] = given[name]
+        former = None if option.former is None else given.get(option.former)
+        if former is not None and values.get(name, default) == default:
+            values[name] = former
+    return declared(**values)
+
+
+def request_field(name: str) -> str:
+    """Return the field of `Request` that holds an option: its name in JSON, in saved plans and in targets."""
+    return "recover" if name == "allow_incomplete" else name
 
 
 def split(annotation: Any) -> tuple[Any, Option | None]:
@@ -244,70 +325,79 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def pydantic_type(kind: Any, option: Option) -> Any:
-    """Return the pydantic type of an option with its limits, as a form shows it."""
+    """Return an option's type for pydantic, with its limits and help.
+
+    A former name is accepted, and is in no JSON schema: Prefect's form shows the present name only.
+    """
     from pydantic import Field
+    from pydantic.json_schema import SkipJsonSchema
 
     # None is no limit.
-    return Annotated[kind, option, Field(description=option.help, ge=option.least, pattern=option.pattern)]
+    field = Field(description=option.help, ge=option.least, pattern=option.pattern)
+    if option.renamed_to is not None:
+        return Annotated[kind, option, field, SkipJsonSchema()]  # type: ignore[type-arg]  # it takes none
+    return Annotated[kind, option, field]
 
 
-def pairs(name: str, spelled: Iterable[str] | None) -> tuple[tuple[str, str], ...]:
-    """Split the ``A=B`` texts of an option; raise `UsageError`.
+def pairs(name: str, texts: Iterable[str] | None) -> tuple[tuple[str, str], ...]:
+    """Return the ``A=B`` texts of an option as pairs; raises `UsageError`.
 
     >>> pairs("rename", ["old.=new.", "a=="])
     (('old.', 'new.'), ('a', '='))
     """
-    return tuple(_split_pairs(f"--{name.replace('_', '-')}", spelled or ()))
+    return tuple(_split_pairs(f"--{name.replace('_', '-')}", texts or ()))
 
 
-def here(name: str, spelled: str) -> Path:
-    """Return the local path that an option names; raise `UsageError` for a URL.
+def here(name: str, text: str) -> Path:
+    """Return the local path that an option names; raises `UsageError` for a URL.
 
     A URL made into a path would be a folder called ``s3:``, credentials and all.
     """
     from ckptcore.store import local_path
 
-    path = local_path(spelled)
+    path = local_path(text)
     if path is None:
-        raise UsageError(f"cannot use {name} {spelled}: it is no path of this machine", hint="name one")
+        raise UsageError(f"{name} must be a local path (got {text!r})", hint="name a local path")
     return path
 
 
-def read_rules(spelled: str | None) -> str | None:
-    """Read the placement rules of ``--sharding``: from a file, or the rules themselves (in lines).
+def read_rules(text: str | None) -> str | None:
+    """Return the text of the sharding rules that ``--sharding`` gives: a file's name, or the rules in lines.
 
-    Raises `UsageError`.
+    Raises:
+        UsageError: The file cannot be read, or is too large to be a file of rules.
     """
-    if spelled is None or "\n" in spelled:
-        return spelled
-    from ckptcore.topology.rules_file import MAX_BYTES  # imports pydantic
+    if text is None or "\n" in text:
+        return text
+    from ckptcore.topology.rules_file import MAX_BYTES  # pydantic: only those who have rules wait for it
 
-    path = here("--sharding", spelled)
+    path = here("--sharding", text)
     try:
-        with path.open("rb") as file:  # a wrong file is not read to its end
+        with path.open("rb") as file:  # a file named by mistake is not read to its end
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise UsageError(
-                f"--sharding {path} has more than {MAX_BYTES} bytes", hint="name a file of rules"
+                f"cannot read --sharding {path}: it has more than {MAX_BYTES} bytes",
+                hint="name a TOML file of sharding rules",
             )
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--sharding {path} cannot be read: {error}") from error
+        raise UsageError(f"cannot read --sharding {path}: {error}") from error
 
 
-def _split_pairs(option: str, spelled: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for text in spelled:
+def _split_pairs(option: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for text in texts:
         left, equals, right = text.partition("=")
         if not equals or not left:
-            raise UsageError(f"cannot read {option} {text!r}: it is not of the form A=B")
+            raise UsageError(f"{option} must have the form A=B (got {text!r})")
         yield left, right
 
 
-def _options_of(declared: type[Any]) -> Mapping[str, tuple[Any, Option, Any]]:
+def _options_of(declared: type[Any]) -> Mapping[str, Declaration]:
     hints = get_type_hints(declared, include_extras=True)
-    found = {}
+    options = {}
     for field in fields(declared):
         kind, option = split(hints[field.name])
         if option is not None:
-            found[field.name] = kind, option, None if field.default is MISSING else field.default
-    return found
+            options[field.name] = kind, option, None if field.default is MISSING else field.default
+    return options

@@ -112,7 +112,7 @@ class _ManifestChunks:
         index, fqn = int(manifest.chunks.item[row]), tensor.fqn
         if index < 0:
             message = f"{fqn}: a chunk is in no file"
-            raise DamagedCheckpoint(message, findings=(finding("no-place", "cover", message, fqn=fqn),))
+            raise DamagedCheckpoint(message, findings=(finding("no-place", "coverage", message, fqn=fqn),))
         item, view = manifest.items[index], view_of(manifest.chunks, row, len(shape))
         return StoredChunk(index, manifest.files[item.file].path, item, tensor.dtype, shape, view, fqn)
 

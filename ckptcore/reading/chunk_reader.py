@@ -109,7 +109,7 @@ class ChunkReader:
         into.flush()
         if filled != want.numel:
             message = f"{tensor.fqn}: {want.numel - filled} of {want.numel} elements are in no file"
-            raise DamagedCheckpoint(message, findings=(finding("hole", "cover", message, fqn=tensor.fqn),))
+            raise DamagedCheckpoint(message, findings=(finding("hole", "coverage", message, fqn=tensor.fqn),))
         return copies
 
     def compare(

@@ -39,7 +39,7 @@ def unused_rules(manifest: Manifest, sharding: str, model_prefix: str | None = N
     own = load(sharding)
     names = list(parameters(manifest, model_prefix)[0])
     unused = chain(_unused_patterns(own.rule, names), _stages(own.stages or Stages(), names))
-    return tuple(finding("unused-rule", "cover", message) for message in islice(unused, _MOST))
+    return tuple(finding("unused-rule", "coverage", message) for message in islice(unused, _MOST))
 
 
 def _unused_patterns(rules: tuple[ShardingRule, ...], names: Sequence[str]) -> Iterator[str]:

@@ -61,6 +61,24 @@ def show_size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def show_duration(seconds: float) -> str:
+    """Return a length of time as every message, table and report shows it.
+
+    >>> show_duration(0.042), show_duration(200), show_duration(7500), show_duration(1e6)
+    ('0.04 s', '3 min 20 s', '2 h 5 min', '11 d 13 h')
+    """
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60} s"
+    if rounded < 48 * 3600:
+        return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+    return f"{rounded // 86400} d {rounded % 86400 // 3600} h"
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds of a duration such as ``10m``; raises `UsageError`.
 

@@ -142,7 +142,7 @@ def _accepted(kept: Kept) -> dict[str, str]:
         return {"status": "accepted", "id": kept.id}
     reply = {"status": "duplicate", "id": kept.id, "state": kept.state}
     if kept.state == Stage.FAILED:  # it is not retried automatically
-        reply["hint"] = f"the event failed; retry it with `ckptcore catalog inbox again {kept.id}`"
+        reply["hint"] = f"the event failed; retry it with `ckptcore catalog inbox retry {kept.id}`"
     return reply
 
 

@@ -50,10 +50,10 @@ def formats() -> str:
             f"`{fmt.name}`",
             fmt.title,
             fmt.recognised_by,
-            said(fmt.abilities.reads),
-            said(fmt.abilities.writes),
+            yes_or_no(fmt.abilities.reads),
+            yes_or_no(fmt.abilities.writes),
             fmt.abilities.checksums,
-            said(fmt.abilities.objects),
+            yes_or_no(fmt.abilities.objects),
         )
         for fmt in FORMATS
     ]
@@ -69,7 +69,7 @@ def checks() -> str:
 
 def errors() -> str:
     """Every error class in the order of exit codes."""
-    # A class may stand beside its one user; it exists once that module is imported.
+    # A class may be defined beside its one user; it exists once that module is imported.
     for module in pkgutil.walk_packages(ckptcore.__path__, "ckptcore."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -78,7 +78,7 @@ def errors() -> str:
             str(cls.exit_code),
             f"`{cls.code}`",
             (cls.__doc__ or "").strip().splitlines()[0],
-            said(cls.transient),
+            yes_or_no(cls.transient),
             cls.default_hint,
         )
         for cls in error_classes()
@@ -157,7 +157,7 @@ def escaped(cell: str) -> str:
     return cell.replace("|", "\\|")
 
 
-def said(ability: bool) -> str:
+def yes_or_no(ability: bool) -> str:
     return "yes" if ability else "no"
 
 

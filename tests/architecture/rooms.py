@@ -61,9 +61,9 @@ def _room(root: Path, name: str) -> Room:
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     face = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    said = ast.get_docstring(trees[files.index(face)]) or ""
+    docstring = ast.get_docstring(trees[files.index(face)]) or ""
     imported = {one for tree in trees for one in _imported(tree)} - {name}
-    return Room(name, said.split("\n\n")[0].replace("\n", " "), frozenset(imported))
+    return Room(name, docstring.split("\n\n")[0].replace("\n", " "), frozenset(imported))
 
 
 def _lines(texts: Sequence[str]) -> int:

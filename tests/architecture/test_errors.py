@@ -1,4 +1,4 @@
-"""Errors and findings: are the two tables closed, unambiguous and in use?"""
+"""Check that the tables of errors and findings are closed, unambiguous and in use."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_error_codes_and_exit_codes_are_unambiguous() -> None:
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.code)
 def test_error_survives_a_process_border(cls: type[CkptError]) -> None:
     error = cls("what, where", hint="what next", path="a/b", nbytes=7)
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is cls
-    assert again.as_dict() == error.as_dict()
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert copy.as_dict() == error.as_dict()
 
 
 def test_every_finding_code_in_the_library_is_declared() -> None:

@@ -1,4 +1,4 @@
-"""Imports: do the quick commands start without the heavy libraries?"""
+"""Check that the quick commands start without the heavy libraries."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def imported(*arguments: str) -> set[str]:
     command = [sys.executable, "-X", "importtime", "-m", "ckptcore", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stderr.splitlines()
-    words = [line for line in lines if not line.startswith("import time:")]
-    assert done.returncode == 0, done.stdout + "\n".join(words)
-    modules = {line.split("|")[-1].strip() for line in lines if line not in words}
+    output = [line for line in lines if not line.startswith("import time:")]
+    assert done.returncode == 0, done.stdout + "\n".join(output)
+    modules = {line.split("|")[-1].strip() for line in lines if line not in output}
     return modules | {module.split(".")[0] for module in modules}
 
 
@@ -98,16 +98,16 @@ def test_patterns_of_credentials_are_not_compiled_before_they_are_needed() -> No
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "catalog"])
-def test_only_the_verb_that_is_asked_for_is_made(verb: str) -> None:
-    alone = typer.main.get_command(cli._asked([verb, "--help"]))
-    whole = typer.main.get_command(cli.app)
+def test_only_the_called_command_is_built(verb: str) -> None:
+    alone = typer.main.get_command(cli._program([verb, "--help"]))
+    complete = typer.main.get_command(cli.app)
     assert list(alone.commands) == [verb]
-    assert help_of(alone, verb) == help_of(whole, verb)
+    assert help_of(alone, verb) == help_of(complete, verb)
 
 
 @pytest.mark.parametrize("given", [[], ["--help"], ["--version"], ["nothing"], ["--output", "inspect"]])
 def test_without_a_verb_all_of_them_are_there(given: list[str]) -> None:
-    assert cli._asked(given) is cli.app
+    assert cli._program(given) is cli.app
 
 
 def test_catalog_queries_start_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

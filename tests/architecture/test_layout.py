@@ -1,4 +1,4 @@
-"""Layout: do the folders hold what their names promise, and nothing that shadows something else?"""
+"""Check that folders hold what their names promise, and nothing that shadows another module."""
 
 from __future__ import annotations
 

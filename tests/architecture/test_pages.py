@@ -1,4 +1,4 @@
-"""Pages: is every file there that a page of the project names, and does one find a page that is needed?"""
+"""Check that every file named by a page exists, and that every needed page is linked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PAGES = sorted(
     )
 )
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
-# A file or folder in backticks. What holds <a place>, * or { stands for several and is left alone.
+# A file or folder in backticks. A text with <a place>, * or { names several files and is not checked.
 NAMED = re.compile(r"`((?:\.ci|alembic|ckptcore|deployments|docs|flows|tasks|tests)/[\w./-]*)`")
 # A module, or something in it, in backticks.
 DOTTED = re.compile(r"`((?:ckptcore|deployments|flows|tasks)(?:\.\w+)+)`")
-# These tell of what was, too.
+# These pages also name files of earlier versions.
 HISTORY = {"CHANGELOG.md", "DESIGN.md"}
 
 
@@ -98,7 +98,7 @@ def test_pages_that_say_how_to_contribute_name_every_room_and_folder_of_tests() 
     assert silent == [], "run `make docs`; a new room needs its row in the contract of pyproject.toml"
     folders = [path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/*.py"))]
     silent = [name for name in folders if f"`tests/{name}" not in page]
-    assert silent == [], "say in the table of CONTRIBUTING.md what lies in these folders of tests"
+    assert silent == [], "add these folders of tests to the table of CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

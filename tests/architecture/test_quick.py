@@ -1,4 +1,4 @@
-"""Quick: does `make quick` have something of every room and every folder of tests, and start no server?"""
+"""Check that `make quick` covers every room and every folder of tests, and starts no server."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_every_folder_of_tests_has_a_line(top: str) -> None:
 def test_no_server_is_started() -> None:
     """By fixtures of whole files; the other lines were chosen, and PostgreSQL's are left out by name."""
     asking = re.compile(rf"^def test_\w+\([^)]*\b({'|'.join(SERVERS)})\b", re.MULTILINE)
-    whole = [ROOT / line for line in LINES if line.endswith(".py")]
-    assert [str(path) for path in whole if asking.search(path.read_text(encoding="utf-8"))] == []
+    full_files = [ROOT / line for line in LINES if line.endswith(".py")]
+    assert [str(path) for path in full_files if asking.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_no_two_test_files_have_one_name() -> None:

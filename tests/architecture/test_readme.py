@@ -1,4 +1,4 @@
-"""README: does each generated table say what the code says, and would a drift be seen?"""
+"""Check that each generated table matches the code, and that a drift is detected."""
 
 from __future__ import annotations
 

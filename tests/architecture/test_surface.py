@@ -1,4 +1,4 @@
-"""Surface: are the names of `import ckptcore` what they are said to be, whatever was imported before?"""
+"""Check the public names of `import ckptcore`, whatever was imported before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal: does everything that is written go through the one module that cleans it?"""
+"""Check that everything that is printed goes through the one module that cleans it."""
 
 from __future__ import annotations
 

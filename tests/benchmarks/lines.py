@@ -171,7 +171,7 @@ class Cover:
     name: str
     place: str
     source: str
-    argv: tuple[str, ...] = ("CKPTCORE", "validate", "SRC", "--level", "cover")
+    argv: tuple[str, ...] = ("CKPTCORE", "validate", "SRC", "--level", "coverage")
     seconds: float = COVER_SECONDS
     peak: int = COVER_BYTES
 

@@ -15,7 +15,7 @@ import gaps
 import pytest
 from damage_rows import subjects
 from damage_sites import Tree
-from meshes import MESHES, SETTINGS, WRITERS, Step, Writer, cut, impossible, said_otherwise, unlike
+from meshes import MESHES, SETTINGS, WRITERS, Step, Writer, cut, impossible, restated, unlike
 from samples import SAMPLES, Sample, seed_of, tree_digest
 
 import ckptcore
@@ -96,7 +96,7 @@ def round_trip(tree: Tree, name: str, there: str, back: str, folder: Path) -> bo
         returned = cut(step.folder, folder / "back", home, "fsdp=3")  # for which every checkpoint can be cut
     found = ckptcore.diff(manifest, str(returned.folder), settings=SETTINGS)
     gone = step.dropped | returned.dropped
-    wrong = [row for row in unlike(found, gone) if not said_otherwise(row, writer.to, home.to)]
+    wrong = [row for row in unlike(found, gone) if not restated(row, writer.to, home.to)]
     assert not wrong, f"{about}: {len(wrong)}: {wrong[:5]}"
     return True
 

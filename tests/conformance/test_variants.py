@@ -308,7 +308,7 @@ def test_rank_local_metadata_of_two_saves(cli: Cli, tmp_path: Path) -> None:
     source = tmp_path / "ckpt"
     shutil.copytree(FIXTURES / "torch" / "dcp_nocollectives_2r" / "ckpt", source)
     (source / "__1.metadata").unlink()
-    checked = cli("validate", source, "--level", "cover", "--output", "json")
+    checked = cli("validate", source, "--level", "coverage", "--output", "json")
     assert checked.code == 1, checked
     found = " ".join(f["message"] + str(f["file"]) for f in checked.json["findings"])
     assert "rank 1" in found or "__1" in found

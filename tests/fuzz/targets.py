@@ -112,7 +112,7 @@ def run(target: Target, files: Mapping[str, bytes], *, deep: bool) -> str:
     with _bounded():
         try:
             manifest = read_manifest(Source(folder, name, listing))
-            report = check(manifest, folder if deep else None, "bytes" if deep else "cover", workers=1)
+            report = check(manifest, folder if deep else None, "bytes" if deep else "coverage", workers=1)
             outcome = "sound" if report.ok else "findings"
         except CkptError as error:
             outcome = error.code

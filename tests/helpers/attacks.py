@@ -1,4 +1,4 @@
-"""Attacks: what would a hostile checkpoint try to run, or to make its reader spend?"""
+"""Build hostile checkpoints that try to run code or to exhaust their reader."""
 
 from __future__ import annotations
 

@@ -30,13 +30,14 @@ IN_THE_MIDDLE = ("*.ckptcore", ".*.ckptcore", "*.gone-*", ".*.gone-*", ".*.part"
 class Batch:
     """Checkpoints of one training run.
 
-    told: step -> the receiver's answer. seconds: step -> time its sender took. failed: step -> why it ended.
+    answers: step -> the receiver's answer. seconds: step -> time its sender took.
+    failed: step -> why it ended.
     """
 
     run: str
     number: int
     steps: tuple[int, ...]
-    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -98,7 +99,7 @@ class Batch:
         if done.returncode:
             self.failed[step] = done.stdout + done.stderr
         else:
-            self.told[step] = json.loads(done.stdout)
+            self.answers[step] = json.loads(done.stdout)
 
 
 def left_in_the_middle(folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ def rows(full, tensors, bare):
         side = "runs" if n % 2 else "out"
         return f"/{side}/run-{n % RUNS}/step-{n // RUNS}"
 
-    def held(n):
+    def content(n):
         return tensors if n % every == 0 and n // every <= full else 0
 
     numbers = range(1, count + 1)
@@ -77,7 +77,7 @@ def rows(full, tensors, bare):
                 states[n],
                 n // RUNS,
                 10**9 + n,
-                held(n),
+                content(n),
                 2,
                 "bfloat16",
                 digest_of("m", n),
@@ -85,7 +85,7 @@ def rows(full, tensors, bare):
                 "{}",
                 at[n],
                 None if states[n] == "damaged" else at[n],
-                None if states[n] == "damaged" else "cover",
+                None if states[n] == "damaged" else "coverage",
                 digest_of("f", (n + 1) // 2) if n % 3 else None,
             )
             for n in numbers
@@ -157,7 +157,7 @@ def rows(full, tensors, bare):
         "finding",
         ("id", "checkpoint_id", "code", "level", "severity", "message", "hint", "found_at"),
         (
-            (i + 1, n, "hole", "cover", "error", "rows are missing", "", at[n])
+            (i + 1, n, "hole", "coverage", "error", "rows are missing", "", at[n])
             for i, n in enumerate(n for n in numbers if states[n] == "damaged")
         ),
     )

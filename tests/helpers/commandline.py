@@ -1,7 +1,7 @@
 """The command line as an attacker sees it: every verb and option that there is, and what to give them.
 
 Verbs and parameters come from the command line's own tree: one that is added is attacked from then on. What
-fits a parameter stands in `FITTING` under its name, so that attacks get past the first check; a name that is
+fits a parameter is in `FITTING` under its name, so that attacks get past the first check; a name that is
 not there gets a place or a text. ``<box>`` in a value is the folder that commands run in (`built`).
 
 Nothing here may name a place outside of a test's folder: `guarded` refuses it before anything runs.
@@ -20,7 +20,7 @@ from typing import Any
 
 SECRET = "hunter2pass"
 BOX = "<box>"
-LEGAL = ("--overwrite", "--overwrite-foreign", "--yes")  # these may cost what lies at the places they name
+LEGAL = ("--overwrite", "--overwrite-foreign", "--yes")  # these may delete what is at the places they name
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Verb:
-    """A command. words: those that call it."""
+    """A command. path: the names that call it."""
 
-    words: tuple[str, ...]
+    path: tuple[str, ...]
     parameters: tuple[Parameter, ...]
 
     def __str__(self) -> str:
-        return " ".join(self.words)
+        return " ".join(self.path)
 
 
 @cache
@@ -60,12 +60,12 @@ def verbs() -> tuple[Verb, ...]:
     return tuple(_verbs(typer.main.get_command(app), ()))
 
 
-def _verbs(command: Any, words: tuple[str, ...]) -> Iterator[Verb]:
+def _verbs(command: Any, path: tuple[str, ...]) -> Iterator[Verb]:
     if hasattr(command, "commands"):
         for name, below in command.commands.items():
-            yield from _verbs(below, (*words, name))
+            yield from _verbs(below, (*path, name))
         return
-    yield Verb(words, tuple(_parameter(p) for p in command.params))
+    yield Verb(path, tuple(_parameter(p) for p in command.params))
 
 
 def _parameter(given: Any) -> Parameter:
@@ -107,7 +107,7 @@ LONG = (
     *("n" * 256, "n" * 5000, "n/" * 3000, "x" * 100_000, "é" * 70, "(" * 2000, "[" * 5000, '{"a":' * 20_000),
     *("0" * 64, "f" * 64, "a" * 60 + "!", "*" * 300 + "b"),
 )
-WORDS = """
+TEXTS = """
     . .. ../.. ../keep.txt/x - -- --help -1x = a= =a a=b a=b=c *=* a*=b* ** * ? [ a[ [! { {} {0}
     {root.__class__} %s%n {run!r:>99999999} $(x) `x` NULL null [] , =,= : \\ \\0 (a+)+$ blake3: abcd 0000
     deadbeef "a" \U0001f600 fsdp=0 fsdp=-1 fsdp=999999999 tp=2,tp=2 cuda: pp=2,ep=3 fsdp=\u0662
@@ -159,7 +159,7 @@ PLACES = """
 """
 HOSTILE = (
     *("", " ", *NUMBERS, *CONTROLS, *LONG, *STATEMENTS, *OBJECTS),
-    *(*WORDS.split(), *URLS.split(), *PLACES.split(), f"{BOX}/{'n' * 256}"),
+    *(*TEXTS.split(), *URLS.split(), *PLACES.split(), f"{BOX}/{'n' * 256}"),
 )
 
 # By the names of parameters: what gets past their own checks.
@@ -197,6 +197,7 @@ _FITTING = """
     workers: 1 2
     device: cpu
     save: new-plan
+    min_age: 0s
     settle: 0s
     wait: 0s 1s
     budget: 1s
@@ -233,29 +234,33 @@ def fitting(parameter: Parameter) -> Sequence[str]:
 
 
 def argv_of(verb: Verb, values: Mapping[str, Sequence[str]], off: Sequence[str] = ()) -> list[str]:
-    """The words of a call. values: by parameter; of a flag, any. off: flags to be given by their other name.
+    """Return the arguments of a call.
+
+    values: by parameter; of a flag, any. off: flags to be given by their other name.
 
     An argument after which others are given is filled in; arguments come last, behind a ``--``.
     """
-    words, arguments = list(verb.words), []
+    options, arguments = list(verb.path), []
     for parameter in verb.parameters:
         given = values.get(parameter.name)
         if parameter.flag:
             if given is not None:
-                words.append(parameter.off if parameter.name in off and parameter.off else str(parameter.on))
+                options.append(
+                    parameter.off if parameter.name in off and parameter.off else str(parameter.on)
+                )
         elif parameter.on is not None:
             for value in given or ():
-                words += [parameter.on, value]
+                options += [parameter.on, value]
         elif given is not None:
             arguments += given
         elif parameter.required:
             arguments.append(fitting(parameter)[0])
-    return [*words, "--", *arguments] if arguments else words
+    return [*options, "--", *arguments] if arguments else options
 
 
-def built(words: Sequence[str], box: Path, root: Path) -> list[str]:
-    """Words with their places filled in, each of them `guarded`."""
-    return [guarded(word.replace(BOX, str(box)), box, root) for word in words]
+def built(arguments: Sequence[str], box: Path, root: Path) -> list[str]:
+    """Return arguments with their places filled in, each of them `guarded`."""
+    return [guarded(word.replace(BOX, str(box)), box, root) for word in arguments]
 
 
 class OutsideTheTest(AssertionError):
@@ -274,13 +279,13 @@ def guarded(word: str, cwd: Path, root: Path) -> str:
         kind = scheme[0].lower().rstrip(":/") if scheme else ""
         if kind == "sqlite":  # one slash more than a path has
             paths = [rest.removeprefix("/")]
-        elif kind in ("file", "local"):  # what lies behind a host might be taken for a path of this machine
+        elif kind in ("file", "local"):  # the part behind a host might be taken for a path of this machine
             paths = [rest, "/" + rest.partition("/")[2]] if "/" in rest else []
         else:
             paths = [rest] if not scheme or rest.startswith("/") else []
         for path in paths:
             if path.startswith("~") and not path.startswith("~/") and path != "~":
-                raise OutsideTheTest(f"{path!r} is somebody's home")
+                raise OutsideTheTest(f"{path!r} is the home of a user")
             path = path.removeprefix("~").lstrip("/") if path.startswith("~") else path
             seen = os.path.normpath(os.path.join(cwd, re.sub(r"^/+", "/", path)))
             if seen != str(root) and not seen.startswith(f"{root}/"):

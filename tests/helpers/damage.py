@@ -1,4 +1,4 @@
-"""Damage: in which ways can a checkpoint be wrong, and which of them fit a given one?
+"""List the ways in which a checkpoint can be damaged, and choose those that fit a given one.
 
 `TABLE`: damages to folders of torch.distributed.checkpoint. `EVERYWHERE`: damages to any format, by
 the kind of each file. Rows are made in the `damage_*` modules beside the conformance tests; every

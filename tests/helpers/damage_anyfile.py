@@ -1,4 +1,4 @@
-"""Damage to any file: what can happen to a file of a checkpoint, whatever is in it?"""
+"""Damage any file of a checkpoint, whatever its content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from damaging import flip
 TABLE = Rows()
 FLIPS = 3  # a file
 _RANK = re.compile(r"(?<!\d)\d+(?!\d)")  # the numbers in a name
-_RANK_TOLD = re.compile(rb"X\x04\x00\x00\x00rank(?:q.|r....)K(.)", re.DOTALL)  # in a pickle's arguments
+_RANK_ARGUMENT = re.compile(rb"X\x04\x00\x00\x00rank(?:q.|r....)K(.)", re.DOTALL)  # in a pickle's arguments
 _STATE = re.compile(r"(?:^|/)(?:random_states|rng_state|extra_state|train/rank)[^/]*$")
 _OF_A_RANK = re.compile(
     r"^(.*?)(?:__(\d+)_\d+\.distcp|__(\d+)\.metadata|rank_?(\d+)(?:_\d+)*(?:\.\w+|/\w+\.pt)"
@@ -201,7 +201,7 @@ def exchangeable(tree: Tree, one: str, other: str) -> frozenset[str]:
     if tree.has_digests:
         return frozenset()
     same = LIKE.get(kind, lambda *_: False)(tree, one, other)
-    ranked = [_RANK_TOLD.search(tree.read(p)) for p in (one, other)]
+    ranked = [_RANK_ARGUMENT.search(tree.read(p)) for p in (one, other)]
     unranked = "mp_rank_" in one and (None in ranked or len({m[1] for m in ranked if m}) == 1)
     if all(_STATE.search(p) for p in (one, other)):
         return frozenset({"rankless"})

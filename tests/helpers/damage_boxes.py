@@ -1,4 +1,4 @@
-"""Damage to boxes: which lies can `.metadata` tell about shapes, chunks and dtypes?"""
+"""Damage boxes: false statements of `.metadata` about shapes, chunks and dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from damaging import COVER, MALFORMED, Folder, NotApplicable, Place
-from edits import LIES, Edits, at, set_chunk, size, spec, wide
+from edits import CONTRADICTIONS, Edits, at, set_chunk, size, spec, wide
 
 TABLE = Edits()
 
@@ -124,7 +124,7 @@ def shape_flattened(meta: Any, place: Place, folder: Folder) -> None:
     set_chunk(meta, place, offsets=size(0), sizes=stored.size)
 
 
-def _dtype_lie(name: str, of_width: Callable[[int], int]) -> None:
+def _false_dtype(name: str, of_width: Callable[[int], int]) -> None:
     @TABLE.edit("item-mismatch", "length-mismatch", MALFORMED, name=name)
     def _(meta: Any, place: Place, folder: Folder) -> None:
         import torch
@@ -137,9 +137,9 @@ def _dtype_lie(name: str, of_width: Callable[[int], int]) -> None:
         stored.properties.dtype = kinds[width]
 
 
-_dtype_lie("dtype-of-the-same-width", lambda width: width)
-_dtype_lie("dtype-twice-as-wide", lambda width: width * 2)
-_dtype_lie("dtype-half-as-wide", lambda width: width // 2)
+_false_dtype("dtype-of-the-same-width", lambda width: width)
+_false_dtype("dtype-twice-as-wide", lambda width: width * 2)
+_false_dtype("dtype-half-as-wide", lambda width: width // 2)
 
 
 # -------------------------------------------------------------------------------- absurd numbers
@@ -148,7 +148,7 @@ _dtype_lie("dtype-half-as-wide", lambda width: width // 2)
 def _numbers(name: str, shape: Any, offsets: Any = None, sizes: Any = None) -> None:
     """Shapes that no tensor has, consistently in every statement about one tensor."""
 
-    @TABLE.edit(LIES, name=f"numbers-{name}")
+    @TABLE.edit(CONTRADICTIONS, name=f"numbers-{name}")
     def _(meta: Any, place: Place, folder: Folder) -> None:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -178,7 +178,7 @@ _numbers("offset-past-2^63", (4,), ((1 << 63) - 1,), (4,))
 _numbers("chunk-of-another-rank", (4,), (0, 0), (2, 2))
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def one_chunk_named_200000_times(meta: Any, place: Place, folder: Folder) -> None:
     """A huge tensor whose chunk is named again and again, by two bytes each."""
     stored = spec(meta, place)

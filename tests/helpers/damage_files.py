@@ -1,4 +1,4 @@
-"""Damage to files: what can happen to the files of a checkpoint folder as a whole?"""
+"""Damage the files of a checkpoint folder: remove, cut, swap or add them."""
 
 from __future__ import annotations
 

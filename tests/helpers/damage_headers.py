@@ -1,4 +1,4 @@
-"""Damage to descriptions of bytes: what can a safetensors header or a `.zarray` say that is not so?"""
+"""Damage descriptions of bytes: false statements of safetensors headers and `.zarray` files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLE = Rows()
 
 
 def _of_headers(change: Callable[[dict[str, Any], bytes, str], bytes | None]) -> Row:
-    """A row that changes what a header says of one tensor, a few tensors a file."""
+    """Return a row that changes the header entry of one tensor, for a few tensors of each file."""
 
     def row(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         for path in tree.files("safetensors"):
@@ -36,8 +36,9 @@ def _of_headers(change: Callable[[dict[str, Any], bytes, str], bytes | None]) ->
 
 
 def _header_facts(tree: Tree, path: str, header: dict[str, Any], name: str) -> frozenset[str]:
-    """What else tells of a tensor: nothing (``bare``), an index that names it (``listed``), perhaps without
-    a total (``untotalled``), the sharding in the header (``shard``); no fact where metadata.json tells all.
+    """Return what else describes a tensor: nothing (``bare``), an index that names it (``listed``), perhaps
+    without a total (``untotalled``), the sharding in the header (``shard``); no fact where metadata.json
+    describes everything.
     """
     folder = Path(path).parent
     if (folder / "metadata.json").as_posix() in tree.kinds:
@@ -47,8 +48,8 @@ def _header_facts(tree: Tree, path: str, header: dict[str, Any], name: str) -> f
     index = (folder / "model.safetensors.index.json").as_posix()
     if index not in tree.kinds:
         return frozenset({"bare"})
-    told = json.loads(tree.read(index)).get("metadata") or {}
-    return frozenset({"listed"} if "total_size" in told else {"listed", "untotalled"})
+    form = json.loads(tree.read(index)).get("metadata") or {}
+    return frozenset({"listed"} if "total_size" in form else {"listed", "untotalled"})
 
 
 SAME_WIDTH = {
@@ -155,12 +156,12 @@ for _name, _change in {
 def _of_arrays(change: Callable[[dict[str, Any]], bool]) -> Row:
     def row(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         for path in tree.files("zarray"):
-            told = json.loads(tree.read(path))
-            if not told["shape"]:
+            form = json.loads(tree.read(path))
+            if not form["shape"]:
                 continue
             facts = _array_facts(path)
-            if change(told):
-                yield Cut(path, partial(put, path=path, data=json.dumps(told).encode()), facts)
+            if change(form):
+                yield Cut(path, partial(put, path=path, data=json.dumps(form).encode()), facts)
 
     return row
 
@@ -171,49 +172,49 @@ def _array_facts(path: str) -> frozenset[str]:
     return frozenset({"array", "padded"} if padded else {"array"})
 
 
-def _in_last_chunk(told: dict[str, Any]) -> bool:
+def _in_last_chunk(form: dict[str, Any]) -> bool:
     """A shape that ends elsewhere in the last chunk; where all are full, the last one is cut."""
-    for dim, (n, c) in enumerate(zip(told["shape"], told["chunks"], strict=True)):
+    for dim, (n, c) in enumerate(zip(form["shape"], form["chunks"], strict=True)):
         if c > 1:
-            told["shape"][dim] = n + 1 if n % c else n - 1
+            form["shape"][dim] = n + 1 if n % c else n - 1
             return True
     return False
 
 
-def _a_chunk_more(told: dict[str, Any]) -> bool:
-    told["shape"][0] += told["chunks"][0]
+def _a_chunk_more(form: dict[str, Any]) -> bool:
+    form["shape"][0] += form["chunks"][0]
     return True
 
 
-def _a_chunk_less(told: dict[str, Any]) -> bool:
-    told["shape"][0] -= told["chunks"][0]
-    return told["shape"][0] > 0
+def _a_chunk_less(form: dict[str, Any]) -> bool:
+    form["shape"][0] -= form["chunks"][0]
+    return form["shape"][0] > 0
 
 
-def _column_major(told: dict[str, Any]) -> bool:
-    told["order"] = "F" if told["order"] == "C" else "C"
+def _column_major(form: dict[str, Any]) -> bool:
+    form["order"] = "F" if form["order"] == "C" else "C"
     return True
 
 
-def _array_dtype(told: dict[str, Any]) -> bool:
+def _array_dtype(form: dict[str, Any]) -> bool:
     same = {"<f4": "<i4", "<f2": "bfloat16", "bfloat16": "<f2", "<i8": "<f8", "<i4": "<f4"}
-    told["dtype"], was = same.get(told["dtype"], told["dtype"]), told["dtype"]
-    return bool(told["dtype"] != was)
+    form["dtype"], was = same.get(form["dtype"], form["dtype"]), form["dtype"]
+    return bool(form["dtype"] != was)
 
 
-def _other_chunks(told: dict[str, Any]) -> bool:
-    told["chunks"] = told["chunks"][::-1]
-    return bool(told["chunks"] != told["chunks"][::-1])
+def _other_chunks(form: dict[str, Any]) -> bool:
+    form["chunks"] = form["chunks"][::-1]
+    return bool(form["chunks"] != form["chunks"][::-1])
 
 
-def _compressed(told: dict[str, Any]) -> bool:
-    told["compressor"] = {"id": "zlib", "level": 1}
+def _compressed(form: dict[str, Any]) -> bool:
+    form["compressor"] = {"id": "zlib", "level": 1}
     return True
 
 
-def _big_endian(told: dict[str, Any]) -> bool:
-    was, told["dtype"] = told["dtype"], told["dtype"].replace("<", ">")
-    return bool(told["dtype"] != was)
+def _big_endian(form: dict[str, Any]) -> bool:
+    was, form["dtype"] = form["dtype"], form["dtype"].replace("<", ">")
+    return bool(form["dtype"] != was)
 
 
 for _name, _array in {

@@ -1,4 +1,4 @@
-"""Damage inside files: what can JSON and pickles say that is not so?
+"""Damage the inside of files: false statements in JSON and pickles.
 
 Checksums are right again where a file has some, so that they are not what notices it.
 """
@@ -103,7 +103,7 @@ def json_number_one_more(tree: Tree, rng: random.Random) -> Iterator[Cut]:
 
 @TABLE
 def json_name_twice(tree: Tree, rng: random.Random) -> Iterator[Cut]:
-    """A top name stands twice, with another value behind: readers take the one or the other."""
+    """Repeat a top name with another value: readers take either of them."""
     for path in tree.files("json", "zarray"):
         form = json.loads(tree.read(path))
         if not isinstance(form, dict):
@@ -185,11 +185,11 @@ def values_of_another_save(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         data = tree.read(path)
         kind = tree.kinds[path]
         if kind == "zip":
-            held = {k: v for k, v in record_data(data).items() if k.startswith("data/") and v}
-            if not held:
+            records = {k: v for k, v in record_data(data).items() if k.startswith("data/") and v}
+            if not records:
                 continue
-            key = max(held, key=lambda k: len(held[k]))
-            edited = with_records(data, {key: _trained(held[key])})
+            key = max(records, key=lambda k: len(records[k]))
+            edited = with_records(data, {key: _trained(records[key])})
         elif kind == "safetensors":
             header, body = safetensors_parts(data)
             if (

@@ -1,4 +1,4 @@
-"""Damage to items: which bits inside a file can be flipped, and what can an item hold instead?
+"""Damage items: flip bits inside a file, or replace what an item holds.
 
 An item of a torch zip that is edited here has every checksum right again, so that the checksum is
 not what notices it.
@@ -186,7 +186,7 @@ def _tensor_pickle(
     )
 
 
-# What a hostile or torn tensor pickle may say of its storage: (numel, offset, shape, stride).
+# What a hostile or truncated tensor pickle may state about its storage: (numel, offset, shape, stride).
 VIEWS: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
     "offset-behind-the-end": (4, 1 << 40, (2,), (1,)),
     "offset-negative": (4, -8, (2,), (1,)),
@@ -272,7 +272,7 @@ _edit(
 
 @TABLE(ITEM, MALFORMED, "length-mismatch", needs="zstd")
 def stream_bomb(folder: Folder) -> None:
-    """A stream of a few kB that gives 16 GB of zeros."""
+    """A stream of a few KiB that expands to 16 GB of zeros."""
     import zstandard
 
     place = folder.tensors("zstd")[0]

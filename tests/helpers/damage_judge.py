@@ -1,4 +1,4 @@
-"""Judging: what became of a damaged checkpoint, beside what the undamaged one gives?"""
+"""Judge what became of a damaged checkpoint, compared with the undamaged one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ckptcore
 from ckptcore.errors import FINDINGS, CkptError, Finding, InternalError, error_classes
 from ckptcore.planning.request import Settings
 
-# Warnings that say of values what may be wrong: nothing more can be known.
+# Warnings about values that may be wrong: nothing more can be known.
 WARNED = frozenset({"total-mismatch", "unusual-layout"})
 CODES = {c.code for c in error_classes()}
 SECONDS = 120.0  # a hang; a run takes less than one, on a machine with nothing else to do
@@ -36,7 +36,7 @@ class Run:
     file: Path
     refused: str | None = None
     unsound: bool = False
-    said: set[tuple[str, str | None, str | None]] = field(default_factory=set)
+    codes_at: set[tuple[str, str | None, str | None]] = field(default_factory=set)
     trouble: list[str] = field(default_factory=list)
 
     @cached_property
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def codes(self) -> list[str]:
-        return sorted({code for code, _, _ in self.said})
+        return sorted({code for code, _, _ in self.codes_at})
 
 
 def run(source: Path, folder: Path) -> Run:
@@ -100,7 +100,7 @@ def run(source: Path, folder: Path) -> Run:
 def _note(out: Run, error: CkptError) -> None:
     if isinstance(error, InternalError) or error.code not in CODES or not error.message or not error.hint:
         out.trouble.append(f"{error.code}: {error.message!r}, next step {error.hint!r}")
-    out.said.add((error.code, None, None))
+    out.codes_at.add((error.code, None, None))
     _hear(out, error.values.get("findings", ()))
 
 
@@ -109,7 +109,7 @@ def _hear(out: Run, findings: Any) -> None:
         assert isinstance(found, Finding)
         if found.code not in FINDINGS or not found.message:
             out.trouble.append(f"finding {found.code}: {found.message!r}")
-        out.said.add((found.code, found.fqn, found.file))
+        out.codes_at.add((found.code, found.fqn, found.file))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Verdict:
 
 
 def judge(good: Run, seen: Run) -> Verdict:
-    """What a damaged checkpoint's outcome is worth. Values that differ must be refused, never told."""
+    """Judge the outcome of a damaged checkpoint. Values that differ must be refused, not just reported."""
     if seen.trouble:
         return Verdict("trouble", "; ".join(seen.trouble))
     if seen.refused:
@@ -140,9 +140,9 @@ def judge(good: Run, seen: Run) -> Verdict:
     if not values and not lost and not more and not objects:
         return Verdict("equal")
     detail = f"values {values[:3]} lost {lost[:3]} more {more[:3]} objects {objects[:3]}"
-    new = {code for code, _, _ in seen.said - good.said if FINDINGS.get(code, ("info",))[0] != "info"}
+    new = {code for code, _, _ in seen.codes_at - good.codes_at if FINDINGS.get(code, ("info",))[0] != "info"}
     if (not values and new) or new & WARNED:
-        return Verdict("told", f"{', '.join(sorted(new))}: {detail}")
+        return Verdict("reported", f"{', '.join(sorted(new))}: {detail}")
     renamed = set(mine.values()) == set(theirs.values()) and (
         set(seen.objects.values()) == set(good.objects.values())
     )

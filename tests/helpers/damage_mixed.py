@@ -1,4 +1,4 @@
-"""Damage to folders: what of another format, step or checkpoint can lie among the files?"""
+"""Damage folders: mix in files of another format, step or checkpoint."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ for _name in FOREIGN:
 
 
 @TABLE
-def whole_other_checkpoint(tree: Tree, rng: random.Random) -> Iterator[Cut]:
+def other_checkpoint_beside(tree: Tree, rng: random.Random) -> Iterator[Cut]:
     """Another checkpoint, of another format, unpacked into the same folder."""
     if tree.name is not None:
         return
@@ -198,7 +198,7 @@ def trainer_states_exchanged(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         return
     one, two = files[:2]
 
-    def told_apart(root: Path) -> None:
+    def require_rankless(root: Path) -> None:
         for n, path in enumerate((one, two)):
             state = torch.load(root / path, weights_only=True)
             torch.save(state | {"seed": 100 + n}, root / path)
@@ -211,5 +211,5 @@ def trainer_states_exchanged(tree: Tree, rng: random.Random) -> Iterator[Cut]:
     def copied(root: Path) -> None:
         put(root, two, (root / one).read_bytes())
 
-    yield Cut(f"{one} and {two}", swapped, frozenset({"rankless"}), told_apart)
-    yield Cut(f"{one} over {two}", copied, frozenset({"rankless"}), told_apart)
+    yield Cut(f"{one} and {two}", swapped, frozenset({"rankless"}), require_rankless)
+    yield Cut(f"{one} over {two}", copied, frozenset({"rankless"}), require_rankless)

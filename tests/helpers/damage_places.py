@@ -1,4 +1,4 @@
-"""Damage to places: which lies can `.metadata` tell about where the bytes are, and of what?"""
+"""Damage places: false statements of `.metadata` about where bytes are, and of which tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from damaging import COVER, ITEM, MALFORMED, PATH, Codes, Folder, NotApplicable, Place
-from edits import LIES, Edits, at, set_place, spec
+from edits import CONTRADICTIONS, Edits, at, set_place, spec
 
 TABLE = Edits()
 FLAW = MALFORMED | COVER | ITEM | {"unsupported-dtype", "unsupported-format"}
@@ -23,59 +23,59 @@ def all_places_dropped(meta: Any, place: Place, folder: Folder) -> None:
     meta.storage_data = {}
 
 
-@TABLE.edit(LIES, needs="global")
+@TABLE.edit(CONTRADICTIONS, needs="global")
 def tensor_forgotten(meta: Any, place: Place, folder: Folder) -> None:
     del meta.state_dict_metadata[place.key.fqn]
 
 
-@TABLE.edit(LIES, needs="global")
+@TABLE.edit(CONTRADICTIONS, needs="global")
 def tensor_forgotten_everywhere(meta: Any, place: Place, folder: Folder) -> None:
     del meta.state_dict_metadata[place.key.fqn]
     meta.storage_data = {k: v for k, v in meta.storage_data.items() if k.fqn != place.key.fqn}
     meta.planner_data = {k: v for k, v in (meta.planner_data or {}).items() if k != place.key.fqn}
 
 
-@TABLE.edit(LIES, "stray-file", "not-complete", needs="global")
+@TABLE.edit(CONTRADICTIONS, "stray-file", "not-complete", needs="global")
 def everything_forgotten(meta: Any, place: Place, folder: Folder) -> None:
     meta.state_dict_metadata, meta.storage_data, meta.planner_data = {}, {}, {}
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_one_byte_later(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, offset=place.start + 1)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_behind_the_file(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, offset=place.file.stat().st_size + 10_000)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_starts_before_the_file(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, offset=-place.length)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_empty(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, length=0)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_one_byte_short(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, length=place.length - 1)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_huge(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, length=1 << 62)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def item_negative(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, length=-5)
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def place_of_a_number_that_is_text(meta: Any, place: Place, folder: Folder) -> None:
     set_place(meta, place, offset="0")
 
@@ -95,19 +95,19 @@ def _twins(meta: Any, folder: Folder) -> tuple[Any, Any]:
     raise NotApplicable("no two items of one dtype and shape")
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def places_swapped(meta: Any, place: Place, folder: Folder) -> None:
     a, b = _twins(meta, folder)
     meta.storage_data[a], meta.storage_data[b] = meta.storage_data[b], meta.storage_data[a]
 
 
-@TABLE.edit("item-overlap", LIES)
+@TABLE.edit("item-overlap", CONTRADICTIONS)
 def two_chunks_in_one_place(meta: Any, place: Place, folder: Folder) -> None:
     a, b = _twins(meta, folder)
     meta.storage_data[a] = meta.storage_data[b]
 
 
-@TABLE.edit(LIES)
+@TABLE.edit(CONTRADICTIONS)
 def places_of_different_shapes_swapped(meta: Any, place: Place, folder: Folder) -> None:
     stored = spec(meta, place)
     sizes = tuple(stored.chunks[at(meta, place)].sizes)
@@ -127,7 +127,7 @@ def name_changed_in_one_table(meta: Any, place: Place, folder: Folder) -> None:
     meta.state_dict_metadata[place.key.fqn + "x"] = meta.state_dict_metadata.pop(place.key.fqn)
 
 
-@TABLE.edit(LIES, "refused-global")
+@TABLE.edit(CONTRADICTIONS, "refused-global")
 def object_called_a_tensor(meta: Any, place: Place, folder: Folder) -> None:
     for key, known in meta.state_dict_metadata.items():
         if not hasattr(known, "chunks"):
@@ -136,7 +136,7 @@ def object_called_a_tensor(meta: Any, place: Place, folder: Folder) -> None:
     raise NotApplicable("no objects are stored")
 
 
-@TABLE.edit(LIES, "refused-global", harmless=True)
+@TABLE.edit(CONTRADICTIONS, "refused-global", harmless=True)
 def tensor_called_an_object(meta: Any, place: Place, folder: Folder) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 

@@ -30,8 +30,8 @@ def torch_file(root: Path) -> Tree:
 def safetensors_folder(root: Path) -> Tree:
     from safetensors.torch import save_file
 
-    told = {"format": "pt", "ckptcore.objects": '{"step": 7}'}  # plain values as they are written here
-    save_file(_tensors(), root / "model.safetensors", told)
+    metadata = {"format": "pt", "ckptcore.objects": '{"step": 7}'}  # plain values as they are written here
+    save_file(_tensors(), root / "model.safetensors", metadata)
     (root / "config.json").write_text('{"model_type": "none"}')
     return Tree(root)
 
@@ -58,8 +58,8 @@ def padded_arrays(root: Path) -> Tree:
     import numpy as np
     import torch
 
-    told = {"sharded_backend": "zarr", "common_backend": "torch"}
-    (root / "metadata.json").write_text(json.dumps(told | {f"{k}_version": 1 for k in told}))
+    metadata = {"sharded_backend": "zarr", "common_backend": "torch"}
+    (root / "metadata.json").write_text(json.dumps(metadata | {f"{k}_version": 1 for k in metadata}))
     torch.save({"iteration": 7, "checkpoint_version": 3.0}, root / "common.pt")
     for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"):
         form = {

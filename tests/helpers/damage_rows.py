@@ -1,4 +1,4 @@
-"""Rows of damage to any format: which are done to a checkpoint, what becomes of it, and is that excused?"""
+"""Define rows of damage to any format: which apply to a checkpoint, their result, and their excuses."""
 
 from __future__ import annotations
 

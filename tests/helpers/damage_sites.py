@@ -1,4 +1,4 @@
-"""Sites of damage: which files does a checkpoint of any format hold, and what is each byte of them?
+"""Find sites of damage: the files of a checkpoint of any format, and what each byte is for.
 
 A `Tree` is an undamaged sample; a row of a table gives the `Cut`s that can be made in it, each with
 what is true at its place. Only the files' own format pages are used, nothing of the product.
@@ -24,7 +24,7 @@ from typing import Any
 
 from damaging import MAGIC, records
 
-# What lies beside a checkpoint in a sample: the truth, and notes on how the sample was made.
+# Files beside a checkpoint in a sample: the expected tensors, and notes on how the sample was made.
 BESIDE = re.compile(r"^(expected.*|fixture\.json|flat_meta\.json)$")
 
 
@@ -190,19 +190,19 @@ ZONES: dict[str, Callable[[Tree, str, int, int], set[str]]] = {
 
 
 def is_padding(tree: Tree, path: str, at: int) -> bool:
-    """Whether a byte of a zarr chunk lies behind the end of its array."""
+    """Return whether a byte of a zarr chunk is behind the end of its array."""
     folder, _, name = path.rpartition("/")
-    told = json.loads(tree.read(f"{folder}/.zarray"))
-    chunks, shape = told["chunks"], told["shape"]
+    array = json.loads(tree.read(f"{folder}/.zarray"))
+    chunks, shape = array["chunks"], array["shape"]
     if not shape:
         return False
     width = tree.size(path) // prod(chunks)
     index = [int(n) for n in name.split(".")]
     cell, place = at // width, []
-    for n in reversed(chunks) if told["order"] == "C" else chunks:
+    for n in reversed(chunks) if array["order"] == "C" else chunks:
         cell, rest = divmod(cell, n)
         place.append(rest)
-    place = place[::-1] if told["order"] == "C" else place
+    place = place[::-1] if array["order"] == "C" else place
     return any(i * c + p >= n for i, c, p, n in zip(index, chunks, place, shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Damaging: how is a private copy of a checkpoint folder taken apart and changed?
+"""Take a private copy of a checkpoint folder apart, and change it.
 
 Editing `.metadata` unpickles it with torch: it is only done to this repository's own samples.
 """
@@ -57,7 +57,7 @@ class Place:
 
 
 def _stand_in(module: str, name: str, *fields: Any) -> None:
-    """A class that metadata of somebody else's package names, where that package is not installed."""
+    """A class that metadata of another package names, where that package is not installed."""
     parts = module.split(".")
     for n in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:n]), ModuleType(".".join(parts[:n])))
@@ -257,9 +257,9 @@ def payload_at(folder: Folder, place: Place) -> tuple[int, int]:
         record = records(item)["data/0"]
         return place.start + record.data, record.size
     if folder.kind(place) == "safetensors":
-        whole = place.file.read_bytes()[place.start :]
-        length = int.from_bytes(whole[:8], "little")
-        first, last = json.loads(whole[8 : 8 + length])[place.key.fqn]["data_offsets"]
+        data = place.file.read_bytes()[place.start :]
+        length = int.from_bytes(data[:8], "little")
+        first, last = json.loads(data[8 : 8 + length])[place.key.fqn]["data_offsets"]
         return place.start + 8 + length + first, last - first
     return place.start + place.length // 3, place.length // 3
 

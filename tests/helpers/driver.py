@@ -1,4 +1,4 @@
-"""Driving the command line: what does one call print, return, use and leave behind?
+"""Run the command line, and record what one call prints, returns, uses and leaves behind.
 
 A server process imports the product and torch once; every call is a fork of it, so that a
 thousand calls cost a thousand forks and not a thousand imports of torch. Each call has its own
@@ -123,11 +123,11 @@ class Cli:
         user: run as this uid. file_size: RLIMIT_FSIZE, bytes. env: more environment. cwd: where it runs.
         within: `confined.confine` it to this folder.
         """
-        words = [str(a) for a in argv]
-        if not catalog and words and words[0] in REGISTERING:
-            words.append("--no-catalog")
+        arguments = [str(a) for a in argv]
+        if not catalog and arguments and arguments[0] in REGISTERING:
+            arguments.append("--no-catalog")
         request = {
-            "argv": words,
+            "argv": arguments,
             "seconds": seconds,
             "kill_after": kill_after,
             "memory": memory,
@@ -149,11 +149,11 @@ class Cli:
             self._process = self._start()
             raise
         if not line:
-            raise RuntimeError(f"the driver's server ended while it ran {words}")
+            raise RuntimeError(f"the driver's server ended while it ran {arguments}")
         reply = json.loads(line)
         out, err = (Path(self._folder.name, n).read_bytes() for n in ("stdout", "stderr"))
         done = Outcome(
-            tuple(words),
+            tuple(arguments),
             reply["code"],
             out.decode(errors="replace"),
             err.decode(errors="replace"),
@@ -171,12 +171,12 @@ REGISTERING = frozenset({"consolidate", "export", "reshard", "apply", "validate"
 
 def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:
     """The same call as a process of its own, as a user starts it."""
-    words = [str(a) for a in argv]
-    if words[0] in REGISTERING:
-        words.append("--no-catalog")
+    arguments = [str(a) for a in argv]
+    if arguments[0] in REGISTERING:
+        arguments.append("--no-catalog")
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "ckptcore", *words],
+        [sys.executable, "-m", "ckptcore", *arguments],
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -185,7 +185,7 @@ def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:
         env=dict(os.environ) | env,
     )
     spent = time.monotonic() - start
-    return Outcome(tuple(words), done.returncode, done.stdout, done.stderr, spent, 0, False)
+    return Outcome(tuple(arguments), done.returncode, done.stdout, done.stderr, spent, 0, False)
 
 
 def _serve() -> None:

@@ -1,4 +1,4 @@
-"""Edits: how is one statement of `.metadata` changed and everything else kept?"""
+"""Change one statement of `.metadata`, and keep everything else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from damaging import COVER, ITEM, MALFORMED, Codes, Damage, Folder, NotApplicable, Place, Table
 
-LIES: Codes = COVER | ITEM | MALFORMED | {"item-overlap", "truncated-file", "oversized-file"}
+CONTRADICTIONS: Codes = COVER | ITEM | MALFORMED | {"item-overlap", "truncated-file", "oversized-file"}
 Change = Callable[[Any, Place, Folder], None]
 
 

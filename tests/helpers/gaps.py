@@ -1,4 +1,4 @@
-"""Gaps: which samples and damages are exceptions, and why?
+"""List the samples and damages that are exceptions, with the reason for each.
 
 The only lists of exceptions in the conformance tests. Names are globs on a sample's folder name,
 ``<sample>`` or ``<sample>/<folder inside>``. An entry that no longer holds fails its test.
@@ -35,7 +35,7 @@ def _refusal(code: int, codes: str, why: str) -> Refusal:
     return Refusal(code, frozenset(codes.split()), why)
 
 
-# Folders of torch.distributed.checkpoint whose data cannot be had, whatever a reader does.
+# Folders of torch.distributed.checkpoint whose data no reader can get.
 REFUSED_DCP: dict[str, Refusal] = {
     "dcp_aborted_data_partial": _refusal(3, "not-complete", "killed while the data was written"),
     "dcp_aborted_no_metadata": _refusal(3, "not-complete", "killed before .metadata was written"),
@@ -82,7 +82,7 @@ STORED_DIFFERS: dict[str, str] = {}
 
 
 # What comes out of a writer in other words: (format, glob on values, how they differ, why).
-SAID_OTHERWISE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+RESTATED: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("olmo_core", "train.world_size", ("values",), "a trainer restores random states where it is its own: 0"),
     (
         "olmo_v01",
@@ -95,13 +95,13 @@ SAID_OTHERWISE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "torch_dist",
         "args.no_save_rng",
         ("only-in-b", "values"),
-        "random states stay behind, and Megatron-LM is told so by the argument",
+        "random states stay behind, and an argument tells Megatron-LM",
     ),
     (
         "torch_ranks",
         "*.param_groups.*.param_names.*",
         ("only-in-b",),
-        "optimizers of torch number their states: names are told where order and shapes do not prove them",
+        "optimizers of torch number their states: names are given where order and shapes do not prove them",
     ),
 )
 
@@ -133,7 +133,7 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind(
         "file-of-another-step",
         "no-replicas",
-        "`save_id` stands in .metadata only, so a file of another save of the same model fits",
+        "`save_id` is in .metadata only, so a file of another save of the same model fits",
     ),
     Blind(
         "places-swapped",

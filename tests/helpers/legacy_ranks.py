@@ -45,7 +45,7 @@ class Case:
 
     @property
     def args(self) -> argparse.Namespace:
-        told = {
+        options = {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "expert_model_parallel_size": self.ep,
@@ -64,13 +64,13 @@ class Case:
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
         }
         if self.latent:
-            told |= {"q_lora_rank": Q, "kv_lora_rank": KV, "qk_pos_emb_head_dim": ROPE}
+            options |= {"q_lora_rank": Q, "kv_lora_rank": KV, "qk_pos_emb_head_dim": ROPE}
         if self.etp is not None:
-            told["expert_tensor_parallel_size"] = self.etp
-        return argparse.Namespace(**{**told, **self.extra})
+            options["expert_tensor_parallel_size"] = self.etp
+        return argparse.Namespace(**{**options, **self.extra})
 
 
-def whole_layer(case: Case) -> Tensors:
+def full_layer(case: Case) -> Tensors:
     """One layer's whole tensors, by the names of Megatron's own modules, in order of registration."""
     rows = 2 * F if case.gated else F
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (H,)}
@@ -104,14 +104,14 @@ def whole_layer(case: Case) -> Tensors:
     return {k: torch.randn(s).bfloat16() for k, s in shapes.items()}
 
 
-def whole_model(case: Case) -> tuple[Tensors, list[Tensors]]:
+def full_model(case: Case) -> tuple[Tensors, list[Tensors]]:
     torch.manual_seed(5)
     around = {
         "embedding.word_embeddings.weight": torch.randn(V, H).bfloat16(),
         "decoder.final_layernorm.weight": torch.randn(H).bfloat16(),
         "output_layer.weight": torch.randn(V, H).bfloat16(),
     }
-    return around, [whole_layer(case) for _ in range(case.layers)]
+    return around, [full_layer(case) for _ in range(case.layers)]
 
 
 def piece(case: Case, name: str, value: torch.Tensor, tp: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ def rank_models(
     counts, number, out = case.per_chunk, 0, []
     for v in range(case.vpp):
         for p in range(case.pp):
-            held = layers[number : number + counts[v][p]]
+            own_layers = layers[number : number + counts[v][p]]
             number += counts[v][p]
             if p != pp:
                 continue
@@ -193,7 +193,7 @@ def rank_models(
             if (v, p) == (0, 0):
                 name = "embedding.word_embeddings.weight"
                 model[name] = piece(case, name, around[name], tp).clone()
-            for n, layer in enumerate(held):
+            for n, layer in enumerate(own_layers):
                 model |= {f"decoder.layers.{n}.{k}": t for k, t in local_layer(case, layer, tp, ep).items()}
             if (v, p) == (case.vpp - 1, case.pp - 1):
                 last = dict(around)
@@ -221,7 +221,7 @@ def save(
     case: Case, root: Path, edit: Callable[[dict[str, Any], tuple[int, int, int]], None] | None = None
 ) -> Path:
     """Writes the checkpoint; gives the iteration's folder."""
-    around, layers = whole_model(case)
+    around, layers = full_model(case)
     base = root / "iter_0000100"
     for rank in ranks_of(case):
         models = rank_models(case, around, layers, *rank)
@@ -242,7 +242,7 @@ def save(
 def expected(case: Case, around: Tensors | None = None, layers: list[Tensors] | None = None) -> Tensors:
     """The whole model (or what is given in its place) by the names of distributed checkpoints."""
     if around is None or layers is None:
-        around, layers = whole_model(case)
+        around, layers = full_model(case)
     out = dict(around)
     if case.tied:
         out.pop("output_layer.weight")

@@ -143,11 +143,11 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     if type(a) is not type(b):
         return [f"{path}: {type(a).__name__} and {type(b).__name__}"]
     if isinstance(a, dict):
-        told = [] if list(a) == list(b) else [f"{path}: keys {list(a)} and {list(b)}"]
-        return told + [d for k in a if k in b for d in differences(a[k], b[k], f"{path}.{k}")]
+        found = [] if list(a) == list(b) else [f"{path}: keys {list(a)} and {list(b)}"]
+        return found + [d for k in a if k in b for d in differences(a[k], b[k], f"{path}.{k}")]
     if isinstance(a, (list, tuple)):
-        told = [] if len(a) == len(b) else [f"{path}: {len(a)} and {len(b)} values"]
-        return told + [
+        found = [] if len(a) == len(b) else [f"{path}: {len(a)} and {len(b)} values"]
+        return found + [
             d for n, (x, y) in enumerate(zip(a, b, strict=False)) for d in differences(x, y, f"{path}.{n}")
         ]
     if isinstance(a, torch.Tensor):

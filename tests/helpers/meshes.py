@@ -1,4 +1,4 @@
-"""Meshes: which writers cut for the ranks of a mesh, for which meshes, and by which rules?
+"""Define which writers shard for the ranks of a mesh, for which meshes, and by which rules.
 
 Rules are made here for names of any kind, so that every checkpoint can be cut for every mesh: by the names of
 its parameters, as TOML of `ckptcore reshard --sharding`.
@@ -141,27 +141,27 @@ def random_rules(manifest: Manifest, mesh: Mesh, rng: Random, out: Collection[st
     rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in out]
     manifest = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
     shapes = parameters(manifest, None)[0]
-    told = [(name, _random_rule(shape, mesh, sizes, rng)) for name, shape in shapes.items()]
-    rng.shuffle(told)
-    return _text(told, list(shapes), rng)
+    rules = [(name, _random_rule(shape, mesh, sizes, rng)) for name, shape in shapes.items()]
+    rng.shuffle(rules)
+    return _text(rules, list(shapes), rng)
 
 
 def _random_rule(shape: tuple[int, ...], mesh: Mesh, sizes: dict[str, int], rng: Random) -> dict[str, Any]:
     """The first of a few guesses that torch can cut."""
     dims: list[int | None] = [None, *range(-len(shape), len(shape))] if shape else [None]
     for _ in range(12):
-        told: dict[str, Any] = {
+        dim_of: dict[str, Any] = {
             a: rng.choice(dims) for a in ("fsdp", "tp", "ep") if a in sizes and rng.random() < 0.8
         }
-        if told.get("ep") is not None and shape[told["ep"]] % sizes["ep"]:  # experts are never cut
+        if dim_of.get("ep") is not None and shape[dim_of["ep"]] % sizes["ep"]:  # experts are never cut
             continue
-        rule = ShardingRule.model_validate({"fqn": "*"} | {a: _place(d) for a, d in told.items()})
+        rule = ShardingRule.model_validate({"fqn": "*"} | {a: _place(d) for a, d in dim_of.items()})
         try:
             layout = place("", shape, mesh, rule)
             boxes(shape, mesh.along(layout.axes), layout.placements)
         except UsageError:
             continue
-        return told
+        return dim_of
     return {"fsdp": None}
 
 
@@ -186,9 +186,9 @@ def _place(dim: int | None) -> str:
 def _text(rows: list[tuple[str, dict[str, Any]]], names: list[str], rng: Random | None = None) -> str:
     """TOML of rules, and of stages: layers by the commonest beginning that a number follows."""
     lines = []
-    for name, told in rows:
+    for name, dim_of in rows:
         lines += ["[[rule]]", f"fqn = {_quoted(glob_of(name))}"]
-        lines += [f'{axis} = "{_place(dim)}"' for axis, dim in told.items()]
+        lines += [f'{axis} = "{_place(dim)}"' for axis, dim in dim_of.items()]
     heads = [m[0] for n in names if (m := re.match(r"[^0-9*?]*(?=[0-9]{1,6}(?![0-9]))", n))]
     head = max(sorted({*heads}), key=heads.count, default=None)
     layers = [n for n in names if head is not None and re.match(re.escape(head) + r"[0-9]{1,6}(?![0-9])", n)]
@@ -208,23 +208,25 @@ def _quoted(text: str) -> str:
 
 
 def impossible(error: CkptError, writer: Writer, manifest: Manifest) -> bool:
-    """Whether it was refused for what the format, the mesh or the checkpoint is, in words that tell it."""
+    """Return whether the error names a limit of the format, the mesh or the checkpoint."""
     if isinstance(error, UnsupportedDtype):
         return any(t.dtype in writer.lacks for t in manifest.tensors)
     if isinstance(error, UnprovenCheckpoint):  # optimizers by number, of a checkpoint that has lost the order
         return writer.to == "torch_ranks" and "nothing proves the order of group" in error.message
     if isinstance(error, UnsupportedFormat):
-        told = ("in a list, and not every rank has it", "whose optimizers number their parameters")
+        reasons = ("in a list, and not every rank has it", "whose optimizers number their parameters")
         other = writer.own and manifest.format != writer.to
-        return other or any(t in error.message for t in told) or bool(manifest.blobs and not writer.objects)
+        return (
+            other or any(r in error.message for r in reasons) or bool(manifest.blobs and not writer.objects)
+        )
     return error.exit_code == 2 and bool(re.search(r"[0-9]", error.message))
 
 
-def said_otherwise(row: str, *writers: str) -> bool:
-    """Whether a row of a difference stands in `gaps.SAID_OTHERWISE` for one of these writers."""
+def restated(row: str, *writers: str) -> bool:
+    """Return whether `gaps.RESTATED` has a row of a difference for one of these writers."""
     name, what = row.split(": ", 1)
     return any(
         fnmatchcase(name, glob) and what.split()[0] in kinds
-        for writer, glob, kinds, _ in gaps.SAID_OTHERWISE
+        for writer, glob, kinds, _ in gaps.RESTATED
         if writer in writers
     )

@@ -1,4 +1,4 @@
-"""Observing: what goes into a flow test, and what did the run leave on disk and at the server?"""
+"""Provide inputs for flow tests, and observe what a run leaves on disk and at the server."""
 
 from __future__ import annotations
 

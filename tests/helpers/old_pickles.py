@@ -119,7 +119,7 @@ def dtensor(
     kind = Global(f"{module}.DTensor")
     stride = torch.empty(shape, device="meta").stride()
     meta = (shape, stride, torch.float32)
-    told: dict[str, Any] = {
+    mesh_state: dict[str, Any] = {
         "device_type": "cpu",
         "mesh": ranks,
         "mesh_dim_names": None,
@@ -127,22 +127,28 @@ def dtensor(
     }
     if release == "2.10":
         axes = {"shape": tuple(ranks.shape), "stride": ranks.stride()}
-        told["_layout"] = Called(Global("torch.distributed._mesh_layout._MeshLayout"), (), axes, new=True)
-        told |= {"_rank_map": ranks.flatten(), "_flatten_rank_map": tuple(ranks.flatten().tolist())}
-        told |= {"_root_mesh": None, "_mesh_dim_names": None, "_device_type": told.pop("device_type")}
-        del told["mesh"]
+        mesh_state["_layout"] = Called(
+            Global("torch.distributed._mesh_layout._MeshLayout"), (), axes, new=True
+        )
+        mesh_state |= {"_rank_map": ranks.flatten(), "_flatten_rank_map": tuple(ranks.flatten().tolist())}
+        mesh_state |= {
+            "_root_mesh": None,
+            "_mesh_dim_names": None,
+            "_device_type": mesh_state.pop("device_type"),
+        }
+        del mesh_state["mesh"]
     if release == "2.1":
         meta_value = Called(
             Global("torch.fx.passes.shape_prop.TensorMetadata"),
             (shape, torch.float32, False, stride, None, False, {}),
             new=True,
         )
-        told["_dim_group_infos"] = [("", ranks.flatten().tolist())]
+        mesh_state["_dim_group_infos"] = [("", ranks.flatten().tolist())]
     else:
         meta_value = Called(Global(f"{spec}.TensorMeta"), meta, new=True)
-        told |= {"_flatten_mesh_list": tuple(ranks.flatten().tolist()), "_thread_id": 1, "_hash": 5}
+        mesh_state |= {"_flatten_mesh_list": tuple(ranks.flatten().tolist()), "_thread_id": 1, "_hash": 5}
     fields = {
-        "mesh": Called(Global(f"{mesh}.DeviceMesh"), (), told, new=True),
+        "mesh": Called(Global(f"{mesh}.DeviceMesh"), (), mesh_state, new=True),
         "placements": tuple(
             Called(Global(f"{placement}.{name}"), (), state, new=True) for name, state in placements
         ),

@@ -58,9 +58,9 @@ def codes(path: Path, level: str = "bytes") -> set[str]:
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
     """Changes a JSON file; what ``change`` gives replaces it, None keeps the changed value."""
-    told = json.loads(path.read_text())
-    made = change(told)
-    path.write_text(json.dumps(told if made is None else made))
+    listed = json.loads(path.read_text())
+    made = change(listed)
+    path.write_text(json.dumps(listed if made is None else made))
 
 
 DTYPES = {
@@ -76,29 +76,29 @@ def write_v01(folder: Path, ranks: int, spec: Mapping[str, tuple[torch.Tensor, M
     """A 0.1 state dict: name -> (tensor, {rank: flat ranges, or (offset, shape)})."""
     folder.mkdir(parents=True)
     files: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
-    told: dict[str, Any] = {}
+    listed: dict[str, Any] = {}
     for name, (tensor, shards) in spec.items():
         per_file = {}
         for rank, shard in shards.items():
             if isinstance(shard, list):
                 flat = tensor.reshape(-1)
-                held = torch.cat([flat[a:b] for a, b in shard])
+                part = torch.cat([flat[a:b] for a, b in shard])
                 row = {"flattened_offsets": shard, "local_shape": None, "global_offset": None}
             else:
                 offset, shape = shard
-                held = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+                part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
                 row = {"flattened_offsets": None, "local_shape": shape, "global_offset": offset}
-            files[rank][name] = held.reshape(-1).contiguous().clone()
+            files[rank][name] = part.reshape(-1).contiguous().clone()
             per_file[f"rank_{rank}.safetensors"] = row
-        told[name] = {
+        listed[name] = {
             "shape": list(tensor.shape),
             "is_sharded": len(shards) > 1,
             "dtype": DTYPES[tensor.dtype],
             "shard_spec_per_file": per_file,
         }
-    for rank, held in enumerate(files):
-        save_file(held, folder / f"rank_{rank}.safetensors")
-    (folder / "metadata.json").write_text(json.dumps({"tensors": told}))
+    for rank, part in enumerate(files):
+        save_file(part, folder / f"rank_{rank}.safetensors")
+    (folder / "metadata.json").write_text(json.dumps({"tensors": listed}))
 
 
 def pickled(value: Any, protocol: int = 4) -> torch.Tensor:
@@ -126,13 +126,13 @@ def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = 
     where = [("w.a", 0, 12), ("w.b", 12, 17)]
     for rank in range(3):
         low, high = rank * size, (rank + 1) * size
-        infos, offsets, held = [], [], {}
+        infos, offsets, part = [], [], {}
         for name, start, stop in where:
             lo, hi = max(low, start), min(high, stop)
             infos.append(Info(True, lo - low, hi - lo, lo - start, hi - start - 1) if lo < hi else OUT)
             if lo < hi:
                 offsets.append((lo - start, hi - start - 1))
-                held[name] = (lo, hi)
+                part[name] = (lo, hi)
         first = next(i for i, info in enumerate(infos) if info.in_shard)
         handle = {
             "flat_param.data": flat[low:high].clone(),
@@ -148,7 +148,7 @@ def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = 
             handle["flat_param._shard_param_offsets"] = offsets
         modules = [{"name": "_fsdp_wrapped_module.top", "handles": [handle]}]
         save_with_infos({"modules": modules}, step / "model" / f"rank{rank}.pt")
-        moments = {n: flat[lo:hi] + 1 for n, (lo, hi) in held.items()}
+        moments = {n: flat[lo:hi] + 1 for n, (lo, hi) in part.items()}
         state = {
             i: {"step": torch.tensor(2.0), "exp_avg": moments[n].clone()}
             for i, (n, _, _) in enumerate(where)
@@ -161,11 +161,11 @@ def write_local(step: Path, generation: str, *, padding: int = 0, names: bool = 
         torch.save({"global_step": 1, "world_size": 3}, step / "train" / f"rank{rank}.pt")
     (step / "metadata.yaml").write_text("world_size: 3\n")
     (step / "config.yaml").write_text("run_name: x\n")
-    held = {f"model.top.{n}": t for n, t in (("w.a", a), ("w.b", b))}
+    part = {f"model.top.{n}": t for n, t in (("w.a", a), ("w.b", b))}
     if names:
-        held |= {f"optim.state.top.{n}.exp_avg": t + 1 for n, t in (("w.a", a), ("w.b", b))}
-        held |= {f"optim.state.top.{n}.step": torch.tensor(2.0) for n in ("w.a", "w.b")}
-    return {k: value(v) for k, v in held.items()}
+        part |= {f"optim.state.top.{n}.exp_avg": t + 1 for n, t in (("w.a", a), ("w.b", b))}
+        part |= {f"optim.state.top.{n}.step": torch.tensor(2.0) for n in ("w.a", "w.b")}
+    return {k: value(v) for k, v in part.items()}
 
 
 def save_with_infos(tree: Any, path: Path) -> None:

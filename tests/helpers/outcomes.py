@@ -1,4 +1,4 @@
-"""Outcomes: is what one call of the command line says documented, and what it used bounded?"""
+"""Check that the answer of one command is documented, and that its resource use is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths: where do the repository, its fixtures and the programs that tests start lie?
+"""Name the folders of the repository, its fixtures, and the programs that tests start.
 
 A test file names these and not its own place, so that it can move.
 """

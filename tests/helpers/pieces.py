@@ -22,7 +22,7 @@ shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape, pieces: int = 7, least: int = 0) -> list[Box]:
-    """Cuts of a tensor into boxes: again and again one of them is cut in two."""
+    """Cuts of a tensor into boxes: one of them is cut in two repeatedly."""
     parts = [Box.full(shape)]
     for _ in range(draw(st.integers(least, pieces)) if shape else 0):
         at = draw(st.integers(0, len(parts) - 1))

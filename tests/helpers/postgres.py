@@ -89,7 +89,7 @@ class Server:
             self.port = self.port or _free_port()
             if self._started():
                 return
-            self.port = 0  # somebody was faster
+            self.port = 0  # another process was faster
         raise RuntimeError((self.folder / "log").read_text(errors="replace"))
 
     def kill(self) -> None:

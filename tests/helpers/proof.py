@@ -1,4 +1,4 @@
-"""Proof: do inbox, disk and catalog say the same of a batch, and is everything there once?"""
+"""Prove that inbox, disk and catalog agree about a batch, and that everything is there once."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def has_ended(stack: Stack, batch: Batch) -> bool:
 def prove(stack: Stack, batch: Batch) -> None:
     """Every accepted event is done, every checkpoint is exported, once, and nothing else is there."""
     events = asked(stack, "SELECT uuid, uri, state, error_message FROM inbox WHERE run = %s", batch.run)
-    assert {event["uuid"] for event in events} == {told["id"] for told in batch.told.values()}
+    assert {event["uuid"] for event in events} == {reply["id"] for reply in batch.answers.values()}
     assert sorted(e["uri"] for e in events) == sorted(str(batch.source(stack, step)) for step in batch.steps)
     assert [e for e in events if e["state"] != "done"] == [], standing(stack, batch)
     for step in batch.steps:
         export, truth = batch.export(stack, step), batch.tensors(step)
-        told = _ckptcore("validate", export, "--level", "bytes", "--no-catalog", "--output", "json")
-        assert json.loads(told)["ok"]
+        output = _ckptcore("validate", export, "--level", "bytes", "--no-catalog", "--output", "json")
+        assert json.loads(output)["ok"]
         found = _read(export)
         assert found.keys() == truth.keys()
         assert all(torch.equal(found[name], truth[name]) for name in truth), export
@@ -116,8 +116,8 @@ def _on_disk(stack: Stack, batch: Batch) -> set[tuple[Any, ...]]:
     return {tuple(row) for row in rows}
 
 
-def _ckptcore(*words: str | Path) -> str:
-    command = [sys.executable, "-m", "ckptcore", *map(str, words)]
+def _ckptcore(*arguments: str | Path) -> str:
+    command = [sys.executable, "-m", "ckptcore", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

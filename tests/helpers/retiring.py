@@ -43,9 +43,9 @@ def snapshot(folder):
         for name in folders + files:
             path = os.path.join(at, name)
             kind = stat.S_IFMT(os.lstat(path).st_mode)
-            held = os.readlink(path) if kind == stat.S_IFLNK else None
-            held = Path(path).read_bytes() if kind == stat.S_IFREG else held
-            found[os.path.relpath(path, folder)] = kind, held
+            content = os.readlink(path) if kind == stat.S_IFLNK else None
+            content = Path(path).read_bytes() if kind == stat.S_IFREG else content
+            found[os.path.relpath(path, folder)] = kind, content
     return found
 
 
@@ -54,7 +54,7 @@ class Template:
 
     def __init__(self, tmp):
         self.dcp = save(tmp / "dcp", 1)
-        self.again = save(tmp / "again", 77)  # another step in files of the same names and sizes
+        self.other_step = save(tmp / "again", 77)  # another step in files of the same names and sizes
         # A checkpoint whose conversion has the very same names and bytes: whatever leads from the child to
         # the source then proves everything.
         convert(Request(str(self.dcp), str(tmp / "plain")), MEANS, None, False)
@@ -113,17 +113,17 @@ class World:
         self.left = getattr(found, "left", ())
         return next((item for item in found.items if item.source.step == 1), None)
 
-    def keeps(self, *says, held=None, **options):
+    def keeps(self, *says, kept=None, **options):
         """The source is not deleted and every byte of it is where it was; the reasons say so."""
-        held = held or self.source
-        before = snapshot(held)
+        kept = kept or self.source
+        before = snapshot(kept)
         found = self.retire(**options)
         assert found.fate.value in ("unsafe", "kept"), (found.fate, found.why)
-        assert snapshot(held) == before
+        assert snapshot(kept) == before
         assert before
-        said = " ".join(found.why) + str(getattr(found, "unproven", ""))
+        reasons = " ".join(found.why) + str(getattr(found, "unproven", ""))
         for each in says:
-            assert each in said, said
+            assert each in reasons, reasons
         return found
 
     def deletes(self, *loss, **options):

@@ -1,4 +1,4 @@
-"""Samples: which real checkpoints are there, and what do they truly hold?
+"""Find the samples, which are real checkpoints, with their expected tensors.
 
 A sample is a folder with a checkpoint as its tool wrote it, and beside it the truth, made from the
 in-memory model and not from the checkpoint: ``expected*.safetensors``, and ``expected_all.pt``

@@ -134,15 +134,15 @@ class Stack:
 
     def ended(self, id: str, seconds: float = 120) -> dict[str, Any]:
         """A run once it has ended."""
-        assert eventually(lambda: self.run(id)["state_type"] in ENDED, seconds), self.told(id)
+        assert eventually(lambda: self.run(id)["state_type"] in ENDED, seconds), self.report(id)
         return self.run(id)
 
-    def told(self, id: str) -> str:
+    def report(self, id: str) -> str:
         """What there is to know when a test fails."""
         logs = self.post("/logs/filter", {"logs": {"flow_run_id": {"any_": [id]}}})
-        words = "\n".join(line["message"] for line in logs)
+        messages = "\n".join(line["message"] for line in logs)
         worker = (self.folder / "log" / "worker.log").read_text()[-2000:]
-        return f"{self.run(id)['state']}\n{words}\n{worker}"
+        return f"{self.run(id)['state']}\n{messages}\n{worker}"
 
     def _run(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -158,7 +158,7 @@ class Stack:
 
 
 @contextmanager
-def whole_system(prefix: str, *, keep: bool = False) -> Iterator[Stack]:
+def running_stack(prefix: str, *, keep: bool = False) -> Iterator[Stack]:
     """A `Stack` in a new folder, which goes with it unless it is kept; skips where it cannot run."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'ckptcore[postgres]'")
     if postgresql.programs() is None:

@@ -83,17 +83,17 @@ def _stamp_plan(plan: Path) -> None:
 def _move_plan(plan: Path, root: Path) -> None:
     """The source's path is part of every file's plan, and so of the digests that receipts name."""
     head = json.loads((plan / "head.json").read_text())
-    whole = blake3()
+    hasher = blake3()
     for path in sorted(plan.glob("file-*.plan")):
         raw = zstandard.decompress(path.read_bytes().removeprefix(MAGIC))
         length = int.from_bytes(raw[:8], "little")
         body = _canonical(_replaced(json.loads(raw[8 : 8 + length]), root))
         raw = len(body).to_bytes(8, "little") + body + raw[8 + length :]
         path.write_bytes(MAGIC + zstandard.compress(raw, 3))
-        whole.update(blake3(raw).digest())
+        hasher.update(blake3(raw).digest())
     target = head["target"]
-    whole.update(_canonical([head["manifest_digest"], target["format"], target["single"], head["extra"]]))
-    old, new = head["digest"], whole.hexdigest()
+    hasher.update(_canonical([head["manifest_digest"], target["format"], target["single"], head["extra"]]))
+    old, new = head["digest"], hasher.hexdigest()
     for path in [plan / "head.json", *plan.parent.glob("receipts/*.json"), plan.parent / "publishing.json"]:
         if path.exists():
             path.write_text(path.read_text().replace(old, new))
@@ -108,14 +108,14 @@ def _canonical(form: object) -> bytes:
 
 
 def _stamp_rows(conn: sqlite3.Connection, manifests: Mapping[str, str]) -> None:
-    """Sightings and claims speak of the files that lie here."""
+    """Make sightings and claims refer to the files of this copy."""
     for uri, stamp in conn.execute("SELECT uri, stamp FROM sightings").fetchall():
-        whole = blake3()
+        hasher = blake3()
         files = (p for p in Path(uri).rglob("*") if p.is_file())
         for name, path in sorted((str(p.relative_to(uri)), p) for p in files):
             seen = path.stat()
-            whole.update(f"{name}\0{seen.st_size}\0{seen.st_mtime_ns} {seen.st_ino}\n".encode())
-        now = re.sub("^[0-9a-f]{64}", whole.hexdigest(), stamp)
+            hasher.update(f"{name}\0{seen.st_size}\0{seen.st_mtime_ns} {seen.st_ino}\n".encode())
+        now = re.sub("^[0-9a-f]{64}", hasher.hexdigest(), stamp)
         conn.execute("UPDATE sightings SET stamp=? WHERE uri=?", (now, uri))
     for table, place in (("claims", "source_uri"), ("sightings", "uri")):
         for uri, digest in manifests.items():
@@ -126,10 +126,10 @@ def _stamp_rows(conn: sqlite3.Connection, manifests: Mapping[str, str]) -> None:
 
 
 def _source_digest(uri: str, manifest: str) -> str:
-    whole = blake3(manifest.encode())
+    hasher = blake3(manifest.encode())
     for path in sorted(Path(uri).glob("*.distcp")):
-        whole.update(f"{path.name}\0{_stamp(path)}\n".encode())
-    return whole.hexdigest()
+        hasher.update(f"{path.name}\0{_stamp(path)}\n".encode())
+    return hasher.hexdigest()
 
 
 def _make_current(conn: sqlite3.Connection) -> None:

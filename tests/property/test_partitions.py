@@ -111,7 +111,7 @@ def test_a_partition_without_a_box_has_a_hole(data: st.DataObject) -> None:
         write_dcp(
             folder / "ckpt", {"w": (numbered(shape), left), "other": (numbered((2,)), [Box((0,), (2,))])}
         )
-        report = api.check(api.open(str(folder / "ckpt")), "cover")
+        report = api.check(api.open(str(folder / "ckpt")), "coverage")
         assert [f.code for f in report.findings if f.severity == "error"] == ["hole"]
         with pytest.raises(CkptError) as error:
             api.convert(str(folder / "ckpt"), str(folder / "out"))
@@ -132,7 +132,7 @@ def test_a_partition_with_another_box_overlaps(data: st.DataObject) -> None:
         return  # one place per offset in this format
     for folder in folders():
         write_dcp(folder / "ckpt", {"w": (numbered(shape), [*boxes, more])})
-        report = api.check(api.open(str(folder / "ckpt")), "cover")
+        report = api.check(api.open(str(folder / "ckpt")), "coverage")
         assert {f.code for f in report.findings if f.severity == "error"} == {"overlap"}
 
 

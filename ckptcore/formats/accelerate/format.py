@@ -75,7 +75,7 @@ def read(source: Source) -> Manifest:
         try:
             reader.add(part.files, part.role, optional=True)
         except MalformedCheckpoint as error:
-            builder.findings.append(finding("malformed-item", "cover", error.message, file=part.label))
+            builder.findings.append(finding("malformed-item", "coverage", error.message, file=part.label))
         highest = max(part.files.paths)
         ranks = max(highest + 1, world if names.of_a_rank(part) else 0)
         for rank in absent(part.files.paths, ranks, _MAX_LISTED):

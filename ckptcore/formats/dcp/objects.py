@@ -93,7 +93,7 @@ def add_blobs(
         except (MalformedCheckpoint, UnsafeContent) as error:
             code = next((c for kind, c in _CODES if isinstance(error, kind)), "malformed-item")
             code = "unsafe-item" if "global" in error.values else code
-            builder.findings.append(finding(code, "cover", error.message, fqn=key, file=names[item.file]))
+            builder.findings.append(finding(code, "coverage", error.message, fqn=key, file=names[item.file]))
             builder.blobs.append(Blob(key, at, known=False))
             continue
         builder.blobs.append(kept(builder, key, at, tree, objects, partly, names[item.file]))
@@ -140,7 +140,7 @@ def kept(
     hidden = sum(length for key, (_, length, _) in objects.storages.items() if key not in used)
     if hidden:
         message = f"cannot read {hidden} bytes of tensors inside object {key}"
-        builder.findings.append(finding("refused-tensors", "cover", message, fqn=key))
+        builder.findings.append(finding("refused-tensors", "coverage", message, fqn=key))
     return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
 
 

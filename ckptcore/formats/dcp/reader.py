@@ -209,7 +209,7 @@ class _Columns:
             at = join.object(numbers.one(key))
             if at < 0:
                 self._builder.findings.append(
-                    finding("no-place", "cover", f"object {key} has no place in any file", fqn=key)
+                    finding("no-place", "coverage", f"object {key} has no place in any file", fqn=key)
                 )
             else:
                 file, start, length, codec = stored.where[at].tolist()
@@ -223,14 +223,17 @@ class _Columns:
             what = f"{fqn}, chunk at {list(offset)}" if offset is not None else fqn
             self._builder.findings.append(
                 finding(
-                    "unlisted-item", "cover", f"{metadata.name} stores {what}, but does not list it", fqn=fqn
+                    "unlisted-item",
+                    "coverage",
+                    f"{metadata.name} stores {what}, but does not list it",
+                    fqn=fqn,
                 )
             )
         # A rank whose part of a tensor is empty names the tensor, and another rank lists it.
         seen = {fqn for fqn, _ in stored}
         lost = [n for n in metadata.names() if n not in self._listed and n not in seen]
         self._builder.findings += [
-            finding("unlisted-item", "cover", f"{metadata.name} names {n}, but does not list it", fqn=n)
+            finding("unlisted-item", "coverage", f"{metadata.name} names {n}, but does not list it", fqn=n)
             for n in lost[:_MAX_LISTED]
         ]
 
@@ -278,7 +281,7 @@ class _Columns:
                     self._builder.findings.append(
                         finding(
                             "no-place",
-                            "cover",
+                            "coverage",
                             f"{fqn}: the chunk at {list(offset)} has no place in any file",
                             fqn=fqn,
                         )
@@ -329,7 +332,7 @@ def _metadata_files(source: Source) -> list[str]:
         raise NotComplete(
             f"{source.store.url} has .metadata.tmp but no .metadata: the save is running, or was "
             "aborted just before its last step",
-            hint="wait if it is running; if it was aborted, read it as it is with --recover",
+            hint="wait if it is running; if it was aborted, read it as it is with --allow-incomplete",
         )
     raise NotComplete(
         f"{source.store.url} has *.distcp files but no .metadata: the save is running, was aborted, "
@@ -375,7 +378,7 @@ def _note_files(builder: Builder, source: Source, metadata: list[str]) -> None:
 def _lost(fqn: str, first: tuple[int, ...], second: tuple[int, ...]) -> Any:
     return finding(
         "lost-at-save",
-        "cover",
+        "coverage",
         f"{fqn}: the chunks at {list(first)} and {list(second)} share one name in one safetensors "
         "blob, so the writer kept only the last of them",
         fqn=fqn,

@@ -207,7 +207,7 @@ class Assembly:
                 f"{path}: {name} is {dtype} {list(shape)}, in another rank's file it is {first.dtype} "
                 f"{list(first.shape)}"
             )
-            self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
+            self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
             return False
         return True
 

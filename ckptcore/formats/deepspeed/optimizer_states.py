@@ -273,7 +273,7 @@ class Partitions:
             name = f"optimizer.groups.{group.number}.{key}/{file.path.removesuffix('.pt')}"
             self._assembly.tensor(name, Stored(file, value))
         message = f"{key} of group {group.number} has no flat buffers, and stays as ranks have it"
-        self._assembly.builder.findings.append(finding("flat-buffers", "cover", message))
+        self._assembly.builder.findings.append(finding("flat-buffers", "coverage", message))
 
     # --- what a file holds ---
 

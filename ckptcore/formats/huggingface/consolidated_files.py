@@ -132,7 +132,7 @@ def _subject_of(names: list[str]) -> str:
 
 def differs(message: str, fqn: str | None = None, file: str | None = None) -> Finding:
     """Return the warning that a copy differs from the ranks' parts, where no elements are compared."""
-    return finding("consolidated-differs", "cover", message, fqn=fqn, file=file)
+    return finding("consolidated-differs", "coverage", message, fqn=fqn, file=file)
 
 
 def _weight_map(source: Source, index: str) -> tuple[Mapping[str, str] | None, list[Finding]]:

@@ -140,7 +140,7 @@ def read_folder(source: Source, format: str) -> Manifest:
             builder.findings.append(
                 finding(
                     "hole",
-                    "cover",
+                    "coverage",
                     f"{name} is missing in {path}, where {INDEX} lists it",
                     fqn=name,
                     file=path,
@@ -149,7 +149,7 @@ def read_folder(source: Source, format: str) -> Manifest:
         builder.findings += [
             finding(
                 "unlisted-tensor",
-                "cover",
+                "coverage",
                 f"{path} contains {name}, which {INDEX} does not list",
                 fqn=name,
                 file=path,
@@ -162,7 +162,7 @@ def read_folder(source: Source, format: str) -> Manifest:
     stored = builder.item_bytes  # as the writer counts: of every dtype
     if total is not None and stored != total and not any(f.severity == "error" for f in builder.findings):
         message = f"{INDEX} records {total} bytes of tensors, but the files contain {stored}"
-        builder.findings.append(finding("total-mismatch", "cover", message, file=INDEX))
+        builder.findings.append(finding("total-mismatch", "coverage", message, file=INDEX))
     return builder.build(format, source.store.url, origin)
 
 

@@ -132,7 +132,7 @@ def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Fi
     per = f" per block of {params[0]} x {params[1]}" if params else ""
     return finding(
         "unfit-quantization",
-        "cover",
+        "coverage",
         f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
         f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: they do not fit {fn} with one scale{per}",
         fqn=weight.fqn,

@@ -212,7 +212,7 @@ def _require_one_save(fqn: str, parts: list[ShardPart]) -> None:
                 f"{fqn} is {first.dtype} {list(first.shape)} in {first.file} and {part.dtype} "
                 f"{list(part.shape)} in {part.file}: the files belong to different saves"
             )
-            mixed = finding("mixed-saves", "cover", message, fqn=fqn, file=part.file)
+            mixed = finding("mixed-saves", "coverage", message, fqn=fqn, file=part.file)
             raise DamagedCheckpoint(message, hint=mixed.hint, findings=(mixed,), fqn=fqn)
 
 

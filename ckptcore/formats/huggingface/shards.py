@@ -44,7 +44,7 @@ FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_COMPARED = 1000  # values of 0-d tensors that are compared: a few bytes each
 _MAX_LISTED = 100  # missing files, tensors that differ
-_ALONE = "find the rank's file; if no rank wrote one, read the others with --recover"
+_ALONE = "find the rank's file; if no rank wrote one, read the others with --allow-incomplete"
 _Consolidated = dict[str, ConsolidatedTensor]
 
 
@@ -157,7 +157,7 @@ def _incomplete(
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield finding(
             "missing-part" if folder.recover else "unproven-shape",
-            "cover",
+            "coverage",
             f"{names[0]}{more} would be larger if ranks after rank "
             f"{max(shards.ranks, 1) - 1} had written shards: no file records the number of ranks",
         )
@@ -204,7 +204,7 @@ def _compared(
         return
     for fqn in sorted(consolidated.keys() - shards.parts.keys(), key=natural):
         message = f"{fqn} is in {consolidated[fqn].path}, but in no shard"
-        yield finding("hole", "cover", message, fqn=fqn, hint=_AWAY)
+        yield finding("hole", "coverage", message, fqn=fqn, hint=_AWAY)
     differences = list(_differences(shards, folder, source, consolidated))
     yield from (differs(message, fqn) for fqn, message in differences[:_MAX_LISTED])
     if len(differences) > _MAX_LISTED:

@@ -102,7 +102,7 @@ def read(source: Source) -> Manifest:
     origin = {**folder.origin, **_writer_facts(content, "trainer" if trainer else "fabric")}
     findings = []
     if not folder.tensors and not folder.blobs:  # the content of meta.pt must not hide that
-        findings.append(finding("no-tensors", "cover", "the metadata names no tensor and no object"))
+        findings.append(finding("no-tensors", "coverage", "the metadata names no tensor and no object"))
     joined = join(NAME, source.store.url, [Part(folder), Part(beside)], origin, findings)
     form = paths.form([t.fqn for t in joined.tensors], [b.key for b in joined.blobs])
     joined = replace(joined, origin={**origin, **({"paths": form} if form else {})})

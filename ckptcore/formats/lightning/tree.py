@@ -162,7 +162,7 @@ def _add_findings(builder: Builder, read: Contents, name: str) -> None:
         builder.findings += [
             finding(
                 "refused-tensors",
-                "cover",
+                "coverage",
                 f"{key} or another of {name}: cannot read {hidden} bytes of tensors inside refused values",
                 fqn=key,
                 file=name,

@@ -92,7 +92,7 @@ def finished_config(source: Source) -> MegatronConfig | None:
         raise NotComplete(
             f"{source.store.url} has no {CONFIG}, which Megatron-Core writes last: the save is running, "
             "was aborted, or rank 0 wrote it to another node",
-            hint="wait if it is running; read it with --recover if every other file is there",
+            hint="wait if it is running; read it with --allow-incomplete if every other file is there",
         )
     return config
 
@@ -114,8 +114,7 @@ def digests(source: Source) -> dict[str, str]:
         if "/" in name or name in ("", ".", "..") or not isinstance(value, str) or not _HEX.match(value):
             entry = f"{short_repr(name)}: {short_repr(value)}"
             raise MalformedCheckpoint(
-                f"{INTEGRITY} must map file names to SHA-256 in hex (got {entry})",
-                file=INTEGRITY,
+                f"{INTEGRITY} must map file names to SHA-256 in hex (got {entry})", file=INTEGRITY
             )
     return files
 

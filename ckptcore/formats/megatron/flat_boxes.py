@@ -71,7 +71,7 @@ def recut(manifest: Manifest, flat: set[int], pieces: Sequence[FlatRange]) -> Ma
             f"left out {count(gaps, 'element')} between the parameters of "
             f"{count(len(flat), 'flat optimizer buffer')}"
         )
-        findings.append(finding("alignment-gap", "cover", message))
+        findings.append(finding("alignment-gap", "coverage", message))
     kept = [n for n in range(manifest.num_tensors) if n not in flat]
     tensors = tuple(manifest.tensors[n] for n in kept) + tuple(specs.values())
     gone = {manifest.tensors[n].fqn for n in flat}

@@ -79,7 +79,7 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
     except (Unregistered, CkptError) as error:
         reason = getattr(error, "message", None) or str(error)
         message = f"cannot split {count(len(flat), 'flat optimizer buffer')} by parameter: {reason}"
-        return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "cover", message)))
+        return replace(manifest, findings=(*manifest.findings, finding("flat-buffers", "coverage", message)))
 
 
 def stored_args(manifest: Manifest) -> Mapping[str, Any]:

@@ -71,7 +71,7 @@ def shape_findings(manifest: Manifest, mcore_data: Any) -> Iterator[Finding]:
         names = ", ".join(t.fqn for t in odd[:4])
         yield finding(
             "shape-lost",
-            "cover",
+            "coverage",
             f"cannot reshape {count(len(odd), 'flattened optimizer tensor')}: "
             f"neither mcore_data nor the weights give the shapes: {names}",
         )

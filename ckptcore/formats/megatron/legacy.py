@@ -100,7 +100,7 @@ def _numbered(
         builder.findings.append(
             finding(
                 "flat-buffers",
-                "cover",
+                "coverage",
                 f"cannot name the optimizer states of {file.path}, they stay numbered: {error}",
                 file=file.path,
             )
@@ -122,7 +122,7 @@ def _add_flat(
         add_buffers(objects.tree, chunks, merger, tree)
     except Unregistered as error:
         builder.findings.append(
-            finding("flat-buffers", "cover", f"cannot split {path} by parameter: {error}", file=path)
+            finding("flat-buffers", "coverage", f"cannot split {path} by parameter: {error}", file=path)
         )
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
     _note_hidden(builder, objects, path, tree.refused, merger)
@@ -200,7 +200,7 @@ def _note_hidden(
     if not refused and path not in merger.lost:
         classes = ", ".join(objects.refused) or "an unknown class"
         message = f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside {classes}"
-        builder.findings.append(finding("refused-tensors", "cover", message, file=path))
+        builder.findings.append(finding("refused-tensors", "coverage", message, file=path))
 
 
 FORMAT = Format(

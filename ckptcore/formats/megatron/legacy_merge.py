@@ -143,7 +143,7 @@ def unequal(chunks: Sequence[ModelChunk]) -> Iterator[Finding]:
                 other = next(o.file.path for o, theirs in zip(members, names, strict=True) if name in theirs)
                 yield finding(
                     "hole",
-                    "cover",
+                    "coverage",
                     f"{c.file.path} lacks {name}, which {other} has",
                     fqn=name,
                     file=c.file.path,
@@ -236,7 +236,7 @@ class Merger:
         self._builder.findings.append(
             finding(
                 "item-mismatch",
-                "cover",
+                "coverage",
                 f"{fqn} is {dtype} {list(global_shape)} by {path}, and "
                 f"{spec.dtype} {list(spec.shape)} by another rank",
                 fqn=fqn,
@@ -254,7 +254,7 @@ class Merger:
         self._builder.findings.append(
             finding(
                 "unmerged-tensor",
-                "cover",
+                "coverage",
                 f"cannot merge {fqn} {list(value.shape)}: no rule for how {name} is split "
                 f"over {model.world.tp} tensor ranks",
                 fqn=fqn,

@@ -97,10 +97,10 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
                 f"cannot read {count(hidden, 'byte')} of tensors in {path}: they are inside "
                 f"{', '.join(objects.refused)}"
             )
-            builder.findings.append(finding("refused-tensors", "cover", message, fqn=key, file=path))
+            builder.findings.append(finding("refused-tensors", "coverage", message, fqn=key, file=path))
     except MalformedCheckpoint as error:
         code = "crc-mismatch" if isinstance(error, ChecksumMismatch) else "malformed-item"
-        builder.findings.append(finding(code, "cover", error.message, fqn=key, file=path))
+        builder.findings.append(finding(code, "coverage", error.message, fqn=key, file=path))
         builder.blobs.append(Blob(key or path, at, known=False))
 
 
@@ -139,7 +139,7 @@ def grids(blobs: Sequence[Blob]) -> Iterator[Finding]:
         if len(shapes) > 1:
             yield finding(
                 "overlap",
-                "cover",
+                "coverage",
                 f"object {key} is stored in grids of different shapes: {', '.join(map(_dotted, shapes))}",
                 fqn=key,
             )
@@ -157,7 +157,7 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     for offset in sorted(offsets - inside)[:3]:
         yield finding(
             "out-of-bounds",
-            "cover",
+            "coverage",
             f"object {key}: shard {_dotted(offset)} is outside its grid {_dotted(shape)}",
             fqn=key,
         )
@@ -168,7 +168,7 @@ def _grid(key: str, shape: tuple[int, ...], offsets: set[tuple[int, ...]]) -> It
     first = [_dotted(c) for c in cells if c not in inside][:3]
     yield finding(
         "hole",
-        "cover",
+        "coverage",
         f"object {key} lacks {total - len(inside)} of {count(total, 'shard')}"
         f"{': ' + ', '.join(first) if first else ''}",
         fqn=key,

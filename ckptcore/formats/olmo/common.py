@@ -55,7 +55,7 @@ def require_renamed(source: Source) -> None:
     if name.endswith("-tmp") and not source.recover:
         raise NotComplete(
             f"{name} is the temporary folder of a save, which is renamed when the save has finished",
-            hint="wait if the save is running; if it was aborted, read it with --recover",
+            hint="wait if the save is running; if it was aborted, read it with --allow-incomplete",
         )
 
 
@@ -86,7 +86,7 @@ def train_part(source: Source) -> Part | None:
         try:
             objects = _read_file(source, path)
         except MalformedCheckpoint as error:
-            builder.findings.append(finding("malformed-item", "cover", error.message, file=path))
+            builder.findings.append(finding("malformed-item", "coverage", error.message, file=path))
             continue
         tree = objects.tree if isinstance(objects.tree, dict) else {"state": objects.tree}
         trees[rank] = tree, TorchTree(builder, at, objects, path)

@@ -171,7 +171,7 @@ class _RankStates:
                 f"{name} is {spec.dtype} {list(spec.shape)} in {path}, and "
                 f"{first.dtype} {list(first.shape)} in another rank's file"
             )
-            self.builder.findings.append(finding("mixed-saves", "cover", message, fqn=name, file=path))
+            self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
             return
         if not numel:
             return
@@ -197,7 +197,7 @@ class _RankStates:
         if "optim.state" not in self._objects:
             self._objects["optim.state"] = None
             message = f"cannot name the optimizer state of {path}: parameter groups have numbers, no names"
-            self.builder.findings.append(finding("refused-tensors", "cover", message, fqn="optim.state"))
+            self.builder.findings.append(finding("refused-tensors", "coverage", message, fqn="optim.state"))
             self.builder.blobs.append(Blob("optim.state", -1, known=False))
 
 

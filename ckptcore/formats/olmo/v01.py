@@ -110,7 +110,7 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
     entry = header[0].get(stored.name) if header else None
     if shard is None or header is None or entry is None or not _is_plain(stored, entry):
         message = f"object {stored.name} is not where {METADATA} records it"
-        builder.findings.append(finding("no-place", "cover", message, fqn=stored.name))
+        builder.findings.append(finding("no-place", "coverage", message, fqn=stored.name))
         builder.blobs.append(Blob(stored.name, -1, known=False))
         return None
     start, length = header[1] + entry[2], entry[3] - entry[2]
@@ -123,14 +123,14 @@ def _add_value(builder: Builder, folder: RankFolder, stored: Stored) -> Any:
         value = int.from_bytes(raw, "little", signed=True) if stored.name == _COUNT else _unpickled(raw, what)
     except (MalformedCheckpoint, UnsafeContent) as error:
         builder.findings.append(
-            finding("malformed-item", "cover", error.message, fqn=stored.name, file=shard.file)
+            finding("malformed-item", "coverage", error.message, fqn=stored.name, file=shard.file)
         )
         builder.blobs.append(Blob(stored.name, at, known=False))
         return None
     add_object(builder, stored.name, value, what)
     if any(name.startswith("torch.") for name in refused_in(value)):  # e.g. a learning rate as a tensor
         message = f"cannot read the tensors inside object {stored.name}"
-        builder.findings.append(finding("refused-tensors", "cover", message, fqn=stored.name))
+        builder.findings.append(finding("refused-tensors", "coverage", message, fqn=stored.name))
     return value
 
 

@@ -117,7 +117,7 @@ class RankFolder:
         entry = header[0].get(name)
         if entry is None:
             message = f"{shard.file} lacks its {count(shard.numel, 'element')} of {name}"
-            builder.findings.append(finding("hole", "cover", message, fqn=name, file=shard.file))
+            builder.findings.append(finding("hole", "coverage", message, fqn=name, file=shard.file))
             return None
         seen, shape, start, _ = entry
         if seen != dtype or len(shape) > 1 or prod(shape) != shard.numel:
@@ -125,7 +125,7 @@ class RankFolder:
                 f"{shard.file} must have {shard.numel} {dtype} elements of {name} by {METADATA} (got "
                 f"{seen} {list(shape)})"
             )
-            builder.findings.append(finding("item-mismatch", "cover", message, fqn=name, file=shard.file))
+            builder.findings.append(finding("item-mismatch", "coverage", message, fqn=name, file=shard.file))
             return None
         return header[1] + start
 
@@ -143,7 +143,7 @@ class RankFolder:
         if not dtypes:
             reason = "its dtype is unknown: none of its files has it"
             message = f"the dtype of {stored.name} is unknown: none of its files has it"
-            builder.findings.append(finding("hole", "cover", message, fqn=stored.name))
+            builder.findings.append(finding("hole", "coverage", message, fqn=stored.name))
         builder.unread(stored.name, Unread(reason, shape=stored.shape))
         return None
 
@@ -161,7 +161,9 @@ class RankFolder:
                 if 0 not in entry[1] and (path, name) not in listed and unlisted < _MAX_FINDINGS:
                     unlisted += 1
                     message = f"{path} has {name}, which {METADATA} does not list there"
-                    builder.findings.append(finding("unlisted-item", "cover", message, fqn=name, file=path))
+                    builder.findings.append(
+                        finding("unlisted-item", "coverage", message, fqn=name, file=path)
+                    )
 
 
 def read_plain(source: Source, name: str) -> Manifest:

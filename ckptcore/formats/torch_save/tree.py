@@ -135,7 +135,7 @@ def note_hidden(
     )
     for name, (_, needs, _) in refused.items():
         message = f"{name} may contain tensors: it needs {', '.join(needs)}, and {hidden}"
-        builder.findings.append(finding("refused-tensors", "cover", message, fqn=name))
+        builder.findings.append(finding("refused-tensors", "coverage", message, fqn=name))
 
 
 def note_hidden_at(builder: Builder, name: str, value: Refused, nbytes: int, file: str) -> None:
@@ -168,7 +168,7 @@ def add_unread(builder: Builder, name: str, value: RefusedTensor, file: str) -> 
     builder.findings += [
         finding("refused-global", "files", f"object {name} needs {value.name}", fqn=name),
         finding(
-            "refused-tensors", "cover", f"cannot read the values of {name}: it is {value.what}", fqn=name
+            "refused-tensors", "coverage", f"cannot read the values of {name}: it is {value.what}", fqn=name
         ),
     ]
 

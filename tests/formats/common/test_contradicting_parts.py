@@ -31,7 +31,7 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
 
 
 def findings(path: Path) -> list[Finding]:
-    """Return the findings of level cover above severity info."""
+    """Return the findings of level coverage above severity info."""
     return [f for f in ckptcore.check(ckptcore.open(str(path))).findings if f.severity != "info"]
 
 

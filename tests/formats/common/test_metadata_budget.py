@@ -201,7 +201,7 @@ def cost_of(path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> t
         try:
             with metered():
                 manifest = ckptcore.open(str(path))
-            ckptcore.check(manifest, "cover")
+            ckptcore.check(manifest, "coverage")
             assert manifest.digest
             outcome = "read"
         except CkptError as error:

@@ -148,7 +148,7 @@ def test_a_file_outside_the_folder_is_not_read(tmp_path: Path) -> None:
     manifest = ckptcore.open(str(folder))
     assert {(f.code, f.fqn) for f in manifest.findings} == {("bad-path", "a"), ("bad-path", "b")}
     assert not any(b.known for b in manifest.blobs)
-    assert not ckptcore.check(manifest, "cover").ok
+    assert not ckptcore.check(manifest, "coverage").ok
 
 
 def test_a_cut_compressed_object(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def codes(url: Path) -> set[str]:
-    found = validate(ckptcore.open(str(url)), "cover").findings
+    found = validate(ckptcore.open(str(url)), "coverage").findings
     return {f"{f.code} {f.file or ''}".strip() for f in found if f.severity != "info"}
 
 

@@ -130,7 +130,7 @@ def test_files_written_by_torch_today(
         # ranks, one that holds nothing of a model file looks like one whose file was lost.
         doubtful = {"unproven-shape", "missing-file"} if ranks == 2 else {"unproven-shape"}
         errors = codes(checked, "error")
-        flags = ["--recover"] if errors and errors <= doubtful else []
+        flags = ["--allow-incomplete"] if errors and errors <= doubtful else []
         assert flags or checked.code == 0, f"{about}\n{checked}"
         done = cli("consolidate", source, job_json.parent / "out", "--output", "json", *flags)
         assert done.code == 0, f"{about}\n{done}"
@@ -166,7 +166,7 @@ def test_unproven_shards_are_read_on_request_only(cli: Cli, tmp_path: Path) -> N
     assert (done.code, done.json["error"]["code"]) == (26, "unproven")
     assert done.json["error"]["findings"][0]["code"] == "unproven-shape"
     assert not (tmp_path / "out").exists()
-    done = cli("consolidate", folder, tmp_path / "out", "--recover", "--output", "json")
+    done = cli("consolidate", folder, tmp_path / "out", "--allow-incomplete", "--output", "json")
     assert (done.code, [w["code"] for w in done.json["warnings"]]) == (0, ["missing-part"])
     assert shapes(cli, folder) == {"e": [12, 3]}
 
@@ -318,11 +318,11 @@ def test_a_missing_file_of_a_rank(cli: Cli, tmp_path: Path) -> None:
     files = {shard(r + 1, m, 2): {f"m{m}": even[r]} for r in range(4) for m in (1, 2)}
     folder = write(tmp_path / "a", files)
     assert codes(validated(cli, folder), "error") == {"unproven-shape"}
-    assert validated(cli, folder, "--recover").code == 0
+    assert validated(cli, folder, "--allow-incomplete").code == 0
     (folder / shard(4, 2, 2)).unlink()
     done = validated(cli, folder)
     assert (done.code, codes(done)) == (1, {"missing-file", "unproven-shape"}), done
-    assert validated(cli, folder, "--recover").code == 0
+    assert validated(cli, folder, "--allow-incomplete").code == 0
     for rank in (1, 2, 3):
         (folder / shard(rank, 2, 2)).unlink()
     assert codes(validated(cli, folder)) == {"missing-file", "unproven-shape"}
@@ -417,7 +417,7 @@ def test_a_flipped_bit_in_one_of_two_copies(side: int, cli: Cli, tmp_path: Path)
         message
     )
     assert validated(cli, tmp_path / "a").json["findings"] == done.json["findings"]
-    assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level cover
+    assert cli("validate", tmp_path / "a", "--output", "json").code == 0  # no byte is read at level coverage
     for verb in (["consolidate"], ["export"], ["reshard", "--to", "dcp", "--mesh", "fsdp=2"]):
         args = [verb[0], tmp_path / "a", tmp_path / "out", *verb[1:], "--output", "json"]
         refused = cli(*args)
@@ -426,7 +426,7 @@ def test_a_flipped_bit_in_one_of_two_copies(side: int, cli: Cli, tmp_path: Path)
         assert all(part in refused.json["error"]["message"] for part in (shard(2), files[1].name, "[8, 1]"))
     assert cli("consolidate", tmp_path / "a", tmp_path / "out", "--no-verify").code == 0
     shutil.move(files[1], tmp_path)  # as the hint says
-    assert cli("consolidate", tmp_path / "a", tmp_path / "again", "--recover").code == 0
+    assert cli("consolidate", tmp_path / "a", tmp_path / "again", "--allow-incomplete").code == 0
 
 
 @pytest.mark.parametrize("memory", ["1MiB", "64MiB"])

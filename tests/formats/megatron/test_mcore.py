@@ -44,7 +44,7 @@ def truth(request: pytest.FixtureRequest) -> Callable[[str, str], Any]:
     return lambda name, file: expected_tensors(found[name].root / file)
 
 
-def codes(folder: Path, level: str = "cover") -> dict[str, Finding]:
+def codes(folder: Path, level: str = "coverage") -> dict[str, Finding]:
     """The findings of a folder by code, without those that only inform."""
     found = validate(ckptcore.open(str(folder)), level).findings
     return {f.code: f for f in found if f.severity != "info"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from legacy_ranks import Case, Tensors, expected, rank_models, whole_model
+from legacy_ranks import Case, Tensors, expected, full_model, rank_models
 
 import ckptcore
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
@@ -54,7 +54,7 @@ NAME = (
 def states(case: Case, kind: str) -> tuple[Tensors, list[Tensors]]:
     """Return optimizer values for a full model, in the shapes and the order of the weights."""
     torch.manual_seed(len(kind))
-    around, layers = whole_model(case)
+    around, layers = full_model(case)
     filled = [{k: torch.randn(v.shape) for k, v in group.items()} for group in (around, *layers)]
     return filled[0], filled[1:]
 

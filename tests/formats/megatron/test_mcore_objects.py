@@ -39,7 +39,7 @@ def opened(folder: Path) -> tuple[ckptcore.Manifest, dict[str, Any]]:
 
 
 def errors(manifest: ckptcore.Manifest) -> dict[str, str]:
-    return {f.code: f.message for f in ckptcore.check(manifest, "cover").findings if f.severity != "info"}
+    return {f.code: f.message for f in ckptcore.check(manifest, "coverage").findings if f.severity != "info"}
 
 
 # --- the common state -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
 
 
 def errors(folder: Path) -> set[str]:
-    found = validate(ckptcore.open(str(folder)), "cover").findings
+    found = validate(ckptcore.open(str(folder)), "coverage").findings
     return {f"{f.code} {f.file}" for f in found if f.severity == "error"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from legacy_ranks import HEADS, Case, E, V, expected, local_layer, require_equal, save, whole_model
+from legacy_ranks import HEADS, Case, E, V, expected, full_model, local_layer, require_equal, save
 
 import ckptcore
 from ckptcore.errors import CkptError, DamagedCheckpoint, MalformedCheckpoint, UnsupportedFormat
@@ -55,8 +55,8 @@ def test_ranks_are_merged(name: str, tmp_path: Path) -> None:
 def test_layers_of_two_kinds_are_separate_tensors(tmp_path: Path) -> None:
     """A dense first layer before layers of experts: distributed checkpoints store one tensor per layer."""
     dense, moe = Case(layers=1), Case(layers=2, experts="sequential")
-    around, first = whole_model(dense)
-    rest = whole_model(moe)[1]
+    around, first = full_model(dense)
+    rest = full_model(moe)[1]
     layers = [*first, *rest]
     model = {f"decoder.layers.0.{k}": v for k, v in local_layer(dense, first[0], 0, 0).items()}
     for n, layer in enumerate(rest, 1):
@@ -132,13 +132,13 @@ def test_a_file_of_another_save_is_reported(key: str, value: int, tmp_path: Path
             else:
                 setattr(tree["args"], key, value)
 
-    assert "item-mismatch" in codes(save(Case(tp=2), tmp_path, edit), level="cover")
+    assert "item-mismatch" in codes(save(Case(tp=2), tmp_path, edit), level="coverage")
 
 
 def test_a_folder_of_a_larger_job_is_reported(tmp_path: Path) -> None:
     base = save(Case(tp=2), tmp_path)
     (base / "mp_rank_01").rename(base / "mp_rank_02")
-    assert {"item-mismatch", "missing-rank", "hole"} <= codes(base, level="cover")
+    assert {"item-mismatch", "missing-rank", "hole"} <= codes(base, level="coverage")
 
 
 def test_a_tensor_without_a_rule_stays_with_its_ranks(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_tensor_without_a_rule_stays_with_its_ranks(tmp_path: Path) -> None:
         tree["model"]["decoder.layers.0.mixer.in_proj.weight"] = torch.zeros(2, 2)
 
     base = save(Case(tp=2), tmp_path, edit)
-    assert "unmerged-tensor" in codes(base, level="cover")
+    assert "unmerged-tensor" in codes(base, level="coverage")
     names = {t.fqn for t in ckptcore.open(str(base)).tensors}
     assert {f"decoder.layers.0.mixer.in_proj.weight/mp_rank_0{n}" for n in (0, 1)} <= names
 

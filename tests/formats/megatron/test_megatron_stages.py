@@ -97,7 +97,7 @@ def require_same_without(case: Case, base: Path, stage: int) -> None:
     kept = {p for p in places(complete) if p[2] not in lost}
     assert places(left) == kept
     assert kept
-    assert {"hole", "missing-rank"} <= {f.code for f in ckptcore.check(left, "cover").findings}
+    assert {"hole", "missing-rank"} <= {f.code for f in ckptcore.check(left, "coverage").findings}
 
 
 @pytest.mark.parametrize("stage", [0, 1, -1])

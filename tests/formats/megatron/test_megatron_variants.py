@@ -199,7 +199,7 @@ def test_a_dtype_that_differs_between_ranks_is_reported(tmp_path: Path) -> None:
         if rank[0] == 1:
             tree["model"][FC2] = tree["model"][FC2].float()
 
-    found = ckptcore.check(ckptcore.open(str(save(Case(tp=2), tmp_path, edit))), "cover").findings
+    found = ckptcore.check(ckptcore.open(str(save(Case(tp=2), tmp_path, edit))), "coverage").findings
     assert {"item-mismatch", "hole"} <= {f.code for f in found if f.severity == "error"}
     message = next(f.message for f in found if f.code == "item-mismatch")
     assert "float32" in message

@@ -294,7 +294,7 @@ def test_a_bomb_of_shared_values_is_bounded(tmp_path: Path) -> None:
             "param_group0": (group, {0: [[0, group.numel()]]}),
         },
     )
-    assert codes(tmp_path / "s", "cover") == {"malformed-item"}
+    assert codes(tmp_path / "s", "coverage") == {"malformed-item"}
 
 
 def test_names_that_leave_the_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ckptcore.errors import AmbiguousModel, UnsupportedFormat
 
 
 def codes(url: Path) -> set[str]:
-    return {f.code for f in validate(ckptcore.open(str(url)), "cover").findings}
+    return {f.code for f in validate(ckptcore.open(str(url)), "coverage").findings}
 
 
 def save(folder: Path, states: dict[str, Any]) -> Path:

@@ -317,7 +317,7 @@ def test_older_releases(release: str, tmp_path: Path) -> None:
         old.save(state, tmp_path / f"model_rank_{rank}.pt")
     manifest = read(tmp_path)
     assert manifest.origin["world_size"] == 4
-    assert check(manifest, level="cover").findings == ()
+    assert check(manifest, level="coverage").findings == ()
     for name in "abc":
         assert torch.equal(api.read(manifest, name), full), name
 
@@ -378,7 +378,7 @@ def test_a_thousand_ranks(tmp_path: Path) -> None:
         old.save(state, tmp_path / "ckpt" / f"model_world_size_1000_rank_{rank}.pt")
     manifest = read(tmp_path / "ckpt")
     assert (manifest.num_tensors, len(manifest.chunks), len(manifest.blobs)) == (1, 1000, 1)
-    assert check(manifest, level="cover").findings == ()
+    assert check(manifest, level="coverage").findings == ()
 
 
 def read(folder: Path) -> Manifest:

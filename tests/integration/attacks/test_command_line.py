@@ -260,7 +260,7 @@ FOUND = (
     f"reshard one.pt out --to dcp --mesh fsdp=2 --sharding nope://me:{SECRET}@h/x",
     *(f"consolidate one.pt out --max-file-size {line.NINES}", f"diff one.pt one.pt --memory {line.NINES}GiB"),
     *("fingerprint whole --catalog sqlite://host/x", "verify-export whole --catalog sqlite://host/x"),
-    *(f"sweep --settle {line.NINES}d", f"scrub --budget {line.NINES}"),
+    *(f"sweep --min-age {line.NINES}d", f"scrub --budget {line.NINES}"),
     *(f"export nothing out --wait {line.NINES}", "consolidate nothing out --wait 1s"),
 )
 
@@ -334,7 +334,7 @@ def test_processes_of_their_own(world: World) -> None:
 def test_every_verb_is_attacked() -> None:
     """The tree of verbs is the command line's own, down to its last verb."""
     found = {str(verb) for verb in verbs()}
-    assert {"inspect", "retire", "catalog sql", "catalog hold place", "catalog inbox again"} <= found
+    assert {"inspect", "retire", "catalog sql", "catalog hold place", "catalog inbox retry"} <= found
     by_name = {parameter.name for verb in verbs() for parameter in verb.parameters}
     assert {"src", "dst", "mesh", "accept_loss", "until", "no_catalog"} <= by_name
     sql = next(verb for verb in verbs() if str(verb) == "catalog sql")

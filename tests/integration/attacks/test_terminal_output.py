@@ -92,7 +92,7 @@ def test_secrets_are_left_out(name: str) -> None:
         repr(error.__reduce__()),
     ):
         assert "hunter2" not in seen
-    assert "hunter2" not in finding("hole", "cover", text).message
+    assert "hunter2" not in finding("hole", "coverage", text).message
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -193,7 +193,7 @@ VERBS = (
     ["catalog", "show", "{src}"],
     ["catalog", "show", "{src}", "--tensors"],
     ["catalog", "lineage", "{src}"],
-    ["catalog", "which", "{src}"],
+    ["catalog", "find", "{src}"],
     ["catalog", "list", "--conversions"],
     ["catalog", "sql", "SELECT uri, '\x1b[31m' AS \"\x1b[32m\" FROM checkpoint"],
     ["catalog", "root", "add", NASTY, "{src}"],
@@ -213,7 +213,7 @@ VERBS = (
     ["export", "{src}", "{src}.3", "--dtype", NASTY],
     ["validate", "{src}", "--level", NASTY],
     ["plan", "{src}", "{src}.4", "--rename", NASTY],
-    ["catalog", "which", NASTY, "--fingerprint"],
+    ["catalog", "find", NASTY, "--fingerprint"],
 )
 
 
@@ -297,7 +297,7 @@ URL_VERBS = (
     ["plan", "{url}", "{url}2"],
     ["export", "/nowhere/a", "{url}"],
     ["catalog", "show", "{url}"],
-    ["catalog", "which", "{url}"],
+    ["catalog", "find", "{url}"],
     ["catalog", "root", "add", "x", "{url}"],
     ["catalog", "root", "list"],
     ["catalog", "rebuild", "{url}"],

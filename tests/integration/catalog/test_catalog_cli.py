@@ -69,7 +69,8 @@ def filled(path, facts):
         )
         message = "rows of a tensor " + "are missing " * 12
         holes = [
-            finding("hole", "cover", message, fqn=f"model.layers.{i}.mlp.experts.weight") for i in range(25)
+            finding("hole", "coverage", message, fqn=f"model.layers.{i}.mlp.experts.weight")
+            for i in range(25)
         ]
         catalog.fail(failed, code="damaged", message="25 findings", findings=holes, source=source)
     return conversion, public, failed
@@ -103,7 +104,7 @@ def test_list_conversions(ask, filled):
     assert "damaged" in text
     [row] = json.loads(ask("list", "--conversions", "--state", "failed", "--output", "json"))
     assert (row["id"], row["error_code"]) == (filled[2], "damaged")
-    with pytest.raises(UsageError, match="choose checkpoints"):
+    with pytest.raises(UsageError, match="select checkpoints"):
         ask("list", "--conversions", "--kind", "source")
 
 
@@ -121,7 +122,7 @@ def test_show_a_checkpoint(ask, filled):
 
 def test_show_a_conversion(ask, filled):
     text = ask("show", filled[2])
-    for expected in ("damaged: 25 findings", "findings: 25 error", "and 5 more", "layers.0.mlp"):
+    for expected in ("damaged: 25 findings", "findings: 25 errors", "and 5 more", "layers.0.mlp"):
         assert expected in text
     detail = json.loads(ask("show", filled[2], "--output", "json"))
     assert len(detail["findings"]) == 25
@@ -142,11 +143,11 @@ def test_lineage(ask, filled):
     assert found["descendants"] == []
 
 
-def test_which(ask, filled):
-    text = ask("which", LONG + "model/model-00003-of-00025.safetensors")
-    for expected in ("model-00003-of-00025.safetensors, 10.0 GB", f"export {filled[0]}", f"{3:064x}"):
+def test_find(ask, filled):
+    text = ask("find", LONG + "model/model-00003-of-00025.safetensors")
+    for expected in ("model-00003-of-00025.safetensors, 9.3 GiB", f"export {filled[0]}", f"{3:064x}"):
         assert expected in text
-    [origin] = json.loads(ask("which", f"{3:064x}", "--output", "json"))
+    [origin] = json.loads(ask("find", f"{3:064x}", "--output", "json"))
     assert origin["sources"][0]["uri"] == LONG + "step-1000"
 
 
@@ -155,7 +156,7 @@ def test_tag(ask, filled):
     assert "eval.mmlu=71.3 " in ask("tag", filled[1], "owner=") + " "
     detail = json.loads(ask("show", filled[1], "--output", "json"))
     assert detail["tags"] == {"eval.mmlu": "71.3"}
-    with pytest.raises(UsageError, match="not KEY=VALUE"):
+    with pytest.raises(UsageError, match="KEY=VALUE"):
         ask("tag", filled[1], "oops")
 
 
@@ -166,7 +167,7 @@ def test_markup_in_names_is_only_text(ask, path, facts):
     assert "[red]" in ask("show", "/runs/[bold]x[/nope]")
 
 
-@pytest.mark.parametrize("arguments", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["which", "x"]])
+@pytest.mark.parametrize("arguments", [["show", "x"], ["tag", "x", "a=b"], ["lineage", "x"], ["find", "x"]])
 def test_no_catalog_yet(ask, path, arguments):
     with pytest.raises(CatalogError, match="there is no catalog at"):
         ask(*arguments)
@@ -248,13 +249,13 @@ def test_root(ask, filled):
     )
     assert ask("root", "list").splitlines()[1].split()[:2] == ["llama", "yes"]
     for target in ("[]", "{"):
-        with pytest.raises(UsageError, match="--target is no JSON"):
+        with pytest.raises(UsageError, match="--target"):
             ask("root", "add", "again", "/runs", "--target", target)
     ask("root", "remove", "llama")
     assert ask("root", "list") == "nothing found\n"
 
 
-def test_what_was_given_up_is_listed_and_put_back(ask, path):
+def test_failed_rows_are_listed_and_retried(ask, path):
     ask("upgrade")
     assert ask("inbox", "list") == "nothing found\n"
     now = datetime.now(UTC)
@@ -272,11 +273,11 @@ def test_what_was_given_up_is_listed_and_put_back(ask, path):
     assert "[red]the" in text
     assert "HTTP 410" in ask("outbox", "list", "--state", "failed")
     assert ask("outbox", "list", "--state", "done") == "nothing found\n"
-    for wrong in (["again"], ["again", ids[0], "--failed"], ["list", "--state", "lost"], ["again", "zz"]):
+    for wrong in (["retry"], ["retry", ids[0], "--failed"], ["list", "--state", "lost"], ["retry", "zz"]):
         with pytest.raises(UsageError):
             ask("inbox", *wrong)
-    assert ask("inbox", "again", ids[0][:8]) == "1 put back\n"
-    assert json.loads(ask("inbox", "again", "--failed", "--output", "json")) == {"put_back": [ids[1]]}
-    assert ask("inbox", "again", "--failed") == "nothing has failed\n"
+    assert ask("inbox", "retry", ids[0][:8]) == "1 row due again\n"
+    assert json.loads(ask("inbox", "retry", "--failed", "--output", "json")) == {"put_back": [ids[1]]}
+    assert ask("inbox", "retry", "--failed") == "nothing has failed\n"
     assert {row["state"] for row in json.loads(ask("inbox", "list", "--output", "json"))} == {"waiting"}
-    assert ask("outbox", "again", "--failed") == "1 put back\n"
+    assert ask("outbox", "retry", "--failed") == "1 row due again\n"

@@ -17,7 +17,7 @@ def count(catalog, table):
         return conn.execute(select(func.count()).select_from(table)).scalar_one()
 
 
-HOLE = finding("hole", "cover", "rows 4..8 are in no file", fqn="w")
+HOLE = finding("hole", "coverage", "rows 4..8 are in no file", fqn="w")
 TORN = finding("crc-mismatch", "bytes", "stored CRC differs", file="__0_0.distcp")
 STRAY = finding("stray-file", "files", "left over", file="old.distcp")
 
@@ -27,7 +27,9 @@ def test_findings_stay_open_until_a_check_as_deep_omits_them(catalog, facts):
     public = catalog.record_validation(here, [HOLE, TORN, STRAY], level="bytes")
     assert set(catalog.show(public).findings) == {HOLE, TORN, STRAY}
 
-    catalog.record_validation(here, [STRAY], level="cover")  # the hole is repaired, the CRC was not checked
+    catalog.record_validation(
+        here, [STRAY], level="coverage"
+    )  # the hole is repaired, the CRC was not checked
     assert set(catalog.show(public).findings) == {TORN, STRAY}
     assert catalog.show(public).checkpoint.state == "damaged"
     assert catalog.show(public).checkpoint.verified_at is None
@@ -54,7 +56,7 @@ def test_a_conversion_has_rows_of_its_own(catalog, facts):
         )
         assert catalog.show(conversion).findings == (HOLE,)
     assert catalog.show(public).findings == (HOLE,)
-    catalog.record_validation(facts("/runs/step-1"), [], level="cover")
+    catalog.record_validation(facts("/runs/step-1"), [], level="coverage")
     assert catalog.show(public).findings == ()
     assert catalog.show(conversion).findings == (HOLE,)
 
@@ -76,7 +78,7 @@ def test_unfinished_is_not_damaged(catalog, facts):
 
 
 def test_unknown_levels(catalog, facts):
-    with pytest.raises(UsageError, match="no check level 'deep'"):
+    with pytest.raises(UsageError, match=r"level must be .*'deep'"):
         catalog.record_validation(facts("/runs/step-1"), level="deep")
-    with pytest.raises(ValueError, match=r"one of files, cover, bytes, values \(got 'deep'\)"):
+    with pytest.raises(ValueError, match=r"one of files, coverage, bytes, values \(got 'deep'\)"):
         facts("/runs/step-1", verified="deep")

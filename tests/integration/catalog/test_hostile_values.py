@@ -14,7 +14,7 @@ NOW = datetime(2026, 3, 1, tzinfo=UTC)
 # PostgreSQL stores no NUL, no database a lone surrogate; a number may have more than 64 bits.
 SHORT = ("a\0b", "k=\udc80")
 LONG = ("\0", "a\udc80", "\ud800", "k\0=v", "s3://b/\0", "s3://b/\udc80", str(2**63), str(2**64), *SHORT)
-VERBS = [verb for verb in commandline.verbs() if verb.words[0] == "catalog"]
+VERBS = [verb for verb in commandline.verbs() if verb.path[0] == "catalog"]
 # Refused as usage or as a source, or stored with an escape; never an error of the database or of ckptcore.
 CODES = {0, 2, 8, 13, 23}
 

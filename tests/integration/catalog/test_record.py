@@ -45,7 +45,7 @@ def test_a_running_conversion_is_visible(catalog):
 
 
 def test_success_links_source_and_derived(catalog, facts, convert):
-    source = facts("/runs/a/step-7", step=7, run="a", origin={"ranks": 8}, verified="cover")
+    source = facts("/runs/a/step-7", step=7, run="a", origin={"ranks": 8}, verified="coverage")
     derived = facts("/out/model", content="c1", verified="bytes")
     warning = finding("stray-file", "files", "left over", file="x.distcp")
     conversion, public = convert(source, derived, findings=[warning])
@@ -62,7 +62,7 @@ def test_success_links_source_and_derived(catalog, facts, convert):
     [from_row], [made_row] = detail.sources, detail.derived
     assert made.checkpoint == made_row
     assert (from_row.kind, from_row.uri, from_row.step, from_row.run) == ("source", "/runs/a/step-7", 7, "a")
-    assert (from_row.origin, from_row.verified_level) == ({"ranks": 8}, "cover")
+    assert (from_row.origin, from_row.verified_level) == ({"ranks": 8}, "coverage")
     assert (made_row.kind, made_row.format, made_row.state) == ("derived", "safetensors", "present")
     assert made_row.verified_level == "bytes"
     assert made_row.verified_at is not None
@@ -294,7 +294,7 @@ def test_any_name_can_be_kept(catalog, facts):
             run="run\x00\udcff",
             origin={"odd\udc80": "\x00", "set": {3, 1}, "when": datetime(2026, 1, 1, tzinfo=UTC)},
         ),
-        [Finding("hole", "cover", "in \udcff\x00", fqn="nul\x00byte")],
+        [Finding("hole", "coverage", "in \udcff\x00", fqn="nul\x00byte")],
     )
     detail = catalog.show(public)
     assert {t.fqn for t in detail.tensors} == {
@@ -382,8 +382,8 @@ def test_an_export_without_a_config_is_not_loadable(catalog, facts, convert, ver
 def test_findings_of_the_output_are_recorded_against_it(catalog, facts, convert):
     found = [finding("not-loadable", "files", "no config"), finding("stray-file", "files", "x", file="x")]
     source, derived = (
-        facts("/runs/a/step-7", verified="cover"),
-        facts("/out/model", content="c1", verified="cover"),
+        facts("/runs/a/step-7", verified="coverage"),
+        facts("/out/model", content="c1", verified="coverage"),
     )
     conversion, public = convert(source, derived, findings=found)
     assert {f.code for f in catalog.show(conversion).findings} == {"not-loadable", "stray-file"}

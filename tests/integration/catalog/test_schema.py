@@ -14,11 +14,12 @@ from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 from paths import ROOT
 
-from ckptcore.catalog import open_catalog, upgrade
-from ckptcore.catalog.database import HEAD, REVISIONS
+from ckptcore.catalog import open_catalog, sightings, upgrade
+from ckptcore.catalog.database import HEAD, REVISIONS, engine_for, parse
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.views import VIEWS, create_statements
+from ckptcore.catalog.queues import inbox
+from ckptcore.catalog.views import VIEWS, create_statements, make_views
 from ckptcore.errors import CatalogError
 
 
@@ -94,7 +95,7 @@ AT = {
     "0001": """
         INSERT INTO training_run VALUES (1, 'llama', NOW);
         INSERT INTO checkpoint VALUES (1, 'u1', 1, 'source', 'dcp', '/a', 'present', 10, 4, 1, 1, 'float32',
-                                       'm', '', '{}', NOW, NULL, NULL, NULL);
+                                       'm', '', '{}', NOW, NOW, 'cover', NULL);
         INSERT INTO checkpoint_file VALUES (1, 'f', 4, NULL);
         INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4);
         INSERT INTO conversion VALUES (1, 'c1', 'export', 'succeeded', '/a', '/b', '{}', 'p', '1', NULL,
@@ -115,7 +116,9 @@ AT = {
         INSERT INTO outbox VALUES (1, 'o1', 's', 'k', '', '{}', 'waiting', 0, NOW, NOW, NULL, NULL)""",
     "0004": "",
     "0005": """
-        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'whole', 's', 'd', 'm', '[]', NOW, NOW, NOW);
+        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'broken', 's', 'd', 'm',
+                                      '[{"code":"hole","level":"cover","message":"\\"level\\":\\"cover\\""}]',
+                                      NOW, NOW, NOW);
         INSERT INTO claims VALUES (1, 'd', '/b', 'o', '/r/step-1', 'done', 'me', 1, NOW, NOW, NOW, NULL,
                                    NULL)""",
     "0006": """
@@ -126,10 +129,11 @@ AT = {
         UPDATE conversion SET source_stamp = 's', source_ctime = 'c';
         UPDATE checkpoint_file SET role = 'extra'""",
     "0009": "UPDATE conversion SET export_verdict = 'ok', export_checks = '{}', export_verified_at = NOW",
+    "0010": "",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0009", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0855de")
+VIEWS_OF = ("0010", "1efee2bca50be4e2387987c9eabf4dc84705901d1ddc4eef8369afe56a0855de")
 
 
 def test_views_change_with_a_revision_only():
@@ -160,30 +164,81 @@ def rows(url):
         }
 
 
+def fill(url, revision):
+    """Migrate a catalog up to a revision, and fill what is new there."""
+    migrate(url, revision)
+    with migrating(url) as connection:
+        for statement in filter(None, AT[revision].split(";")):
+            connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
+
+
 def test_data_goes_up_and_down(bare, monkeypatch):
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", bare)
     assert tuple(AT) == REVISIONS, "write into AT what fills the columns of the new revision"
-    before = {}
-    for revision, statements in AT.items():
-        migrate(bare, revision)
-        with migrating(bare) as connection:
-            for statement in filter(None, statements.split(";")):
-                connection.exec_driver_sql(statement.replace("NOW", "'2026-01-01 00:00:00+00:00'"))
-        before[revision] = rows(bare)
-    assert all(len(found) == 1 for found in before[HEAD].values())
-    assert set(before[HEAD]) == set(Base.metadata.tables)
+    filled = {}
+    for revision in AT:
+        fill(bare, revision)
+        filled[revision] = rows(bare)
+    assert all(len(found) == 1 for found in filled[HEAD].values())
+    assert set(filled[HEAD]) == set(Base.metadata.tables)
     for revision in reversed(REVISIONS[:-1]):
         command.downgrade(configuration(), revision)
-        assert rows(bare) == before[revision]
+        assert rows(bare) == filled[revision]
     assert upgrade(bare) == (REVISIONS[0], HEAD)
     found = rows(bare)
     assert {name: len(each) for name, each in found.items()} == {
-        name: int(name in before["0001"]) for name in before[HEAD]
+        name: int(name in filled["0001"]) for name in filled[HEAD]
     }
     first = found["checkpoint"][0]
-    assert first == before[HEAD]["checkpoint"][0] | {"fingerprint": None}
+    assert first == filled[HEAD]["checkpoint"][0] | {"fingerprint": None}
     with open_catalog(bare) as catalog:
         assert catalog.show("/a").findings[0].code == "hole"
+
+
+def fill_0009(url):
+    """A catalog as release 0.1 left it: rows of every table, the level `cover`, and the views."""
+    for revision in REVISIONS[: REVISIONS.index("0009") + 1]:
+        fill(url, revision)
+    engine = engine_for(parse(url))
+    with engine.begin() as connection:
+        make_views(connection)
+    engine.dispose()
+
+
+def test_the_level_cover_becomes_coverage(bare):
+    fill_0009(bare)
+    before = rows(bare)
+    assert upgrade(bare) == ("0009", HEAD)
+    after = rows(bare)
+    assert after["checkpoint"][0] == before["checkpoint"][0] | {"verified_level": "coverage"}
+    assert after["finding"][0] == before["finding"][0] | {"level": "coverage"}
+    findings = before["sightings"][0]["findings"].replace('"level":"cover",', '"level":"coverage",')
+    assert after["sightings"][0] == before["sightings"][0] | {"findings": findings}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"checkpoint", "finding", "sightings"}
+
+
+def test_a_catalog_of_release_0_1_is_read_and_not_written(bare):
+    fill_0009(bare)
+    before = rows(bare)
+    engine = engine_for(parse(bare))
+    with engine.begin() as connection:
+        make_views(connection)  # `rows` takes them away
+    engine.dispose()
+    with open_catalog(bare, create=False) as catalog:
+        [row] = catalog.list(10)
+        assert row.verified_level == "coverage"
+        assert catalog.show("/a").findings[0].level == "coverage"
+        assert catalog.lineage("/a").checkpoint.uri == "/a"
+        with catalog.reading() as conn:
+            assert sightings.below(conn, "/r")["/r/step-1"].findings[0].level == "coverage"
+            assert [event.id for event in inbox.listed(conn)] == ["i1"]
+        with pytest.raises(CatalogError, match=f"schema is 0009, this version needs {HEAD}") as error:
+            catalog.tag("/a", "k", "w")
+        assert "ckptcore catalog upgrade" in error.value.hint
+        with pytest.raises(CatalogError, match="schema is 0009"), catalog.queueing():
+            pass
+    assert rows(bare) == before
 
 
 def test_rows_from_before_fingerprints_have_none(tmp_path):

@@ -14,8 +14,8 @@ def made(facts, convert):
     """Return a function that records one output: (destination, step, verb, dtype, format)."""
 
     def make(uri, step, *, verb="export", dtype="float32", run="llama", **more):
-        source = facts(f"/{run}/step-{step}", run=run, step=step, verified="cover")
-        more = {"format": "safetensors", "verified": "cover"} | more
+        source = facts(f"/{run}/step-{step}", run=run, step=step, verified="coverage")
+        more = {"format": "safetensors", "verified": "coverage"} | more
         tensors = [("w", dtype, (4, 8), 64)]
         derived = facts(uri, content=uri, tensors=tensors, num_tensors=0, nbytes=64, **more)
         return convert(source, derived, verb=verb)[1]

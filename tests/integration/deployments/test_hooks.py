@@ -295,14 +295,14 @@ def test_a_repeat_of_a_failed_event_names_the_retry_command(
     kind: str, client: TestClient, rows: Rows
 ) -> None:
     id = send(client, HOOKS[kind]).json()["id"]
-    for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox again {id}`")):
+    for state, hint in (("done", ""), ("failed", f"`ckptcore catalog inbox retry {id}`")):
         rows.change(f"UPDATE inbox SET state = '{state}', ended_at = received_at")
         reply = send(client, HOOKS[kind]).json()
         assert (reply["status"], reply["id"], reply["state"]) == ("duplicate", id, state)
         assert hint in reply.get("hint", "")
         assert ("hint" in reply) == (state == "failed")
     # The command is one.
-    done = CliRunner().invoke(catalog, ["inbox", "again", id, "--catalog", str(rows.path)])
+    done = CliRunner().invoke(catalog, ["inbox", "retry", id, "--catalog", str(rows.path)])
     assert done.exit_code == 0, done.output
     assert send(client, HOOKS[kind]).json()["state"] == "waiting"
 

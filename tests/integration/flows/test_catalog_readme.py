@@ -68,19 +68,19 @@ ANSWERS = {
     "What failed, how often, and when last?": [("consolidate", "damaged", 1, "a time")],
     "Which conversions are running, and since when?": [("export", "/llama/step-40", "/out/40", "a time")],
     "What was not verified for 30 days, or never at level bytes?": [
-        ("/again/10", "cover"),
-        ("/copies/10.pt", "cover"),
-        ("/exports/bf16-5", "cover"),
-        ("/exports/step-4", "cover"),
-        ("/exports/step-5", "cover"),
-        ("/llama/step-10", "cover"),
-        ("/llama/step-20", "cover"),
+        ("/again/10", "coverage"),
+        ("/copies/10.pt", "coverage"),
+        ("/exports/bf16-5", "coverage"),
+        ("/exports/step-4", "coverage"),
+        ("/exports/step-5", "coverage"),
+        ("/llama/step-10", "coverage"),
+        ("/llama/step-20", "coverage"),
         ("/llama/step-30", None),
-        ("/mistral/step-5", "cover"),
-        ("/out/10", "cover"),
-        ("/out/20", "cover"),
-        ("/whole/4", "cover"),
-        ("/whole/5", "cover"),
+        ("/mistral/step-5", "coverage"),
+        ("/out/10", "coverage"),
+        ("/out/20", "coverage"),
+        ("/whole/4", "coverage"),
+        ("/whole/5", "coverage"),
     ],
     "How many bytes does each training run hold, as sources and as what was made from them?": [
         ("llama", "derived", 4, 4 * (W + E) - (W + E) // 2),
@@ -228,7 +228,7 @@ def _run_flows(root, url):
     with open_catalog(url) as catalog, catalog.writing() as conn:
         target = {"verb": "export", "destination": "{root}/../exports/{name}"}
         roots.add(conn, NOW, "mistral", str(root / "mistral"), target=target)
-    state = sweep(settle="0s", workers=1, catalog=url, return_state=True)
+    state = sweep(min_age="0s", workers=1, catalog=url, return_state=True)
     assert state.is_completed(), state.message
     assert convert("mistral/step-5", "exports/bf16-5", verb="export", dtype="bf16")
     assert convert("mistral/step-4", "whole/4")

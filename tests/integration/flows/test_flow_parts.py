@@ -112,7 +112,7 @@ def test_only_unknown_errors_come_with_a_traceback(error: Exception, traceback: 
 
 
 def test_an_error_has_its_findings_and_the_next_step() -> None:
-    found = [finding("hole", "cover", f"tensor {i} has a hole") for i in range(7)]
+    found = [finding("hole", "coverage", f"tensor {i} has a hole") for i in range(7)]
     lines = explain(DamagedCheckpoint("7 findings", hint="look", findings=found)).splitlines()
     assert lines[0] == "damaged: 7 findings"
     assert lines[1] == "- hole: tensor 0 has a hole"

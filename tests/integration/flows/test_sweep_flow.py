@@ -45,11 +45,11 @@ def test_complete_checkpoints_are_converted_once(watched: Path, catalog: str, tm
     (watched / "step-8" / ".metadata").unlink()
     dry = sweep(catalog=catalog, settle="0s", dry_run=True, return_state=True)
     assert (dry.is_completed(), conversions(catalog)) == (True, [])
-    state = sweep(catalog=catalog, settle="0s", return_state=True)
+    state = sweep(catalog=catalog, min_age="0s", return_state=True)
     assert state.is_completed(), state.message
     assert state.message == "1 broken, 1 made"
     assert observe.equal(observe.tensors(tmp_path / "out/run/step-7"), TENSORS)
-    state = sweep(catalog=catalog, settle="0s", return_state=True)
+    state = sweep(catalog=catalog, min_age="0s", return_state=True)
     assert (state.message, conversions(catalog)) == ("1 broken, 1 converted", ["succeeded"])
     with open_catalog(catalog) as known, known.reading() as conn:
         assert roots.get(conn, "r").swept_note == "1 broken, 1 converted"
@@ -59,7 +59,7 @@ def test_a_failed_conversion_fails_the_run_with_its_reason(watched: Path, catalo
     from flows.sweep import sweep
 
     (watched.parent / "out").write_text("a file where a folder should be")
-    state = sweep(catalog=catalog, settle="0s", return_state=True)
+    state = sweep(catalog=catalog, min_age="0s", return_state=True)
     assert state.is_failed()
     assert "step-7" in state.message
     assert "destination-unwritable" in state.message
@@ -99,7 +99,7 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
             thread = threading.Thread(target=webhook)
             thread.start()
             gate.wait()
-            found["sweep"] = sweep(catalog=catalog, settle="0s", return_state=True)
+            found["sweep"] = sweep(catalog=catalog, min_age="0s", return_state=True)
             thread.join()
             assert all(state.is_completed() for state in found.values()), found
             assert conversions(catalog) == ["succeeded"] * (n + 1)

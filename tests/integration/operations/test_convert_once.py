@@ -44,7 +44,7 @@ def test_an_incomplete_checkpoint_is_waited_for(runs, wait, tmp_path):
     code, answer, text = wait(source, "30s")
     writer.join()
     assert (code, answer["destination"]) == (0, str(tmp_path / "out"))
-    assert "looked at again in 0 s" in text
+    assert "checking again in 0.1" in text
     assert load_file(tmp_path / "out" / "model.safetensors")
 
 

@@ -60,6 +60,14 @@ def test_an_invalid_target_is_refused_when_it_is_set(form, word):
         target_of(form)
 
 
+@pytest.mark.parametrize("name", ["allow_incomplete", "recover"])
+def test_the_option_and_the_field_of_a_request_are_one(name):
+    target = target_of({name: True})
+    place = TemplateFields("/runs", "llama", 1, "step-1", "llama/step-1")
+    assert target.request("/runs/llama/step-1", place).recover is True
+    assert target.as_dict()["recover"] is True
+
+
 def test_a_missing_step():
     with pytest.raises(UsageError, match=r"\{step\}: no step number in 'llama/final'"):
         target_of({"destination": "/out/{step}"}).fill(

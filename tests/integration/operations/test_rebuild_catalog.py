@@ -219,7 +219,7 @@ def test_on_the_command_line(world: Path, tmp_path: Path, cli: Any) -> None:
     where = ["--catalog", str(tmp_path / "new.sqlite")]
     done = cli("catalog", "rebuild", str(world), *where)
     assert done.code == 0
-    assert done.stdout == "5 checkpoints recorded, 2 of them with the source they were made from\n"
+    assert done.stdout == "5 checkpoints recorded, 2 of them linked to their source\n"
     form = json.loads(cli("catalog", "rebuild", str(world), "--output", "json", *where).stdout)
     assert len(form["recorded"]) == 5
     assert form["left_out"] == []
@@ -236,4 +236,4 @@ def test_outputs_on_the_command_line(outputs: Path, cli: Any) -> None:
         "--catalog",
         str(outputs / "new.sqlite"),
     )
-    assert done.stdout == "5 checkpoints recorded, 2 of them with the source they were made from\n"
+    assert done.stdout == "5 checkpoints recorded, 2 of them linked to their source\n"

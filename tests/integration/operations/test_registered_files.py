@@ -171,7 +171,7 @@ def test_files_with_digests_are_ok_and_others_unproven(
     assert capsys.readouterr().out.startswith("unproven at level bytes")
     # A level that does not read the files does not speak of their bytes.
     assert main(["validate", str(exported), "--no-catalog"]) == 0
-    assert capsys.readouterr().out.startswith("ok at level cover")
+    assert capsys.readouterr().out.startswith("ok at level coverage")
 
 
 def test_a_later_file_is_unproven(url: str, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +276,7 @@ def test_overwriting_an_output_keeps_no_row_of_the_old_files(
     assert scrubbed(url, exported)[1].proof == "proven"
 
 
-@pytest.mark.parametrize("first", ["bytes", "cover"])
+@pytest.mark.parametrize("first", ["bytes", "coverage"])
 def test_a_flipped_header_is_damage_and_replaces_no_row(
     first: str, exported: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def child_rewritten_behind_its_proof(w):
 def child_exchanged_while_the_source_is_away(w):
     w.make()
     other = w.tmp / "o2"
-    convert(Request(str(w.template.again), str(other)), MEANS, None, False)
+    convert(Request(str(w.template.other_step), str(other)), MEANS, None, False)
 
     def exchanged(*_):
         shutil.rmtree(w.child)
@@ -189,13 +189,13 @@ def saved_anew_while_the_source_is_away_and_the_child_fails(w):
     old = snapshot(w.source)
 
     def anew(*_):
-        shutil.copytree(w.template.again, w.source)
+        shutil.copytree(w.template.other_step, w.source)
         shutil.rmtree(w.child)
 
     behind(w, module, "_moved_away", anew)
     found = w.retire()
     assert (found.fate.value, f"it is in {w.source.parent}/." in found.why[0]) == ("unsafe", True)
-    assert snapshot(w.source) == snapshot(w.template.again)
+    assert snapshot(w.source) == snapshot(w.template.other_step)
     home = next(w.source.parent.glob(".*.ckptcore"))
     assert snapshot(home / "step-1") == old
     w.retire(last=3)  # it must not be removed, and is reported

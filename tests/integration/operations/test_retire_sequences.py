@@ -226,7 +226,7 @@ def shard_is_a_link_into_another_folder_of_its_own(w):
 @sequence
 def another_save_in_the_folder(w):
     w.make()
-    shutil.copytree(w.template.again, w.source / "step-0")
+    shutil.copytree(w.template.other_step, w.source / "step-0")
     w.keeps("step-0/.metadata", take=True)
 
 
@@ -263,7 +263,7 @@ def cast_child(w):
 @sequence
 def resaved_with_sizes_and_times_restored(w):
     w.make()
-    rewrite(data_of(w.source), data_of(w.template.again).read_bytes())
+    rewrite(data_of(w.source), data_of(w.template.other_step).read_bytes())
     w.keeps("--fingerprint")
     w.keeps(take=True)
 
@@ -272,7 +272,7 @@ def resaved_with_sizes_and_times_restored(w):
 def resaved_while_the_converters_clock_was_ahead(w):
     w.make()
     w.sql("UPDATE conversion SET started_at = :at", at="2099-01-01 00:00:00")
-    rewrite(data_of(w.source), data_of(w.template.again).read_bytes(), restore=False)
+    rewrite(data_of(w.source), data_of(w.template.other_step).read_bytes(), restore=False)
     w.keeps("since it was converted")
 
 
@@ -281,7 +281,7 @@ def resaved_by_a_machine_whose_clock_was_behind(w):
     w.make()
     data = data_of(w.source)
     data.unlink()
-    shutil.copy(data_of(w.template.again), data)
+    shutil.copy(data_of(w.template.other_step), data)
     os.utime(data, (1, 1))
     w.keeps("since it was converted")
 
@@ -291,7 +291,7 @@ def replaced_by_a_copy_of_another_step(w):
     w.make()
     seen = data_of(w.source).stat()
     shutil.rmtree(w.source)
-    shutil.copytree(w.template.again, w.source)
+    shutil.copytree(w.template.other_step, w.source)
     os.utime(data_of(w.source), ns=(seen.st_atime_ns, seen.st_mtime_ns))
     w.keeps()
     w.keeps(take=True)
@@ -313,8 +313,8 @@ def run_moved_away_with_a_link_left(w):
     w.make()
     move(w.source.parent, w.elsewhere / "archive")
     w.source.parent.symlink_to(w.elsewhere / "archive")
-    w.keeps("a link", held=w.elsewhere)
-    w.keeps("a link", held=w.elsewhere, take=True)
+    w.keeps("a link", kept=w.elsewhere)
+    w.keeps("a link", kept=w.elsewhere, take=True)
 
 
 @sequence
@@ -322,7 +322,7 @@ def source_moved_away_with_a_link_left(w):
     w.make()
     move(w.source, w.elsewhere / "step-1")
     w.source.symlink_to(w.elsewhere / "step-1")
-    w.keeps("link", held=w.elsewhere, take=True)
+    w.keeps("link", kept=w.elsewhere, take=True)
     assert w.source.is_symlink()
 
 
@@ -331,7 +331,7 @@ def root_moved_away_with_a_link_left(w):
     w.make()
     move(w.root, w.elsewhere / "runs")
     w.root.symlink_to(w.elsewhere / "runs")
-    w.keeps("through a link", held=w.elsewhere, take=True)
+    w.keeps("through a link", kept=w.elsewhere, take=True)
 
 
 @sequence
@@ -340,8 +340,8 @@ def row_that_climbs_out_of_the_root(w):
     move(w.source, w.elsewhere / "step-1")
     out = f"{w.root}/{w.run}/../../elsewhere/step-1"
     w.sql("UPDATE checkpoint SET uri = :out WHERE uri = :uri", out=out, uri=str(w.source))
-    w.keeps("is not below", held=w.elsewhere)
-    w.keeps("is not below", held=w.elsewhere, take=True)
+    w.keeps("is not below", kept=w.elsewhere)
+    w.keeps("is not below", kept=w.elsewhere, take=True)
 
 
 @sequence
@@ -414,7 +414,7 @@ def row_without_status_times(w):
 def lineage_edited_to_another_child(w):
     w.make()
     w.sql("UPDATE checkpoint SET uri = :other WHERE uri = :uri", uri=str(w.child), other=str(w.elsewhere))
-    convert(Request(str(w.template.again), str(w.tmp / "o2")), MEANS, None, False)
+    convert(Request(str(w.template.other_step), str(w.tmp / "o2")), MEANS, None, False)
     shutil.copytree(w.tmp / "o2", w.elsewhere, dirs_exist_ok=True)
     w.keeps()
     w.keeps(take=True)
@@ -426,7 +426,7 @@ def child_overwritten_and_its_digest_edited(w):
 
     w.make()
     other = w.tmp / "o2"
-    convert(Request(str(w.template.again), str(other)), MEANS, None, False)
+    convert(Request(str(w.template.other_step), str(other)), MEANS, None, False)
     data = (other / "model.safetensors").read_bytes()
     (w.child / "model.safetensors").write_bytes(data)
     w.sql(
@@ -465,7 +465,7 @@ def two_sources_and_one_child(w):
     """The later conversion replaced what proved the earlier source."""
     w.make()
     newest = w.source.with_name("step-2")
-    rewrite(data_of(newest), data_of(w.template.again).read_bytes(), restore=False)
+    rewrite(data_of(newest), data_of(w.template.other_step).read_bytes(), restore=False)
     convert(Request(str(newest), str(w.child), overwrite=True), MEANS, None, w.url)
     w.keeps()
     w.keeps(take=True)

@@ -109,7 +109,7 @@ def test_retry_failed_rechecks_broken_checkpoints(runs, watch, swept, monkeypatc
     save(runs / "llama" / "step-1")
     watch()
     with monkeypatch.context() as patch:
-        patch.setattr(settling, "validate", lambda *a: Report("cover", "dcp", 1, 4, (WRONG,)))
+        patch.setattr(settling, "validate", lambda *a: Report("coverage", "dcp", 1, 4, (WRONG,)))
         assert swept()[0]["step-1"].standing == "broken"
     assert swept()[0]["step-1"].standing == "broken"
     assert swept(retry_failed=True)[0]["step-1"].standing == "made"
@@ -288,7 +288,7 @@ def test_the_command_line(runs, tmp_path, monkeypatch, capsys):
     old = time.time() - 3600
     for path in runs.rglob("*"):
         os.utime(path, (old, old))
-    assert run(["sweep", "--settle", "0s", "--output", "json"]) == 1
+    assert run(["sweep", "--min-age", "0s", "--output", "json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["counts"] == {"broken": 1, "made": 1}
     assert answer["items"][0]["findings"][0]["code"] == "not-complete"

@@ -88,7 +88,7 @@ def test_a_sweep_does_not_reopen_checkpoints_of_the_older_version(old, capsys, m
     monkeypatch.setattr(
         "ckptcore.operations.readiness.inspect", lambda *_a, **_k: pytest.fail("it was opened again")
     )
-    code, swept = answer(capsys, "sweep", "kept", "--settle", "0s")
+    code, swept = answer(capsys, "sweep", "kept", "--min-age", "0s")
     assert code in (0, 1)
     assert {Path(i["source"]).name: i["standing"] for i in swept["items"]} == {
         "step-8": "converted",

@@ -1,4 +1,4 @@
-"""Options: the command line is a contract. A new option is added here, on purpose."""
+"""Check the options of every command: the command line is a contract, and a new option is added here."""
 
 from __future__ import annotations
 
@@ -8,55 +8,214 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.core
+import typer.main
 
 import ckptcore
-from ckptcore.errors import error_classes
+from ckptcore.cli.catalog import app as catalog
+from ckptcore.cli.catalog_queues import inbox_app, outbox_app
+from ckptcore.cli.main import app
+from ckptcore.cli.main import run as main
+from ckptcore.errors import Finding, error_classes, finding
+from ckptcore.operations.sweep import Swept
 
-WRITE = """--catalog --device --digest --dtype --dtype-for --exclude --fingerprint --include
+WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
+    --include
     --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
-    --no-verify --output --overwrite --overwrite-foreign --recover --rename --resume --tie
+    --no-verify --output --overwrite --overwrite-foreign --rename --resume --tie
     --to --verify --wait --workers"""
 OPTIONS = {
-    "inspect": "--exclude --include --keep-quantized --output --recover",
-    "validate": "--catalog --keep-quantized --level --no-catalog --output --recover --workers",
+    "inspect": "--allow-incomplete --exclude --include --keep-quantized --output",
+    "validate": "--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --workers",
     "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
         --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
     "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
-    "verify-export": """--against --any-memory --catalog --device --dtype --dtype-for --exclude --include
+    "verify-export": """--against --allow-incomplete --any-memory --catalog --device --dtype --dtype-for
+        --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
-        --near-threshold --no-catalog --output --recover --reference --rename --tie --workers""",
-    "plan": """--arch --config --dtype --dtype-for --exclude --include --keep-quantized
+        --near-threshold --no-catalog --output --reference --rename --tie --workers""",
+    "plan": """--allow-incomplete --arch --config --dtype --dtype-for --exclude --include --keep-quantized
         --max-file-size --memory --mesh --model-prefix --names --no-catalog --no-resume --output
-        --overwrite --overwrite-foreign --recover --rename --resume --save --serialization
+        --overwrite --overwrite-foreign --rename --resume --save --serialization
         --sharding --tie --to --tokenizer --verb --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
         --model-prefix --no-catalog --output --rename --workers""",
-    "which": "--catalog --fingerprint --output",
+    "find": "--catalog --fingerprint --output",
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --workers --yes""",
-    "sweep": "--again --catalog --device --dry-run --fingerprint --memory --output --settle --workers",
+    "sweep": """--catalog --device --dry-run --fingerprint --memory --min-age --output --retry-failed
+        --workers""",
+}
+GROUPS = ("", "catalog", "catalog alias", "catalog hold", "catalog root", "catalog inbox", "catalog outbox")
+# Former names of release 0.1, which the help does not show.
+FORMER = {
+    **dict.fromkeys(
+        ("inspect", "validate", "consolidate", "export", "reshard", "verify-export", "plan"), "--recover"
+    ),
+    "sweep": "--again --settle",
 }
 
 
-def test_options_are_those_written_here() -> None:
-    import typer.main
+def flags(params: list[typer.core.TyperOption]) -> set[str]:
+    return {o for p in params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")} - {"--help"}
 
-    from ckptcore.cli.main import app
 
-    commands = typer.main.get_command(app).commands
-    found = {
-        name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
-        - {"--help"}
+@pytest.fixture(scope="module")
+def commands() -> dict[str, typer.core.TyperCommand]:
+    program: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]  # it has commands
+    return program.commands  # type: ignore[return-value]
+
+
+def test_options_are_those_listed_here(commands: dict[str, typer.core.TyperCommand]) -> None:
+    visible = {
+        name: flags([p for p in command.params if not getattr(p, "hidden", False) or "accept" in str(p.name)])
         for name, command in commands.items()
-        if name != "catalog"
+        if name != "catalog" and not command.hidden
     }
-    assert found == {name: set(text.split()) for name, text in OPTIONS.items()}
+    assert visible == {name: set(text.split()) for name, text in OPTIONS.items()}
+
+
+def test_former_options_are_hidden(commands: dict[str, typer.core.TyperCommand]) -> None:
+    hidden = {
+        name: flags(command.params) - set(OPTIONS[name].split())
+        for name, command in commands.items()
+        if name in OPTIONS
+    }
+    assert hidden == {name: set(FORMER.get(name, "").split()) for name in OPTIONS}
+    assert {name for name, command in commands.items() if command.hidden} == {"prune", "which"}
+
+
+def test_former_names_of_commands_are_hidden() -> None:
+    hidden = {
+        group: {c.name for c in commands.registered_commands if c.hidden}
+        for group, commands in (("catalog", catalog), ("inbox", inbox_app), ("outbox", outbox_app))
+    }
+    assert hidden == {"catalog": {"which"}, "inbox": {"again"}, "outbox": {"again"}}
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """A DCP folder whose save did not finish: the metadata has its temporary name."""
+    from torch import arange
+    from torch.distributed.checkpoint import save
+
+    folder = tmp_path / "unfinished"
+    save({"w": arange(4)}, checkpoint_id=folder, no_dist=True)
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["inspect", "validate", "consolidate"])
+def test_recover_is_a_former_name_of_allow_incomplete(
+    command: str, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, str(unfinished)]
+    arguments += [] if command == "inspect" else ["--no-catalog"]
+    assert main([*arguments, "--output", "json"]) == 3 if command != "validate" else 1
+    assert main([*arguments, "--allow-incomplete"]) == 0
+    assert "note:" not in capsys.readouterr().err
+    arguments += [str(tmp_path / "second")] if command == "consolidate" else []
+    assert main([*arguments, "--recover", "--output", "json"]) == 0
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)
+    assert "note: --recover is now --allow-incomplete" in streams.err
+
+
+def test_former_options_of_sweep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = []
+
+    def sweep(*_args: object, **options: object) -> Swept:
+        given.append((options["settle_s"], options["again"]))
+        return Swept(())
+
+    monkeypatch.setattr("ckptcore.operations.sweep.sweep", sweep)
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    assert main(["sweep", "--min-age", "3s", "--retry-failed"]) == 0
+    assert "note:" not in capsys.readouterr().err
+    assert main(["sweep", "--settle", "3s", "--again"]) == 0
+    notes = capsys.readouterr().err
+    assert "note: --settle is now --min-age" in notes
+    assert "note: --again is now --retry-failed" in notes
+    assert main(["sweep"]) == 0
+    assert given == [(3.0, True), (3.0, True), (120.0, False)]
+
+
+@pytest.mark.parametrize(
+    ("former", "note"),
+    [
+        (["which", "/none"], "note: which is now find"),
+        (["catalog", "which", "/none"], "note: which is now find"),
+        (["catalog", "inbox", "again", "--failed"], "note: inbox again is now inbox retry"),
+        (["catalog", "outbox", "again", "--failed"], "note: outbox again is now outbox retry"),
+        (["prune"], ""),
+    ],
+)
+def test_former_commands_answer_as_the_present_ones(
+    former: list[str],
+    note: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
+    assert main(["catalog", "upgrade"]) == 0
+    present = [{"which": "find", "again": "retry", "prune": "retire"}.get(word, word) for word in former]
+    capsys.readouterr()
+    code, answer = main(present), capsys.readouterr()
+    assert "note:" not in answer.err
+    assert main(former) == code
+    streams = capsys.readouterr()
+    assert streams.out == answer.out
+    assert streams.err.startswith(note)
+
+
+def test_cover_is_a_former_name_of_the_level_coverage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+    from torch import arange
+
+    save_file({"w": arange(4)}, tmp_path / "a.safetensors")
+    arguments = ["validate", str(tmp_path / "a.safetensors"), "--no-catalog", "--output", "json"]
+    for level in ("cover", "coverage"):
+        assert main([*arguments, "--level", level]) == 0
+        streams = capsys.readouterr()
+        assert json.loads(streams.out)["level"] == "coverage"
+        assert ("note: --level cover is now --level coverage" in streams.err) == (level == "cover")
+    manifest = ckptcore.open(str(tmp_path / "a.safetensors"))
+    assert ckptcore.check(manifest, "cover") == ckptcore.check(manifest)
+    assert main([*arguments, "--level", "deep"]) == 2
+    assert (
+        "files, coverage, bytes or values (got 'deep')"
+        in json.loads(capsys.readouterr().out)["error"]["message"]
+    )
+
+
+def test_findings_of_release_0_1_have_the_level_coverage() -> None:
+    form = {"code": "hole", "level": "cover", "message": "rows are missing"}
+    assert Finding(**form).as_dict()["level"] == "coverage"
+    assert finding("hole", "cover", "rows are missing").level == "coverage"
+
+
+@pytest.mark.parametrize("command", [*OPTIONS, *GROUPS])
+def test_the_help_cuts_no_word_at_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert [line for line in text.splitlines() if line.endswith("...") and not line.startswith("Usage")] == []
+    assert set(OPTIONS.get(command, "").split()) - {"--accept-cast"} <= set(text.replace(",", " ").split())
 
 
 def test_no_command_line_waits_for_pydantic_to_know_its_options() -> None:
@@ -84,24 +243,24 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
         (["inspect", "nosuchscheme://x/y"], 2),
     ],
 )
-def test_wrong_use_is_words_and_a_code(argv: list[str], code: int) -> None:
+def test_wrong_use_has_a_message_and_an_exit_code(argv: list[str], code: int) -> None:
     done = run(*argv)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     as_json = run(*argv, "--output", "json")
     assert as_json.returncode == code
-    told = json.loads(as_json.stdout)["error"]
-    assert told["exit_code"] == code
-    assert told["message"]
+    error = json.loads(as_json.stdout)["error"]
+    assert error["exit_code"] == code
+    assert error["message"]
 
 
-def test_exit_codes_are_distinct_but_for_damage() -> None:
+def test_exit_codes_are_distinct_except_for_damage() -> None:
     codes = [c.exit_code for c in error_classes() if c.exit_code != 1]
     assert len(codes) == len(set(codes))
 
 
-def test_a_saved_plan_is_carried_out_only_on_the_same_source(tmp_path: Path) -> None:
+def test_a_saved_plan_is_executed_only_on_the_same_source(tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from torch import arange
 

@@ -1,4 +1,4 @@
-"""Reshard on the command line: are wrong words refused before work, and is what stays behind told?"""
+"""Check that reshard refuses wrong arguments before work, and reports what stays behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (("reshard", "none", "out", "--mesh", "tp=0"), "the axis tp must have 1 rank"),
         (("reshard", "none", "out", "--mesh", "zz=2"), "unknown axis 'zz'"),
@@ -35,9 +35,9 @@ def source(tmp_path: Path) -> Path:
         (("plan", "none", "out", "--sharding", "large", *MESH), "has more than 1048576 bytes"),
     ],
 )
-def test_wrong_words_are_told_before_a_source_is_read(
-    words: tuple[str, ...],
-    told: str,
+def test_wrong_arguments_are_refused_before_a_source_is_read(
+    arguments: tuple[str, ...],
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -45,25 +45,27 @@ def test_wrong_words_are_told_before_a_source_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rules").write_text('family = "hf"')
     (tmp_path / "large").write_bytes(b"\xff" * 1_048_577)
-    assert run([*words, "--output", "json"]) == 2
+    assert run([*arguments, "--output", "json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
-    assert told in error["message"]
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize("to", ["torch_ranks", "olmo_core", "olmo_v01", "torch_dist"])
 def test_items_that_loaders_do_not_read(to: str, source: Path, tmp_path: Path) -> None:
     options = {"verb": "reshard", "to": to, "mesh": "fsdp=2"}
-    with pytest.raises(UsageError, match=f"safetensors is not for {to}, .* read torch_save") as caught:
+    with pytest.raises(UsageError, match=f"safetensors is not for {to}, .* read torch_save") as error:
         ckptcore.plan(str(source), str(tmp_path / "out"), serialization="safetensors", **options)
-    assert caught.value.hint == "leave it out, or write dcp"
+    assert error.value.hint == "leave it out, or write dcp"
     assert ckptcore.plan(str(source), str(tmp_path / "out"), **options)
 
 
-def test_what_stays_behind_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["reshard", str(source), str(tmp_path / "a"), *MESH, "--no-catalog"]
-    assert run(words) == 0
+def test_what_stays_behind_is_reported(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["reshard", str(source), str(tmp_path / "a"), *MESH, "--no-catalog"]
+    assert run(arguments) == 0
     assert "left out: 1, random state of a rank that saved it" in capsys.readouterr().out
-    words[2] = str(tmp_path / "b")
-    assert run([*words, "--output", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["dropped"] == [["rng.cpu", "random state of a rank that saved it"]]
+    arguments[2] = str(tmp_path / "b")
+    assert run([*arguments, "--output", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["dropped"] == [["rng.cpu", "random state of a rank that saved it"]]

@@ -122,7 +122,7 @@ def test_the_command_line(source: Path, tmp_path: Path) -> None:
     form = json.loads(run("fingerprint", copy, "--no-catalog", "--output", "json").stdout)
     assert form["fingerprint"] == answer["fingerprint"]
     assert {t["fqn"] for t in form["tensors"]} == {t.fqn for t in api.open(str(source)).tensors}
-    for verb in (("which",), ("catalog", "which")):
+    for verb in (("find",), ("catalog", "find")):
         found = json.loads(
             run(*verb, answer["fingerprint"], "--fingerprint", "--catalog", url, "--output", "json").stdout
         )

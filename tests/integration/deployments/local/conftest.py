@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 from lasting import Lasting
-from stack import TENSORS, Stack, whole_system
+from stack import TENSORS, Stack, running_stack
 
-SYSTEM = Lasting(lambda: whole_system("ckptcore-up-"), Path(__file__).parent)
+SYSTEM = Lasting(lambda: running_stack("ckptcore-up-"), Path(__file__).parent)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from batches import PER_FILE, Batch, left_in_the_middle
 from proof import has_ended, prove, standing
-from stack import Stack, eventually, whole_system
+from stack import Stack, eventually, running_stack
 from supervisor import Supervisor
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600), pytest.mark.xdist_group("chaos")]
@@ -35,7 +35,7 @@ fingerprint = true
 @pytest.fixture
 def stack() -> Iterator[Stack]:
     """The four processes of `make up`, in a separate folder, with an operator's choices."""
-    with whole_system("ckptcore-chaos-", keep="CHAOS_KEEP" in os.environ) as running:
+    with running_stack("ckptcore-chaos-", keep="CHAOS_KEEP" in os.environ) as running:
         config = running.folder / "receiver.toml"
         config.write_text(config.read_text().replace("\n[sources.trainer]", CHOSEN))
         yield running
@@ -79,7 +79,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(
         assert batch.failed == {}
         assert eventually(lambda b=batch: has_ended(stack, b), PATIENCE, step=1.0), standing(stack, batch)
         assert keeper.trouble is None
-        statuses = Counter(answer["status"] for answer in batch.told.values())
+        statuses = Counter(answer["status"] for answer in batch.answers.values())
         waited = sorted(round(seconds, 1) for seconds in batch.seconds.values())
         print(
             f"{batch.run}: {time.monotonic() - began:.0f} s; senders {dict(statuses)}, after {waited} s",

@@ -127,7 +127,7 @@ def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
     stack.post("/events", [event])
     assert eventually(lambda: bool(stack.runs("consolidate"))), "no run"
     (run,) = stack.runs("consolidate")
-    assert stack.ended(run["id"])["state_type"] == "COMPLETED", stack.told(run["id"])
+    assert stack.ended(run["id"])["state_type"] == "COMPLETED", stack.report(run["id"])
     with safe_open(target / "model.safetensors", "pt") as file:
         assert len(list(file.keys())) == 60
 

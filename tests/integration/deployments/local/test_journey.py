@@ -72,7 +72,7 @@ def test_from_a_training_job_to_an_sql_query(stack: Stack, tmp_path: Path) -> No
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
 
     about = "SELECT uri, run, step FROM latest_exports WHERE run = 'gloo-run'"
-    assert eventually(lambda: bool(query(stack, about)), 180, step=2.0), stack.told(
+    assert eventually(lambda: bool(query(stack, about)), 180, step=2.0), stack.report(
         run_of(stack, checkpoint)["id"]
     )
     (row,) = query(stack, about)
@@ -160,7 +160,7 @@ def test_every_kind_of_sender(stack: Stack, every_kind: str, checkpoint: Path) -
     exports = {}
     for kind, id in found.items():
         run = stack.ended(id)
-        assert run["state_type"] == "COMPLETED", (kind, stack.told(id))
+        assert run["state_type"] == "COMPLETED", (kind, stack.report(id))
         exports[kind] = run["parameters"]["destination"]
         assert tensors(Path(exports[kind])).keys() == TENSORS.keys()
     rows = query(stack, "SELECT uri FROM checkpoint WHERE state = 'present' AND uri LIKE '%/exports/kinds/%'")

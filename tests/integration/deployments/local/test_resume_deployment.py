@@ -29,13 +29,13 @@ def test_a_killed_run_resumes_after_its_last_file(stack: Stack, checkpoint: Path
     id = stack.start(
         "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
     )
-    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
+    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.report(id)
     (process,) = stack.flow_processes()
     os.kill(process, signal.SIGKILL)
     before = finished(staging)
     assert 3 <= len(before) < len(TENSORS), "it was killed in the middle"
 
-    assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)
+    assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.report(id)
     assert stack.run(id)["run_count"] == 2
     kept = {name: (target / name).stat() for name in before}
     assert {n: (s.st_ino, s.st_mtime_ns) for n, s in kept.items()} == {
@@ -58,7 +58,7 @@ def test_runs_that_down_stops_are_resumed(stack: Stack, checkpoint: Path) -> Non
     id = stack.start(
         "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
     )
-    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
+    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.report(id)
     for process in stack.flow_processes():
         os.kill(process, signal.SIGSTOP)  # or it could end by itself
     assert len(finished(staging)) < len(TENSORS)
@@ -69,7 +69,7 @@ def test_runs_that_down_stops_are_resumed(stack: Stack, checkpoint: Path) -> Non
     before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
     stack.up()
     assert all(stack.running().values())
-    assert stack.ended(id)["state_type"] == "COMPLETED", stack.told(id)
+    assert stack.ended(id)["state_type"] == "COMPLETED", stack.report(id)
     assert {n: ((target / n).stat().st_ino, (target / n).stat().st_mtime_ns) for n in before} == before
 
 
@@ -80,7 +80,7 @@ def test_a_lost_machine_is_detected_by_missing_heartbeats(stack: Stack, checkpoi
     id = stack.start(
         "convert/convert", {"source": str(checkpoint), "destination": str(target), **ONE_FILE_EACH}
     )
-    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.told(id)
+    assert eventually(lambda: staging.exists() and len(finished(staging)) >= 3, step=0.01), stack.report(id)
     for process in (stack.process("worker"), *stack.flow_processes()):
         os.kill(process, signal.SIGKILL)
     assert stack.run(id)["state_type"] == "RUNNING"
@@ -88,7 +88,7 @@ def test_a_lost_machine_is_detected_by_missing_heartbeats(stack: Stack, checkpoi
     assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "no heartbeat for 90 s")
     before = {name: (s.st_ino, s.st_mtime_ns) for name, s in finished(staging).items()}
     stack.up()
-    assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.told(id)
+    assert eventually(lambda: stack.run(id)["state_type"] == "COMPLETED"), stack.report(id)
     assert {n: ((target / n).stat().st_ino, (target / n).stat().st_mtime_ns) for n in before} == before
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_dies_before_it_begins_is_not_restarted_forever(stack: Stack,
             killed.add(process)
         return bool(stack.run(id)["state_type"] == "FAILED")
 
-    assert eventually(given_up, 900, step=0.02), stack.told(id)
+    assert eventually(given_up, 900, step=0.02), stack.report(id)
     ended = stack.run(id)
     assert ended["run_count"] == 0  # it never began: Prefect's own count says nothing
     assert len(killed) == 5

@@ -31,16 +31,16 @@ def test_wrong_uris_do_not_block_others(stack: Stack, checkpoint: Path) -> None:
         )
         for place in (*wrong, late, checkpoint)
     }
-    assert stack.ended(ids[checkpoint])["state_type"] == "COMPLETED", stack.told(ids[checkpoint])
+    assert stack.ended(ids[checkpoint])["state_type"] == "COMPLETED", stack.report(ids[checkpoint])
     for place in (*wrong, late):
         run = stack.run(ids[place])
-        assert run["labels"]["ckptcore.looks"] >= 1, stack.told(ids[place])
+        assert run["labels"]["ckptcore.looks"] >= 1, stack.report(ids[place])
         assert eventually(
             lambda place=place: (
                 stack.run(ids[place])["state"]["name"]  # type: ignore[misc]
                 in ("AwaitingRetry", "Scheduled", "Late")
             )
-        ), stack.told(ids[place])
+        ), stack.report(ids[place])
         assert "source-unreadable" in stack.run(ids[place])["state"]["message"]
     assert stack.process("worker") == worker
     assert stack.running()["worker"]
@@ -62,11 +62,11 @@ def test_a_long_pause_is_not_a_crash(stack: Stack, checkpoint: Path) -> None:
             "verb": "consolidate",
         },
     )
-    assert eventually(lambda: stack.run(id)["state"]["name"] == "AwaitingRetry"), stack.told(id)
+    assert eventually(lambda: stack.run(id)["state"]["name"] == "AwaitingRetry"), stack.report(id)
     stack.api.patch(f"/flow_runs/{id}/labels", json={LOOKS: 4}).raise_for_status()  # 120 s come next
-    assert eventually(lambda: stack.run(id)["labels"][LOOKS] == 5), stack.told(id)
+    assert eventually(lambda: stack.run(id)["labels"][LOOKS] == 5), stack.report(id)
     shutil.copytree(checkpoint, late)
-    assert stack.ended(id, 240)["state_type"] == "COMPLETED", stack.told(id)
+    assert stack.ended(id, 240)["state_type"] == "COMPLETED", stack.report(id)
     states = stack.get(f"/flow_run_states/?flow_run_id={id}")
     names = sorted({state["name"] for state in states})
     assert "Crashed" not in names, names

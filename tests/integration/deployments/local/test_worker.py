@@ -125,12 +125,12 @@ def test_a_worker_releases_its_own_runs_only(
     assert (code == 0) is (end != "dies")
     assert stack.run(others)["state_type"] == "RUNNING"
     stack.post(f"/flow_runs/{others}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
-    assert stack.run(id)["state"]["name"] == "AwaitingRetry", stack.told(id)
+    assert stack.run(id)["state"]["name"] == "AwaitingRetry", stack.report(id)
     assert "its worker was stopped" in stack.run(id)["state"]["message"]
     assert f"({id})" in log.read_text()
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running))
     before = {json.loads(path.read_text())["path"] for path in receipts.glob("file-*.json")}
     assert 3 <= len(before) < len(TENSORS)
     stack.up()  # with its worker
-    assert stack.ended(id)["state_type"] == "COMPLETED", stack.told(id)
+    assert stack.ended(id)["state_type"] == "COMPLETED", stack.report(id)
     assert stack.run(id)["run_count"] == 2
