@@ -63,7 +63,7 @@ def test_an_unreachable_cluster_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("prefect_dask")
     monkeypatch.setattr(_engine, "CONNECT_SECONDS", 1.0)
     found = _engine.Engine("dask", "tcp://127.0.0.1:9")
-    no_cluster = pytest.raises(UsageError, match=r"no dask cluster at tcp://127\.0\.0\.1:9")
+    no_cluster = pytest.raises(UsageError, match=r"cannot reach a dask cluster at tcp://127\.0\.0\.1:9")
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         no_cluster,
