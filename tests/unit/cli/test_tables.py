@@ -36,8 +36,8 @@ def test_names_break_at_their_dots(
     second = f"decoder.{LONG}" if 1 in names else "float32"
     print_table(out, ("tensor", "second", "note"), [(LONG, second, "some words about it")], names)
     lines = lines_of(capsys)
-    words = {word for line in lines for part in line.split() for word in part.split(".")}
-    assert parts_of(LONG) | parts_of(second) <= words
+    pieces = {word for line in lines for part in line.split() for word in part.split(".")}
+    assert parts_of(LONG) | parts_of(second) <= pieces
     assert "".join(re.findall(r"^\S+", "\n".join(lines[2:]), re.MULTILINE)).startswith(
         LONG[:30].rsplit(".", 1)[0]
     )
