@@ -66,6 +66,7 @@ check: $(stamp)
 	{ $(bin)/alembic upgrade head && $(bin)/alembic check; } > "$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }
 	@$(python) tests/architecture/readme_tables.py --check
 	@$(python) tests/architecture/rooms.py --check
+	@$(python) tests/architecture/words.py --check
 
 bench: $(stamp)
 	@$(python) tests/benchmarks/run.py

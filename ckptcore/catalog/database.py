@@ -355,11 +355,11 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> str | None:
     )
 
 
-def _outdated(found: str, shown: str) -> CatalogError:
+def _outdated(found: str, public_url: str) -> CatalogError:
     return CatalogError(
         f"the catalog's schema is {found}, this version needs {HEAD}",
         hint="run `ckptcore catalog upgrade`",
-        url=shown,
+        url=public_url,
     )
 
 

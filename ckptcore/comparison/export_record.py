@@ -75,7 +75,7 @@ def against_record(
 
 
 def _digest(store: Store, name: str, nbytes: int) -> str:
-    whole = blake3()
+    digest = blake3()
     for at in range(0, nbytes, _BLOCK):
-        whole.update(store.read(name, at, min(_BLOCK, nbytes - at)))
-    return whole.hexdigest()
+        digest.update(store.read(name, at, min(_BLOCK, nbytes - at)))
+    return digest.hexdigest()

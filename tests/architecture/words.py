@@ -56,8 +56,20 @@ PARTS = {
     "heeded": "respected",
     "somebody": "other",
 }
-# Identifiers that are somebody else's, or mean what the field means by them.
-ALLOWED: frozenset[str] = frozenset()
+# (file, what is written there) -> why it stays.
+_PLUGINS = "a name of the format API: plug-ins use it"
+_STORED = "a stored value"
+ALLOWED = {
+    ("ckptcore/core/box.py", "whole"): _PLUGINS,
+    ("ckptcore/formats/base.py", "whole"): _PLUGINS,
+    ("ckptcore/formats/old_fields.py", "whole"): _PLUGINS,
+    ("ckptcore/planning/compose.py", "whole"): _PLUGINS,
+    ("tests/formats/common/test_old_plugins.py", "whole"): _PLUGINS,
+    ("ckptcore/moved_modules.py", "crew"): "a module of release 0.1",
+    ("ckptcore/operations/retire.py", "let go"): _STORED,
+    ("tests/integration/flows/test_operations_flows.py", "let go"): _STORED,
+    ("tests/integration/operations/test_retire.py", "let go"): _STORED,
+}
 
 
 class Breach(NamedTuple):
@@ -92,10 +104,8 @@ def check(path: Path) -> Iterator[Breach]:
     """Yield every breach in one file, in the order of its lines."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text()
-    if path.suffix == ".md":
-        yield from (Breach(name, line, found, instead) for line, found, instead in _page(text))
-    else:
-        yield from (Breach(name, line, found, instead) for line, found, instead in _module(text))
+    rows = _page(text) if path.suffix == ".md" else _module(text)
+    yield from (Breach(name, *row) for row in rows if (name, row[1].lower()) not in ALLOWED)
 
 
 def _files(named: list[str]) -> list[Path]:
@@ -150,7 +160,7 @@ def _module(text: str) -> Iterator[tuple[int, str, str]]:
                     yield number, first.split("\n")[0], "what it does, not a question"
             for offset, line in enumerate(token.string.splitlines()):
                 yield from ((number + offset, found, instead) for found, instead in _prose(line))
-        elif token.type == tokenize.NAME and token.string not in ALLOWED:
+        elif token.type == tokenize.NAME:
             for part in _parts(token.string):
                 if part in PARTS:
                     yield number, token.string, PARTS[part]

@@ -24,7 +24,7 @@ from meshes import (
     random_mesh,
     random_rules,
     reshard,
-    said_otherwise,
+    restated,
     unlike,
 )
 from paths import JOBS
@@ -91,7 +91,7 @@ def through(case: Path, rng: random.Random, out: Path) -> None:
     gone = first.dropped | second.dropped
     about = f"{case.name}: {names}"
     found = ckptcore.diff(str(source), str(second.folder), settings=SETTINGS)
-    wrong = [row for row in unlike(found, gone) if not said_otherwise(row, *(WRITERS[n].to for n in names))]
+    wrong = [row for row in unlike(found, gone) if not restated(row, *(WRITERS[n].to for n in names))]
     assert not wrong, f"{about}: {len(wrong)}: {wrong[:5]}"
     last = cut_somehow(second.folder, out / "last", "dcp", rng)
     truth = tensors_of(flatten(read_torch(case / "truth.pt", trusted=True)))

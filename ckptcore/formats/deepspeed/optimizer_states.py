@@ -225,16 +225,16 @@ class Partitions:
                     self._assembly.odd(self._target(name, key), values[odd], self._files[odd].path)
                 continue
             # A partition's number is the place of its rank among those that share it.
-            held = {n: values[dp] for n, dp in enumerate(ranks) if dp in values}
-            if any(len(v.shape) != 1 for v in held.values()):
-                self._keep_raw(group, key, {ranks[n]: v for n, v in held.items()})
+            buffers = {n: values[dp] for n, dp in enumerate(ranks) if dp in values}
+            if any(len(v.shape) != 1 for v in buffers.values()):
+                self._keep_raw(group, key, {ranks[n]: v for n, v in buffers.items()})
                 continue
-            lengths = {n: v.shape[0] for n, v in held.items()}
+            lengths = {n: v.shape[0] for n, v in buffers.items()}
             try:
                 cut = cut_each if self._each else cut_together
                 fragments = list(cut(group.parameters, group.ranks, lengths)) if lengths else []
             except UnfitPartition as error:
-                path = self._files[ranks[next(iter(held))]].path
+                path = self._files[ranks[next(iter(buffers))]].path
                 raise MalformedCheckpoint(
                     f"cannot find the parameters of group {group.number} in {key} of {path}: {error}. Its "
                     "files are of different saves, or cut",
@@ -243,23 +243,23 @@ class Partitions:
             for parameter in group.parameters:
                 placement = self._placements.get(parameter.name)
                 if placement is not None:
-                    dtype = next((v.dtype for v in held.values()), "float32")
+                    dtype = next((v.dtype for v in buffers.values()), "float32")
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
             for fragment in fragments:
-                self._add_fragment(fragment, names, key, held, ranks)
+                self._add_fragment(fragment, names, key, buffers, ranks)
 
     def _add_fragment(
         self,
         f: Fragment,
         names: Mapping[str, str],
         key: str,
-        held: Mapping[int, StoredView],
+        buffers: Mapping[int, StoredView],
         ranks: Sequence[int],
     ) -> None:
         placement = self._placements.get(f.parameter.name)
         if placement is None:
             return
-        stored = Stored(self._files[ranks[f.rank]], held[f.rank])
+        stored = Stored(self._files[ranks[f.rank]], buffers[f.rank])
         target = self._target(names[f.parameter.name], key)
         self._assembly.run(target, stored, f.at, f.parameter.shape, f.start, f.stop, placement)
 

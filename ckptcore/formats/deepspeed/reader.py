@@ -162,7 +162,7 @@ class _Reader:
         self._copies += [
             (f"{MODEL}{name}", Stored(file, value))
             for name, value in module.items()
-            if isinstance(value, StoredView) and prod(value.shape)
+            if isinstance(value, StoredView) and 0 not in value.shape
         ]
 
     def _missing_layers(self) -> Iterator[Finding]:
@@ -214,8 +214,8 @@ class _Reader:
         made: dict[str, dict[int, Placement]] = {}
         for name, each in shapes.items():
             try:
-                whole = name in self._buffers and len(set(each.values())) == 1
-                made[name] = {r: same(s) for r, s in each.items()} if whole else rules.place(name, each)
+                replicated = name in self._buffers and len(set(each.values())) == 1
+                made[name] = {r: same(s) for r, s in each.items()} if replicated else rules.place(name, each)
             except Unmerged as error:
                 self._assembly.unread(MODEL + name, f"its shards cannot be joined: {error}", "")
                 message = f"cannot join the tensor-parallel shards of {name}: {error}"
@@ -233,10 +233,10 @@ class _Reader:
         partitions = read_partitions(self._source, self._files, self._states)
         self._opened += partitions.values()
         for mp, model in self._ranks.items():
-            held = {dp: file for (dp, m), file in partitions.items() if m == mp}
-            if held:
+            of_rank = {dp: file for (dp, m), file in partitions.items() if m == mp}
+            if of_rank:
                 own_placements = {n: placements.get(n, {}).get(mp % tp) for n in self._trained[mp]}
-                Partitions(self._assembly, self._states.world, held, model, own_placements, target).add()
+                Partitions(self._assembly, self._states.world, of_rank, model, own_placements, target).add()
             elif isinstance(model.tree.get("optimizer"), dict):
                 add_unpartitioned(self._assembly, self._source, model, self._trainable(model), own)
         for path in self._files.expert_optim.values():
@@ -245,12 +245,12 @@ class _Reader:
                 self._assembly.tree(file).add(f"optimizer/{path.removesuffix('.pt')}.{key}", value)
 
     def _master_names(self) -> set[str]:
-        """Every name that a master may get: of parameters, and of experts as the whole model counts them."""
+        """Return every name that a master may get: of parameters, and of experts by their global number."""
         names = {n for shapes in self._trained.values() for n in shapes}
         return names | self._experts
 
     def _merged_shapes(self, placements: Mapping[str, dict[int, Placement]]) -> dict[str, Shape]:
-        """FQN -> shape of the logical parameter."""
+        """Return FQN -> shape of the logical parameter."""
         return {name: next(iter(each.values())).shape for name, each in placements.items() if each}
 
     def _trainable(self, model: RankFile) -> dict[str, StoredView]:
@@ -268,7 +268,7 @@ class _Reader:
         for part in parts:
             seen: dict[Any, str] = {}
             for name, value in part.values.items():
-                if isinstance(value, StoredView) and prod(value.shape):
+                if isinstance(value, StoredView) and 0 not in value.shape:
                     owner = seen.setdefault((value.key, value.offset, value.shape, value.strides), name)
                     if owner != name:
                         ties.setdefault(name, owner)
@@ -291,7 +291,7 @@ class _Reader:
             self._assembly.tensor(target, Stored(part.file, value), placement)
 
     def _add_frozen(self, placements: Mapping[str, dict[int, Placement]]) -> None:
-        """Frozen parameters: whole beside the weights (ZeRO-2), or cut over the ranks (ZeRO-3)."""
+        """Add frozen parameters: complete beside the weights (ZeRO-2), or cut over the ranks (ZeRO-3)."""
         world = self._states.world
         for (dp, mp), file in self._states.files.items():
             fragments = file.tree.get("frozen_param_fragments")

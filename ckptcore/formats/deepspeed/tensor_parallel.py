@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one rank's shard lies in a parameter.
+    """Where one rank's shard is in a parameter.
 
     Attributes:
         shape: Of the logical parameter, elements.
@@ -191,18 +191,18 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[st
 
 def _pieces(shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: int, rank: int) -> Placement:
     """Place parts that are each cut over the ranks along ``dim``: (rows here, rows in all) of each."""
-    made, local, whole = [], 0, 0
+    made, local, full_at = [], 0, 0
     for here, full in parts:
         if here * degree != full:
             raise Unmerged(f"{full} elements along dim {dim} for {degree} ranks of {here}")
         at = tuple(local if d == dim else 0 for d in range(len(shape)))
         size = tuple(here if d == dim else n for d, n in enumerate(shape))
-        offset = tuple(whole + rank * here if d == dim else 0 for d in range(len(shape)))
+        offset = tuple(full_at + rank * here if d == dim else 0 for d in range(len(shape)))
         made.append(Piece(Box(at, size), offset))
-        local, whole = local + here, whole + full
+        local, full_at = local + here, full_at + full
     if local != shape[dim]:
         raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
-    return Placement(tuple(whole if d == dim else n for d, n in enumerate(shape)), tuple(made))
+    return Placement(tuple(full_at if d == dim else n for d, n in enumerate(shape)), tuple(made))
 
 
 def _stripped(shape: Shape, rank: int, kept: int) -> Placement:
@@ -247,9 +247,9 @@ def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, Placement]:
     made = {}
     for rank, shape in shapes.items():
         own = ranks.get(rank, ranks.get(str(rank)))
-        held = _dims(own.get("shard_shape")) if isinstance(own, dict) else None
-        if held is None or prod(held) != prod(shape):
-            raise Unmerged(f"its affine map gives rank {rank} a shard {held}, it has {list(shape)}")
+        declared = _dims(own.get("shard_shape")) if isinstance(own, dict) else None
+        if declared is None or prod(declared) != prod(shape):
+            raise Unmerged(f"its affine map gives rank {rank} a shard {declared}, it has {list(shape)}")
         pieces: list[Piece] = []
         for piece in own.get("pieces") or () if isinstance(own, dict) else ():
             if not isinstance(piece, dict) or piece.get("scale", 1) not in (1, 1.0, None):

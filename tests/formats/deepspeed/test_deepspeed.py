@@ -200,7 +200,7 @@ def edited(path: Path, change) -> None:
 
 
 def stubs() -> list:
-    """Classes that stand for DeepSpeed's own; they are pickled under their own names, and refused there."""
+    """Return classes in place of DeepSpeed's own."""
 
     class Plain:
         def __reduce__(self):

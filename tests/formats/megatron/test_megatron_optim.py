@@ -15,12 +15,12 @@ from legacy_ranks import (
     Tensors,
     expected,
     folder,
+    full_layer,
     local_layer,
     rank_models,
     ranks_of,
     require_equal,
     save,
-    whole_layer,
 )
 
 import ckptcore
@@ -39,7 +39,7 @@ def states(case: Case, kind: str) -> tuple[Tensors, list[Tensors]]:
         "decoder.final_layernorm.weight": torch.randn(16),
         "output_layer.weight": torch.randn(64, 16),
     }
-    layers = [{k: torch.randn(v.shape) for k, v in whole_layer(case).items()} for _ in range(case.layers)]
+    layers = [{k: torch.randn(v.shape) for k, v in full_layer(case).items()} for _ in range(case.layers)]
     return around, layers
 
 
@@ -392,6 +392,6 @@ def test_coalesced_buffers_and_full_buckets() -> None:
 def test_helpers_agree() -> None:
     """The helper's ranks hold every expert once."""
     case = Case(ep=2, experts="sequential")
-    layer = whole_layer(case)
+    layer = full_layer(case)
     ranks = [local_layer(case, layer, 0, ep) for ep in range(2)]
     assert sum("linear_fc2" in n and "local_experts" in n for h in ranks for n in h) == E
