@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 
 def open(
-    url: str, *, allow_incomplete: bool = False, keep_quantized: bool = False, recover: bool = False
+    url: str,
+    *,
+    allow_incomplete: bool = False,
+    keep_quantized: bool = False,
+    weights: str = "auto",
+    recover: bool = False,
 ) -> Manifest:
     """Read the manifest of a checkpoint folder or file, without reading a tensor byte.
 
@@ -38,6 +43,7 @@ def open(
         url: Path or fsspec URL.
         allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
         keep_quantized: Describe quantised weights as stored, instead of their values in float32.
+        weights: Which of two stored copies of trained weights is the model: ``master``, ``module``, ``auto``.
         recover: Former name of ``allow_incomplete``.
 
     Returns:
@@ -50,7 +56,7 @@ def open(
         NotComplete: The save has not finished.
         DamagedCheckpoint: The metadata cannot be used.
     """
-    return inspect(url, allow_incomplete or recover, keep_quantized)
+    return inspect(url, allow_incomplete or recover, keep_quantized, weights)
 
 
 def check(
@@ -86,6 +92,7 @@ def diff(
     rename: Sequence[tuple[str, str]] = (),
     tie: Sequence[tuple[str, str]] = (),
     keep_quantized: bool = False,
+    weights: str = "auto",
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Difference:
@@ -105,6 +112,7 @@ def diff(
         rename: (old, new) for A's names, as in `Request`.
         tie: (gone, kept): where a side has no ``gone``, its ``kept`` is compared.
         keep_quantized: Compare quantised weights as stored, instead of their values.
+        weights: Which of two stored copies of trained weights is the model, as in `open`.
         settings: Memory budget and threads. Memory use is ``settings.memory``.
         progress: Called with (stage, bytes done, bytes in total).
 
@@ -123,7 +131,9 @@ def diff(
     rules = DiffRules(
         model or bool(model_prefix), *map(_frozen, (model_prefix, rename, tie, include, exclude))
     )
-    one, two = (open(s, keep_quantized=keep_quantized) if isinstance(s, str) else s for s in (a, b))
+    one, two = (
+        open(s, keep_quantized=keep_quantized, weights=weights) if isinstance(s, str) else s for s in (a, b)
+    )
     urls = (a if isinstance(a, str) else a.root, b if isinstance(b, str) else b.root)
     return run(one, two, rules, settings or Settings(), progress, urls)
 
@@ -137,6 +147,7 @@ def fingerprint(
     exclude: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
     keep_quantized: bool = False,
+    weights: str = "auto",
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Fingerprints:
@@ -153,6 +164,7 @@ def fingerprint(
         exclude: Globs on stored names.
         rename: (old, new), as in `Request`.
         keep_quantized: Take quantised weights as stored, instead of their values.
+        weights: Which of two stored copies of trained weights is the model, as in `open`.
         settings: Memory budget, threads and device. Memory use is ``settings.memory``.
         progress: Called with (stage, bytes done, bytes in total).
 
@@ -170,7 +182,9 @@ def fingerprint(
 
     of_model = model or model_prefix is not None
     rules = FingerprintRules(of_model, model_prefix, *map(_frozen, (include, exclude, rename)))
-    manifest = open(source, keep_quantized=keep_quantized) if isinstance(source, str) else source
+    manifest = (
+        open(source, keep_quantized=keep_quantized, weights=weights) if isinstance(source, str) else source
+    )
     return run(manifest, settings or Settings(), progress, rules)
 
 

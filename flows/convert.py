@@ -81,7 +81,7 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
     manifest: Manifest | None = None
     try:
         began = time.perf_counter()
-        manifest = read(first.source, first.recover, first.keep_quantized)
+        manifest = read(first.source, first.recover, first.keep_quantized, first.weights)
         timings = {"inspect": time.perf_counter() - began}
         check(closed(manifest))
     except BaseException as error:

@@ -16,13 +16,16 @@ from ckptcore.store import open_store
 from ckptcore.utils.workers import Progress
 
 
-def inspect(source: str, recover: bool = False, keep_quantized: bool = False) -> Manifest:
+def inspect(
+    source: str, recover: bool = False, keep_quantized: bool = False, weights: str = "auto"
+) -> Manifest:
     """Read the manifest of the checkpoint at a path or URL; no tensor byte is read.
 
     Args:
         source: Path or URL.
         recover: Accept a save that did not finish, or that nothing proves complete.
         keep_quantized: Keep quantised weights as they are stored, instead of their values.
+        weights: Which of two stored copies of trained weights is the model: ``master``, ``module``, ``auto``.
 
     Returns:
         The manifest.
@@ -33,7 +36,7 @@ def inspect(source: str, recover: bool = False, keep_quantized: bool = False) ->
         UnsupportedFormat: The format is recognised but not supported.
         NotComplete: The save did not finish.
     """
-    opened = open_source(source, recover=recover, keep_quantized=keep_quantized)
+    opened = open_source(source, recover=recover, keep_quantized=keep_quantized, weights=weights)
     with closing(opened.store):
         return read_manifest(opened)
 

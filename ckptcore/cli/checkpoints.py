@@ -17,7 +17,7 @@ from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs,
 from ckptcore.utils import terminal
 
 
-@takes(declared("allow_incomplete", "keep_quantized", "include", "exclude"), ANSWER)
+@takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)
 def inspect(src: Src, **given: Any) -> None:
     """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
@@ -25,14 +25,19 @@ def inspect(src: Src, **given: Any) -> None:
 
     options = Options.of(given)
     manifest = read_manifest(
-        open_source(src, recover=options.allow_incomplete, keep_quantized=options.keep_quantized)
+        open_source(
+            src,
+            recover=options.allow_incomplete,
+            keep_quantized=options.keep_quantized,
+            weights=options.weights,
+        )
     )
     show.manifest(
         manifest, options.include or (), options.exclude or (), as_json=given["output"] is Output.JSON
     )
 
 
-@takes(declared("allow_incomplete", "keep_quantized", "workers", *RECORD), ANSWER)
+@takes(declared("allow_incomplete", "keep_quantized", "weights", "workers", *RECORD), ANSWER)
 def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
     """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
     from ckptcore.checking.examine import inspect as read
@@ -41,7 +46,7 @@ def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
     options, as_json = Options.of(given), given["output"] is Output.JSON
     try:
         with show.progress() as progress:
-            manifest = read(src, options.allow_incomplete, options.keep_quantized)
+            manifest = read(src, options.allow_incomplete, options.keep_quantized, options.weights)
             report = check(manifest, level, workers=options.settings().threads, progress=progress)
             if not options.no_catalog and level in ("bytes", "values"):
                 from ckptcore.operations.registered_files import (
@@ -87,6 +92,7 @@ def diff(a: One, b: Other, **given: Any) -> None:
             rename=pairs("rename", given["rename"]),
             tie=pairs("tie", given["tie"]),
             keep_quantized=given["keep_quantized"],
+            weights=given["weights"],
             settings=Options.of(given).settings(),
             progress=progress,
         )
@@ -104,7 +110,7 @@ def fingerprint(src: Src, **given: Any) -> None:
     from ckptcore.checking.examine import inspect as read
 
     options = Options.of(given)
-    manifest = read(src, keep_quantized=options.keep_quantized)
+    manifest = read(src, keep_quantized=options.keep_quantized, weights=options.weights)
     with show.progress() as progress:
         taken = take(
             manifest,
@@ -134,6 +140,7 @@ _EXPORTED_WITH = (
     "model_prefix",
     "allow_incomplete",
     "keep_quantized",
+    "weights",
 )
 
 

@@ -88,7 +88,7 @@ def plan(
     settings = options.settings()
     folder = None if given["save"] is None else here("--save", given["save"])
     refuse_existing(request)
-    manifest = read(src, request.recover, request.keep_quantized)
+    manifest = read(src, request.recover, request.keep_quantized, request.weights)
     composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     show.plan(composed, peak_memory(composed.plan, settings), as_json=given["output"] is Output.JSON)
 

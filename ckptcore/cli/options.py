@@ -187,12 +187,12 @@ NAMES: Table = {
     **declared("include", "exclude"),
     "rename": (RenameA, None),
     "tie": (Alias, None),
-    **declared("keep_quantized"),
+    **declared("keep_quantized", "weights"),
 }
 # Options that choose the names of a fingerprint.
 PART: Table = {
     "model": (Model, False),
-    **declared("model_prefix", "include", "exclude", "rename", "keep_quantized"),
+    **declared("model_prefix", "include", "exclude", "rename", "keep_quantized", "weights"),
 }
 RUN: Table = declared(*MEANS, "device")
 WAIT: Table = {"wait": (Wait, None)}

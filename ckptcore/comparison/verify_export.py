@@ -228,7 +228,7 @@ def _map(source: ExportSource, export: _Export) -> _Mapped | _Unmapped:
     if export.config is not None or export.adapter is not None:
         # The folders of the request may no longer exist.
         request = replace(request, config=export.url, tokenizer=NONE)
-    manifest = inspect(request.source, request.recover, request.keep_quantized)
+    manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
     if source.digest is not None and manifest.digest != source.digest and not source.asked:
         return _Unmapped(
             f"{request.source} is another checkpoint now: its manifest digest is {manifest.digest[:16]}, "

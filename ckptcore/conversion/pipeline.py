@@ -272,7 +272,7 @@ def convert(
         _require_means(settings, request)
         _require_apart(request)
         began = time.perf_counter()
-        manifest = inspect(request.source, request.recover, request.keep_quantized)
+        manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
         inspected = time.perf_counter() - began
         report("inspect", manifest.nbytes, manifest.nbytes)
         report("validate", 0, manifest.nbytes)
@@ -318,7 +318,7 @@ def _prepare(
         except CkptError:
             _remove_if_unused(staging)
             raise
-    manifest = manifest or inspect(request.source, request.recover, request.keep_quantized)
+    manifest = manifest or inspect(request.source, request.recover, request.keep_quantized, request.weights)
     try:
         composed = compose(request, manifest, topology=topology)
         plan = composed.plan
@@ -402,7 +402,10 @@ def peak_memory(plan: Plan, settings: Settings) -> int:
 
 def _require_unchanged(request: Request, manifest: Manifest) -> None:
     """Read the manifest a second time; raise `SourceChanged` if it differs."""
-    if inspect(request.source, request.recover, request.keep_quantized).digest != manifest.digest:
+    if (
+        inspect(request.source, request.recover, request.keep_quantized, request.weights).digest
+        != manifest.digest
+    ):
         raise SourceChanged(
             f"{request.source} was rewritten while it was read",
             hint="run the command again when nothing writes to the source",

@@ -95,7 +95,7 @@ def load_request(folder: Path) -> Request:
     require_place(
         request.destination, request.source, config=request.config, tokenizer=request.tokenizer, plan=folder
     )
-    manifest = inspect(request.source, request.recover, request.keep_quantized)
+    manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
     if manifest.digest != head.manifest_digest:
         raise SourceChanged(
             f"{request.source} changed since the plan was made: its manifest digest is "

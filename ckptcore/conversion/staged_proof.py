@@ -73,7 +73,12 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
 def _compare_files(staging: Staging, plan: Plan, recompute: Callable[[], None]) -> None:
     """Read the manifest again, the source of the plans' literals, and compute every file a second time."""
     request = staged_request(staging)
-    opened = open_source(request.source, recover=request.recover, keep_quantized=request.keep_quantized)
+    opened = open_source(
+        request.source,
+        recover=request.recover,
+        keep_quantized=request.keep_quantized,
+        weights=request.weights,
+    )
     with closing(opened.store):
         digest = read_manifest(opened).digest
     if digest != plan.manifest_digest:

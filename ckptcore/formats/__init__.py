@@ -154,7 +154,7 @@ def by_name(name: str, *, writes: bool = False) -> Format:
 
 
 def open_source(
-    url: str, *, recover: bool = False, keep_quantized: bool = False, weights: str = ""
+    url: str, *, recover: bool = False, keep_quantized: bool = False, weights: str = "auto"
 ) -> Source:
     """Open a folder, or one file of a folder, and list it.
 
@@ -162,8 +162,8 @@ def open_source(
         url: Local path or URL.
         recover: Whether an unfinished save may be read as it is.
         keep_quantized: Whether quantised weights keep their stored form.
-        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for the
-            preferred one.
+        weights: Which of two copies of trained weights is the model, ``master``, ``module``, or
+            ``auto`` for the one that the format prefers.
 
     Raises:
         SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.

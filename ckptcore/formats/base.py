@@ -30,8 +30,8 @@ class Source:
         listing: Relative path -> size in bytes.
         recover: Whether an unfinished save may be read as it is.
         keep_quantized: Whether quantised weights keep their stored form.
-        weights: Which of two copies of trained weights is the model, ``master`` or ``module``; "" for the
-            preferred one.
+        weights: Which of two copies of trained weights is the model, ``master``, ``module``, or
+            ``auto`` for the one that the format prefers.
         seen: Relative path -> state of the file when it was listed. Empty for a folder below the opened one.
     """
 
@@ -40,7 +40,7 @@ class Source:
     listing: Mapping[str, int]
     recover: bool = False
     keep_quantized: bool = False
-    weights: str = ""
+    weights: str = "auto"
     seen: Mapping[str, Stamped] = field(default_factory=dict)
 
     def below(self, folder: str) -> Source:

@@ -78,6 +78,7 @@ CONTENT = (
     "tie",
     "allow_incomplete",
     "keep_quantized",
+    "weights",
 )
 MODEL = ("model_prefix", "config", "tokenizer", "names", "arch")
 SHARDS = ("mesh", "sharding", "serialization", "model_prefix")
@@ -136,6 +137,13 @@ class Options:
     keep_quantized: Annotated[
         bool, Option("Keep quantised weights as stored instead of converting them to float32.")
     ] = False
+    weights: Annotated[
+        Literal["auto", "master", "module"],
+        Option(
+            "From a checkpoint that has both (DeepSpeed), take fp32 master weights, or the weights of the "
+            "module as stored. auto takes masters where the checkpoint names them."
+        ),
+    ] = "auto"
     model_prefix: Annotated[
         str | None,
         Option("Prefix of the model's names in the checkpoint. Default: found automatically.", "PREFIX"),
@@ -239,6 +247,7 @@ class Options:
             overwrite=self.overwrite,
             resume=self.resume,
             keep_quantized=self.keep_quantized,
+            weights=self.weights,
             mesh=self.mesh,
             sharding=self.sharding,
             serialization=self.serialization,

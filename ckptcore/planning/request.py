@@ -32,7 +32,8 @@ MADE_ELSEWHERE = {
 }
 # Fields that older versions do not know -> their defaults. The JSON form omits defaults, so that digests of
 # requests by older versions do not change: claims and saved plans stay valid.
-_LATER: dict[str, Any] = {"tokenizer": None, "names": "hf-hub", "arch": "auto"}
+_LATER: dict[str, Any] = {"tokenizer": None, "names": "hf-hub", "arch": "auto", "weights": "auto"}
+WEIGHTS = ("auto", "master", "module")
 STORED = "stored"  # a world of names: those of the checkpoint
 
 
@@ -67,6 +68,8 @@ class Request:
         tokenizer: Folder with the tokenizer; None and ``none`` as in ``config``.
         names: For export, the world whose names tensors get, or ``stored``.
         arch: The architecture whose names are mapped, or ``auto``.
+        weights: Where a format stores trained weights twice (DeepSpeed): ``master``, ``module``, or ``auto``
+            for the copy that the format prefers.
     """
 
     source: str
@@ -93,6 +96,7 @@ class Request:
     tokenizer: str | None = None
     names: str = "hf-hub"
     arch: str = "auto"
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
@@ -120,6 +124,8 @@ class Request:
                 f"--names must be {STORED} or one of {', '.join(worlds())} (got {self.names!r})",
                 hint="leave it out for names as on the hub",
             )
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"--weights must be one of {', '.join(WEIGHTS)} (got {self.weights!r})")
         if not self.arch:
             raise UsageError("--arch must be auto or the name of an architecture (got '')")
         suffix = _suffix(self.destination)

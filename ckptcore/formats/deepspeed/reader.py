@@ -109,7 +109,8 @@ class _Reader:
         masters = bool(files.optim or files.universal) or any(map(has_masters, self._ranks.values()))
         zero3 = any(dp >= 0 for dp, _ in states.files)
         # Without ZeRO nothing records which parameter a master is of, and weights are the default.
-        chosen = self._source.weights or ("master" if files.optim or files.universal else "module")
+        preferred = "master" if files.optim or files.universal else "module"
+        chosen = preferred if self._source.weights == "auto" else self._source.weights
         own = chosen == "master" and masters
         if zero3 and self._source.weights == "module":
             raise UnsupportedFormat(
