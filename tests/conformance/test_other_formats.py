@@ -91,16 +91,9 @@ def read_safetensors_loose(path: Path) -> Tensors:
     return {k: value(v) for k, v in load_file(path).items()}
 
 
-NAMED = {
-    "deepspeed": (
-        [
-            "latest",
-            "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "global_step3/mp_rank_00_model_states.pt",
-        ],
-        "deepspeed",
-    )
-}
+NAMED = {"torch-legacy": (["model.pt"], "torch-legacy")}
+# torch/serialization.py, MAGIC_NUMBER as pickle protocol 2.
+BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -110,7 +103,7 @@ def test_known_by_name(name: str, cli: Cli, tmp_path: Path) -> None:
     for file in files:
         path = tmp_path / "ckpt" / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b'{"sharded_backend": "zarr"}' if file.endswith(".json") else b"\x00" * 64)
+        path.write_bytes(BEFORE_ZIP + b"\x00" * 64)
     done = cli("inspect", tmp_path / "ckpt", "--output", "json")
     assert done.code == 5, done
     error = done.json["error"]

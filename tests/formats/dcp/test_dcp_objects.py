@@ -196,8 +196,12 @@ BROKEN = {
     "something behind": (packed() + b"x", len(PLAIN), "does not end"),
     "two frames": (packed(b"a") + packed(b"b"), 10, "does not end"),
     "nothing": (b"", 10, "does not end"),
-    "no zstd": (b"PK\x03\x04 and more of a zip", 100, "is damaged"),
-    "a checksum that is wrong": (packed(write_checksum=True)[:-4] + b"\0\0\0\0", len(PLAIN), "is damaged"),
+    "no zstd": (b"PK\x03\x04 and more of a zip", 100, "cannot decode the zstd stream"),
+    "a checksum that is wrong": (
+        packed(write_checksum=True)[:-4] + b"\0\0\0\0",
+        len(PLAIN),
+        "cannot decode the zstd stream",
+    ),
     "more than there should be": (packed(), len(PLAIN) - 1, "unpacks to more than"),
     "a bomb": (packed(bytes(50 << 20)), 1 << 20, "unpacks to more than 1048576 bytes"),
 }

@@ -416,7 +416,7 @@ def test_an_export_that_failed_its_verification_replaces_nothing(made, retired, 
     catalog.record_verdict(written, [("fingerprints", "failed", "w differs")])
     found = retired()
     assert found[1][0] == "unsafe"
-    assert "failed its verification" in " ".join(found[1][1])
+    assert "failed when it was verified as an export" in " ".join(found[1][1])
     assert fates(found)[2] == "deleted"
     assert made[1].exists()
     catalog.record_verdict(written, [("fingerprints", "ok", "equal")])

@@ -67,7 +67,7 @@ def test_the_form_describes_every_parameter(deployments: dict[str, Any]) -> None
     arrived = deployments["arrived"]["parameter_openapi_schema"]
     assert set(arrived["required"]) == {"source", "destination"}
     assert arrived["properties"]["verb"]["enum"] == ["consolidate", "export"]
-    assert arrived["properties"]["source"]["description"] == "Checkpoint: a path or any fsspec URL."
+    assert arrived["properties"]["source"]["description"] == "Path or fsspec URL of the checkpoint."
 
 
 def test_events_and_schedules_start_them(stack: Stack, deployments: dict[str, Any]) -> None:
