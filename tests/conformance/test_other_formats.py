@@ -91,7 +91,7 @@ def read_safetensors_loose(path: Path) -> Tensors:
     return {k: value(v) for k, v in load_file(path).items()}
 
 
-NAMED = {"torch-legacy": (["model.pt"], "torch-legacy")}
+NAMED = {"torch-legacy": (["model_rank_0.pt"], "torch-legacy")}
 # torch/serialization.py, MAGIC_NUMBER as pickle protocol 2.
 BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 

@@ -123,7 +123,7 @@ def test_a_failed_verdict_replaces_no_source(steps, catalog, check, tmp_path):
     catalog.record_verdict(written, [("elements", "not-done", "x")])  # takes nothing back
     assert made.fate(yes=False).fate.value not in ("unsafe", "kept")
     found = made.fate()
-    assert (found.fate.value, found.stand.child.uri) == ("deleted", str(tmp_path / "again")), found.why
+    assert (found.fate.value, found.replacement.child.uri) == ("deleted", str(tmp_path / "again")), found.why
 
 
 def test_an_older_good_child_replaces_one_that_failed(steps, catalog, tmp_path):
@@ -133,7 +133,7 @@ def test_an_older_good_child_replaces_one_that_failed(steps, catalog, tmp_path):
     written = catalog.show(str(made.child)).written_by[0].id
     catalog.record_verdict(written, [("names", "failed", "x")])
     found = made.fate()
-    assert (found.fate.value, found.stand.child.uri) == ("deleted", str(tmp_path / "older")), found.why
+    assert (found.fate.value, found.replacement.child.uri) == ("deleted", str(tmp_path / "older")), found.why
 
 
 def test_a_failed_verdict_of_what_was_replaced_counts_no_more(steps, catalog):
