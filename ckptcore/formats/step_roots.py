@@ -148,8 +148,8 @@ def _deepspeed(source: Source) -> tuple[str, str] | None:
     Lightning, ``pytorch_model`` of Accelerate). ``latest_universal`` names a folder made of another save,
     and is followed only where ``latest`` is missing.
     """
-    tops = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if "/" in p)
-    tags = [t for t in tops if is_checkpoint(source.below(t).listing)]
+    parts = (p.partition("/") for p in source.listing)
+    tags = [*dict.fromkeys(top for top, _, rest in parts if rest and is_checkpoint((rest,)))]
     if not tags or is_checkpoint(source.listing):
         return None
     for marker in _LATEST:

@@ -18,9 +18,12 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.deepspeed.pickle_globals import RankFile
 from ckptcore.formats.deepspeed.tensor_parallel import Placement, same
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
+
+_MAX_CUTS = 1 << 22  # pieces of a copy, each compared with every chunk that is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Assembly:
         self._trees: dict[str, TorchTree] = {}
         self._objects: dict[str, tuple[Any, str]] = {}
         self._chunks: dict[str, list[tuple[Box, int, View]]] = {}
+        self._below: dict[str, list[str]] = {}  # name without its last part -> tensors
 
     def tree(self, file: RankFile) -> TorchTree:
         """Return the tree of a file, whose storages become items of the manifest once."""
@@ -55,12 +59,16 @@ class Assembly:
         """
         value = stored.value
         placement = same(value.shape) if placement is None else placement
-        if not self._declare(name, value.dtype, placement.shape, stored.file.path):
+        if not self._placed(name, stored, value.shape, placement):
             return
         item, view = self.tree(stored.file).place(value, name)
         steps = view.strides if view.strides is not None else row_major(value.shape)
         width = BY_NAME[value.dtype].itemsize
         before = list(dict.fromkeys(box for box, _, _ in self._chunks.get(name, ())))
+        if len(before) * len(placement.pieces) > _MAX_CUTS:
+            raise MalformedCheckpoint(
+                f"{stored.file.path}: {name} is cut into too many pieces", file=stored.file.path
+            )
         for piece in placement.pieces:
             for box in _cut_like(Box(piece.offset, piece.local.shape), before):
                 inside = box.within(Box(piece.offset, piece.local.shape)).offset
@@ -77,7 +85,7 @@ class Assembly:
             return False
         pieces = [Box(p.offset, p.local.shape) for p in placement.pieces]
         boxes = [box for box, _, _ in self._chunks.get(name, ())]
-        return all(
+        return len(pieces) * len(boxes) <= _MAX_CUTS and all(
             any(p.contains(b) for p in pieces) or not any(p.intersect(b) for p in pieces) for b in boxes
         )
 
@@ -106,7 +114,7 @@ class Assembly:
             MalformedCheckpoint: The buffer is not flat.
         """
         value = stored.value
-        if not self._declare(name, value.dtype, placement.shape, stored.file.path):
+        if not self._placed(name, stored, shape, placement):
             return
         item, view = self.tree(stored.file).place(value, name)
         if len(value.shape) != 1 or view.strides is not None:
@@ -135,6 +143,10 @@ class Assembly:
         """Add a tensor that has the bytes of another, which is there; False where it is not."""
         if owner not in self._tensors or name in self._tensors:
             return owner in self._tensors
+        if self._tensors[owner] < 0:  # its dtype is not read: neither is the alias
+            self._tensors[name] = -1
+            self.unread(name, f"it is {owner}, which cannot be read", "")
+            return True
         spec = self.builder.tensors[self._tensors[owner]]
         self._declare(name, spec.dtype, spec.shape, None)
         for box, item, view in list(self._chunks.get(owner, ())):
@@ -143,11 +155,11 @@ class Assembly:
 
     def alias_all(self, alias: str, owner: str, prefixes: Sequence[str]) -> None:
         """Add every tensor of an owner, its optimizer states too, under the name of its alias."""
-        for prefix in prefixes:
-            for name in [n for n in self._tensors if n.startswith(prefix + owner)]:
-                rest = name[len(prefix) + len(owner) :]
-                if not rest or (rest[0] == "." and "." not in rest[1:] and prefix != prefixes[0]):
-                    self.alias(f"{prefix}{alias}{rest}", name)
+        model, *states = prefixes
+        self.alias(model + alias, model + owner)
+        for prefix in states:
+            for name in list(self._below.get(prefix + owner, ())):
+                self.alias(prefix + alias + name.removeprefix(prefix + owner), name)
 
     def odd(self, name: str, value: Any, path: str) -> None:
         """Add a value that is no tensor where one belongs, as a part that cannot be read."""
@@ -161,6 +173,14 @@ class Assembly:
     def unread(self, name: str, reason: str, path: str) -> None:
         """Add a tensor that cannot be read, whatever of it is there."""
         self.builder.withdraw(name, Unread(reason, file=path))
+
+    def value(self, name: str, value: Any, file: RankFile, *, own: bool) -> None:
+        """Add any value of one file: what holds tensors under a name of that file's (``own``) part."""
+        kinds = (StoredView, RefusedTensor)
+        if any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView)):
+            self.tree(file).add(f"{name}/{file.path.removesuffix('.pt')}" if own else name, value)
+        else:
+            self.object(name, value, file.path)
 
     def object(self, name: str, value: Any, path: str) -> None:
         """Add an object; a finding where ranks do not agree on it."""
@@ -193,11 +213,22 @@ class Assembly:
         for file in files:
             self.tree(file).require_all()
 
+    def _placed(self, name: str, stored: Stored, shape: tuple[int, ...], placement: Placement) -> bool:
+        """Whether a shard can be added: it has the shape that was placed, and the tensor the same form."""
+        path = stored.file.path
+        if shape == placement.shard:
+            return self._declare(name, stored.value.dtype, placement.shape, path)
+        message = f"{path}: {name} has shape {list(shape)}, in another file it has {list(placement.shard)}"
+        self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
+        self.unread(name, "its files do not agree on its shape", path)
+        return False
+
     def _declare(self, name: str, dtype: str, shape: tuple[int, ...], path: str | None) -> bool:
         spec = TensorSpec(name, dtype, shape)
         at = self._tensors.get(name)
         if at is None:
             self._tensors[name] = self.builder.tensor(spec, path)
+            self._below.setdefault(name.rpartition(".")[0], []).append(name)
             return self._tensors[name] >= 0
         if at < 0:
             return False

@@ -10,6 +10,7 @@ that of ``param_shapes``. The module's order and ``param_slice_mappings`` differ
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -85,13 +86,16 @@ def cut_together(
             raise UnfitPartition(f"rank {rank} holds {length} elements where its part of {total} has {real}")
     if not 0 <= ranks * size - total <= max(limit, ranks * _ALIGNED):
         raise UnfitPartition(f"{ranks} partitions of {size} elements for parameters of {total} elements")
-    at = 0
+    at, there = 0, sorted(lengths)
     for parameter in parameters:
         begin, end = at, at + parameter.numel
-        for rank in range(begin // size, -(-end // size)) if parameter.numel else ():
+        # Ranks by their files: a file may record a job of far more ranks.
+        first, last = (
+            (bisect_left(there, n) for n in (begin // size, -(-end // size))) if end > begin else (0, 0)
+        )
+        for rank in there[first:last]:
             low, high = max(begin, rank * size), min(end, (rank + 1) * size)
-            if rank in lengths:
-                yield Fragment(parameter, rank, low - begin, high - begin, low - rank * size)
+            yield Fragment(parameter, rank, low - begin, high - begin, low - rank * size)
         at = end + parameter.padding
 
 
@@ -110,10 +114,10 @@ def cut_each(parameters: Sequence[Parameter], ranks: int, lengths: Mapping[int, 
     for rank, length in lengths.items():
         if length != total:
             raise UnfitPartition(f"rank {rank} holds {length} elements where its parts are {total}")
-    at = 0
+    at, there = 0, sorted(lengths)
     for parameter in parameters:
         size = -(-parameter.numel // ranks)
-        for rank in sorted(lengths):
+        for rank in there:
             start, stop = min(rank * size, parameter.numel), min((rank + 1) * size, parameter.numel)
             if stop > start:
                 yield Fragment(parameter, rank, start, stop, at)

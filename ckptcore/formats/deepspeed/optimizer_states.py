@@ -21,16 +21,21 @@ from ckptcore.formats.deepspeed.flat_partitions import (
     cut_together,
 )
 from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
-from ckptcore.formats.deepspeed.rank_files import ModelStates, World
+from ckptcore.formats.deepspeed.rank_files import ModelStates, World, config_value
 from ckptcore.formats.deepspeed.tensor_parallel import Placement
 from ckptcore.utils.text import short_repr
 
 STATE = "optimizer.state"
 MASTER = "fp32"  # what the universal form calls a master weight
-_EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)$")
+_EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts\.)(?P<expert>[0-9]{1,9})(?P<rest>\..*)$")
+_MAX_EXPERT_RANKS = 4096
+# States with an element for each of the parameter's: a buffer of another size is damage.
+_ELEMENTWISE = frozenset(
+    {MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "sum", "square_avg"}
+)
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Where each rank's partition is, which the manifest says by itself.
-_LAYOUT = frozenset(
+LAYOUT = frozenset(
     {
         *_MASTERS,
         "base_optimizer_state",
@@ -53,12 +58,24 @@ class Group:
         parameters: In the order of the flat buffer.
         ranks: How many partitions the buffer has.
         experts: Expert-parallel ranks that hold other experts of the same group, 1 for no MoE group.
+        blocks: Whether the ranks that share experts are consecutive.
     """
 
     number: int
     parameters: tuple[Parameter, ...]
     ranks: int
     experts: int = 1
+    blocks: bool = False
+
+    def place(self, dp: int) -> tuple[int, int]:
+        """Return (expert-parallel rank, number of the partition) of a data-parallel rank.
+
+        deepspeed/utils/groups.py, `_get_expert_parallel_ranks`: expert-parallel groups are consecutive ranks,
+        so those that share experts are ``experts`` apart; ``use_data_before_expert_parallelism`` swaps this.
+        """
+        if self.experts == 1:
+            return 0, dp
+        return divmod(dp, self.ranks) if self.blocks else divmod(dp, self.experts)[::-1]
 
 
 def read_partitions(
@@ -89,6 +106,7 @@ def parameter_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
 def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
     """Return a list of dicts FQN -> shape as plain values; raise `MalformedCheckpoint` for anything else."""
     made: list[dict[str, tuple[int, ...]]] = []
+    seen: set[str] = set()
     for group in groups if isinstance(groups, (list, tuple)) else [None]:
         if not isinstance(group, dict):
             raise MalformedCheckpoint(f"{path}: shapes of parameters must be a list of dicts", file=path)
@@ -99,6 +117,9 @@ def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
                 raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)}", file=path)
             if any(type(n) is not int or not 0 <= n < 1 << 50 for n in dims):
                 raise MalformedCheckpoint(f"{path}: {name} has shape {short_repr(dims, 60)}", file=path)
+            if name in seen:
+                raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)} twice", file=path)
+            seen.add(name)
             made[-1][name] = tuple(dims)
     return made
 
@@ -145,12 +166,15 @@ class Partitions:
         self._model, self._placements, self._master = model, placements, master
         self._state = {dp: _optimizer(file) for dp, file in files.items()}
         self._each = any("fp32_flat_groups" in s for s in self._state.values())
+        self._shapes = parameter_shapes(model)
+        self._master_groups = {dp: self._masters(dp) for dp in self._state}
+        self._local = _local_experts(self._shapes)
 
     def add(self) -> None:
         """Add every master weight, moment and object."""
         for group in self._groups():
             members = self._members(group)
-            masters = {dp: self._of_group(dp, self._masters(dp), group.number) for dp in self._state}
+            masters = {dp: self._of_group(dp, self._master_groups[dp], group.number) for dp in self._state}
             self._partitioned(group, members, MASTER, masters)
             inner = {dp: self._inner(dp, group.number) for dp in self._state}
             for key in dict.fromkeys(k for values in inner.values() for k in values):
@@ -160,17 +184,25 @@ class Partitions:
             self._add_objects(dp, state)
 
     def _groups(self) -> Iterator[Group]:
-        shapes = parameter_shapes(self._model)
-        state = next(iter(self._state.values()))
-        masters = self._masters(next(iter(self._state)))
-        path = self._files[next(iter(self._state))].path
+        shapes = self._shapes
+        first, state = next(iter(self._state.items()))
+        masters = self._master_groups[first]
+        path = self._files[first].path
         if len(masters) != len(shapes):
             raise MalformedCheckpoint(
                 f"{path} has {len(masters)} groups of master weights, {self._model.path} has {len(shapes)} "
                 "groups of parameters: they are of different saves",
                 file=path,
             )
-        paddings = state.get("param_alignment_paddings") or [()] * len(shapes)
+        for dp, other in self._state.items():
+            for key in ("param_alignment_paddings", "partition_count"):
+                if other.get(key) != state.get(key):
+                    raise MalformedCheckpoint(
+                        f"{self._files[dp].path} has another {key} than {path}: they are of different saves",
+                        file=self._files[dp].path,
+                    )
+        paddings = state.get("param_alignment_paddings")
+        blocks = config_value(self._model.tree, "use_data_before_expert_parallelism") is True
         for number, group in enumerate(shapes):
             behind = _paddings(paddings, number, len(group), path)
             ranks = _count(state.get("partition_count"), number, self._world.dp, path)
@@ -183,15 +215,14 @@ class Partitions:
                 Parameter(name, shape, pad) for (name, shape), pad in zip(group.items(), behind, strict=True)
             )
             experts = self._world.dp // ranks if not self._each else 1
-            yield Group(number, parameters, ranks, experts)
+            yield Group(number, parameters, ranks, experts, blocks)
 
     def _members(self, group: Group) -> dict[int, list[int]]:
-        """Expert-parallel rank -> data-parallel ranks with its partitions, in their order.
-
-        deepspeed/utils/groups.py: expert-parallel groups are consecutive ranks, so the ranks that share
-        experts are ``experts`` apart.
-        """
-        return {e: list(range(e, self._world.dp, group.experts)) for e in range(group.experts)}
+        """Expert-parallel rank -> data-parallel ranks with its partitions, of those whose file is there."""
+        found: dict[int, list[int]] = {e: [] for e in range(min(group.experts, _MAX_EXPERT_RANKS))}
+        for dp in sorted(self._state):
+            found.setdefault(group.place(dp)[0], []).append(dp)
+        return found
 
     def _add_state(
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
@@ -211,8 +242,7 @@ class Partitions:
                 self._assembly.object(f"optimizer.groups.{group.number}.{key}", value, self._files[dp].path)
 
     def _names(self, group: Group, rank: int) -> list[str]:
-        locals_ = _experts_of(group)
-        return [global_expert(p.name, rank, locals_.get(_layer(p.name), 0)) for p in group.parameters]
+        return [global_expert(p.name, rank, self._local.get(_layer(p.name), 0)) for p in group.parameters]
 
     def _partitioned(
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
@@ -225,16 +255,20 @@ class Partitions:
                     self._assembly.odd(self._target(name, key), values[odd], self._files[odd].path)
                 continue
             # A partition's number is the place of its rank among those that share it.
-            buffers = {n: values[dp] for n, dp in enumerate(ranks) if dp in values}
+            of = {group.place(dp)[1]: dp for dp in ranks if dp in values}
+            buffers = {n: values[dp] for n, dp in of.items()}
             if any(len(v.shape) != 1 for v in buffers.values()):
-                self._keep_raw(group, key, {ranks[n]: v for n, v in buffers.items()})
+                self._keep_raw(group, key, {of[n]: v for n, v in buffers.items()})
                 continue
             lengths = {n: v.shape[0] for n, v in buffers.items()}
             try:
                 cut = cut_each if self._each else cut_together
                 fragments = list(cut(group.parameters, group.ranks, lengths)) if lengths else []
             except UnfitPartition as error:
-                path = self._files[ranks[next(iter(buffers))]].path
+                if key not in _ELEMENTWISE:
+                    self._keep_raw(group, key, {of[n]: v for n, v in buffers.items()})
+                    continue
+                path = self._files[of[next(iter(buffers))]].path
                 raise MalformedCheckpoint(
                     f"cannot find the parameters of group {group.number} in {key} of {path}: {error}. Its "
                     "files are of different saves, or cut",
@@ -246,7 +280,7 @@ class Partitions:
                     dtype = next((v.dtype for v in buffers.values()), "float32")
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
             for fragment in fragments:
-                self._add_fragment(fragment, names, key, buffers, ranks)
+                self._add_fragment(fragment, names, key, buffers, of)
 
     def _add_fragment(
         self,
@@ -254,12 +288,12 @@ class Partitions:
         names: Mapping[str, str],
         key: str,
         buffers: Mapping[int, StoredView],
-        ranks: Sequence[int],
+        of: Mapping[int, int],
     ) -> None:
         placement = self._placements.get(f.parameter.name)
         if placement is None:
             return
-        stored = Stored(self._files[ranks[f.rank]], buffers[f.rank])
+        stored = Stored(self._files[of[f.rank]], buffers[f.rank])
         target = self._target(names[f.parameter.name], key)
         self._assembly.run(target, stored, f.at, f.parameter.shape, f.start, f.stop, placement)
 
@@ -299,32 +333,38 @@ class Partitions:
         if isinstance(base, (list, tuple)):  # elastic_checkpoint: a dict for each group, without padding
             found = base[number] if number < len(base) else {}
         else:
-            found = base.get("state", {}).get(number, {}) if isinstance(base, dict) else {}
+            states = base.get("state") if isinstance(base, dict) else None
+            found = states.get(number, {}) if isinstance(states, dict) else {}
         return found if isinstance(found, dict) else {}
 
     def _add_objects(self, dp: int, state: Mapping[str, Any]) -> None:
-        path = self._files[dp].path
+        file = self._files[dp]
         base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
         if isinstance(base, dict):
             for key, value in base.items():
-                if key != "state":
-                    self._assembly.object(f"optimizer.{key}", self._named(key, value), path)
+                if key != "state" or not isinstance(value, dict):
+                    self._assembly.value(f"optimizer.{key}", self._named(key, value), file, own=True)
+        elif isinstance(base, Refused):
+            self._assembly.object("optimizer.base_optimizer_state", base, file.path)
         for key, value in state.items():
-            if key not in _LAYOUT:
-                self._assembly.object(f"optimizer.{key}", value, path)
+            if key not in LAYOUT:
+                self._assembly.value(f"optimizer.{key}", value, file, own=True)
 
     def _named(self, key: Any, value: Any) -> Any:
         """Parameter groups with names in place of the numbers of their buffers."""
         if key != "param_groups" or not isinstance(value, (list, tuple)) or self._world.mp > 1:
             return value
-        shapes = parameter_shapes(self._model)
-        made = []
+        shapes = self._shapes
+        made, seen = [], set[int]()
         for group in value:
             numbers = group.get("params") if isinstance(group, dict) else None
             if not isinstance(numbers, list) or any(
                 type(n) is not int or not 0 <= n < len(shapes) for n in numbers
             ):
                 return value
+            if len({*numbers} | seen) != len(numbers) + len(seen):  # of two groups, or twice in one
+                return value
+            seen.update(numbers)
             experts = isinstance(group, dict) and group.get("moe")
             names = [name for n in numbers for name in shapes[n]]
             made.append(group if experts else {**group, "params": names})
@@ -339,10 +379,14 @@ def _optimizer(file: RankFile) -> dict[str, Any]:
 
 
 def _paddings(paddings: Any, number: int, count: int, path: str) -> Sequence[int]:
-    found = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
-    if not found:
+    if paddings is None or paddings == []:  # before 0.19.7
         return [0] * count
-    if len(found) != count or any(type(n) is not int or not 0 <= n < 1 << 40 for n in found):
+    found = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
+    if (
+        not isinstance(found, (list, tuple))
+        or len(found) != count
+        or any(type(n) is not int or not 0 <= n < 1 << 40 for n in found)
+    ):
         raise MalformedCheckpoint(
             f"{path}: param_alignment_paddings of group {number} are not those of {count} parameters",
             file=path,
@@ -367,10 +411,10 @@ def _layer(name: str) -> str:
     return found["layer"] if found else ""
 
 
-def _experts_of(group: Group) -> dict[str, int]:
-    """MoE layer -> experts that one rank has of it."""
-    found: dict[str, set[int]] = {}
-    for parameter in group.parameters:
-        if m := _EXPERT.match(parameter.name):
-            found.setdefault(m["layer"], set()).add(int(m["expert"]))
-    return {layer: len(numbers) for layer, numbers in found.items()}
+def _local_experts(shapes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """MoE layer -> experts that one rank has of it, which may be spread over groups."""
+    found: dict[str, int] = {}
+    for name in (n for group in shapes for n in group):
+        if m := _EXPERT.match(name):
+            found[m["layer"]] = max(found.get(m["layer"], 0), 1 + int(m["expert"]))
+    return found

@@ -60,9 +60,12 @@ class ModelStates:
     stage: int
     findings: tuple[Finding, ...]
 
-    def first(self, mp: int) -> RankFile | None:
-        """The file of a model-parallel rank that is there, of the lowest data-parallel rank."""
-        return next((f for (_, m), f in self.files.items() if m == mp), None)
+    def firsts(self) -> dict[int, RankFile]:
+        """The first file of every model-parallel rank that has one."""
+        found: dict[int, RankFile] = {}
+        for (_, mp), file in self.files.items():
+            found.setdefault(mp, file)
+        return {mp: found[mp] for mp in sorted(found)}
 
     @property
     def sample(self) -> RankFile:
@@ -89,6 +92,13 @@ def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
             "parameters in them",
             hint="copy the model-state files from where the checkpoint was written",
         )
+    if files.twice:
+        one, other = files.twice[0]
+        raise MalformedCheckpoint(
+            f"{one} and {other} are of the same rank: nothing says which belongs to this save",
+            file=other,
+            hint="move the files of the other save away",
+        )
     found = {rank: read_file(source, path) for rank, path in files.model.items()}
     first = next(iter(found.values()))
     world = _world(first, files)
@@ -98,7 +108,7 @@ def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
                 f"cannot read {file.path}: its experts are partitioned by AutoEP",
                 hint="save the model with save_16bit_model in the job that wrote it",
             )
-    findings = [*_mixed(found), *_missing(files, found, world, _stage(first))]
+    findings = [*_mixed(found), *_both_forms(found), *_missing(files, found, world, _stage(first))]
     kept = {rank: f for rank, f in found.items() if rank[0] < world.dp and rank[1] < world.mp}
     size = f"{world.dp} data-parallel x {world.mp} model-parallel ranks"
     findings += [
@@ -166,18 +176,28 @@ def _mixed(found: Mapping[tuple[int, int], RankFile]) -> Iterator[Finding]:
                 yield finding("mixed-saves", "files", message, file=file.path)
 
 
+def _both_forms(found: Mapping[tuple[int, int], RankFile]) -> Iterator[Finding]:
+    """Findings for files of ZeRO-3, one a rank, beside the one for all ranks of the other stages."""
+    for dp, mp in found:
+        if dp >= 0 and (-1, mp) in found:
+            message = f"{found[dp, mp].path} is of ZeRO-3, and {found[-1, mp].path} is of another stage"
+            yield finding("mixed-saves", "files", message, file=found[dp, mp].path)
+
+
 def _missing(
     files: CheckpointFiles, found: Mapping[tuple[int, int], RankFile], world: World, stage: int
 ) -> Iterator[Finding]:
     """Findings for files of ranks that are not there: optimizer partitions are the job of ZeRO alone."""
     each = any(dp >= 0 for dp, _ in found)
+    # Only a partitioned optimizer has `param_shapes`, whatever the configuration calls its stage.
+    partitioned = stage > 0 or any(f.tree.get("param_shapes") for f in found.values())
     wanted = [
         (files.model, "{zero}mp_rank_{mp:02d}_model_states.pt", range(world.dp) if each else (-1,)),
         (files.optim, "{bf16}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt", range(world.dp)),
     ]
     prefix = next((p for p in files.optim.values()), "").partition("zero_pp_rank")[0]
     for have, name, ranks in wanted:
-        if (have is files.optim and not have and stage == 0) or (files.universal and have is files.optim):
+        if have is files.optim and not have and (files.universal or not partitioned):
             continue
         lost = ((dp, mp) for dp, mp in product(ranks, range(world.mp)) if (dp, mp) not in have)
         for dp, mp in islice(lost, _MAX_REPORTED):

@@ -44,7 +44,8 @@ def add_unpartitioned(
     masters = state.get("fp32_groups")
     found = numbered(inner)
     flat = [v for group in masters for v in group] if _is_groups(masters) else []
-    names = None if found is None else _names(source, file, found, weights, flat)
+    fits = found is None or not flat or len(flat) == len(found.ids)
+    names = None if found is None or not fits else _names(source, file, found, weights, flat)
     tree = assembly.tree(file)
     if found is None or names is None:
         assembly.builder.findings.append(
@@ -58,17 +59,20 @@ def add_unpartitioned(
         tree.add("optimizer", state)
         return
     for number, values in found.state.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
+        if not isinstance(values, dict):
+            tree.add(f"{_STATE}.{names[number]}", values)
+            continue
+        for key, value in values.items():
             name = f"{_STATE}.{names[number]}.{key}"
             if isinstance(value, StoredView):
                 assembly.tensor(name, Stored(file, value))
             else:
-                assembly.object(name, value, file.path)
+                assembly.value(name, value, file, own=False)
     for number, value in zip(found.ids, flat, strict=bool(flat)):
         target = f"module.{names[number]}" if own else f"{_STATE}.{names[number]}.fp32"
         assembly.tensor(target, Stored(file, value))
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
-    assembly.object("optimizer.param_groups", groups, file.path)
+    assembly.value("optimizer.param_groups", groups, file, own=True)
     for key, value in state.items():
         if key not in ("optimizer_state_dict", "fp32_groups", "state", "param_groups"):
             tree.add(f"optimizer.{key}", value)
