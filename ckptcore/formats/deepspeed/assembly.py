@@ -89,6 +89,10 @@ class Assembly:
             any(p.contains(b) for p in pieces) or not any(p.intersect(b) for p in pieces) for b in boxes
         )
 
+    def place(self, stored: Stored, name: str) -> None:
+        """Note a buffer that is known, though no element of it may be part of a tensor."""
+        self.tree(stored.file).place(stored.value, name)
+
     def run(
         self,
         name: str,

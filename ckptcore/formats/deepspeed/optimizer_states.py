@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ckptcore.core.object_tree import Named, Refused
@@ -151,6 +153,8 @@ class Partitions:
         model: The model-state file of the same model-parallel rank.
         placements: Of a parameter of this rank by its name, or None for one that is not merged.
         master: Parameter -> name that its master weight gets.
+        cuts: Parameter -> elements at which any model-parallel rank's partitions begin (`starts`). Several
+            ranks may hold one parameter (tied stages, replicated weights), each cut elsewhere.
     """
 
     def __init__(
@@ -161,7 +165,9 @@ class Partitions:
         model: RankFile,
         placements: Mapping[str, Placement | None],
         master: Mapping[str, str],
+        cuts: Mapping[str, Sequence[int]],
     ) -> None:
+        self._cuts = cuts
         self._assembly, self._world, self._files = assembly, world, files
         self._model, self._placements, self._master = model, placements, master
         self._state = {dp: _optimizer(file) for dp, file in files.items()}
@@ -182,6 +188,26 @@ class Partitions:
                 self._add_state(group, members, str(key), values)
         for dp, state in self._state.items():
             self._add_objects(dp, state)
+
+    def starts(self, shared: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield where partitions begin in those of the ``shared`` parameters that this rank has."""
+        for group in self._groups():
+            if not any(p.name in shared for p in group.parameters):
+                continue
+            for ranks in self._members(group).values():
+                values = {dp: self._of_group(dp, self._master_groups[dp], group.number) for dp in ranks}
+                lengths = {
+                    group.place(dp)[1]: v.shape[0]
+                    for dp, v in values.items()
+                    if isinstance(v, StoredView) and len(v.shape) == 1
+                }
+                try:
+                    cut = cut_each if self._each else cut_together
+                    for f in cut(group.parameters, group.ranks, lengths) if lengths else ():
+                        if f.parameter.name in shared:
+                            yield from ((f.parameter.name, n) for n in (f.start, f.stop))
+                except UnfitPartition:  # `add` says so
+                    continue
 
     def _groups(self) -> Iterator[Group]:
         shapes = self._shapes
@@ -279,6 +305,8 @@ class Partitions:
                 if placement is not None:
                     dtype = next((v.dtype for v in buffers.values()), "float32")
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
+            for n, value in buffers.items():  # one may be padding alone
+                self._assembly.place(Stored(self._files[of[n]], value), key)
             for fragment in fragments:
                 self._add_fragment(fragment, names, key, buffers, of)
 
@@ -295,7 +323,11 @@ class Partitions:
             return
         stored = Stored(self._files[of[f.rank]], buffers[f.rank])
         target = self._target(names[f.parameter.name], key)
-        self._assembly.run(target, stored, f.at, f.parameter.shape, f.start, f.stop, placement)
+        cuts = self._cuts.get(f.parameter.name, ())
+        inside = cuts[bisect_right(cuts, f.start) : bisect_left(cuts, f.stop)]
+        for start, stop in pairwise([f.start, *inside, f.stop]):
+            at = f.at + start - f.start
+            self._assembly.run(target, stored, at, f.parameter.shape, start, stop, placement)
 
     def _target(self, name: str, key: str) -> str:
         return self._master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"

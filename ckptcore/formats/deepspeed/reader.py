@@ -11,6 +11,7 @@ compared.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -270,15 +271,25 @@ class _Reader:
             return
         partitions = read_partitions(self._source, self._files, self._states)
         self._opened += partitions.values()
+        cuts: dict[str, list[int]] = {}
+        made: list[Partitions] = []
         for mp, model in self._ranks.items():
             of_rank = {dp: file for (dp, m), file in partitions.items() if m == mp}
             if of_rank and not self._named:
                 self._add_unnamed(of_rank)
             elif of_rank:
                 own_placements = {n: placements.get(n, {}).get(mp % tp) for n in self._trained[mp]}
-                Partitions(self._assembly, self._states.world, of_rank, model, own_placements, target).add()
+                world = self._states.world
+                made.append(Partitions(self._assembly, world, of_rank, model, own_placements, target, cuts))
             elif isinstance(model.tree.get("optimizer"), dict):
                 add_unpartitioned(self._assembly, self._source, model, self._trainable(model), own)
+        often = Counter(name for shapes in self._trained.values() for name in shapes)
+        shared = {name for name, n in often.items() if n > 1}
+        found = {row for each in made for row in each.starts(shared)} if shared else set()
+        for name, start in sorted(found):
+            cuts.setdefault(name, []).append(start)
+        for each in made:
+            each.add()
         for path in self._files.expert_optim.values():
             file = self._open(path)
             for key, value in file.tree.items():
