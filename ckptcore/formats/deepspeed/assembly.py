@@ -225,6 +225,7 @@ class Assembly:
         message = f"{path}: {name} has shape {list(shape)}, in another file it has {list(placement.shard)}"
         self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
         self.unread(name, "its files do not agree on its shape", path)
+        self.place(stored, name)
         return False
 
     def _declare(self, name: str, dtype: str, shape: tuple[int, ...], path: str | None) -> bool:

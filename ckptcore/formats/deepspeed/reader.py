@@ -373,6 +373,7 @@ class _Reader:
                 continue
             placement = placements.get(name, {}).get(part.tp)
             if placement is None or _is_placeholder(part, value):
+                self._assembly.place(Stored(part.file, value), name)  # nothing joins it, or nothing is there
                 continue
             known = own and self._assembly.has(MODEL + name)
             low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
@@ -387,10 +388,13 @@ class _Reader:
             for name, value in (fragments if isinstance(fragments, dict) else {}).items():
                 shape, target = self._frozen[mp].get(name), MODEL + str(name)
                 placement = placements.get(name, {}).get(mp % world.tp)
-                if shape is None or placement is None:
-                    continue
                 if not isinstance(value, StoredView):
                     self._assembly.odd(target, value, file.path)
+                elif shape is None:
+                    self._assembly.unread(target, "frozen_param_shapes has no shape of it", file.path)
+                    self._assembly.place(Stored(file, value), target)
+                elif placement is None:
+                    self._assembly.place(Stored(file, value), target)
                 elif dp < 0:
                     self._assembly.tensor(target, Stored(file, value), placement)
                 else:
@@ -401,6 +405,7 @@ class _Reader:
                             finding("item-mismatch", "files", message, fqn=target, file=file.path)
                         )
                         self._assembly.unread(target, "a rank's part of it has another size", file.path)
+                        self._assembly.place(Stored(file, value), target)
                         continue
                     start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
                     self._assembly.run(target, Stored(file, value), 0, shape, start, stop, placement)
