@@ -148,23 +148,27 @@ def _deepspeed(source: Source) -> tuple[str, str] | None:
     Lightning, ``pytorch_model`` of Accelerate). ``latest_universal`` names a folder made of another save,
     and is followed only where ``latest`` is missing.
     """
-    tops = dict.fromkeys(p.split("/", 1)[0] for p in source.listing if "/" in p)
-    tags = [t for t in tops if is_checkpoint(source.below(t).listing)]
-    if not tags or is_checkpoint(source.listing):
+    parts = (p.partition("/") for p in source.listing)
+    tags = [*dict.fromkeys(top for top, _, rest in parts if rest and is_checkpoint((rest,)))]
+    if is_checkpoint(source.listing):
         return None
     for marker in _LATEST:
-        if marker not in source.listing:
+        size = source.listing.get(marker)
+        if size is None:
             continue
-        size = source.listing[marker]
         text = source.store.read(marker, 0, size).decode("utf-8", "replace").strip() if size <= 4096 else ""
-        if text in tags:
+        if text in tags or ("/" in text and is_checkpoint(source.below(text).listing)):
             return text, f"{marker} names {text}"
+        if not tags:
+            return None
         last = max((t for t in tags if not t.endswith("_universal")), key=natural, default=None)
         raise NotComplete(
             f"{marker} names {text[:80]!r}, which is missing"
             + (f"; {last} is the last save that is there" if last else ""),
             hint=f"name {source.store.url}/{last}" if last else None,
         )
+    if not tags:
+        return None
     if len(tags) == 1:
         return tags[0], f"{tags[0]} is the only save, and no file names the latest"
     raise AmbiguousModel(

@@ -15,19 +15,22 @@ from ckptcore.core.box import Box, flat_start, from_flat_range, is_run
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec, Unread, View, row_major
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import Refused, RefusedTensor, encode
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import MalformedCheckpoint, finding
-from ckptcore.formats.deepspeed.pickle_globals import RankFile
-from ckptcore.formats.deepspeed.tensor_parallel import Placement, same
+from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile
+from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, same
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
+
+_MAX_CUTS = 1 << 22  # pieces of a copy, each compared with every chunk that is there
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of one file."""
 
-    file: RankFile
+    file: StatesFile
     value: StoredView
 
 
@@ -40,27 +43,32 @@ class Assembly:
         self._trees: dict[str, TorchTree] = {}
         self._objects: dict[str, tuple[Any, str]] = {}
         self._chunks: dict[str, list[tuple[Box, int, View]]] = {}
+        self._below: dict[str, list[str]] = {}  # name without its last part -> tensors
 
-    def tree(self, file: RankFile) -> TorchTree:
+    def tree(self, file: StatesFile) -> TorchTree:
         """Return the tree of a file, whose storages become items of the manifest once."""
         if file.path not in self._trees:
             index = self.builder.file(file.path, file.size)
             self._trees[file.path] = TorchTree(self.builder, index, file.objects, file.path)
         return self._trees[file.path]
 
-    def tensor(self, name: str, stored: Stored, placement: Placement | None = None) -> None:
+    def tensor(self, name: str, stored: StoredTensor, placement: ShardPlacement | None = None) -> None:
         """Add one file's copy or shard of a tensor, whatever its strides are.
 
         Copies are compared box by box: where the tensor has chunks already, this one is cut like them.
         """
         value = stored.value
         placement = same(value.shape) if placement is None else placement
-        if not self._declare(name, value.dtype, placement.shape, stored.file.path):
+        if not self._placed(name, stored, value.shape, placement):
             return
         item, view = self.tree(stored.file).place(value, name)
         steps = view.strides if view.strides is not None else row_major(value.shape)
         width = BY_NAME[value.dtype].itemsize
         before = list(dict.fromkeys(box for box, _, _ in self._chunks.get(name, ())))
+        if len(before) * len(placement.pieces) > _MAX_CUTS:
+            raise MalformedCheckpoint(
+                f"{stored.file.path}: {name} is cut into too many pieces", file=stored.file.path
+            )
         for piece in placement.pieces:
             for box in _cut_like(Box(piece.offset, piece.local.shape), before):
                 inside = box.within(Box(piece.offset, piece.local.shape)).offset
@@ -70,26 +78,30 @@ class Assembly:
                 place = View(view.start + at * width, None if plain else steps, view.flags)
                 self._chunk(name, box, item, place)
 
-    def fits(self, name: str, dtype: str, placement: Placement) -> bool:
+    def fits(self, name: str, dtype: str, placement: ShardPlacement) -> bool:
         """Whether a copy of a tensor that is there can be cut like the chunks that it has."""
         at = self._tensors.get(name, -1)
         if at < 0 or self.builder.tensors[at] != TensorSpec(name, dtype, placement.shape):
             return False
         pieces = [Box(p.offset, p.local.shape) for p in placement.pieces]
         boxes = [box for box, _, _ in self._chunks.get(name, ())]
-        return all(
+        return len(pieces) * len(boxes) <= _MAX_CUTS and all(
             any(p.contains(b) for p in pieces) or not any(p.intersect(b) for p in pieces) for b in boxes
         )
+
+    def place(self, stored: StoredTensor, name: str) -> None:
+        """Note a buffer that is known, though no element of it may be part of a tensor."""
+        self.tree(stored.file).place(stored.value, name)
 
     def run(
         self,
         name: str,
-        stored: Stored,
+        stored: StoredTensor,
         at: int,
         shape: tuple[int, ...],
         start: int,
         stop: int,
-        placement: Placement,
+        placement: ShardPlacement,
     ) -> None:
         """Add a run of a shard's row-major elements.
 
@@ -106,7 +118,7 @@ class Assembly:
             MalformedCheckpoint: The buffer is not flat.
         """
         value = stored.value
-        if not self._declare(name, value.dtype, placement.shape, stored.file.path):
+        if not self._placed(name, stored, shape, placement):
             return
         item, view = self.tree(stored.file).place(value, name)
         if len(value.shape) != 1 or view.strides is not None:
@@ -135,6 +147,10 @@ class Assembly:
         """Add a tensor that has the bytes of another, which is there; False where it is not."""
         if owner not in self._tensors or name in self._tensors:
             return owner in self._tensors
+        if self._tensors[owner] < 0:  # its dtype is not read: neither is the alias
+            self._tensors[name] = -1
+            self.unread(name, f"it is {owner}, which cannot be read", "")
+            return True
         spec = self.builder.tensors[self._tensors[owner]]
         self._declare(name, spec.dtype, spec.shape, None)
         for box, item, view in list(self._chunks.get(owner, ())):
@@ -143,11 +159,11 @@ class Assembly:
 
     def alias_all(self, alias: str, owner: str, prefixes: Sequence[str]) -> None:
         """Add every tensor of an owner, its optimizer states too, under the name of its alias."""
-        for prefix in prefixes:
-            for name in [n for n in self._tensors if n.startswith(prefix + owner)]:
-                rest = name[len(prefix) + len(owner) :]
-                if not rest or (rest[0] == "." and "." not in rest[1:] and prefix != prefixes[0]):
-                    self.alias(f"{prefix}{alias}{rest}", name)
+        model, *states = prefixes
+        self.alias(model + alias, model + owner)
+        for prefix in states:
+            for name in list(self._below.get(prefix + owner, ())):
+                self.alias(prefix + alias + name.removeprefix(prefix + owner), name)
 
     def odd(self, name: str, value: Any, path: str) -> None:
         """Add a value that is no tensor where one belongs, as a part that cannot be read."""
@@ -162,8 +178,17 @@ class Assembly:
         """Add a tensor that cannot be read, whatever of it is there."""
         self.builder.withdraw(name, Unread(reason, file=path))
 
+    def value(self, name: str, value: Any, file: StatesFile, *, own: bool) -> None:
+        """Add any value of one file: what holds tensors under a name of that file's (``own``) part."""
+        kinds = (StoredView, RefusedTensor)
+        if any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView)):
+            self.tree(file).add(f"{name}/{file.path.removesuffix('.pt')}" if own else name, value)
+        else:
+            self.object(name, value, file.path)
+
     def object(self, name: str, value: Any, path: str) -> None:
         """Add an object; a finding where ranks do not agree on it."""
+        value = _as_dict(value)
         if name not in self._objects:
             self._objects[name] = value, path
             add_object(self.builder, name, value, path)
@@ -177,14 +202,14 @@ class Assembly:
         """Whether a tensor of this name was added."""
         return name in self._tensors
 
-    def same_bytes(self, name: str, stored: Stored) -> bool:
+    def same_bytes(self, name: str, stored: StoredTensor) -> bool:
         """Note a copy of a tensor that is left out; False where its checksum is not that of a chunk."""
         item, view = self.tree(stored.file).place(stored.value, name)
         crc = self.builder.item_crc32(item)
         known = [(self.builder.item_crc32(i), v) for _, i, v in self._chunks.get(name, ())]
         return crc is None or not known or (crc, view) in known
 
-    def add_unused(self, files: Iterable[RankFile]) -> None:
+    def add_unused(self, files: Iterable[StatesFile]) -> None:
         """Note what no tensor was made of: storages that only refused values can hold.
 
         Raises:
@@ -193,11 +218,25 @@ class Assembly:
         for file in files:
             self.tree(file).require_all()
 
+    def _placed(
+        self, name: str, stored: StoredTensor, shape: tuple[int, ...], placement: ShardPlacement
+    ) -> bool:
+        """Whether a shard can be added: it has the shape that was placed, and the tensor the same form."""
+        path = stored.file.path
+        if shape == placement.shard:
+            return self._declare(name, stored.value.dtype, placement.shape, path)
+        message = f"{path}: {name} has shape {list(shape)}, in another file it has {list(placement.shard)}"
+        self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
+        self.unread(name, "its files do not agree on its shape", path)
+        self.place(stored, name)
+        return False
+
     def _declare(self, name: str, dtype: str, shape: tuple[int, ...], path: str | None) -> bool:
         spec = TensorSpec(name, dtype, shape)
         at = self._tensors.get(name)
         if at is None:
             self._tensors[name] = self.builder.tensor(spec, path)
+            self._below.setdefault(name.rpartition(".")[0], []).append(name)
             return self._tensors[name] >= 0
         if at < 0:
             return False
@@ -228,6 +267,14 @@ def _cut_like(box: Box, others: Sequence[Box]) -> list[Box]:
     for one in inside:
         left = [rest for b in left for rest in b.subtract(one)]
     return [*inside, *left]
+
+
+def _as_dict(value: Any) -> Any:
+    """Return an instance of a class of DeepSpeed as the dict of its fields, which every writer can store."""
+    if isinstance(value, Named) and value.kind == "record":
+        name, fields = value.value
+        return {"class": name, **fields}
+    return value
 
 
 def _comparable(value: Any) -> Any:

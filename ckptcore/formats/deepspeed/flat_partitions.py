@@ -10,6 +10,7 @@ that of ``param_shapes``. The module's order and ``param_slice_mappings`` differ
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +20,7 @@ _ALIGNED = 2  # `nccl_start_alignment_factor`: a group is filled up to a multipl
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class FlatParameter:
     """A parameter of a group.
 
     Attributes:
@@ -49,7 +50,7 @@ class Fragment:
         at: The first of them in the rank's buffer, elements.
     """
 
-    parameter: Parameter
+    parameter: FlatParameter
     rank: int
     start: int
     stop: int
@@ -61,7 +62,7 @@ class UnfitPartition(ValueError):
 
 
 def cut_together(
-    parameters: Sequence[Parameter], ranks: int, lengths: Mapping[int, int]
+    parameters: Sequence[FlatParameter], ranks: int, lengths: Mapping[int, int]
 ) -> Iterator[Fragment]:
     """Yield the fragments of a group that is cut as one buffer (ZeRO-1, ZeRO-2, BF16_Optimizer).
 
@@ -85,17 +86,22 @@ def cut_together(
             raise UnfitPartition(f"rank {rank} holds {length} elements where its part of {total} has {real}")
     if not 0 <= ranks * size - total <= max(limit, ranks * _ALIGNED):
         raise UnfitPartition(f"{ranks} partitions of {size} elements for parameters of {total} elements")
-    at = 0
+    at, there = 0, sorted(lengths)
     for parameter in parameters:
         begin, end = at, at + parameter.numel
-        for rank in range(begin // size, -(-end // size)) if parameter.numel else ():
+        # Ranks by their files: a file may record a job of far more ranks.
+        first, last = (
+            (bisect_left(there, n) for n in (begin // size, -(-end // size))) if end > begin else (0, 0)
+        )
+        for rank in there[first:last]:
             low, high = max(begin, rank * size), min(end, (rank + 1) * size)
-            if rank in lengths:
-                yield Fragment(parameter, rank, low - begin, high - begin, low - rank * size)
+            yield Fragment(parameter, rank, low - begin, high - begin, low - rank * size)
         at = end + parameter.padding
 
 
-def cut_each(parameters: Sequence[Parameter], ranks: int, lengths: Mapping[int, int]) -> Iterator[Fragment]:
+def cut_each(
+    parameters: Sequence[FlatParameter], ranks: int, lengths: Mapping[int, int]
+) -> Iterator[Fragment]:
     """Yield the fragments of a group whose parameters are cut one by one (ZeRO-3).
 
     Args:
@@ -110,10 +116,10 @@ def cut_each(parameters: Sequence[Parameter], ranks: int, lengths: Mapping[int, 
     for rank, length in lengths.items():
         if length != total:
             raise UnfitPartition(f"rank {rank} holds {length} elements where its parts are {total}")
-    at = 0
+    at, there = 0, sorted(lengths)
     for parameter in parameters:
         size = -(-parameter.numel // ranks)
-        for rank in sorted(lengths):
+        for rank in there:
             start, stop = min(rank * size, parameter.numel), min((rank + 1) * size, parameter.numel)
             if stop > start:
                 yield Fragment(parameter, rank, start, stop, at)

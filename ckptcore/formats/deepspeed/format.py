@@ -1,4 +1,4 @@
-"""Recognise DeepSpeed checkpoints."""
+"""Recognise DeepSpeed checkpoints. A module of its own: `format` is the seam of every family."""
 
 from __future__ import annotations
 

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.flat_partitions import (
+    FlatParameter,
     Fragment,
-    Parameter,
     UnfitPartition,
     cut_each,
     cut_together,
 )
-from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
-from ckptcore.formats.deepspeed.rank_files import ModelStates, World
-from ckptcore.formats.deepspeed.tensor_parallel import Placement
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
+from ckptcore.formats.deepspeed.rank_files import ModelStates, RankGrid, config_value
+from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement
 from ckptcore.utils.text import short_repr
 
 STATE = "optimizer.state"
 MASTER = "fp32"  # what the universal form calls a master weight
-_EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)$")
+_EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts\.)(?P<expert>[0-9]{1,9})(?P<rest>\..*)$")
+_MAX_EXPERT_RANKS = 4096
+# States with an element for each of the parameter's: a buffer of another size is damage.
+_ELEMENTWISE = frozenset(
+    {MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "sum", "square_avg"}
+)
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Where each rank's partition is, which the manifest says by itself.
-_LAYOUT = frozenset(
+LAYOUT = frozenset(
     {
         *_MASTERS,
         "base_optimizer_state",
@@ -53,17 +60,29 @@ class Group:
         parameters: In the order of the flat buffer.
         ranks: How many partitions the buffer has.
         experts: Expert-parallel ranks that hold other experts of the same group, 1 for no MoE group.
+        blocks: Whether the ranks that share experts are consecutive.
     """
 
     number: int
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[FlatParameter, ...]
     ranks: int
     experts: int = 1
+    blocks: bool = False
+
+    def place(self, dp: int) -> tuple[int, int]:
+        """Return (expert-parallel rank, number of the partition) of a data-parallel rank.
+
+        deepspeed/utils/groups.py, `_get_expert_parallel_ranks`: expert-parallel groups are consecutive ranks,
+        so those that share experts are ``experts`` apart; ``use_data_before_expert_parallelism`` swaps this.
+        """
+        if self.experts == 1:
+            return 0, dp
+        return divmod(dp, self.ranks) if self.blocks else divmod(dp, self.experts)[::-1]
 
 
 def read_partitions(
     source: Source, files: CheckpointFiles, states: ModelStates
-) -> dict[tuple[int, int], RankFile]:
+) -> dict[tuple[int, int], StatesFile]:
     """Read the optimizer files: (data-parallel rank, model-parallel rank) -> file.
 
     Those of a model-parallel rank without a model-state file are left out: nothing names what they hold.
@@ -76,7 +95,7 @@ def read_partitions(
     }
 
 
-def parameter_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
+def parameter_shapes(file: StatesFile) -> list[dict[str, tuple[int, ...]]]:
     """Return ``param_shapes`` of a model-state file: FQN -> shape, a dict for each group.
 
     Raises:
@@ -89,6 +108,7 @@ def parameter_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
 def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
     """Return a list of dicts FQN -> shape as plain values; raise `MalformedCheckpoint` for anything else."""
     made: list[dict[str, tuple[int, ...]]] = []
+    seen: set[str] = set()
     for group in groups if isinstance(groups, (list, tuple)) else [None]:
         if not isinstance(group, dict):
             raise MalformedCheckpoint(f"{path}: shapes of parameters must be a list of dicts", file=path)
@@ -99,6 +119,9 @@ def group_shapes(groups: Any, path: str) -> list[dict[str, tuple[int, ...]]]:
                 raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)}", file=path)
             if any(type(n) is not int or not 0 <= n < 1 << 50 for n in dims):
                 raise MalformedCheckpoint(f"{path}: {name} has shape {short_repr(dims, 60)}", file=path)
+            if name in seen:
+                raise MalformedCheckpoint(f"{path}: shapes name {short_repr(name, 60)} twice", file=path)
+            seen.add(name)
             made[-1][name] = tuple(dims)
     return made
 
@@ -130,27 +153,34 @@ class Partitions:
         model: The model-state file of the same model-parallel rank.
         placements: Of a parameter of this rank by its name, or None for one that is not merged.
         master: Parameter -> name that its master weight gets.
+        cuts: Parameter -> elements at which any model-parallel rank's partitions begin (`starts`). Several
+            ranks may hold one parameter (tied stages, replicated weights), each cut elsewhere.
     """
 
     def __init__(
         self,
         assembly: Assembly,
-        world: World,
-        files: Mapping[int, RankFile],
-        model: RankFile,
-        placements: Mapping[str, Placement | None],
+        world: RankGrid,
+        files: Mapping[int, StatesFile],
+        model: StatesFile,
+        placements: Mapping[str, ShardPlacement | None],
         master: Mapping[str, str],
+        cuts: Mapping[str, Sequence[int]],
     ) -> None:
+        self._cuts = cuts
         self._assembly, self._world, self._files = assembly, world, files
         self._model, self._placements, self._master = model, placements, master
         self._state = {dp: _optimizer(file) for dp, file in files.items()}
         self._each = any("fp32_flat_groups" in s for s in self._state.values())
+        self._shapes = parameter_shapes(model)
+        self._master_groups = {dp: self._masters(dp) for dp in self._state}
+        self._local = _local_experts(self._shapes)
 
     def add(self) -> None:
         """Add every master weight, moment and object."""
         for group in self._groups():
             members = self._members(group)
-            masters = {dp: self._of_group(dp, self._masters(dp), group.number) for dp in self._state}
+            masters = {dp: self._of_group(dp, self._master_groups[dp], group.number) for dp in self._state}
             self._partitioned(group, members, MASTER, masters)
             inner = {dp: self._inner(dp, group.number) for dp in self._state}
             for key in dict.fromkeys(k for values in inner.values() for k in values):
@@ -159,18 +189,46 @@ class Partitions:
         for dp, state in self._state.items():
             self._add_objects(dp, state)
 
+    def starts(self, shared: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield where partitions begin in those of the ``shared`` parameters that this rank has."""
+        for group in self._groups():
+            if not any(p.name in shared for p in group.parameters):
+                continue
+            for ranks in self._members(group).values():
+                values = {dp: self._of_group(dp, self._master_groups[dp], group.number) for dp in ranks}
+                lengths = {
+                    group.place(dp)[1]: v.shape[0]
+                    for dp, v in values.items()
+                    if isinstance(v, StoredView) and len(v.shape) == 1
+                }
+                try:
+                    cut = cut_each if self._each else cut_together
+                    for f in cut(group.parameters, group.ranks, lengths) if lengths else ():
+                        if f.parameter.name in shared:
+                            yield from ((f.parameter.name, n) for n in (f.start, f.stop))
+                except UnfitPartition:  # `add` says so
+                    continue
+
     def _groups(self) -> Iterator[Group]:
-        shapes = parameter_shapes(self._model)
-        state = next(iter(self._state.values()))
-        masters = self._masters(next(iter(self._state)))
-        path = self._files[next(iter(self._state))].path
+        shapes = self._shapes
+        first, state = next(iter(self._state.items()))
+        masters = self._master_groups[first]
+        path = self._files[first].path
         if len(masters) != len(shapes):
             raise MalformedCheckpoint(
                 f"{path} has {len(masters)} groups of master weights, {self._model.path} has {len(shapes)} "
                 "groups of parameters: they are of different saves",
                 file=path,
             )
-        paddings = state.get("param_alignment_paddings") or [()] * len(shapes)
+        for dp, other in self._state.items():
+            for key in ("param_alignment_paddings", "partition_count"):
+                if other.get(key) != state.get(key):
+                    raise MalformedCheckpoint(
+                        f"{self._files[dp].path} has another {key} than {path}: they are of different saves",
+                        file=self._files[dp].path,
+                    )
+        paddings = state.get("param_alignment_paddings")
+        blocks = config_value(self._model.tree, "use_data_before_expert_parallelism") is True
         for number, group in enumerate(shapes):
             behind = _paddings(paddings, number, len(group), path)
             ranks = _count(state.get("partition_count"), number, self._world.dp, path)
@@ -180,18 +238,18 @@ class Partitions:
                     file=path,
                 )
             parameters = tuple(
-                Parameter(name, shape, pad) for (name, shape), pad in zip(group.items(), behind, strict=True)
+                FlatParameter(name, shape, pad)
+                for (name, shape), pad in zip(group.items(), behind, strict=True)
             )
             experts = self._world.dp // ranks if not self._each else 1
-            yield Group(number, parameters, ranks, experts)
+            yield Group(number, parameters, ranks, experts, blocks)
 
     def _members(self, group: Group) -> dict[int, list[int]]:
-        """Expert-parallel rank -> data-parallel ranks with its partitions, in their order.
-
-        deepspeed/utils/groups.py: expert-parallel groups are consecutive ranks, so the ranks that share
-        experts are ``experts`` apart.
-        """
-        return {e: list(range(e, self._world.dp, group.experts)) for e in range(group.experts)}
+        """Expert-parallel rank -> data-parallel ranks with its partitions, of those whose file is there."""
+        found: dict[int, list[int]] = {e: [] for e in range(min(group.experts, _MAX_EXPERT_RANKS))}
+        for dp in sorted(self._state):
+            found.setdefault(group.place(dp)[0], []).append(dp)
+        return found
 
     def _add_state(
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
@@ -202,7 +260,7 @@ class Partitions:
                 for name in self._names(group, rank):
                     for dp in ranks:
                         if dp in tensors:
-                            stored = Stored(self._files[dp], tensors[dp])
+                            stored = StoredTensor(self._files[dp], tensors[dp])
                             self._assembly.tensor(f"{STATE}.{name}.{key}", stored)
         elif tensors or any(isinstance(v, Refused) for v in values.values()):
             self._partitioned(group, members, key, values)
@@ -211,8 +269,7 @@ class Partitions:
                 self._assembly.object(f"optimizer.groups.{group.number}.{key}", value, self._files[dp].path)
 
     def _names(self, group: Group, rank: int) -> list[str]:
-        locals_ = _experts_of(group)
-        return [global_expert(p.name, rank, locals_.get(_layer(p.name), 0)) for p in group.parameters]
+        return [global_expert(p.name, rank, self._local.get(_layer(p.name), 0)) for p in group.parameters]
 
     def _partitioned(
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
@@ -225,16 +282,20 @@ class Partitions:
                     self._assembly.odd(self._target(name, key), values[odd], self._files[odd].path)
                 continue
             # A partition's number is the place of its rank among those that share it.
-            buffers = {n: values[dp] for n, dp in enumerate(ranks) if dp in values}
+            of = {group.place(dp)[1]: dp for dp in ranks if dp in values}
+            buffers = {n: values[dp] for n, dp in of.items()}
             if any(len(v.shape) != 1 for v in buffers.values()):
-                self._keep_raw(group, key, {ranks[n]: v for n, v in buffers.items()})
+                self._keep_raw(group, key, {of[n]: v for n, v in buffers.items()})
                 continue
             lengths = {n: v.shape[0] for n, v in buffers.items()}
             try:
                 cut = cut_each if self._each else cut_together
                 fragments = list(cut(group.parameters, group.ranks, lengths)) if lengths else []
             except UnfitPartition as error:
-                path = self._files[ranks[next(iter(buffers))]].path
+                if key not in _ELEMENTWISE:
+                    self._keep_raw(group, key, {of[n]: v for n, v in buffers.items()})
+                    continue
+                path = self._files[of[next(iter(buffers))]].path
                 raise MalformedCheckpoint(
                     f"cannot find the parameters of group {group.number} in {key} of {path}: {error}. Its "
                     "files are of different saves, or cut",
@@ -245,8 +306,10 @@ class Partitions:
                 if placement is not None:
                     dtype = next((v.dtype for v in buffers.values()), "float32")
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
+            for n, value in buffers.items():  # one may be padding alone
+                self._assembly.place(StoredTensor(self._files[of[n]], value), key)
             for fragment in fragments:
-                self._add_fragment(fragment, names, key, buffers, ranks)
+                self._add_fragment(fragment, names, key, buffers, of)
 
     def _add_fragment(
         self,
@@ -254,14 +317,18 @@ class Partitions:
         names: Mapping[str, str],
         key: str,
         buffers: Mapping[int, StoredView],
-        ranks: Sequence[int],
+        of: Mapping[int, int],
     ) -> None:
         placement = self._placements.get(f.parameter.name)
         if placement is None:
             return
-        stored = Stored(self._files[ranks[f.rank]], buffers[f.rank])
+        stored = StoredTensor(self._files[of[f.rank]], buffers[f.rank])
         target = self._target(names[f.parameter.name], key)
-        self._assembly.run(target, stored, f.at, f.parameter.shape, f.start, f.stop, placement)
+        cuts = self._cuts.get(f.parameter.name, ())
+        inside = cuts[bisect_right(cuts, f.start) : bisect_left(cuts, f.stop)]
+        for start, stop in pairwise([f.start, *inside, f.stop]):
+            at = f.at + start - f.start
+            self._assembly.run(target, stored, at, f.parameter.shape, start, stop, placement)
 
     def _target(self, name: str, key: str) -> str:
         return self._master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"
@@ -271,7 +338,7 @@ class Partitions:
         for dp, value in values.items():
             file = self._files[dp]
             name = f"optimizer.groups.{group.number}.{key}/{file.path.removesuffix('.pt')}"
-            self._assembly.tensor(name, Stored(file, value))
+            self._assembly.tensor(name, StoredTensor(file, value))
         message = f"{key} of group {group.number} has no flat buffers, and stays as ranks have it"
         self._assembly.builder.findings.append(finding("flat-buffers", "coverage", message))
 
@@ -299,39 +366,45 @@ class Partitions:
         if isinstance(base, (list, tuple)):  # elastic_checkpoint: a dict for each group, without padding
             found = base[number] if number < len(base) else {}
         else:
-            found = base.get("state", {}).get(number, {}) if isinstance(base, dict) else {}
+            states = base.get("state") if isinstance(base, dict) else None
+            found = states.get(number, {}) if isinstance(states, dict) else {}
         return found if isinstance(found, dict) else {}
 
     def _add_objects(self, dp: int, state: Mapping[str, Any]) -> None:
-        path = self._files[dp].path
+        file = self._files[dp]
         base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
         if isinstance(base, dict):
             for key, value in base.items():
-                if key != "state":
-                    self._assembly.object(f"optimizer.{key}", self._named(key, value), path)
+                if key != "state" or not isinstance(value, dict):
+                    self._assembly.value(f"optimizer.{key}", self._named(key, value), file, own=True)
+        elif isinstance(base, Refused):
+            self._assembly.object("optimizer.base_optimizer_state", base, file.path)
         for key, value in state.items():
-            if key not in _LAYOUT:
-                self._assembly.object(f"optimizer.{key}", value, path)
+            if key not in LAYOUT:
+                self._assembly.value(f"optimizer.{key}", value, file, own=True)
 
     def _named(self, key: Any, value: Any) -> Any:
         """Parameter groups with names in place of the numbers of their buffers."""
         if key != "param_groups" or not isinstance(value, (list, tuple)) or self._world.mp > 1:
             return value
-        shapes = parameter_shapes(self._model)
-        made = []
+        shapes = self._shapes
+        made, seen = [], set[int]()
         for group in value:
             numbers = group.get("params") if isinstance(group, dict) else None
             if not isinstance(numbers, list) or any(
                 type(n) is not int or not 0 <= n < len(shapes) for n in numbers
             ):
                 return value
+            if len({*numbers} | seen) != len(numbers) + len(seen):  # of two groups, or twice in one
+                return value
+            seen.update(numbers)
             experts = isinstance(group, dict) and group.get("moe")
             names = [name for n in numbers for name in shapes[n]]
             made.append(group if experts else {**group, "params": names})
         return made
 
 
-def _optimizer(file: RankFile) -> dict[str, Any]:
+def _optimizer(file: StatesFile) -> dict[str, Any]:
     found = file.tree.get("optimizer_state_dict")
     if not isinstance(found, dict):
         raise MalformedCheckpoint(f"{file.path} holds no optimizer_state_dict", file=file.path)
@@ -339,10 +412,14 @@ def _optimizer(file: RankFile) -> dict[str, Any]:
 
 
 def _paddings(paddings: Any, number: int, count: int, path: str) -> Sequence[int]:
-    found = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
-    if not found:
+    if paddings is None or paddings == []:  # before 0.19.7
         return [0] * count
-    if len(found) != count or any(type(n) is not int or not 0 <= n < 1 << 40 for n in found):
+    found = paddings[number] if isinstance(paddings, (list, tuple)) and number < len(paddings) else None
+    if (
+        not isinstance(found, (list, tuple))
+        or len(found) != count
+        or any(type(n) is not int or not 0 <= n < 1 << 40 for n in found)
+    ):
         raise MalformedCheckpoint(
             f"{path}: param_alignment_paddings of group {number} are not those of {count} parameters",
             file=path,
@@ -367,10 +444,10 @@ def _layer(name: str) -> str:
     return found["layer"] if found else ""
 
 
-def _experts_of(group: Group) -> dict[str, int]:
-    """MoE layer -> experts that one rank has of it."""
-    found: dict[str, set[int]] = {}
-    for parameter in group.parameters:
-        if m := _EXPERT.match(parameter.name):
-            found.setdefault(m["layer"], set()).add(int(m["expert"]))
-    return {layer: len(numbers) for layer, numbers in found.items()}
+def _local_experts(shapes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """MoE layer -> experts that one rank has of it, which may be spread over groups."""
+    found: dict[str, int] = {}
+    for name in (n for group in shapes for n in group):
+        if m := _EXPERT.match(name):
+            found[m["layer"]] = max(found.get(m["layer"], 0), 1 + int(m["expert"]))
+    return found

@@ -56,7 +56,7 @@ TABLE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class StatesFile:
     """One parsed file.
 
     Attributes:
@@ -76,7 +76,7 @@ class RankFile:
         return tree
 
 
-def read_file(source: Source, path: str, *, table: dict[str, Any] | None = None) -> RankFile:
+def read_file(source: Source, path: str, *, table: dict[str, Any] | None = None) -> StatesFile:
     """Parse one file; no tensor byte is read.
 
     Raises:
@@ -90,4 +90,4 @@ def read_file(source: Source, path: str, *, table: dict[str, Any] | None = None)
     tree = plain(found.tree, size, path, refused)
     if not isinstance(tree, dict):
         raise MalformedCheckpoint(f"{path} must hold a dict (got {type(tree).__name__})", file=path)
-    return RankFile(path, size, replace(found, tree=tree, refused=tuple(refused)))
+    return StatesFile(path, size, replace(found, tree=tree, refused=tuple(refused)))

@@ -15,7 +15,7 @@ from typing import Any
 from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
-from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
 from ckptcore.utils.text import short_repr
 
 _MAX_WORLD = 1 << 20
@@ -25,7 +25,7 @@ _ALIKE = ("global_steps", "dp_world_size", "mp_world_size", "ds_version", "globa
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class RankGrid:
     """The ranks of the job.
 
     Attributes:
@@ -55,17 +55,20 @@ class ModelStates:
         findings: Missing files, and files of other saves.
     """
 
-    world: World
-    files: Mapping[tuple[int, int], RankFile]
+    world: RankGrid
+    files: Mapping[tuple[int, int], StatesFile]
     stage: int
     findings: tuple[Finding, ...]
 
-    def first(self, mp: int) -> RankFile | None:
-        """The file of a model-parallel rank that is there, of the lowest data-parallel rank."""
-        return next((f for (_, m), f in self.files.items() if m == mp), None)
+    def firsts(self) -> dict[int, StatesFile]:
+        """The first file of every model-parallel rank that has one."""
+        found: dict[int, StatesFile] = {}
+        for (_, mp), file in self.files.items():
+            found.setdefault(mp, file)
+        return {mp: found[mp] for mp in sorted(found)}
 
     @property
-    def sample(self) -> RankFile:
+    def sample(self) -> StatesFile:
         """A file whose values that all ranks share are taken."""
         return next(iter(self.files.values()))
 
@@ -89,6 +92,13 @@ def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
             "parameters in them",
             hint="copy the model-state files from where the checkpoint was written",
         )
+    if files.twice:
+        one, other = files.twice[0]
+        raise MalformedCheckpoint(
+            f"{one} and {other} are of the same rank: nothing says which belongs to this save",
+            file=other,
+            hint="move the files of the other save away",
+        )
     found = {rank: read_file(source, path) for rank, path in files.model.items()}
     first = next(iter(found.values()))
     world = _world(first, files)
@@ -98,7 +108,7 @@ def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
                 f"cannot read {file.path}: its experts are partitioned by AutoEP",
                 hint="save the model with save_16bit_model in the job that wrote it",
             )
-    findings = [*_mixed(found), *_missing(files, found, world, _stage(first))]
+    findings = [*_mixed(found), *_both_forms(found), *_missing(files, found, world, _stage(first))]
     kept = {rank: f for rank, f in found.items() if rank[0] < world.dp and rank[1] < world.mp}
     size = f"{world.dp} data-parallel x {world.mp} model-parallel ranks"
     findings += [
@@ -119,7 +129,7 @@ def config_value(tree: Mapping[str, Any], *keys: str) -> Any:
     return value
 
 
-def _world(file: RankFile, files: CheckpointFiles) -> World:
+def _world(file: StatesFile, files: CheckpointFiles) -> RankGrid:
     dp, mp = (_size(file, key) for key in ("dp_world_size", "mp_world_size"))
     degrees = file.tree.get("checkpoint_parallel_dimensions")
     if isinstance(degrees, dict) and degrees.keys() >= {"tp_degree", "pp_degree"}:
@@ -129,7 +139,7 @@ def _world(file: RankFile, files: CheckpointFiles) -> World:
                 f"{file.path} records {tp} tensor x {pp} pipeline ranks for mp_world_size {mp}",
                 file=file.path,
             )
-        return World(dp, tp, pp)
+        return RankGrid(dp, tp, pp)
     # Before 0.19 nothing records the degrees: only pipelines leave layer files, which count tensor ranks.
     tp = 1 + max((t for _, t in files.layers), default=0) if files.layers else mp
     if mp % tp:
@@ -137,10 +147,10 @@ def _world(file: RankFile, files: CheckpointFiles) -> World:
             f"{file.path} records mp_world_size {mp}, and layer files are of {tp} tensor ranks",
             file=file.path,
         )
-    return World(dp, tp, mp // tp)
+    return RankGrid(dp, tp, mp // tp)
 
 
-def _size(file: RankFile, key: str, values: Mapping[str, Any] | None = None) -> int:
+def _size(file: StatesFile, key: str, values: Mapping[str, Any] | None = None) -> int:
     value = (file.tree if values is None else values).get(key)
     if type(value) is not int or not 0 < value <= _MAX_WORLD:
         raise MalformedCheckpoint(
@@ -149,12 +159,12 @@ def _size(file: RankFile, key: str, values: Mapping[str, Any] | None = None) -> 
     return value
 
 
-def _stage(file: RankFile) -> int:
+def _stage(file: StatesFile) -> int:
     stage = config_value(file.tree, "zero_optimization", "stage")
     return stage if type(stage) is int and 0 <= stage <= 3 else 0
 
 
-def _mixed(found: Mapping[tuple[int, int], RankFile]) -> Iterator[Finding]:
+def _mixed(found: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
     first = next(iter(found.values()))
     for file in found.values():
         for key in _ALIKE:
@@ -166,18 +176,28 @@ def _mixed(found: Mapping[tuple[int, int], RankFile]) -> Iterator[Finding]:
                 yield finding("mixed-saves", "files", message, file=file.path)
 
 
+def _both_forms(found: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
+    """Findings for files of ZeRO-3, one a rank, beside the one for all ranks of the other stages."""
+    for dp, mp in found:
+        if dp >= 0 and (-1, mp) in found:
+            message = f"{found[dp, mp].path} is of ZeRO-3, and {found[-1, mp].path} is of another stage"
+            yield finding("mixed-saves", "files", message, file=found[dp, mp].path)
+
+
 def _missing(
-    files: CheckpointFiles, found: Mapping[tuple[int, int], RankFile], world: World, stage: int
+    files: CheckpointFiles, found: Mapping[tuple[int, int], StatesFile], world: RankGrid, stage: int
 ) -> Iterator[Finding]:
     """Findings for files of ranks that are not there: optimizer partitions are the job of ZeRO alone."""
     each = any(dp >= 0 for dp, _ in found)
+    # Only a partitioned optimizer has `param_shapes`, whatever the configuration calls its stage.
+    partitioned = stage > 0 or any(f.tree.get("param_shapes") for f in found.values())
     wanted = [
         (files.model, "{zero}mp_rank_{mp:02d}_model_states.pt", range(world.dp) if each else (-1,)),
         (files.optim, "{bf16}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt", range(world.dp)),
     ]
     prefix = next((p for p in files.optim.values()), "").partition("zero_pp_rank")[0]
     for have, name, ranks in wanted:
-        if (have is files.optim and not have and stage == 0) or (files.universal and have is files.optim):
+        if have is files.optim and not have and (files.universal or not partitioned):
             continue
         lost = ((dp, mp) for dp, mp in product(ranks, range(world.mp)) if (dp, mp) not in have)
         for dp, mp in islice(lost, _MAX_REPORTED):

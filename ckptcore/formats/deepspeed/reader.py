@@ -11,21 +11,22 @@ compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice
 from math import prod
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import Refused, RefusedTensor
+from ckptcore.core.object_tree import Refused
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import StoredView
-from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
+from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
-from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
@@ -34,9 +35,9 @@ from ckptcore.formats.deepspeed.optimizer_states import (
     parameter_shapes,
     read_partitions,
 )
-from ckptcore.formats.deepspeed.pickle_globals import RankFile, read_file
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
-from ckptcore.formats.deepspeed.tensor_parallel import Placement, TensorParallel, Unmerged, same
+from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
 from ckptcore.utils.text import short_repr
@@ -45,7 +46,9 @@ NAME = "deepspeed"
 MODEL = "module."
 LOW_PRECISION = "lp/"  # no dot: it is no part that could be the model
 Shape = tuple[int, ...]
-_LAYER = re.compile(r"^\d{1,7}\.")
+_LAYER = re.compile(r"^[0-9]{1,7}\.")
+_TIED = re.compile(r"^tied_modules\.[^.]+\.(?P<rest>.+)$", re.DOTALL)
+_MAX_REPORTED = 20
 # What says where values are, and is said by the manifest.
 _LAYOUT = frozenset(
     {
@@ -68,7 +71,7 @@ _LAYOUT = frozenset(
 class _Part:
     """A state dict of weights: whose file, which tensor-parallel rank, FQN -> value, whether ZeRO-3's."""
 
-    file: RankFile
+    file: StatesFile
     tp: int
     values: Mapping[str, Any]
     partitioned: bool = False
@@ -91,14 +94,21 @@ class _Reader:
         self._source, self._files, self._states = source, files, states
         self._builder = Builder()
         self._assembly = Assembly(self._builder)
-        self._ranks = {mp: f for mp in range(states.world.mp) if (f := states.first(mp)) is not None}
+        self._ranks = states.firsts()
         self._trained = {mp: _merged(parameter_shapes(f)) for mp, f in self._ranks.items()}
         self._frozen = {mp: _frozen_shapes(f) for mp, f in self._ranks.items()}
         self._shared = {k: v for f in states.files.values() for k, v in _texts(f, "shared_params").items()}
         self._buffers = {n for f in self._ranks.values() for n in _names(f, "buffer_names")}
-        self._opened: list[RankFile] = [*states.files.values()]
-        self._copies: list[tuple[str, Stored]] = []
+        self._opened: list[StatesFile] = [*states.files.values()]
+        self._copies: list[tuple[str, StoredTensor]] = []
+        self._layer_names: set[str] = set()
         self._placeholders: dict[str, str] = {}
+        # A folder that was converted in place keeps the buffers, which are the save itself.
+        self._universal = bool(files.universal) and not files.optim
+        # Before 0.3.9 nothing named the parameters of the buffers.
+        self._named = self._universal or all(
+            f.tree.get("param_shapes") is not None for f in self._ranks.values()
+        )
 
     def read(self) -> Manifest:
         builder, states = self._builder, self._states
@@ -106,11 +116,16 @@ class _Reader:
         parts = list(self._parts())
         placements = self._placements(parts)
         files = self._files
-        masters = bool(files.optim or files.universal) or any(map(has_masters, self._ranks.values()))
+        partitioned = self._named and bool(files.optim or files.universal)
+        masters = partitioned or any(map(has_masters, self._ranks.values()))
         zero3 = any(dp >= 0 for dp, _ in states.files)
         # Without ZeRO nothing records which parameter a master is of, and weights are the default.
-        preferred = "master" if files.optim or files.universal else "module"
+        preferred = "master" if partitioned else "module"
         chosen = preferred if self._source.weights == "auto" else self._source.weights
+        if self._source.weights == "master" and not masters:
+            raise UnsupportedFormat(
+                "the checkpoint has no master weights that anything names", hint="leave out --weights master"
+            )
         own = chosen == "master" and masters
         if zero3 and self._source.weights == "module":
             raise UnsupportedFormat(
@@ -119,11 +134,12 @@ class _Reader:
             )
         self._experts = {n for p in parts for n in p.values} if files.experts else set[str]()
         self._add_masters(placements, own)
-        for alias, owner in self._ties(parts).items() if own else ():
-            self._assembly.alias_all(alias, owner, (MODEL, f"{STATE}."))
+        ties = self._ties(parts, placements) if own else {}
+        self._alias(ties)
         for part in parts:
             self._add_weights(part, placements, own)
         self._add_frozen(placements)
+        self._alias({a: o for a, o in ties.items() if a in self._placeholders})  # owners that are frozen
         for name, stored in self._copies:
             if not self._assembly.same_bytes(name, stored):
                 message = f"{name} of {stored.file.path} is not that of rank 0, which is taken"
@@ -135,6 +151,7 @@ class _Reader:
             self._add_objects(file)
         self._assembly.add_unused(self._opened)
         self._note_stray()
+        self._require_names()
         return builder.build(NAME, self._source.store.url, self._origin(own, masters))
 
     # --- which weights there are ---
@@ -146,23 +163,34 @@ class _Reader:
             if isinstance(module, dict) and dp > 0:
                 self._compare_buffers(file, module)
             elif isinstance(module, dict):
-                yield _Part(file, mp % world.tp, module, dp >= 0)
+                yield _Part(file, mp % world.tp, _flat(module, file.path), dp >= 0)
             elif module is not None and not isinstance(module, dict):
                 raise MalformedCheckpoint(
                     f"module of {file.path} must be a dict (got {type(module).__name__})", file=file.path
                 )
         for (layer, tp), path in self._files.layers.items():
-            file = self._open(path)
-            yield _Part(file, tp, {f"{layer}.{name}": value for name, value in file.tree.items()})
+            if self._has_rank(tp < world.tp, path):
+                file = self._open(path)
+                values = {f"{layer}.{name}": value for name, value in _flat(file.tree, path).items()}
+                self._layer_names |= values.keys()
+                yield _Part(file, tp, values)
         for (_, _, mp), path in self._files.experts.items():
-            file = self._open(path)
-            yield _Part(file, mp % world.tp, file.tree)
+            if self._has_rank(mp < world.mp, path):
+                file = self._open(path)
+                yield _Part(file, mp % world.tp, _flat(file.tree, path))
 
-    def _compare_buffers(self, file: RankFile, module: Mapping[str, Any]) -> None:
+    def _has_rank(self, known: bool, path: str) -> bool:
+        if not known:
+            world = self._states.world
+            message = f"{path} is of no rank of {world.tp} tensor-parallel x {world.pp} pipeline ranks"
+            self._builder.findings.append(finding("mixed-saves", "files", message, file=path))
+        return known
+
+    def _compare_buffers(self, file: StatesFile, module: Mapping[str, Any]) -> None:
         """ZeRO-3: each rank has buffers of its own; rank 0's are the model's, as in DeepSpeed's own tools."""
         self._copies += [
-            (f"{MODEL}{name}", Stored(file, value))
-            for name, value in module.items()
+            (f"{MODEL}{name}", StoredTensor(file, value))
+            for name, value in _flat(module, file.path).items()
             if isinstance(value, StoredView) and 0 not in value.shape
         ]
 
@@ -171,12 +199,12 @@ class _Reader:
         if not self._files.layers:
             return
         found = {int(n.partition(".")[0]) for s in self._trained.values() for n in s if _LAYER.match(n)}
-        for layer, tp in product(sorted(found), range(self._states.world.tp)):
-            if (layer, tp) not in self._files.layers:
-                suffix = f"-model_{tp:02d}" if self._states.world.tp > 1 else ""
-                path = f"layer_{layer:02d}{suffix}-model_states.pt"
-                message = f"{path} is missing: parameters of this layer are listed"
-                yield finding("missing-rank", "files", message, file=path)
+        wanted = ((layer, tp) for layer in sorted(found) for tp in range(self._states.world.tp))
+        for layer, tp in islice((w for w in wanted if w not in self._files.layers), _MAX_REPORTED):
+            suffix = f"-model_{tp:02d}" if self._states.world.tp > 1 else ""
+            path = f"layer_{layer:02d}{suffix}-model_states.pt"
+            message = f"{path} is missing: parameters of this layer are listed"
+            yield finding("missing-rank", "files", message, file=path)
 
     def _missing_experts(self) -> Iterator[Finding]:
         """Findings for experts whose file is missing: ``num_experts`` has how many each MoE layer has."""
@@ -185,20 +213,29 @@ class _Reader:
             found.setdefault(layer, set()).add(expert)
         stored = self._states.sample.tree.get("num_experts")
         counts = stored if isinstance(stored, list) else []
+        if (
+            len(counts) > len(found) and -1 not in found
+        ):  # before layers had numbers, one file had all of them
+            lost = ", ".join(map(str, absent(found, len(counts), 5)))
+            message = (
+                f"the files of experts of {len(counts) - len(found)} MoE layers are missing (layer {lost})"
+            )
+            yield finding("missing-rank", "files", message)
         for place, layer in enumerate(sorted(found)):
             known = counts[place] if place < len(counts) else None
             count = known if type(known) is int else 1 + max(found[layer])
             for expert in absent(found[layer], count, 20):
-                path = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+                prefix = f"layer_{layer}_" if layer >= 0 else ""
+                path = f"{prefix}expert_{expert}_mp_rank_00_model_states.pt"
                 message = f"{path} is missing: layer {layer} has {count} experts"
                 yield finding("missing-rank", "files", message, file=path)
 
-    def _open(self, path: str) -> RankFile:
+    def _open(self, path: str) -> StatesFile:
         file = read_file(self._source, path)
         self._opened.append(file)
         return file
 
-    def _placements(self, parts: list[_Part]) -> dict[str, dict[int, Placement]]:
+    def _placements(self, parts: list[_Part]) -> dict[str, dict[int, ShardPlacement]]:
         """FQN -> tensor-parallel rank -> placement of its shard; tensors that cannot be joined are noted."""
         shapes: dict[str, dict[int, Shape]] = {}
         tp = self._states.world.tp
@@ -208,11 +245,11 @@ class _Reader:
         for part in parts:
             for name, value in part.values.items():
                 if isinstance(value, StoredView) and _is_placeholder(part, value):
-                    self._placeholders.setdefault(str(name), part.file.path)
+                    self._placeholders.setdefault(name, part.file.path)
                 elif isinstance(value, StoredView):
-                    shapes.setdefault(str(name), {}).setdefault(part.tp, value.shape)
+                    shapes.setdefault(name, {}).setdefault(part.tp, value.shape)
         rules = TensorParallel(self._states.sample.tree, list(shapes), tp)
-        made: dict[str, dict[int, Placement]] = {}
+        made: dict[str, dict[int, ShardPlacement]] = {}
         for name, each in shapes.items():
             try:
                 replicated = name in self._buffers and len(set(each.values())) == 1
@@ -225,36 +262,66 @@ class _Reader:
 
     # --- adding ---
 
-    def _add_masters(self, placements: Mapping[str, dict[int, Placement]], own: bool) -> None:
+    def _add_masters(self, placements: Mapping[str, dict[int, ShardPlacement]], own: bool) -> None:
         tp = self._states.world.tp
         target = {name: MODEL + name for name in self._master_names()} if own else {}
-        if self._files.universal:
-            add_universal(self._source, self._files, self._assembly, self._merged_shapes(placements), target)
+        if self._universal:
+            trained = {n for shapes in self._trained.values() for n in shapes}
+            shapes = self._merged_shapes(placements)
+            add_universal(self._source, self._files, self._assembly, shapes, trained, target)
             return
         partitions = read_partitions(self._source, self._files, self._states)
         self._opened += partitions.values()
+        cuts: dict[str, list[int]] = {}
+        made: list[Partitions] = []
         for mp, model in self._ranks.items():
             of_rank = {dp: file for (dp, m), file in partitions.items() if m == mp}
-            if of_rank:
+            if of_rank and not self._named:
+                self._add_unnamed(of_rank)
+            elif of_rank:
                 own_placements = {n: placements.get(n, {}).get(mp % tp) for n in self._trained[mp]}
-                Partitions(self._assembly, self._states.world, of_rank, model, own_placements, target).add()
+                world = self._states.world
+                made.append(Partitions(self._assembly, world, of_rank, model, own_placements, target, cuts))
             elif isinstance(model.tree.get("optimizer"), dict):
                 add_unpartitioned(self._assembly, self._source, model, self._trainable(model), own)
+        often = Counter(name for shapes in self._trained.values() for name in shapes)
+        shared = {name for name, n in often.items() if n > 1}
+        found = {row for each in made for row in each.starts(shared)} if shared else set()
+        for name, start in sorted(found):
+            cuts.setdefault(name, []).append(start)
+        for each in made:
+            each.add()
         for path in self._files.expert_optim.values():
             file = self._open(path)
             for key, value in file.tree.items():
                 self._assembly.tree(file).add(f"optimizer/{path.removesuffix('.pt')}.{key}", value)
+
+    def _add_unnamed(self, files: Mapping[int, StatesFile]) -> None:
+        """Keep buffers of which nothing names the parameters as the ranks have them."""
+        for file in files.values():
+            message = f"nothing names the parameters in the buffers of {file.path}: param_shapes is missing"
+            self._builder.findings.append(finding("unnamed-states", "files", message, file=file.path))
+            for key, value in file.tree.items():
+                if key == "optimizer_state_dict":
+                    self._assembly.value("optimizer", value, file, own=True)
+
+    def _alias(self, ties: Mapping[str, str]) -> None:
+        for alias in ties:
+            owner, steps = ties[alias], 0
+            while owner in ties and steps < 64:  # a tie of a tie
+                owner, steps = ties[owner], steps + 1
+            self._assembly.alias_all(alias, owner, (MODEL, f"{STATE}."))
 
     def _master_names(self) -> set[str]:
         """Return every name that a master may get: of parameters, and of experts by their global number."""
         names = {n for shapes in self._trained.values() for n in shapes}
         return names | self._experts
 
-    def _merged_shapes(self, placements: Mapping[str, dict[int, Placement]]) -> dict[str, Shape]:
+    def _merged_shapes(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> dict[str, Shape]:
         """Return FQN -> shape of the logical parameter."""
         return {name: next(iter(each.values())).shape for name, each in placements.items() if each}
 
-    def _trainable(self, model: RankFile) -> dict[str, StoredView]:
+    def _trainable(self, model: StatesFile) -> dict[str, StoredView]:
         module = model.tree.get("module")
         values = module if isinstance(module, dict) else {}
         return {
@@ -263,19 +330,45 @@ class _Reader:
             if isinstance(value, StoredView) and name not in self._buffers
         }
 
-    def _ties(self, parts: list[_Part]) -> dict[str, str]:
-        """Alias -> owner: as rank 0 records it, or names of one view where nothing does (stage 0)."""
-        ties = dict(self._shared)
+    def _ties(
+        self, parts: list[_Part], placements: Mapping[str, dict[int, ShardPlacement]]
+    ) -> dict[str, str]:
+        """Alias -> owner: as rank 0 records it, or names of one view where nothing does (stage 0).
+
+        A layer of a pipeline that is tied has its file under its number, and its parameters are
+        ``tied_modules.<key>.<name>`` (deepspeed/runtime/pipe/module.py, `TiedLayerSpec`).
+        """
+        shapes = self._merged_shapes(placements)
+        stored = {n: v.shape for p in parts if p.partitioned is False for n, v in _tensors(p)}
+        tp = self._states.world.tp
+        ties = {
+            a: o
+            for a, o in self._shared.items()
+            if tp > 1 or a not in stored or o not in shapes or stored[a] == shapes[o]
+        }
+        listed = self._master_names()
+        tied: dict[str, list[str]] = {}
+        for name in listed:
+            if found := _TIED.match(name):
+                tied.setdefault(found["rest"], []).append(name)
+        for name in self._layer_names - listed - self._buffers:
+            owners = tied.get(name.partition(".")[2], [])
+            if len(owners) == 1 and shapes.get(name) == shapes.get(owners[0]):
+                ties.setdefault(name, owners[0])
         for part in parts:
             seen: dict[Any, str] = {}
             for name, value in part.values.items():
                 if isinstance(value, StoredView) and 0 not in value.shape:
-                    owner = seen.setdefault((value.key, value.offset, value.shape, value.strides), name)
+                    owner = seen.setdefault(
+                        (value.key, value.offset, value.dtype, value.shape, value.strides), name
+                    )
                     if owner != name:
                         ties.setdefault(name, owner)
         return ties
 
-    def _add_weights(self, part: _Part, placements: Mapping[str, dict[int, Placement]], own: bool) -> None:
+    def _add_weights(
+        self, part: _Part, placements: Mapping[str, dict[int, ShardPlacement]], own: bool
+    ) -> None:
         for name, value in part.values.items():
             if not isinstance(value, StoredView):
                 if isinstance(value, Refused):
@@ -285,13 +378,16 @@ class _Reader:
                 continue
             placement = placements.get(name, {}).get(part.tp)
             if placement is None or _is_placeholder(part, value):
+                self._assembly.place(
+                    StoredTensor(part.file, value), name
+                )  # nothing joins it, or nothing is there
                 continue
             known = own and self._assembly.has(MODEL + name)
             low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
             target = f"{LOW_PRECISION if low else MODEL}{name}"
-            self._assembly.tensor(target, Stored(part.file, value), placement)
+            self._assembly.tensor(target, StoredTensor(part.file, value), placement)
 
-    def _add_frozen(self, placements: Mapping[str, dict[int, Placement]]) -> None:
+    def _add_frozen(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> None:
         """Add frozen parameters: complete beside the weights (ZeRO-2), or cut over the ranks (ZeRO-3)."""
         world = self._states.world
         for (dp, mp), file in self._states.files.items():
@@ -299,21 +395,27 @@ class _Reader:
             for name, value in (fragments if isinstance(fragments, dict) else {}).items():
                 shape, target = self._frozen[mp].get(name), MODEL + str(name)
                 placement = placements.get(name, {}).get(mp % world.tp)
-                if shape is None or placement is None:
-                    continue
                 if not isinstance(value, StoredView):
                     self._assembly.odd(target, value, file.path)
+                elif shape is None:
+                    self._assembly.unread(target, "frozen_param_shapes has no shape of it", file.path)
+                    self._assembly.place(StoredTensor(file, value), target)
+                elif placement is None:
+                    self._assembly.place(StoredTensor(file, value), target)
                 elif dp < 0:
-                    self._assembly.tensor(target, Stored(file, value), placement)
+                    self._assembly.tensor(target, StoredTensor(file, value), placement)
                 else:
                     size = -(-prod(shape) // world.dp)
                     if value.shape != (size,):
-                        raise MalformedCheckpoint(
-                            f"{file.path} has {list(value.shape)} elements of {name}, a rank has {size}",
-                            file=file.path,
+                        message = f"{file.path} has {list(value.shape)} elements of {name}, a rank has {size}"
+                        self._builder.findings.append(
+                            finding("item-mismatch", "files", message, fqn=target, file=file.path)
                         )
+                        self._assembly.unread(target, "a rank's part of it has another size", file.path)
+                        self._assembly.place(StoredTensor(file, value), target)
+                        continue
                     start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
-                    self._assembly.run(target, Stored(file, value), 0, shape, start, stop, placement)
+                    self._assembly.run(target, StoredTensor(file, value), 0, shape, start, stop, placement)
 
     def _require_values(self) -> None:
         """Note weights of which only a placeholder is stored."""
@@ -323,16 +425,12 @@ class _Reader:
                     MODEL + name, "only a placeholder is stored: no file has its values", path
                 )
 
-    def _add_objects(self, file: RankFile) -> None:
+    def _add_objects(self, file: StatesFile) -> None:
         several = len(self._states.files) > 1
         for key, value in file.tree.items():
             if key in _LAYOUT or value is None:
                 continue
-            if _holds_tensor(value):
-                suffix = f"/{file.path.removesuffix('.pt')}" if several else ""
-                self._assembly.tree(file).add(f"{key}{suffix}", value)
-            else:
-                self._assembly.object(str(key), value, file.path)
+            self._assembly.value(str(key), value, file, own=several)
 
     def _note_stray(self) -> None:
         read = set(self._builder.file_names())
@@ -342,14 +440,30 @@ class _Reader:
                 self._builder.findings.append(
                     finding("stray-file", "files", f"{path} is not part of this checkpoint", file=path)
                 )
+        if self._files.universal and not self._universal:
+            path = next(iter(next(iter(self._files.universal.values())).values()))
+            message = (
+                "zero/ of a universal checkpoint is left out: the partitions that it was made of are read"
+            )
+            self._builder.findings.append(finding("stray-file", "files", message, file=path))
+
+    def _require_names(self) -> None:
+        """Refuse two values of one name: client state may use any."""
+        names: set[str] = set()
+        for name in [t.fqn for t in self._builder.tensors] + [
+            b.key for b in self._builder.blobs if b.unread is None
+        ]:
+            if name in names:
+                raise NameMismatch(f"two values of the checkpoint have the name {short_repr(name, 80)}")
+            names.add(name)
 
     def _origin(self, own: bool, masters: bool) -> dict[str, Any]:
         world, tree = self._states.world, self._states.sample.tree
         kind = "fp32 master weights" if own else "weights as stored"
         return {
-            "step": tree.get("global_steps"),
+            "step": _number(tree.get("global_steps")),
             "deepspeed": short_repr(tree.get("ds_version"), 40),
-            "zero_stage": config_value(tree, "zero_optimization", "stage"),
+            "zero_stage": _number(config_value(tree, "zero_optimization", "stage")),
             "mesh": {"dp": world.dp, "tp": world.tp, "pp": world.pp},
             "weights": "master" if own else "module",
             "masters": masters,
@@ -366,7 +480,7 @@ def _merged(groups: list[dict[str, Shape]]) -> dict[str, Shape]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def _frozen_shapes(file: RankFile) -> dict[str, Shape]:
+def _frozen_shapes(file: StatesFile) -> dict[str, Shape]:
     value = file.tree.get("frozen_param_shapes")
     if value is None:
         return {}
@@ -374,17 +488,31 @@ def _frozen_shapes(file: RankFile) -> dict[str, Shape]:
     return found
 
 
-def _texts(file: RankFile, key: str) -> dict[str, str]:
+def _texts(file: StatesFile, key: str) -> dict[str, str]:
     found = file.tree.get(key)
     items = found.items() if isinstance(found, dict) else ()
     return {k: v for k, v in items if type(k) is str and type(v) is str}
 
 
-def _names(file: RankFile, key: str) -> list[str]:
+def _names(file: StatesFile, key: str) -> list[str]:
     found = file.tree.get(key)
     return [n for n in found if type(n) is str] if isinstance(found, (list, tuple, set)) else []
 
 
-def _holds_tensor(value: Any) -> bool:
-    kinds = (StoredView, RefusedTensor)
-    return any(isinstance(leaf, kinds) for _, _, leaf in leaves_below(value, "", StoredView))
+def _number(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _tensors(part: _Part) -> Iterable[tuple[str, StoredView]]:
+    return ((n, v) for n, v in part.values.items() if isinstance(v, StoredView))
+
+
+def _flat(values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    """A state dict by dotted names; Megatron-DeepSpeed nests them."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        for name, _, leaf in leaves_below(value, str(key), StoredView):
+            if name in made:
+                raise NameMismatch(f"{path}: two values have the name {short_repr(name, 80)}")
+            made[name] = leaf
+    return made

@@ -24,6 +24,7 @@ from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
 _MAX_PIECES = 65_536
+_MAX_ALL_PIECES = 2_000_000
 _MAX_RANK = 64
 _LITERAL = re.compile(r"\^?((?:[\w]|\\[^\w])*)\$")
 _INFO = "universal_checkpoint_info"
@@ -44,25 +45,27 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ShardPlacement:
     """Where one rank's shard is in a parameter.
 
     Attributes:
         shape: Of the logical parameter, elements.
         pieces: Boxes of the shard that are part of it; what no piece covers is padding.
+        shard: Shape of the shard that was placed.
     """
 
     shape: Shape
     pieces: tuple[Piece, ...]
+    shard: Shape
 
 
 class Unmerged(ValueError):
     """A parameter that nothing says how to join."""
 
 
-def same(shape: Shape) -> Placement:
+def same(shape: Shape) -> ShardPlacement:
     """The placement of a parameter that the rank has as it is."""
-    return Placement(shape, (Piece(Box.full(shape), (0,) * len(shape)),))
+    return ShardPlacement(shape, (Piece(Box.full(shape), (0,) * len(shape)),), shape)
 
 
 class TensorParallel:
@@ -85,10 +88,11 @@ class TensorParallel:
         self._maps: dict[str, Any] = {}
         self._rules: dict[str, str] = {}
         self._sub_params: dict[str, Any] = {}
+        self._pieces = 0
         if degree > 1:
             self._match(names)
 
-    def place(self, name: str, shapes: Mapping[int, Shape]) -> dict[int, Placement]:
+    def place(self, name: str, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement]:
         """Place the shards of a parameter.
 
         Args:
@@ -104,7 +108,14 @@ class TensorParallel:
         if self._degree == 1:
             return {rank: same(shape) for rank, shape in shapes.items()}
         if name in self._maps:
-            return _by_map(self._maps[name], shapes)
+            placed = _by_map(self._maps[name], shapes)
+            # One entry may serve any number of names, and a strided piece becomes many boxes.
+            self._pieces += sum(len(p.pieces) for p in placed.values())
+            if self._pieces > _MAX_ALL_PIECES:
+                raise MalformedCheckpoint(
+                    f"affine_map cuts parameters into more than {_MAX_ALL_PIECES} pieces"
+                )
+            return placed
         if name in self._sub_params:
             return _by_sub_params(self._sub_params[name], shapes, self._degree)
         rule = self._rules.get(name)
@@ -125,7 +136,7 @@ class TensorParallel:
         dim = 1 if rule == "rows" and len(shape) > 1 else 0
         return {rank: self._concatenated(name, rule, shape, dim, rank) for rank in shapes}
 
-    def _concatenated(self, name: str, rule: str | None, shape: Shape, dim: int, rank: int) -> Placement:
+    def _concatenated(self, name: str, rule: str | None, shape: Shape, dim: int, rank: int) -> ShardPlacement:
         if rule == "halves":
             if shape[0] % 2:
                 raise Unmerged(f"half of {shape[0]} rows is no number of rows")
@@ -142,31 +153,40 @@ class TensorParallel:
         found = self._info.get("affine_map")
         if found is not None:
             version = found.get("version") if isinstance(found, dict) else None
-            if version != 1 or not isinstance(found.get("params"), dict):
+            params = found.get("params") if isinstance(found, dict) else None
+            if version != 1 or not isinstance(params, dict) or any(type(p) is not str for p in params):
                 raise UnsupportedFormat(
                     f"affine_map of version {short_repr(version, 20)} is not known (1 is)",
                     hint="convert it with the DeepSpeed that wrote it (deepspeed.checkpoint.ds_to_universal)",
                 )
-            for pattern, matched in _matches([*found["params"]], names).items():
-                self._maps |= {name: found["params"][pattern] for name in matched if name not in self._maps}
+            for pattern, matched in _matches([*params], names).items():
+                self._maps |= {name: params[pattern] for name in matched if name not in self._maps}
         rules = [(key, "replicated") for key in _REPLICATED]
         rules += [(_HALVES, "halves"), (_ROWS, "rows"), (_VOCABULARY, "vocabulary")]
         for key, rule in rules:
             for matched in _matches(_texts(self._info, key), names).values():
                 for name in matched:
                     self._rules.setdefault(name, rule)
-        for one in self._info.get(_SUB_PARAMS) or ():
+        for one in _entries(self._info, _SUB_PARAMS):
             fields = one.value[1] if isinstance(one, Named) and one.kind == "record" else one
             if not isinstance(fields, dict):
                 raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {short_repr(one, 40)}")
             for matched in _matches(_texts(fields, "patterns"), names).values():
-                self._sub_params |= {name: fields for name in matched if name not in self._rules}
+                first = ("replicated", "halves")  # which the converter asks before
+                self._sub_params |= {name: fields for name in matched if self._rules.get(name) not in first}
 
 
 def _texts(values: Mapping[str, Any], key: str) -> list[str]:
     found = values.get(key) or []
     if not isinstance(found, (list, tuple)) or any(type(p) is not str for p in found):
         raise MalformedCheckpoint(f"{key} must be a list of patterns (got {short_repr(found, 40)})")
+    return list(found)
+
+
+def _entries(values: Mapping[str, Any], key: str) -> list[Any]:
+    found = values.get(key) or []
+    if not isinstance(found, (list, tuple)):
+        raise MalformedCheckpoint(f"{key} must be a list (got {short_repr(found, 40)})")
     return list(found)
 
 
@@ -189,7 +209,9 @@ def _matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, list[st
     return {pattern: matched[pattern] for pattern in patterns}
 
 
-def _pieces(shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: int, rank: int) -> Placement:
+def _pieces(
+    shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: int, rank: int
+) -> ShardPlacement:
     """Place parts that are each cut over the ranks along ``dim``: (rows here, rows in all) of each."""
     made, local, full_at = [], 0, 0
     for here, full in parts:
@@ -202,19 +224,19 @@ def _pieces(shape: Shape, dim: int, parts: Sequence[tuple[int, int]], degree: in
         local, full_at = local + here, full_at + full
     if local != shape[dim]:
         raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
-    return Placement(tuple(full_at if d == dim else n for d, n in enumerate(shape)), tuple(made))
+    return ShardPlacement(tuple(full_at if d == dim else n for d, n in enumerate(shape)), tuple(made), shape)
 
 
-def _stripped(shape: Shape, rank: int, kept: int) -> Placement:
+def _stripped(shape: Shape, rank: int, kept: int) -> ShardPlacement:
     """Rows of a vocabulary, without those that fill it up to a multiple of the ranks."""
     rows = min(max(kept - rank * shape[0], 0), shape[0])
     piece = Piece(Box((0,) * len(shape), (rows, *shape[1:])), (rank * shape[0], *(0,) * (len(shape) - 1)))
-    return Placement((kept, *shape[1:]), (piece,) if rows else ())
+    return ShardPlacement((kept, *shape[1:]), (piece,) if rows else (), shape)
 
 
 def _by_sub_params(
     fields: Mapping[str, Any], shapes: Mapping[int, Shape], degree: int
-) -> dict[int, Placement]:
+) -> dict[int, ShardPlacement]:
     """`SubparamShape`: sizes along ``partition_dim`` of parameters that were fused before they were cut."""
     dim, sizes = fields.get("partition_dim"), fields.get("shape")
     sizes = sizes.value if isinstance(sizes, Named) else sizes
@@ -232,14 +254,24 @@ def _by_sub_params(
     parts = sizes[dim] if isinstance(sizes[dim], (tuple, list)) else (sizes[dim],)
     if any(type(n) is not int or n <= 0 or n % degree for n in parts):
         raise Unmerged(f"parts of {short_repr(parts, 40)} elements for {degree} tensor-parallel ranks")
+    widths = fields.get("sub_param_shard_widths")
+    if widths and any(
+        w != [n // degree] * degree for w, n in zip(_widths(widths, degree), parts, strict=False)
+    ):
+        raise Unmerged(f"ranks have uneven parts of it ({short_repr(widths, 60)}), which are not joined")
     rows = [(n // degree, n) for n in parts]
     return {rank: _pieces(shape, dim, rows, degree, rank) for rank in shapes}
+
+
+def _widths(value: Any, degree: int) -> list[Any]:
+    rows = value if isinstance(value, (list, tuple)) else ()
+    return [list(w) if isinstance(w, (list, tuple)) else [w] * degree for w in rows] or [None]
 
 
 # --- affine maps ----------------------------------------------------------------------------------
 
 
-def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, Placement]:
+def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement]:
     full = _dims(entry.get("logical_shape") if isinstance(entry, dict) else None)
     ranks = entry.get("ranks") if isinstance(entry, dict) else None
     if full is None or not isinstance(ranks, dict):
@@ -251,13 +283,16 @@ def _by_map(entry: Any, shapes: Mapping[int, Shape]) -> dict[int, Placement]:
         if declared is None or prod(declared) != prod(shape):
             raise Unmerged(f"its affine map gives rank {rank} a shard {declared}, it has {list(shape)}")
         pieces: list[Piece] = []
-        for piece in own.get("pieces") or () if isinstance(own, dict) else ():
+        listed = own.get("pieces") if isinstance(own, dict) else None
+        if not isinstance(listed, (list, tuple)):
+            raise Unmerged("its affine map is malformed")
+        for piece in listed:
             if not isinstance(piece, dict) or piece.get("scale", 1) not in (1, 1.0, None):
                 raise Unmerged("its affine map scales values, which is not undone here")
             pieces += _affine(piece, full, shape)
             if len(pieces) > _MAX_PIECES:
                 raise Unmerged(f"its affine map has more than {_MAX_PIECES} pieces")
-        made[rank] = Placement(full, tuple(pieces))
+        made[rank] = ShardPlacement(full, tuple(pieces), shape)
     return made
 
 

@@ -8,20 +8,20 @@ buffers) are copies of the module's, cast to float32: they are taken only where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
 from ckptcore.core.manifest import row_major
 from ckptcore.core.object_tree import Refused
-from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.deepspeed.assembly import Assembly, Stored
+from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
-from ckptcore.formats.deepspeed.optimizer_states import MASTER, STATE
-from ckptcore.formats.deepspeed.pickle_globals import TABLE, RankFile, read_file
+from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
+from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import config_value
 from ckptcore.formats.deepspeed.tensor_parallel import same
 
@@ -36,6 +36,7 @@ def add_universal(
     files: CheckpointFiles,
     assembly: Assembly,
     shapes: Mapping[str, Shape],
+    trained: Collection[str],
     master: Mapping[str, str],
 ) -> None:
     """Add every parameter's files.
@@ -45,6 +46,7 @@ def add_universal(
         files: Its files.
         assembly: Where tensors are added.
         shapes: Parameter -> shape, by the model-state files.
+        trained: Parameters that have a master weight, by the model-state files.
         master: Parameter -> name that its master weight gets.
     """
     if _mixed_up(source, files):
@@ -53,12 +55,21 @@ def add_universal(
             "parameters under the names of others"
         )
         assembly.builder.findings.append(finding("lost-at-save", "files", message, hint=_READ_THE_OTHER))
+    expected = set().union(*(files.universal[n] for n in trained if n in files.universal))
+    for name in sorted(trained, key=natural):
+        for key in sorted({MASTER, *expected} - files.universal.get(name, {}).keys()):
+            path = f"zero/{name}/{key}.pt"
+            target = master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"
+            assembly.builder.findings.append(
+                finding("missing-file", "files", f"{path} is missing", fqn=target, file=path)
+            )
+            assembly.unread(target, f"{path} is missing", path)
     for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
-        trained = any(key not in (MASTER, _STEP) for key in states)
+        moments = any(key not in (MASTER, _STEP) for key in states)
         for key, path in states.items():
             target = f"{STATE}.{name}.{key}"
             if key == MASTER:
-                if not trained and name in shapes and name not in master:
+                if not moments and name in shapes and name not in master:
                     continue
                 target = master.get(name, target)
             file, value = _read(source, path)
@@ -69,7 +80,8 @@ def add_universal(
                     raise MalformedCheckpoint(f"{path} holds no tensor", file=path)
                 assembly.odd(target, value, path)
                 continue
-            _add(assembly, target, name, key, Stored(file, value), shapes)
+            _add(assembly, target, name, key, StoredTensor(file, value), shapes)
+            assembly.tree(file).require_all()
     if _OPTIMIZER in source.listing:
         _add_optimizer(source, assembly)
 
@@ -95,7 +107,7 @@ def _mixed_up(source: Source, files: CheckpointFiles) -> bool:
 
 
 def _add(
-    assembly: Assembly, target: str, name: str, key: str, stored: Stored, shapes: Mapping[str, Shape]
+    assembly: Assembly, target: str, name: str, key: str, stored: StoredTensor, shapes: Mapping[str, Shape]
 ) -> None:
     value, shape = stored.value, shapes.get(name)
     if shape is None or key == _STEP or value.shape == shape:
@@ -110,19 +122,24 @@ def _add(
         assembly.unread(target, "its shape is not that of the model-state files", stored.file.path)
 
 
-def _read(source: Source, path: str) -> tuple[RankFile, Any]:
+def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
     size = source.listing[path]
     objects = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE)
-    return RankFile(path, size, objects), objects.tree
+    return StatesFile(path, size, objects), objects.tree
 
 
 def _add_optimizer(source: Source, assembly: Assembly) -> None:
     """Parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files."""
-    file, tree = _read(source, _OPTIMIZER)
+    file = read_file(source, _OPTIMIZER)
     assembly.builder.file(file.path, file.size)
-    inner: Any = tree
-    while isinstance(inner, dict) and isinstance(inner.get("optimizer_state_dict"), dict):
-        inner = inner["optimizer_state_dict"]
-    for key, value in (inner if isinstance(inner, dict) else {}).items():
-        if key == "param_groups":
-            assembly.object("optimizer.param_groups", value, file.path)
+    inner: Any = file.tree
+    while isinstance(inner.get("optimizer_state_dict"), dict):
+        values, inner = inner, inner["optimizer_state_dict"]
+        _add_scalars({k: v for k, v in values.items() if k != "optimizer_state_dict"}, file, assembly)
+    _add_scalars(inner, file, assembly)
+
+
+def _add_scalars(values: Mapping[Any, Any], file: StatesFile, assembly: Assembly) -> None:
+    for key, value in values.items():
+        if key not in LAYOUT and key != "state" and not storages_in(value, refused=True):
+            assembly.object(f"optimizer.{key}", value, file.path)

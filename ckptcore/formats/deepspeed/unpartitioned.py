@@ -20,15 +20,15 @@ from ckptcore.errors import finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Numbered, numbered, prove
 from ckptcore.formats.common.shape_matching import Row, forced_places
-from ckptcore.formats.deepspeed.assembly import Assembly, Stored
-from ckptcore.formats.deepspeed.pickle_globals import RankFile
+from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 
 _STATE = "optimizer.state"
 _COMPARED = 256  # elements of a tensor whose values are compared
 
 
 def add_unpartitioned(
-    assembly: Assembly, source: Source, file: RankFile, weights: Mapping[str, StoredView], own: bool
+    assembly: Assembly, source: Source, file: StatesFile, weights: Mapping[str, StoredView], own: bool
 ) -> None:
     """Add the optimizer of one model-parallel rank.
 
@@ -44,7 +44,8 @@ def add_unpartitioned(
     masters = state.get("fp32_groups")
     found = numbered(inner)
     flat = [v for group in masters for v in group] if _is_groups(masters) else []
-    names = None if found is None else _names(source, file, found, weights, flat)
+    fits = found is None or not flat or len(flat) == len(found.ids)
+    names = None if found is None or not fits else _names(source, file, found, weights, flat)
     tree = assembly.tree(file)
     if found is None or names is None:
         assembly.builder.findings.append(
@@ -58,23 +59,26 @@ def add_unpartitioned(
         tree.add("optimizer", state)
         return
     for number, values in found.state.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
+        if not isinstance(values, dict):
+            tree.add(f"{_STATE}.{names[number]}", values)
+            continue
+        for key, value in values.items():
             name = f"{_STATE}.{names[number]}.{key}"
             if isinstance(value, StoredView):
-                assembly.tensor(name, Stored(file, value))
+                assembly.tensor(name, StoredTensor(file, value))
             else:
-                assembly.object(name, value, file.path)
+                assembly.value(name, value, file, own=False)
     for number, value in zip(found.ids, flat, strict=bool(flat)):
         target = f"module.{names[number]}" if own else f"{_STATE}.{names[number]}.fp32"
-        assembly.tensor(target, Stored(file, value))
+        assembly.tensor(target, StoredTensor(file, value))
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
-    assembly.object("optimizer.param_groups", groups, file.path)
+    assembly.value("optimizer.param_groups", groups, file, own=True)
     for key, value in state.items():
         if key not in ("optimizer_state_dict", "fp32_groups", "state", "param_groups"):
             tree.add(f"optimizer.{key}", value)
 
 
-def has_masters(file: RankFile) -> bool:
+def has_masters(file: StatesFile) -> bool:
     """Whether a model-state file keeps fp32 copies of its parameters."""
     state = file.tree.get("optimizer")
     return isinstance(state, dict) and _is_groups(state.get("fp32_groups"))
@@ -90,7 +94,7 @@ def _is_groups(masters: Any) -> bool:
 
 def _names(
     source: Source,
-    file: RankFile,
+    file: StatesFile,
     optimizer: Numbered,
     weights: Mapping[str, StoredView],
     masters: Sequence[StoredView],
@@ -132,7 +136,7 @@ def _once(weights: Mapping[str, StoredView]) -> dict[str, StoredView]:
     return {name: weights[name] for name in seen.values()}
 
 
-def _start(source: Source, file: RankFile, value: StoredView, dtype: str) -> bytes:
+def _start(source: Source, file: StatesFile, value: StoredView, dtype: str) -> bytes:
     """The first elements of a tensor as ``dtype`` has them; b"" where that is not comparable."""
     count = min(_COMPARED, int(np.prod(value.shape, dtype=np.int64)))
     if value.strides != row_major(value.shape) or value.flags or value.key not in file.objects.storages:

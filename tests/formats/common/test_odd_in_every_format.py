@@ -103,6 +103,14 @@ def rank_files(folder: Path, name: str) -> None:
         torch.save(tree, path)
 
 
+def rank_module(folder: Path, name: str) -> None:
+    """A weight of the module that all data-parallel ranks share."""
+    path = folder / "mp_rank_00_model_states.pt"
+    tree = torch.load(path, weights_only=False)
+    tree["module"][name] = quantized()
+    torch.save(tree, path)
+
+
 def flat_module(folder: Path, name: str) -> None:
     """The flat parameter of a module of one rank."""
     path = folder / "model" / "rank1.pt"
@@ -195,6 +203,7 @@ FORMATS_WITH: dict[str, Odd] = {
         "transformer.wte.weight",
         ("model.transformer.wte.weight",),
     ),
+    "deepspeed": Odd("z2_bf16_ws4", "ckpt", rank_module, "pos_scale", ("module.pos_scale",)),
     "olmo_local": Odd("olmo1_local_ws2", "step2", flat_module, "", ("model.transformer.blocks.0.*",)),
     "torch_ranks": Odd(
         "verl_fsdp2_4r",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.formats.deepspeed.flat_partitions import Parameter, UnfitPartition, cut_each, cut_together
+from ckptcore.formats.deepspeed.flat_partitions import FlatParameter, UnfitPartition, cut_each, cut_together
 
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -44,7 +44,7 @@ def test_groups_that_are_cut_as_one_buffer(shapes, ranks, stripped, data) -> Non
     if stripped:  # as `single_partition_of_fp32_groups` is saved
         buffers = {r: b[: max(min(total - r * size, size), 0)] for r, b in buffers.items()}
     parameters = [
-        Parameter(f"p{n}", t.shape, p) for n, (t, p) in enumerate(zip(tensors, paddings, strict=True))
+        FlatParameter(f"p{n}", t.shape, p) for n, (t, p) in enumerate(zip(tensors, paddings, strict=True))
     ]
     found = cut_together(parameters, ranks, {r: len(b) for r, b in buffers.items()})
     for one, other in zip(assembled(found, parameters, buffers), tensors, strict=True):
@@ -61,7 +61,7 @@ def test_groups_whose_parameters_are_cut_one_by_one(shapes, ranks) -> None:
         for r in range(ranks):
             parts[r].append(padded[r * size : (r + 1) * size])
     buffers = {r: np.concatenate(p) for r, p in parts.items()}
-    parameters = [Parameter(f"p{n}", t.shape) for n, t in enumerate(tensors)]
+    parameters = [FlatParameter(f"p{n}", t.shape) for n, t in enumerate(tensors)]
     found = cut_each(parameters, ranks, {r: len(b) for r, b in buffers.items()})
     for one, other in zip(assembled(found, parameters, buffers), tensors, strict=True):
         assert np.array_equal(one, other)
@@ -74,13 +74,13 @@ def test_groups_whose_parameters_are_cut_one_by_one(shapes, ranks) -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(lengths, ranks) -> None:
     with pytest.raises(UnfitPartition):
-        list(cut_together([Parameter("a", (4, 5))], ranks, lengths))
+        list(cut_together([FlatParameter("a", (4, 5))], ranks, lengths))
     with pytest.raises(UnfitPartition):
-        list(cut_each([Parameter("a", (4, 5))], ranks, lengths))
+        list(cut_each([FlatParameter("a", (4, 5))], ranks, lengths))
 
 
 def test_a_missing_rank_leaves_a_gap_and_moves_nothing() -> None:
-    parameters = [Parameter("a", (10,)), Parameter("b", (10,))]
+    parameters = [FlatParameter("a", (10,)), FlatParameter("b", (10,))]
     found = [(f.parameter.name, f.rank, f.start, f.stop, f.at) for f in cut_together(parameters, 2, {0: 10})]
     assert found == [("a", 0, 0, 10, 0)]
     found = [(f.parameter.name, f.rank, f.start, f.stop, f.at) for f in cut_together(parameters, 2, {1: 10})]

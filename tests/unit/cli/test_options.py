@@ -23,27 +23,28 @@ WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --
     --include
     --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
     --no-verify --output --overwrite --overwrite-foreign --rename --resume --tie
-    --to --verify --wait --workers"""
+    --to --verify --wait --weights --workers"""
 OPTIONS = {
-    "inspect": "--allow-incomplete --exclude --include --keep-quantized --output",
-    "validate": "--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --workers",
-    "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
+    "inspect": "--allow-incomplete --exclude --include --keep-quantized --output --weights",
+    "validate": """--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --weights
         --workers""",
+    "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
+        --weights --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
     "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
     "verify-export": """--against --allow-incomplete --any-memory --catalog --device --dtype --dtype-for
         --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
-        --near-threshold --no-catalog --output --reference --rename --tie --workers""",
+        --near-threshold --no-catalog --output --reference --rename --tie --weights --workers""",
     "plan": """--allow-incomplete --arch --config --dtype --dtype-for --exclude --include --keep-quantized
         --max-file-size --memory --mesh --model-prefix --names --no-catalog --no-resume --output
         --overwrite --overwrite-foreign --rename --resume --save --serialization
-        --sharding --tie --to --tokenizer --verb --workers""",
+        --sharding --tie --to --tokenizer --verb --weights --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
     "fingerprint": """--catalog --device --exclude --include --keep-quantized --memory --model
-        --model-prefix --no-catalog --output --rename --workers""",
+        --model-prefix --no-catalog --output --rename --weights --workers""",
     "find": "--catalog --fingerprint --output",
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
