@@ -99,7 +99,7 @@ def test_experts_over_fewer_ranks_than_data(tmp_path: Path, blocks: bool) -> Non
     for path in folder.glob("layer_1_expert_*"):
         path.unlink()
     found = read_manifest(open_source(str(folder))).findings
-    assert "missing-rank" in {f.code for f in found}, "the experts of a whole layer"
+    assert "missing-rank" in {f.code for f in found}, "the experts of a full layer"
 
 
 def test_three_ranks_of_stage_3_with_tied_and_frozen_parameters(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_three_ranks_of_stage_3_with_tied_and_frozen_parameters(tmp_path: Path) 
 
 
 def test_pipeline_stages_of_two_tensor_ranks_with_a_tied_layer(tmp_path: Path) -> None:
-    whole = tensors({"tied_modules.embed.weight": (8, 3), "1.up.weight": (6, 3), "2.down.weight": (3, 6)})
+    full = tensors({"tied_modules.embed.weight": (8, 3), "1.up.weight": (6, 3), "2.down.weight": (3, 6)})
     dims = {"tied_modules.embed.weight": 0, "1.up.weight": 0, "2.down.weight": 1}
     info = {
         "parameter_with_row_parallelism_patterns": [r"\d+\.down\.weight"],
@@ -150,7 +150,7 @@ def test_pipeline_stages_of_two_tensor_ranks_with_a_tied_layer(tmp_path: Path) -
     files = {}
     for mp in range(4):
         stage, tp = divmod(mp, 2)
-        group = {n: whole[n].chunk(2, dims[n])[tp].clone() for n in stages[stage]}
+        group = {n: full[n].chunk(2, dims[n])[tp].clone() for n in stages[stage]}
         files[MODEL.format(mp)] = model_states(
             2, 4, module=None, param_shapes=[shapes_of(group)], universal_checkpoint_info=info
         )
@@ -160,9 +160,9 @@ def test_pipeline_stages_of_two_tensor_ranks_with_a_tied_layer(tmp_path: Path) -
             path = f"layer_{int(layer):02d}-model_{tp:02d}-model_states.pt"
             files[path] = low({rest: group[name]})
     folder = save(tmp_path / "ckpt", files)
-    kept = whole["tied_modules.embed.weight"][:7]
-    truth = whole | {"tied_modules.embed.weight": kept, "0.weight": kept}
-    manifest = require(folder, truth, states=whole)
+    kept = full["tied_modules.embed.weight"][:7]
+    truth = full | {"tied_modules.embed.weight": kept, "0.weight": kept}
+    manifest = require(folder, truth, states=full)
     assert torch.equal(ckptcore.read(manifest, "lp/0.weight"), kept.to(torch.bfloat16))
 
 
@@ -271,3 +271,52 @@ def test_a_parameter_that_a_universal_folder_lacks(tmp_path: Path) -> None:
 def test_partitions_are_re_enacted_as_documented() -> None:
     parts = together({"a": torch.arange(5.0)}, 2)
     assert [p.tolist() for p in parts] == [[0, 1, 2, 3], [4, -77, -77, -77]]
+
+
+def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
+    group = tensors({"a": (5, 3)})
+    states = partitions([group], 2)
+    for state in states:
+        state["base_optimizer_state"]["state"] = {}
+    files = {OPTIM.format(r, 0): s for r, s in enumerate(states)}
+    files[MODEL.format(0)] = model_states(2, module=low(group), param_shapes=[shapes_of(group)])
+    require(save(tmp_path / "ckpt", files), group)
+    # A rank that has none where others have theirs is no such save.
+    files[OPTIM.format(0, 0)] = partitions([group], 2)[0]
+    manifest = ckptcore.open(str(save(tmp_path / "mixed", files)))
+    assert not ckptcore.check(manifest, "coverage").ok
+
+
+def test_flat_masters_of_float16_are_kept(tmp_path: Path) -> None:
+    """FP16_Optimizer without ZeRO: one flat buffer for each group, and nothing names what is in it."""
+    group = tensors({"a": (5, 3), "b": (2,)})
+    flat = torch.cat([v.reshape(-1) for v in group.values()])
+    optimizer = {
+        "dynamic_loss_scale": True,
+        "optimizer_state_dict": {"state": {0: {"exp_avg": flat + 1}}, "param_groups": [{"params": [0]}]},
+        "fp32_groups_flat": [flat],
+    }
+    module = {n: v.half() for n, v in group.items()}
+    tree = model_states(2, module=module, optimizer=optimizer, ds_config={})
+    manifest = require(save(tmp_path / "ckpt", {MODEL.format(0): tree}), module)
+    assert torch.equal(ckptcore.read(manifest, "optimizer.fp32_groups_flat.0"), flat)
+    assert "unnamed-states" in {f.code for f in manifest.findings}
+
+
+def test_values_of_other_keys_are_kept(tmp_path: Path) -> None:
+    """Client state with tensors, token dropping, extra states of an optimizer, and `_extra_state`."""
+    group = tensors({"a": (5, 3)})
+    states = partitions([group], 2)
+    for key in ("max_exp_avg_sq", "momentum_buffer"):
+        for r, state in enumerate(states):
+            state["base_optimizer_state"]["state"][0][key] = together(group, 2)[r]
+    module = low(group) | {"a._extra_state": torch.arange(4, dtype=torch.uint8), "b._extra_state": None}
+    tree = model_states(2, module=module, param_shapes=[shapes_of(group)])
+    tree |= {"random_ltd": {"seq": 4, "mask": torch.arange(6)}, "ema": {"a": torch.ones(2)}, "note": "x"}
+    files = {OPTIM.format(r, 0): s for r, s in enumerate(states)} | {MODEL.format(0): tree}
+    extra = {"a._extra_state": module["a._extra_state"]}
+    manifest = require(save(tmp_path / "ckpt", files), group | extra, states=group)
+    assert torch.equal(ckptcore.read(manifest, "random_ltd.mask"), torch.arange(6))
+    assert torch.equal(ckptcore.read(manifest, "ema.a"), torch.ones(2))
+    for key in ("max_exp_avg_sq", "momentum_buffer"):
+        assert torch.equal(ckptcore.read(manifest, f"optimizer.state.a.{key}"), group["a"])
