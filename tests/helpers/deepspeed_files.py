@@ -111,14 +111,14 @@ def save(folder: Path, files: Mapping[str, Any]) -> Path:
     """Write files; an optimizer's state gets the dict around it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, tree in files.items():
-        full = {"optimizer_state_dict": tree} if name.endswith("optim_states.pt") else tree
-        torch.save(full, folder / name)
+        wrapped = {"optimizer_state_dict": tree} if name.endswith("optim_states.pt") else tree
+        torch.save(wrapped, folder / name)
     return folder
 
 
 @contextmanager
 def deepspeed_classes() -> Iterator[types.SimpleNamespace]:
-    """Provide the classes of DeepSpeed that its files name, under their own modules."""
+    """Make the classes of DeepSpeed that its files name, under the names of their modules."""
     scaler = type("DynamicLossScaler", (), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
     stage = IntEnum("ZeroStageEnum", {"gradients": 2}, module="deepspeed.runtime.zero.config")
     modules: dict[str, types.ModuleType] = {}

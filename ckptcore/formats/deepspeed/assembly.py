@@ -16,7 +16,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec, Unread, View, row_major
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
-from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
@@ -43,6 +43,9 @@ class Assembly:
         self._trees: dict[str, TorchTree] = {}
         self._objects: dict[str, tuple[Any, str]] = {}
         self._chunks: dict[str, list[tuple[Box, int, View]]] = {}
+        self._refused: dict[str, dict[str, Any]] = {}  # path -> name -> what was refused
+        self._left_out: dict[str, set[str]] = {}  # path -> storages of values in the place of tensors
+        self._odd: set[tuple[str, int]] = set()
         self._below: dict[str, list[str]] = {}  # name without its last part -> tensors
 
     def tree(self, file: StatesFile) -> TorchTree:
@@ -167,7 +170,12 @@ class Assembly:
 
     def odd(self, name: str, value: Any, path: str) -> None:
         """Add a value that is no tensor where one belongs, as a part that cannot be read."""
+        if (path, id(value)) not in self._odd:  # one value may be in the place of many tensors
+            self._odd.add((path, id(value)))
+            self._left_out.setdefault(path, set()).update(storages_in(value, refused=True))
         if isinstance(value, Refused):
+            if not isinstance(value, RefusedTensor):
+                self._refused.setdefault(path, {})[name] = value
             add_odd_piece(self.builder, name, value, path)
             if isinstance(value, RefusedTensor):
                 self._tensors.setdefault(name, -1)
@@ -191,7 +199,8 @@ class Assembly:
         value = _as_dict(value)
         if name not in self._objects:
             self._objects[name] = value, path
-            add_object(self.builder, name, value, path)
+            if add_object(self.builder, name, value, path):
+                self._refused.setdefault(path, {})[name] = value
             return
         first, where = self._objects[name]
         if first != value and _comparable(first) != _comparable(value):
@@ -216,7 +225,10 @@ class Assembly:
             UnsupportedFormat: Nothing in a file refers to tensors that it holds.
         """
         for file in files:
-            self.tree(file).require_all()
+            tree = self.tree(file)
+            tree.refused |= self._refused.get(file.path, {})
+            tree.leave_out(self._left_out.get(file.path, ()))
+            tree.require_all()
 
     def _placed(
         self, name: str, stored: StoredTensor, shape: tuple[int, ...], placement: ShardPlacement

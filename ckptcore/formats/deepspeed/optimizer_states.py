@@ -276,10 +276,15 @@ class Partitions:
     ) -> None:
         for rank, ranks in members.items():
             names = dict(zip((p.name for p in group.parameters), self._names(group, rank), strict=True))
-            odd = next((dp for dp in ranks if dp in values and not isinstance(values[dp], StoredView)), None)
-            if odd is not None:
-                for name in names.values():
-                    self._assembly.odd(self._target(name, key), values[odd], self._files[odd].path)
+            odd = [dp for dp in ranks if dp in values and not isinstance(values[dp], StoredView)]
+            for dp in ranks if odd else ():
+                file, value = self._files[dp], values.get(dp)
+                if isinstance(value, StoredView):
+                    self._assembly.place(Stored(file, value), key)
+                    continue
+                for name in names.values() if dp in odd else ():
+                    self._assembly.odd(self._target(name, key), value, file.path)
+            if odd:
                 continue
             # A partition's number is the place of its rank among those that share it.
             of = {group.place(dp)[1]: dp for dp in ranks if dp in values}

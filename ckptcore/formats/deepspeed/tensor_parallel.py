@@ -24,7 +24,7 @@ from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
 _MAX_PIECES = 65_536
-_MAX_ALL_PIECES = 2_000_000
+_MAX_ALL_PIECES = 200_000
 _MAX_RANK = 64
 _LITERAL = re.compile(r"\^?((?:[\w]|\\[^\w])*)\$")
 _INFO = "universal_checkpoint_info"

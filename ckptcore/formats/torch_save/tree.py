@@ -6,7 +6,7 @@ is an object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -87,6 +87,10 @@ class TorchTree:
             self._bytes += prod(value.shape) * BY_NAME[value.dtype].itemsize
             bound_views(self._bytes, self._stored, what)
         return self._items[value.key], check_view(value, length, 0, what, objects.swapped)
+
+    def leave_out(self, storages: Iterable[str]) -> None:
+        """Note storages of values that are reported as unreadable elsewhere."""
+        self._unread.update(storages)
 
     def require_all(self) -> None:
         """Note the refused values that may contain the unused storages.

@@ -282,3 +282,53 @@ def test_a_frozen_part_of_another_size(tmp_path: Path) -> None:
     changed[f"zero_pp_rank_1_{MODEL}"]["frozen_param_fragments"]["ice"] = torch.ones(7)
     report = opened(save(tmp_path / "c", changed))
     assert "item-mismatch" in {f.code for f in report.findings}
+
+
+def test_a_latest_that_is_huge_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path / "global_step1", files())
+    with (tmp_path / "latest").open("wb") as out:
+        out.truncate(1 << 40)
+    assert isinstance(opened(tmp_path), NotComplete)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_alias_of_a_tensor_that_cannot_be_read(tmp_path: Path) -> None:
+    changed = files()
+    for r in (0, 1):
+        masters = changed[OPTIM.format(r)]["single_partition_of_fp32_groups"]
+        masters[1] = torch.quantize_per_tensor(masters[1], 1.0, 0, torch.quint8)
+    changed[MODEL]["shared_params"] = {"d": "c"}
+    changed[MODEL]["module"]["d"] = torch.zeros(5)
+    manifest = ckptcore.open(str(save(tmp_path / "c", changed)))
+    unread = {b.key for b in manifest.blobs if b.unread is not None}
+    assert unread >= {"module.c", "module.d"}
+    assert not {"module.c", "module.d"} & manifest.index.keys()
+
+
+def test_one_strided_piece_for_many_parameters_is_bounded(tmp_path: Path) -> None:
+    names = {f"p{n}": (60_000, 2) for n in range(20)}
+    piece = {"shape": [30_000, 2], "source": [0, [4, 1]], "dest": [0, [2, 1]]}
+    ranks = {r: {"shard_shape": [60_000, 2], "pieces": [piece]} for r in (0, 1)}
+    info = {"affine_map": {"version": 1, "params": {"p": {"logical_shape": [60_000, 2], "ranks": ranks}}}}
+    shapes = {n: torch.Size(s) for n, s in names.items()}
+    tree = model_states(1, 2, module={}, param_shapes=[shapes], universal_checkpoint_info=info)
+    changed = {f"mp_rank_{mp:02d}_model_states.pt": tree for mp in (0, 1)}
+    assert isinstance(opened(save(tmp_path / "c", changed)), MalformedCheckpoint)
+
+
+class Strange:
+    """A class that no reader permits, with a tensor inside."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(9)
+
+
+@pytest.mark.parametrize("odd", [Strange(), [torch.ones(2), torch.ones(3)], "text"])
+def test_an_odd_buffer_is_a_finding_on_its_parameters(tmp_path: Path, odd: Any) -> None:
+    changed = files()
+    changed[OPTIM.format(1)]["single_partition_of_fp32_groups"][1] = odd
+    changed[MODEL]["of_a_user"] = Strange()
+    manifest = ckptcore.open(str(save(tmp_path / "c", changed)))
+    assert "module.c" not in manifest.index
+    assert "module.c" in {b.key for b in manifest.blobs if b.unread is not None}
+    assert torch.equal(ckptcore.read(manifest, "module.a"), GROUPS[0]["a"])

@@ -27,7 +27,7 @@ OPTIM = "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
 MODEL = "mp_rank_{:02d}_model_states.pt"
 
 
-def require(folder: Path, truth, *, states=(), weights=None):
+def require(folder: Path, truth, *, states=(), weights="auto"):
     """Compare every tensor of the model, and states of parameters; nothing may be wrong."""
     manifest = read_manifest(open_source(str(folder), weights=weights))
     assert not [f for f in manifest.findings if f.severity == "error"], manifest.findings
@@ -271,3 +271,52 @@ def test_a_parameter_that_a_universal_folder_lacks(tmp_path: Path) -> None:
 def test_partitions_are_re_enacted_as_documented() -> None:
     parts = together({"a": torch.arange(5.0)}, 2)
     assert [p.tolist() for p in parts] == [[0, 1, 2, 3], [4, -77, -77, -77]]
+
+
+def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
+    group = tensors({"a": (5, 3)})
+    states = partitions([group], 2)
+    for state in states:
+        state["base_optimizer_state"]["state"] = {}
+    files = {OPTIM.format(r, 0): s for r, s in enumerate(states)}
+    files[MODEL.format(0)] = model_states(2, module=low(group), param_shapes=[shapes_of(group)])
+    require(save(tmp_path / "ckpt", files), group)
+    # A rank that has none where others have theirs is no such save.
+    files[OPTIM.format(0, 0)] = partitions([group], 2)[0]
+    manifest = ckptcore.open(str(save(tmp_path / "mixed", files)))
+    assert not ckptcore.check(manifest, "coverage").ok
+
+
+def test_flat_masters_of_float16_are_kept(tmp_path: Path) -> None:
+    """FP16_Optimizer without ZeRO: one flat buffer for each group, and nothing names what is in it."""
+    group = tensors({"a": (5, 3), "b": (2,)})
+    flat = torch.cat([v.reshape(-1) for v in group.values()])
+    optimizer = {
+        "dynamic_loss_scale": True,
+        "optimizer_state_dict": {"state": {0: {"exp_avg": flat + 1}}, "param_groups": [{"params": [0]}]},
+        "fp32_groups_flat": [flat],
+    }
+    module = {n: v.half() for n, v in group.items()}
+    tree = model_states(2, module=module, optimizer=optimizer, ds_config={})
+    manifest = require(save(tmp_path / "ckpt", {MODEL.format(0): tree}), module)
+    assert torch.equal(ckptcore.read(manifest, "optimizer.fp32_groups_flat.0"), flat)
+    assert "unnamed-states" in {f.code for f in manifest.findings}
+
+
+def test_values_of_other_keys_are_kept(tmp_path: Path) -> None:
+    """Client state with tensors, token dropping, extra states of an optimizer, and `_extra_state`."""
+    group = tensors({"a": (5, 3)})
+    states = partitions([group], 2)
+    for key in ("max_exp_avg_sq", "momentum_buffer"):
+        for r, state in enumerate(states):
+            state["base_optimizer_state"]["state"][0][key] = together(group, 2)[r]
+    module = low(group) | {"a._extra_state": torch.arange(4, dtype=torch.uint8), "b._extra_state": None}
+    tree = model_states(2, module=module, param_shapes=[shapes_of(group)])
+    tree |= {"random_ltd": {"seq": 4, "mask": torch.arange(6)}, "ema": {"a": torch.ones(2)}, "note": "x"}
+    files = {OPTIM.format(r, 0): s for r, s in enumerate(states)} | {MODEL.format(0): tree}
+    extra = {"a._extra_state": module["a._extra_state"]}
+    manifest = require(save(tmp_path / "ckpt", files), group | extra, states=group)
+    assert torch.equal(ckptcore.read(manifest, "random_ltd.mask"), torch.arange(6))
+    assert torch.equal(ckptcore.read(manifest, "ema.a"), torch.ones(2))
+    for key in ("max_exp_avg_sq", "momentum_buffer"):
+        assert torch.equal(ckptcore.read(manifest, f"optimizer.state.a.{key}"), group["a"])
