@@ -306,6 +306,11 @@ class Manifest:
     order: tuple[str, ...] = field(default=(), compare=False)
     own: tuple[int, int] | None = None
 
+    def __repr__(self) -> str:
+        """Return a summary: a complete one would have a line for each of millions of chunks."""
+        sizes = f"{len(self.tensors)} tensors, {len(self.chunks)} chunks, {len(self.files)} files"
+        return f"<Manifest {self.format} {self.root}: {sizes}>"
+
     @property
     def num_tensors(self) -> int:
         """Count the logical tensors."""
