@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptcore.utils.workers import Progress
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
-_NAMES_TWICE = ("renamed",)  # tables of pairs whose second column has names, too
+_NAMES_TWICE = ("renamed", "mapped")  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
 _VERDICT = {"ok": "green", "failed": "red", "unproven": "yellow", "not-done": "yellow"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
@@ -181,7 +181,9 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     if len(p.files) > _LIMIT:
         out.print(f"and {count(len(p.files) - _LIMIT, 'more file')} (--output json lists all)")
     _print_pairs(out, "renamed", [(a, b) for a, b in p.renamed])
-    _print_pairs(out, "made", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same])
+    _print_pairs(
+        out, "mapped", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same]
+    )
     _print_pairs(out, "computed", list(p.derived))
     _print_pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
     _print_pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])

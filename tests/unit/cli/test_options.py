@@ -133,7 +133,7 @@ def test_former_options_of_sweep(
     given = []
 
     def sweep(*_args: object, **options: object) -> Swept:
-        given.append((options["settle_s"], options["again"]))
+        given.append((options["settle_s"], options["retry_failed"]))
         return Swept(())
 
     monkeypatch.setattr("ckptcore.operations.sweep.sweep", sweep)
