@@ -22,6 +22,7 @@ from ckptcore.core import columnar_file as frame
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import Finding
+from ckptcore.utils.text import count
 
 Ints = npt.NDArray[np.int64]
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
@@ -308,7 +309,8 @@ class Manifest:
 
     def __repr__(self) -> str:
         """Return a summary: a complete one would have a line for each of millions of chunks."""
-        sizes = f"{len(self.tensors)} tensors, {len(self.chunks)} chunks, {len(self.files)} files"
+        parts = ((self.tensors, "tensor"), (self.chunks, "chunk"), (self.files, "file"))
+        sizes = ", ".join(count(len(part), noun) for part, noun in parts)
         return f"<Manifest {self.format} {self.root}: {sizes}>"
 
     @property
