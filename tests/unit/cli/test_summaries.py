@@ -41,20 +41,20 @@ def test_evidence_has_plural_forms_that_fit(
     assert ("1 *.distcp file)" if ranks == 1 else "2 *.distcp files)") in answer
 
 
-def test_formats_fit_a_terminal_without_broken_words(
+def test_formats_fit_a_terminal_without_broken_tokens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["formats"]) == 0
     answer = capsys.readouterr().out
     assert max(map(len, answer.splitlines())) <= 80
-    words = set(answer.replace(":", " ").split())
+    tokens = set(answer.replace(":", " ").split())
     for known in FORMATS:
-        assert set(known.title.replace(":", " ").split()) <= words, known.name
+        assert set(known.title.replace(":", " ").split()) <= tokens, known.name
 
 
 @pytest.mark.parametrize("command", ["consolidate", "export", "reshard", "plan", "sweep", "retire"])
-def test_help_has_named_placeholders_and_unbroken_words(
+def test_help_has_named_placeholders_and_unbroken_tokens(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
