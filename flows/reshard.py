@@ -60,7 +60,7 @@ def reshard(
         if destination:
             requests.insert(0, options.request("reshard", source, destination))
         if not requests:
-            raise UsageError("there is no target", hint="give a destination and --mesh, or --also")
+            raise UsageError("a target is required", hint="give a destination and --mesh, or --also")
         for a, b in combinations(requests, 2):
             if overlaps(identify(a.destination), identify(b.destination)):
                 raise UsageError(

@@ -266,7 +266,7 @@ class Catalog:
                 found = lineage.which(conn, digest)
         if not found:
             raise UsageError(
-                f"the catalog does not know {what}",
+                f"cannot find {what} in the catalog",
                 hint="`ckptcore catalog list` shows the recorded checkpoints",
                 digest=digest,
             )
@@ -289,7 +289,7 @@ class Catalog:
             found = lineage.with_fingerprint(conn, fingerprint)
         if not found:
             raise UsageError(
-                f"the catalog knows no checkpoint or tensor with the fingerprint {fingerprint}",
+                f"no checkpoint or tensor in the catalog has the fingerprint {fingerprint}",
                 hint="`ckptcore fingerprint SRC` computes one",
             )
         return tuple(found)

@@ -258,7 +258,7 @@ class _Scan:
                 finding(
                     "crc-mismatch",
                     "bytes",
-                    f"{name}: bytes in {path} have CRC-32 {crc:08x}, {payload.crc32:08x} is stored",
+                    f"{name}: bytes in {path} must have CRC-32 {payload.crc32:08x} (got {crc:08x})",
                     fqn=name,
                     file=path,
                 )

@@ -40,15 +40,18 @@ def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 @app.command("list")
 def list_(
-    kind: Annotated[str | None, typer.Option(help="Only this kind: source or derived.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Only this kind: source or derived.")
+    ] = None,
     state: Annotated[
         str | None,
         typer.Option(
+            metavar="STATE",
             help="Only this state: present, damaged, incomplete or replaced; with --conversions running, "
-            "succeeded or failed."
+            "succeeded or failed.",
         ),
     ] = None,
-    run: Annotated[str | None, typer.Option(help="Only this training run.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="Only this training run.")] = None,
     conversions: Annotated[
         bool, typer.Option("--conversions", help="List conversions instead, including failed ones.")
     ] = False,
@@ -56,7 +59,7 @@ def list_(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """List checkpoints (or conversions), the newest first."""
+    """List checkpoints or conversions, newest first."""
     if conversions and (kind or run):
         raise UsageError(
             "--kind and --run cannot be used with --conversions: they select checkpoints",
@@ -153,9 +156,12 @@ def tag(
 @app.command()
 def sql(
     statement: Annotated[str, typer.Argument(metavar="SELECT", help="One statement that only reads.")],
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")] = 1000,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Maximum number of rows.")] = 1000,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds after which the query is stopped.")
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=0.1, help="Seconds after which the query is stopped."
+        ),
     ] = 30,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the database's query plan instead.")
@@ -163,7 +169,7 @@ def sql(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Run a read-only SQL query. The database itself refuses to write."""
+    """Run a read-only SQL query. The database refuses every change."""
     from ckptcore.catalog.sql_query import ask
 
     found = ask(catalog or default_url(), statement, limit=limit, seconds=timeout, explain=explain)

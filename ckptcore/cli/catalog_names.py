@@ -64,11 +64,15 @@ def remove_alias(name: Name, catalog: Where = None) -> None:
 @hold_app.command("place")
 def place_hold(
     ref: Ref,
-    reason: Annotated[str, typer.Option("--reason", help="Who needs the checkpoint, and for what.")],
-    owner: Annotated[str, typer.Option("--owner", help="Person or team to ask.")] = "",
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Who needs the checkpoint, and for what.")
+    ],
+    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Person or team to ask.")] = "",
     until: Annotated[
         datetime | None,
-        typer.Option("--until", help="Date on which the hold ends by itself, UTC.", formats=["%Y-%m-%d"]),
+        typer.Option(
+            "--until", metavar="YYYY-MM-DD", help="Date (UTC) on which the hold ends.", formats=["%Y-%m-%d"]
+        ),
     ] = None,
     catalog: Where = None,
     output: As = Output.TEXT,
@@ -126,7 +130,9 @@ def add_root(
             "Default: {root}/../exports/{run}/{name}.",
         ),
     ] = None,
-    verb: Annotated[str | None, typer.Option("--verb", help="consolidate, export or reshard.")] = None,
+    verb: Annotated[
+        str | None, typer.Option("--verb", metavar="VERB", help="consolidate, export or reshard.")
+    ] = None,
     target: Annotated[
         str,
         typer.Option("--target", metavar="JSON", help="Further options of the conversion, as a JSON object."),

@@ -30,14 +30,16 @@ def _add_commands(app: typer.Typer, name: str) -> None:
         state: Annotated[
             str | None,
             typer.Option(
-                "--state", help="Only this state: waiting, taken, done or failed. Default: all but done."
+                "--state",
+                metavar="STATE",
+                help="Only this state: waiting, taken, done or failed. Default: all but done.",
             ),
         ] = None,
         limit: Limit = 50,
         catalog: Where = None,
         output: As = Output.TEXT,
     ) -> None:
-        """List the rows that are not done, the newest first."""
+        """List the rows that are not done, newest first."""
         with opened(catalog) as known, known.reading() as conn:
             rows = _queue(name).listed(conn, state, limit)
         answer(rows, output)
@@ -48,11 +50,11 @@ def _add_commands(app: typer.Typer, name: str) -> None:
     ) -> None:
         """Retry rows that have failed.
 
-        They are due now, and their attempts are counted from zero.
+        They are due at once, and their attempts are counted from 0.
         """
         if (ref is None) is not failed:
             raise UsageError(
-                "name one row, or all with --failed",
+                "name one row, or pass --failed for all",
                 hint=f"`ckptcore catalog {name} list --state failed` lists them",
             )
         with opened(catalog) as found, found.queueing() as conn:

@@ -25,7 +25,7 @@ Where = Annotated[
 ]
 As = Annotated[Output, typer.Option("--output", help="Tables for people, JSON for programs.")]
 Ref = Annotated[str, typer.Argument(metavar="ID", help="Id, beginning of an id, alias or URI.")]
-Limit = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")]
+Limit = Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Maximum number of rows.")]
 
 
 def opened(url: str | None) -> Catalog:

@@ -67,7 +67,7 @@ def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
         if not record_report(manifest, src, report, options.catalog):
             terminal.line(
                 "not recorded: the files differ from the checkpoint that the catalog has here, with digests. "
-                "Try --level bytes to compare them, or `ckptcore catalog rebuild --digests` to record them",
+                "try --level bytes to compare them, or `ckptcore catalog rebuild --digests` to record them",
                 err=True,
             )
     raise typer.Exit(0 if report.ok else 1)

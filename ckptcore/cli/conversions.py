@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @takes(declared(*OF_VERB["consolidate"]), WAIT, ANSWER)
 def consolidate(
     src: Src,
-    dst: Annotated[str | None, typer.Argument(metavar="[DST]", help="Default: SRC.consolidated.")] = None,
+    dst: Annotated[str | None, typer.Argument(metavar="DST", help="Default: SRC.consolidated.")] = None,
     **given: Any,
 ) -> None:
     """Write all tensors, named as stored, to a file or folder."""
@@ -46,7 +46,7 @@ def consolidate(
 def export(src: Src, dst: Dst, **given: Any) -> None:
     """Write the model part as a Hugging Face folder.
 
-    It has the shards, their index, the config and the tokenizer.
+    The folder contains the shards, their index, the config and the tokenizer.
     """
     _convert(_options(given).request("export", src, dst), given)
 
@@ -68,6 +68,7 @@ def plan(
         str,
         typer.Option(
             "--verb",
+            metavar="VERB",
             help="consolidate, export or reshard. Default: reshard with --mesh, otherwise consolidate.",
         ),
     ] = "",
@@ -75,7 +76,7 @@ def plan(
 ) -> None:
     """Show what a conversion would do, and write nothing.
 
-    The answer has bytes, files, renames, casts, drops and the peak memory.
+    Reports bytes, files, renames, casts, drops and the expected peak memory.
     """
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing

@@ -49,7 +49,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
 def scrub(**given: Any) -> None:
     """Verify registered checkpoints again, byte for byte.
 
-    The longest unverified come first.
+    The checkpoints that were verified longest ago come first.
     """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
@@ -67,7 +67,7 @@ def scrub(**given: Any) -> None:
 def retire(
     scope: Annotated[
         str | None,
-        typer.Argument(metavar="[ROOT|RUN]", help="Watched root or training run. Default: all roots."),
+        typer.Argument(metavar="ROOT|RUN", help="Watched root or training run. Default: all roots."),
     ] = None,
     **given: Any,
 ) -> None:
@@ -99,7 +99,7 @@ def retire(
 
 
 def rebuild(
-    roots: Annotated[list[str], typer.Argument(metavar="ROOT...", help="Folders to search, or checkpoints.")],
+    roots: Annotated[list[str], typer.Argument(metavar="ROOT", help="Folders to search, or checkpoints.")],
     digests: Annotated[
         bool, typer.Option("--digests", help="Read every byte, to record the digest of each file.")
     ] = False,

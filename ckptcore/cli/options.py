@@ -164,7 +164,7 @@ Alias = Annotated[
 ]
 RootNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ROOT]...", help="Names of watched roots. Default: all that are not paused."),
+    typer.Argument(metavar="ROOT", help="Names of watched roots. Default: all that are not paused."),
 ]
 Wait = Annotated[
     str | None,

@@ -5,6 +5,7 @@ There is one function for each kind of value. Standard output has the answer and
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
     from ckptcore.core.manifest import Manifest
+    from ckptcore.formats import Format
     from ckptcore.planning.compose import Composed
     from ckptcore.utils.workers import Progress
 
 _LIMIT = 40  # rows of a table of names before it is cut for a terminal
-_NAMES_TWICE = ("renamed",)  # tables of pairs whose second column has names, too
+_NAMES_TWICE = ("renamed", "mapped")  # tables of pairs whose second column has names, too
 _STATUS = {"ok": "green", "unproven": "yellow"}
 _VERDICT = {"ok": "green", "failed": "red", "unproven": "yellow", "not-done": "yellow"}
 _STYLE = {"error": "red", "warning": "yellow", "info": "dim"}
@@ -76,11 +78,7 @@ def manifest(value: Manifest, include: Sequence[str], exclude: Sequence[str] = (
         )
         return
     out = terminal.console()
-    out.print(
-        terminal.text(
-            (value.root, "bold"), f": {value.format} ({'; '.join(value.origin.get('evidence', []))})"
-        )
-    )
+    out.print(terminal.text((value.root, "bold"), f": {value.format} ({_evidence(value)})"))
     kinds = ", ".join(f"{show_size(n)} {d}" for d, n in dtypes.most_common())
     tensors_text, chunks_text = count(value.num_tensors, "tensor"), count(stored, "chunk")
     objects_text = count(len(value.blobs) - len(value.unread), "object")
@@ -183,7 +181,9 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
     if len(p.files) > _LIMIT:
         out.print(f"and {count(len(p.files) - _LIMIT, 'more file')} (--output json lists all)")
     _print_pairs(out, "renamed", [(a, b) for a, b in p.renamed])
-    _print_pairs(out, "made", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same])
+    _print_pairs(
+        out, "mapped", [(m.name, f"{m.rule} of {', '.join(m.sources)}") for m in p.made if not m.same]
+    )
     _print_pairs(out, "computed", list(p.derived))
     _print_pairs(out, "cast", [(a, f"{b} to {c}") for a, b, c in p.cast])
     _print_pairs(out, "tied", [(a, f"{b}, equality is checked") for a, b in p.ties])
@@ -336,17 +336,31 @@ def formats(*, as_json: bool) -> None:
     out = terminal.console()
     lines = []
     for f in found.formats:
-        a, package = f.abilities, found.package(f.name)
-        name = f.name if package == "ckptcore" else f"{f.name} ({package})"
-        lines.append(
-            (name, f.title, _yes(a.reads), _yes(a.writes), a.checksums, f.recognised_by.replace("`", ""))
-        )
-    print_table(out, ("format", "title", "read", "write", "checksums", "recognised by"), lines)
+        package = found.package(f.name)
+        lines.append((f.name if package == "ckptcore" else f"{f.name} ({package})", _abilities(f)))
+    print_table(out, ("format", "what it is"), lines)
     print_table(
         out, ("recognised, not read", "title", "next step"), [(k.name, k.title, k.hint) for k in KNOWN]
     )
     for package, reason in found.broken:
         out.print(terminal.text(("not used", "red"), f": formats of {package}: {reason}"))
+
+
+def _evidence(value: Manifest) -> str:
+    """Return why a format was recognised, with plural forms that fit.
+
+    The stored text, which is part of the manifest's digest, has ``file(s)``.
+    """
+    found = "; ".join(value.origin.get("evidence", []))
+    return re.sub(r"\b(\d+)( [^;]*?)\(s\)", lambda m: f"{m[1]}{m[2]}{'' if m[1] == '1' else 's'}", found)
+
+
+def _abilities(of: Format) -> str:
+    """Return a format's title, what ckptcore does with it, and how it is recognised."""
+    able = of.abilities
+    done = " and ".join(verb for verb, is_able in (("read", able.reads), ("written", able.writes)) if is_able)
+    checksums = "no checksums" if able.checksums == "none" else able.checksums
+    return f"{of.title}: {done}; {checksums}. Recognised by {of.recognised_by.replace('`', '')}."
 
 
 def error(value: CkptError, *, as_json: bool) -> None:
@@ -427,7 +441,3 @@ def _print_pairs(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> N
     print_table(out, (title, ""), rows[:_LIMIT], names=(0, 1) if title in _NAMES_TWICE else (0,))
     if len(rows) > _LIMIT:
         out.print(f"and {len(rows) - _LIMIT} more {title} (--output json lists all)")
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "-"

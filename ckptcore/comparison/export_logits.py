@@ -50,7 +50,7 @@ class LogitsWanted:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            raise UsageError(f"cannot open models as {self.dtype}", hint=f"Try one of {', '.join(_DTYPES)}")
+            raise UsageError(f"cannot open models as {self.dtype}", hint=f"try one of {', '.join(_DTYPES)}")
         if not 0 <= self.tolerance < math.inf:  # false for NaN
             raise UsageError(f"tolerance must be a finite number of at least 0 (got {self.tolerance})")
 
@@ -72,7 +72,7 @@ def require_memory(wanted: LogitsWanted, manifests: Mapping[str, Manifest]) -> N
         raise BudgetTooSmall(
             f"cannot open {url} as {wanted.dtype}: it takes {show_size(most + _BASE)}, "
             f"{show_size(free)} are free",
-            hint="Try a machine with more memory, --logits-dtype bf16, or --any-memory to skip this check",
+            hint="try a machine with more memory, --logits-dtype bf16, or --any-memory to skip this check",
             needed=most + _BASE,
             free=free,
         )
@@ -158,8 +158,8 @@ def require_folder(url: str) -> str:
     path = local_path(url)
     if path is None:
         raise UsageError(
-            f"cannot open {url} with transformers: it is not a local path", hint="Try a local copy"
+            f"cannot open {url} with transformers: it is not a local path", hint="try a local copy"
         )
     if not path.is_dir():
-        raise UsageError(f"cannot open {url} with transformers: it is not a folder", hint="Try its folder")
+        raise UsageError(f"cannot open {url} with transformers: it is not a folder", hint="try its folder")
     return str(path.absolute())

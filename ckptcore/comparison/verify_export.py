@@ -80,7 +80,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if not -1 <= self.threshold <= 1:  # false for NaN
-            raise UsageError(f"the least cosine must be from -1 to 1 (got {self.threshold})", hint="Try 0.8")
+            raise UsageError(f"the least cosine must be from -1 to 1 (got {self.threshold})", hint="try 0.8")
 
 
 def verify_export(

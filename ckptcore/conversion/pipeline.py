@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
@@ -90,14 +90,14 @@ class Prepared:
     """
 
     plan_uri: str
-    files: tuple[PlannedFile, ...]
+    files: tuple[PlannedFile, ...] = field(repr=False)
     bytes_in: int
     bytes_out: int
     peak_memory: int
-    renamed: tuple[tuple[str, str], ...]
-    cast: tuple[tuple[str, str, str], ...]
-    dropped: tuple[tuple[str, str], ...]
-    ties: tuple[tuple[str, str], ...]
+    renamed: tuple[tuple[str, str], ...] = field(repr=False)
+    cast: tuple[tuple[str, str, str], ...] = field(repr=False)
+    dropped: tuple[tuple[str, str], ...] = field(repr=False)
+    ties: tuple[tuple[str, str], ...] = field(repr=False)
     warnings: tuple[Finding, ...]
     model: str
     manifest_digest: str

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptcore.checking.check import check
@@ -75,25 +75,25 @@ class Result:
     destination: str
     format: str
     nbytes: int
-    files: tuple[Receipt, ...]
-    tensors: tuple[TensorSpec, ...]
+    files: tuple[Receipt, ...] = field(repr=False)
+    tensors: tuple[TensorSpec, ...] = field(repr=False)
     manifest_digest: str
     plan_digest: str
     bytes_in: int
     timings: dict[str, float]
-    written: Manifest
+    written: Manifest = field(repr=False)
     plan_uri: str = ""
     conversion: str | None = None
     warnings: tuple[Finding, ...] = ()
     fingerprint: str | None = None
-    fingerprints: tuple[Fingerprinted, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
+    fingerprints: tuple[Fingerprinted, ...] = field(default=(), repr=False)
+    renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     map_digest: str = ""
-    made: tuple[MadeTensor, ...] = ()
-    dropped: tuple[tuple[str, str], ...] = ()
-    source_stamp: str | None = None
-    source_ctime: str | None = None
-    published: tuple[tuple[str, int, str | None], ...] = ()
+    made: tuple[MadeTensor, ...] = field(default=(), repr=False)
+    dropped: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    source_stamp: str | None = field(default=None, repr=False)
+    source_ctime: str | None = field(default=None, repr=False)
+    published: tuple[tuple[str, int, str | None], ...] = field(default=(), repr=False)
     proof: ExportProof | None = None
 
     def as_dict(self) -> dict[str, Any]:

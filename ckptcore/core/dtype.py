@@ -122,5 +122,5 @@ def get(name: str) -> DType:
     plain = name.removeprefix("torch.")
     found = BY_NAME.get(_SHORT.get(plain, plain))
     if found is None:
-        raise UnsupportedDtype(f"unknown dtype {name!r}", hint=f"one of: {', '.join(BY_NAME)}", dtype=name)
+        raise UnsupportedDtype(f"unknown dtype {name!r}", hint=f"use one of {', '.join(BY_NAME)}", dtype=name)
     return found

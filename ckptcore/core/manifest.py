@@ -22,6 +22,7 @@ from ckptcore.core import columnar_file as frame
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import Finding
+from ckptcore.utils.text import count
 
 Ints = npt.NDArray[np.int64]
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
@@ -305,6 +306,12 @@ class Manifest:
     read: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     order: tuple[str, ...] = field(default=(), compare=False)
     own: tuple[int, int] | None = None
+
+    def __repr__(self) -> str:
+        """Return a summary: a complete one would have a line for each of millions of chunks."""
+        parts = ((self.tensors, "tensor"), (self.chunks, "chunk"), (self.files, "file"))
+        sizes = ", ".join(count(len(part), noun) for part, noun in parts)
+        return f"<Manifest {self.format} {self.root}: {sizes}>"
 
     @property
     def num_tensors(self) -> int:

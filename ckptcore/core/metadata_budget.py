@@ -57,7 +57,7 @@ class Meter:
             raise MetadataTooLarge(
                 f"cannot read {what}: metadata would take more than its budget of {show_size(self.limit)} "
                 f"(got {show_size(got)} so far)",
-                hint=f"is it what you expect? Try {VARIABLE}={_larger(got)} if it is",
+                hint=f"if the checkpoint is what you expect, try {VARIABLE}={_larger(got)}",
                 budget=self.limit,
                 needed=got,
             )

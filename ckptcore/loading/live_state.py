@@ -55,7 +55,7 @@ def live_state(state_dict: Mapping[str, Any]) -> LiveState:
     if twice:
         raise NameMismatch(
             f"cannot load into two leaves of one name: {some(twice)}",
-            hint="Try other keys: `{'a.b': ...}` and `{'a': {'b': ...}}` have one name in a checkpoint.",
+            hint="try other keys: `{'a.b': ...}` and `{'a': {'b': ...}}` have one name in a checkpoint",
         )
     return state
 
@@ -86,7 +86,7 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
         if not isinstance(inside, Mapping):
             raise UsageError(
                 f"cannot load into {path}: its state_dict() must be a mapping (got {type(inside).__name__})",
-                hint="Try to return a dict of tensors and plain values.",
+                hint="try to return a dict of tensors and plain values",
             )
         _enter(state, inside, path, value)
         state.finish.append(lambda: value.load_state_dict(inside))

@@ -41,7 +41,7 @@ def pieces(fqn: str, tensor: Any) -> list[Piece]:
     except (UsageError, NameMismatch) as error:
         raise type(error)(
             f"cannot load into {fqn}: {error.message}",
-            hint="Try a tensor with memory of its own for this rank's part.",
+            hint="try a tensor with memory of its own for this rank's part",
         ) from error
 
 
@@ -57,7 +57,7 @@ def require_cast(fqn: str, stored: str, tensor: Any) -> None:
     except (RuntimeError, TypeError) as error:
         raise UnsupportedDtype(
             f"cannot load {fqn}: torch does not cast {stored} to {tensor.dtype} ({error})",
-            hint=f"Try a tensor of {source} there.",
+            hint=f"try a tensor of {source} there",
         ) from error
 
 
@@ -111,7 +111,7 @@ def _shards(fqn: str, tensor: Any) -> list[Piece]:
             raise NameMismatch(
                 f"cannot load into {fqn}: its shard at {list(offset)} of {list(tensor.size())} must be "
                 f"{list(sizes)} (got {list(shard.tensor.shape)})",
-                hint="Try a ShardedTensor whose shards match its metadata.",
+                hint="try a ShardedTensor whose shards match its metadata",
             )
         found += [
             (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor)
@@ -144,7 +144,7 @@ def require_kind(fqn: str, tensor: Any) -> None:
     if reason:
         raise UsageError(
             f"cannot load into {fqn}: {reason}",
-            hint="Try a tensor with memory of its own, or leave it out of the state dict.",
+            hint="try a tensor with memory of its own, or leave it out of the state dict",
         )
 
 

@@ -97,7 +97,7 @@ def _plan(manifest: Manifest, state: LiveState, prefix: str) -> _Plan:
             here, there = ("a tensor", "a plain value") if row is None else ("a plain value", "a tensor")
             raise NameMismatch(
                 f"cannot load {leaf.fqn}: it is {here} here and {there} in the checkpoint",
-                hint="Try the same kind here.",
+                hint="try the same kind here",
             )
         elif found is not None:
             plan.values.append((leaf, found[1]))
@@ -110,7 +110,7 @@ def _require_all(plan: _Plan, count: int, strict: bool) -> None:
         raise NameMismatch(
             f"cannot load {len(plan.missing)} of {count} values: not in the checkpoint: "
             f"{some(plan.missing, 5)}",
-            hint="Try prefix= for names with a common prefix, or strict=False to leave them as they are.",
+            hint="try prefix= for names with a common prefix, or strict=False to leave them as they are",
             missing=plan.missing,
         )
     for leaf, form in plan.values:
@@ -123,7 +123,7 @@ def _require_all(plan: _Plan, count: int, strict: bool) -> None:
         refused = [f"{name} ({what})" for name, what in plan.unbuilt.items()]
         raise NameMismatch(
             f"cannot load {len(refused)} of {count} values: refused by the reader: {some(refused, 5)}",
-            hint="Try to remove them from the state dict, or strict=False to leave them as they are.",
+            hint="try to remove them from the state dict, or strict=False to leave them as they are",
             missing=[*plan.unbuilt],
         )
     if plan.missing or plan.unbuilt:
@@ -142,20 +142,20 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
         elif leaf.put is None or isinstance(leaf.owner, torch.nn.Module):
             raise UsageError(
                 f"cannot load into {leaf.fqn}: it is a meta tensor, and its container accepts no other",
-                hint="Try module.to_empty(device=...) first.",
+                hint="try module.to_empty(device=...) first",
             )
         here = list(leaf.value.size())
         if here != list(spec.shape):
             raise NameMismatch(
                 f"cannot load {leaf.fqn}: it is {here} here and {list(spec.shape)} in the checkpoint",
-                hint="Try a tensor of that shape.",
+                hint="try a tensor of that shape",
             )
         require_cast(leaf.fqn, spec.dtype, leaf.value)
     fixed = [leaf.fqn for leaf, _ in plan.values if leaf.put is None]
     if fixed:
         raise UsageError(
             f"cannot load {some(fixed)}: the container accepts no new value",
-            hint="Try a dict or a list around it.",
+            hint="try a dict or a list around it",
         )
     inside = [manifest.index[n] for n in sorted(_referenced_names(plan)) if n in manifest.index]
     require_cover(manifest, [*(row for _, row in plan.tensors), *inside])
@@ -175,7 +175,7 @@ def _require_no_meta(leaves: Sequence[LiveLeaf]) -> None:
     if still:
         raise UsageError(
             f"cannot load {some(still)}: still on the meta device after load_state_dict()",
-            hint="Try module.to_empty(device=...) first, or load_state_dict(..., assign=True) inside.",
+            hint="try module.to_empty(device=...) first, or load_state_dict(..., assign=True) inside",
         )
 
 

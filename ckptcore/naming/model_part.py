@@ -100,7 +100,7 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
         return ModelPart(called, f"{called[:-1]} is what trainers call the model", others=others)
     parts = ", ".join(f"{r or 'top level'} ({n} tensors)" for r, n in candidates[:8]) or "none"
     raise AmbiguousModel(
-        f"cannot tell which part of the checkpoint is the model; candidates: {parts}",
+        f"cannot choose the part of the checkpoint that is the model; candidates: {parts}",
         hint=f"name it: --model-prefix {_likeliest([r for r, _ in candidates])}",
         candidates=[r for r, _ in candidates],
     )
@@ -150,7 +150,7 @@ def _require_shapes(names: Sequence[str]) -> None:
     flat = [n for n in names if n.endswith(".main") and n.removesuffix("main") + "exp_avg" in known]
     if flat:
         raise AmbiguousModel(
-            f"{len(flat)} weights are stored flat, as the optimizer's {flat[0]}: nothing tells their shapes",
+            f"{len(flat)} weights are stored flat, like the optimizer's {flat[0]}: no shapes are stored",
             hint="load it with OLMo-core and save the model's state dict; consolidate keeps them flat",
         )
 

@@ -151,12 +151,11 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
     """
     if form.get("peft_type") != "LORA":
         raise UsageError(
-            f"cannot use an adapter_config.json of the type {form.get('peft_type')!r}: LORA is exported here"
+            f"cannot use an adapter_config.json of the type {form.get('peft_type')!r}: only LORA is exported"
         )
     if type(form.get("lora_alpha")) not in (int, float):
         raise UsageError(
-            f"cannot export the adapter: lora_alpha is in no shape, and not in its config (got "
-            f"{form.get('lora_alpha')!r})",
+            f"cannot export the adapter: its config must record lora_alpha (got {form.get('lora_alpha')!r})",
             hint="name the adapter_config.json of the training run: --config FILE",
         )
     ranks = _ranks(adapter, shapes) if not any(form.get(k) for k in _OTHER_LAYOUTS) else {}
@@ -164,7 +163,8 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
     if form.get("r") is None:
         if len(set(ranks.values())) != 1:
             raise UsageError(
-                f"cannot tell r of the adapter (got {_few(ranks)})", hint="name a config that tells it"
+                f"cannot find r of the adapter: its shapes differ (got {_few(ranks)})",
+                hint="name a config that records it",
             )
         out["r"] = next(iter(ranks.values()))
     if form.get("target_modules") is None and not form.get("target_parameters"):
@@ -282,7 +282,7 @@ def _odd_targets(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
         meant = {m for m, hit in zip(modules, hits, strict=True) if hit}
     else:
         return  # which modules are linear only the model knows
-    yield from (f"{m} has an adapter, and is no target" for m in sorted(lora - meant))
+    yield from (f"{m} has an adapter, but is not a target" for m in sorted(lora - meant))
     yield from (f"{m} is a target, and has no adapter" for m in bare if m in meant)
 
 

@@ -42,9 +42,9 @@ class SweepOptions:
 class ScrubOptions:
     """Hold how much a scrub verifies."""
 
-    share: Annotated[float, Option("Share of the catalog's checkpoints to verify, above 0 and up to 1.")] = (
-        0.05
-    )
+    share: Annotated[
+        float, Option("Share of the catalog's checkpoints to verify, above 0 and up to 1.", "SHARE")
+    ] = 0.05
     budget: Annotated[str, Option("Start no further checkpoint after this time: 90s, 10m or 2h.", "TIME")] = (
         "10m"
     )
@@ -85,7 +85,9 @@ class VerifyOptions:
     ] = None
     near: Annotated[
         str | None,
-        Option("Related Hugging Face folder: tensors of one name must point the same way.", "BASE"),
+        Option(
+            "Related Hugging Face folder: tensors with the same name must have the same direction.", "BASE"
+        ),
     ] = None
     near_threshold: Annotated[float, Option("Smallest cosine similarity that --near accepts.", "COSINE")] = (
         0.8

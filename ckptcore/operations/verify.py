@@ -66,7 +66,7 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
     uri = known.checkpoint.uri
     try:
         if not _is_there(uri):
-            return Proven(Proof.GONE, message=f"there is nothing at {uri}")
+            return Proven(Proof.GONE, message=f"{uri} does not exist")
         data = [f for f in known.files if f.role == Role.DATA]
         if data and all(f.digest for f in data):
             return _by_digests(uri, known.files, in_time)

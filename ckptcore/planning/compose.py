@@ -290,7 +290,7 @@ def _adapter_alone(
         beside = replace(beside, adapter=replace(beside.adapter, form=form))
     elif request.single is None:
         raise UsageError(
-            "cannot export the LoRA adapter: lora_alpha is in no shape, and there is no adapter_config.json",
+            "cannot export the LoRA adapter: no adapter_config.json was found, which records lora_alpha",
             hint="name the one of the training run: --config FILE; or leave the adapter out: "
             "--exclude '*.lora_*'; or keep all of it under its stored names: --names stored",
         )
@@ -316,7 +316,7 @@ def _output_layout(request: Request, writer: Writer, adapter: Adapter | None) ->
     if request.verb == "export" and layout.place is not None:
         raise UsageError(
             f"cannot export to {request.format}: an export has only the model",
-            hint="Try consolidate; export writes safetensors or torch_save",
+            hint="try consolidate; export writes safetensors or torch_save",
         )
     return layout
 

@@ -110,14 +110,14 @@ class HubFolder:
                 raise UsageError(
                     f"cannot take the tokenizer from {self.url}: {name} has {show_size(nbytes)} "
                     f"(limit {show_size(MAX_FILE)})",
-                    hint=f"Try --tokenizer FOLDER with another one, or --tokenizer {NONE}",
+                    hint=f"try --tokenizer FOLDER with another one, or --tokenizer {NONE}",
                 )
         total = sum(nbytes for nbytes, role in self.names.values() if role in roles)
         if total > _MAX_TOTAL:
             raise UsageError(
                 f"cannot take config and tokenizer from {self.url}: its files have {show_size(total)} "
                 f"together (limit {show_size(_MAX_TOTAL)})",
-                hint="Try a folder with fewer files",
+                hint="try a folder with fewer files",
             )
         return {name: self.read(name) for name, (_, role) in sorted(self.names.items()) if role in roles}
 
@@ -196,14 +196,14 @@ def read_named(option: str, url: str, name: str = CONFIG) -> HubFolder:
         if nbytes > MAX_FILE:
             raise UsageError(
                 f"cannot read {option} {url}: it has {show_size(nbytes)} (limit {show_size(MAX_FILE)})",
-                hint="Try a JSON file",
+                hint="try a JSON file",
             )
         return HubFolder(url, {name: (nbytes, MODEL)}, _content={name: _file_bytes(url, nbytes)})
     here = folder_at(url)
     if not here.files and not here.folders:
         raise UsageError(
             f"cannot read {option} {url}: it does not exist, or is empty",
-            hint=hub_hint(url) or "Try a folder or a file",
+            hint=hub_hint(url) or "try a folder or a file",
         )
     return look(url, known=here)
 

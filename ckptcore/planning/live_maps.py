@@ -79,7 +79,7 @@ def map_live_names(
             return None
         raise NameMismatch(
             f"cannot map to {to}: unknown model",
-            hint="Try --config FOLDER with the model's config.json, or --arch",
+            hint="try --config FOLDER with the model's config.json, or --arch",
         )
     because = f"--arch {arch}" if arch != "auto" else f"{source_name} says {family.form.arch}"
     world = world_of(family, names)
@@ -88,7 +88,7 @@ def map_live_names(
     if world is None:
         raise NameMismatch(
             f"cannot map to {to}: the names are neither a module's of {family.form.arch} nor its files'",
-            hint="Try another --arch, or --names stored to keep the names as they are",
+            hint="try another --arch, or --names stored to keep the names as they are",
         )
     rules = (live_map if to == HUB else hub_map)(family, names, content)
     matched = match(rules, mapped.manifest.tensors, {})
@@ -120,7 +120,7 @@ def _family(
         if found is None:
             raise UsageError(
                 f"no map of live modules is called {arch!r}, or its classes have different ones",
-                hint="Try --arch with the class of the model, or --config with its config.json",
+                hint="try --arch with the class of the model, or --config with its config.json",
             )
         return found
     return family_of_config(config, tensors) if config is not None else None
@@ -162,7 +162,7 @@ def family_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int,
         if any(map(_is_fused, tensors)):
             raise UsageError(
                 f"cannot map the names of {kind}: no frozen map knows it; transformers: {reply['error']}",
-                hint="Try --names stored to keep the names as they are",
+                hint="try --names stored to keep the names as they are",
             )
         return None
     entries = {k: tuple(map(StepForm.model_validate, v)) for k, v in reply["entries"].items()}

@@ -25,7 +25,7 @@ def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> A
     library = quiet_transformers()
     kind = content.get("model_type")
     if isinstance(kind, str) and kind not in library.CONFIG_MAPPING:
-        return {"unknown": f"transformers {library.__version__} knows no model type {kind!r}"}
+        return {"unknown": f"transformers {library.__version__} has no model type {kind!r}"}
     try:
         model = built(content)
     except ImportError as error:  # of a library that only this model needs

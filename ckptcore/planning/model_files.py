@@ -106,7 +106,7 @@ def find_files(request: Request, manifest: Manifest) -> ModelFiles:
     if tokenizer is not None and not tokenizer.has_tokenizer():
         raise UsageError(
             f"cannot take a tokenizer from --tokenizer {request.tokenizer}: it has none",
-            hint="Try a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
+            hint="try a folder with tokenizer.json, tokenizer.model, tekken.json or *.tiktoken",
         )
     findings = []
     places = _Places(request, manifest)
@@ -145,7 +145,7 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
             raise UsageError(
                 f"cannot use --config {request.config}: it has no adapter_config.json, and the model is a "
                 "LoRA adapter",
-                hint="Try the one of the training run, or export the base weights with --exclude '*.lora_*'",
+                hint="try the one of the training run, or export the base weights with --exclude '*.lora_*'",
             )
     if tokenizer is None and request.tokenizer != NONE and not single:
         near = [f for f in (named, config) if f is not None and f.has_tokenizer()]
@@ -212,11 +212,12 @@ def _require_object(config: HubFolder, url: str) -> None:
         nbytes, _ = config.too_large[CONFIG]
         raise UsageError(
             f"cannot read --config {url}: config.json has {show_size(nbytes)} (limit {show_size(MAX_FILE)})",
-            hint="Try the folder of the model that was trained",
+            hint="try the folder of the model that was trained",
         )
     if CONFIG not in config.names:
         raise UsageError(
-            f"--config {url}: there is no config.json", hint="Try the folder that has it, or the file"
+            f"cannot read --config {url}: it has no config.json",
+            hint="try the folder that has it, or the file",
         )
     if config.json(CONFIG) is None:
         raise UsageError(f"--config {url}: config.json is not a JSON object")
@@ -257,8 +258,8 @@ def _nearest(what: str, places: Iterable[list[HubFolder]]) -> HubFolder | None:
         if len(found) > 1 and not agree(found, role):
             urls = ", ".join(folder.url for folder in found[:8])
             raise AmbiguousModel(
-                f"cannot tell which {what} is the model's (got {urls})",
-                hint=f"Try --{what.split()[-1]} {found[0].url}, or --{what.split()[-1]} {NONE}",
+                f"cannot choose the model's {what}: several match (got {urls})",
+                hint=f"try --{what.split()[-1]} {found[0].url}, or --{what.split()[-1]} {NONE}",
                 candidates=[folder.url for folder in found],
             )
         if found:

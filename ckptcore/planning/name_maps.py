@@ -107,7 +107,7 @@ def map_names(
     if matched.map.refused:
         raise UsageError(
             f"cannot map {world} names of {matched.map.arch}: {matched.map.refused}",
-            hint="Try --names stored to keep the names as they are",
+            hint="try --names stored to keep the names as they are",
         )
     _require_agreed(matched.map, configs)
     require_fit(matched, mapped.manifest.tensors, part=part)
@@ -161,7 +161,7 @@ def _choose(
         if not chosen:
             raise NameMismatch(
                 f"no map takes {world} names of {calls[0]} to {to} ({because})",
-                hint=f"Try --names stored to keep the names as they are; there are maps for {_archs(maps)}",
+                hint=f"try --names stored to keep the names as they are; there are maps for {_archs(maps)}",
             )
     known = [m for m in chosen if not m.refused]
     able = [m for m in known if not _contradicted(m, configs)] or known
@@ -170,8 +170,8 @@ def _choose(
         return _nothing(chosen[0]), because
     if len({_outcome(m) for m in found if m.fits}) > 1:
         raise UsageError(
-            f"cannot tell the layout of {found[0].map.arch}: several fit its names and shapes",
-            hint="Try with the config that the trainer wrote beside the checkpoint",
+            f"cannot find the layout of {found[0].map.arch}: several fit its names and shapes",
+            hint="try with the config that the trainer wrote beside the checkpoint",
         )
     return min(found, key=_distance), because
 
@@ -191,7 +191,7 @@ def _fitting(
     able = [m for m in known if not _contradicted(m, configs)] or known
     if not able:
         raise NameMismatch(
-            f"no map takes {world} names to {to}", hint="Try --names stored to keep the names as they are"
+            f"no map takes {world} names to {to}", hint="try --names stored to keep the names as they are"
         )
     found = [match(m, manifest.tensors, sizes, templates) for m in able if _covers(m, templates)]
     fitting = [m for m in found if m.fits]
@@ -215,8 +215,8 @@ def _fitting(
     if len(kinds) > 1:
         names = [m.map.arch for m in fitting]
         raise UsageError(
-            f"cannot tell the architecture: names and shapes fit {', '.join(names)}, whose tensors differ",
-            hint=f"Try --arch {names[0]}, or --config with the model's config.json",
+            f"cannot choose the architecture: names and shapes fit {', '.join(names)}, whose tensors differ",
+            hint=f"try --arch {names[0]}, or --config with the model's config.json",
             candidates=names,
         )
     others = [m.map.arch for m in fitting[1:]]
@@ -256,7 +256,7 @@ def _require_agreed(rules: ArchMap, configs: Sequence[Config]) -> None:
     if contradiction:
         raise NameMismatch(
             f"the map of {rules.arch} ({rules.world} to {rules.to}) is not for this: {contradiction}",
-            hint="Try another --arch, or --names stored to keep the names as they are",
+            hint="try another --arch, or --names stored to keep the names as they are",
         )
 
 

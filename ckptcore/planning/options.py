@@ -115,7 +115,7 @@ class Options:
         None
     )
     dtype: Annotated[
-        str | None, Option("Cast floating-point tensors to this dtype, such as bf16, fp16 or fp32.")
+        str | None, Option("Cast floating-point tensors to this dtype, such as bf16, fp16 or fp32.", "DTYPE")
     ] = None
     dtype_for: Annotated[
         Texts,
@@ -167,8 +167,8 @@ class Options:
     names: Annotated[
         str,
         Option(
-            "Naming scheme of the output: hf-hub as on the Hugging Face hub, another known scheme, or stored "
-            "to keep the names.",
+            "Names of the output: hf-hub for those on the Hugging Face hub, stored for the stored names, or "
+            "another naming scheme.",
             "WORLD",
         ),
     ] = "hf-hub"
@@ -184,10 +184,13 @@ class Options:
     ] = "torch_save"
     memory: Annotated[str, Option("Memory budget for tensor buffers.", "SIZE")] = "1GiB"
     workers: Annotated[
-        int | None, Option("Number of threads. Default: 2 to 4, by the number of CPU cores.", least=1)
+        int | None, Option("Number of threads. Default: 2 to 4, by the number of CPU cores.", "N", least=1)
     ] = None
     device: Annotated[
-        str, Option("Device for casts and checksums: cpu, cuda or cuda:N.", pattern=r"^(cpu|cuda(:\d+)?)$")
+        str,
+        Option(
+            "Device for casts and checksums: cpu, cuda or cuda:N.", "DEVICE", pattern=r"^(cpu|cuda(:\d+)?)$"
+        ),
     ] = "cpu"
     resume: Annotated[bool, Option("Keep the verified files of an earlier run.")] = True
     overwrite: Annotated[bool, Option("Replace DST completely if ckptcore wrote every file in it.")] = False
@@ -198,7 +201,7 @@ class Options:
     digest: Annotated[bool, Option("Compute the BLAKE3 digest of every output file.")] = True
     fingerprint: Annotated[
         bool | None,
-        Option("Compute one digest of all tensor values that no layout changes. Default: for reshard only."),
+        Option("Compute one digest of all tensor values, whatever the layout. Default: for reshard only."),
     ] = None
     catalog: Annotated[
         str | None,

@@ -262,7 +262,9 @@ def load_head(store: Store) -> Plan:
     """Read the head of a saved plan; raise `MalformedCheckpoint`, `SourceUnreadable`."""
     size = store.size(HEAD)
     if size is None:
-        raise MalformedCheckpoint(f"there is no plan in {store.url}", hint="Try ckptcore plan --save")
+        raise MalformedCheckpoint(
+            f"there is no plan in {store.url}", hint="make one with `ckptcore plan SRC DST --save DIR`"
+        )
     try:
         form = json.loads(store.read(HEAD, 0, size))
         target = Target(**form.pop("target"))

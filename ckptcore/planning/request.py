@@ -104,11 +104,13 @@ class Request:
         if self.max_file_size < 1:
             raise UsageError(f"--max-file-size must be at least 1 byte (got {self.max_file_size})")
         if (self.verb == "reshard") != bool(self.mesh):
-            raise UsageError("reshard needs --mesh, and only reshard takes it", hint="Try --mesh fsdp=4,tp=2")
+            raise UsageError(
+                "reshard needs --mesh, which no other command accepts", hint="try --mesh fsdp=4,tp=2"
+            )
         if self.mesh:
             parse_mesh(self.mesh)  # an invalid mesh is an error before a source is read
         elif self.sharding is not None:
-            raise UsageError("--sharding needs --mesh", hint="Try --mesh fsdp=4,tp=2")
+            raise UsageError("--sharding needs --mesh", hint="try --mesh fsdp=4,tp=2")
         if self.serialization not in SERIALIZATIONS:
             raise UsageError(
                 f"--serialization {self.serialization} is not known",

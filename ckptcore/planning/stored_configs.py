@@ -55,7 +55,7 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
     """Yield the configs of a checkpoint: arguments of its training, and files of trainers."""
     args = _megatron_arguments(source, world)
     if args is not None:
-        yield Config("the checkpoint's args", "megatron", args)
+        yield Config("the checkpoint's `args`", "megatron", args)
     with closing(open_store(source.root)) as store:
         for path, spelled, key in _CONFIGS:
             try:

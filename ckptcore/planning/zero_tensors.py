@@ -42,7 +42,7 @@ def require_zero(source: Manifest, dropped: Iterable[Dropped]) -> None:
     glob = re.sub(r"\d+", "*", first.fqn)
     raise NameMismatch(
         f"cannot export {listed(names)}: not all zero, and {first.only_zero}",
-        hint=f"Try --names stored; or give up these values by name, and what they do: --exclude '{glob}'",
+        hint=f"try --names stored; or give up these values by name, and what they do: --exclude '{glob}'",
         broken=[d.fqn for d, _, _ in wrong],
     )
 

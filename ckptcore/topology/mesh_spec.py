@@ -58,4 +58,4 @@ def parse_mesh(text: str) -> Mesh:
 
 
 _ALSO = ", ".join(f"{a} for {b}" for a, b in ALIASES.items())
-HINT = f"as in --mesh fsdp=4,tp=2; axes: {', '.join(AXES)} (also {_ALSO})"
+HINT = f"use --mesh AXIS=SIZE, as in --mesh fsdp=4,tp=2; axes: {', '.join(AXES)} (also {_ALSO})"

@@ -174,6 +174,6 @@ def _stage_of_layer(layers: int, stages: int, given: Stages, pp: int) -> Mapping
         parts = [list(p) for p in given.split]
         raise UsageError(
             f"split must cut {layers} layers into {stages} stages (got {parts})",
-            hint="one [first, behind the last] per stage, without gaps",
+            hint="give one [first, last + 1] per stage, without gaps",
         )
     return {n: s for s, (a, b) in enumerate(given.split) for n in range(a, b)}

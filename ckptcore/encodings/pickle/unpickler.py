@@ -357,7 +357,7 @@ def _text_or_bytes(is_string: bool, raw: bytes) -> str | bytes:
 
 def _global(module: Any, name: Any, table: Mapping[str, Any], what: str, refused: list[str] | None) -> Any:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise MalformedCheckpoint(f"{what} names a global with something else than text")
+        raise MalformedCheckpoint(f"{what} names a global by a value that is not text")
     full = f"{module}.{name}"
     if full in table:
         return table[full]

@@ -169,7 +169,7 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
         if folder != prefix or not name or name in records:
             raise MalformedCheckpoint(f"{what}: unexpected zip record {entry.name!r}")
         if entry.header + _LOCAL.size + entry.length > cd_at:
-            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is behind the directory")
+            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is after the directory")
         checked |= entry.crc32 != 0
         records[name] = entry
     return records, checked

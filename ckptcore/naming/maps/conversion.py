@@ -94,13 +94,13 @@ def _require_stored(manifest: Manifest, matched: Matched) -> None:
         if made.add and made.dtype not in ADDED:
             raise UsageError(
                 f"cannot make {made.name}: cannot add to {made.dtype} (must be one of {', '.join(ADDED)})",
-                hint="Try --names stored to keep the names as they are",
+                hint="try --names stored to keep the names as they are",
             )
         computed = next((s for s in made.sources if s in manifest.derived), None)
         if computed is not None and (not made.same or made.add):
             raise UsageError(
                 f"cannot make {made.name} of {manifest.tensors[computed].fqn}: its values are not stored",
-                hint="Try --names stored, or carry the stored values with --keep-quantized",
+                hint="try --names stored, or carry the stored values with --keep-quantized",
             )
 
 

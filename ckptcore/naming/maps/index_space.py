@@ -309,7 +309,7 @@ def _exploded(p: Pieces, column: int, which: Bools) -> Pieces:
     if int(count.sum()) > MOST:
         raise MetadataTooLarge(
             f"cannot map names: the result would have {int(count.sum())} pieces (limit {MOST})",
-            hint="Try --names stored",
+            hint="try --names stored",
         )
     rows = np.repeat(np.arange(len(p)), count)
     at = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)

@@ -98,7 +98,7 @@ def parse_layout(text: str) -> AxisLayout:
     """Parse a layout.
 
     Raises:
-        ValueError: The text is no layout.
+        ValueError: The text is not a layout.
 
     >>> [sorted(b) for b in parse_layout("(g (q + k) d) h").blocks]
     [['d', 'g', 'h', 'q'], ['d', 'g', 'h', 'k']]
@@ -224,7 +224,7 @@ def _tokens(text: str) -> Iterator[str]:
     while at < len(text.rstrip()):
         found = _TOKEN.match(text, at)
         if found is None:
-            raise ValueError(f"{text!r} is no layout (at {text[at:]!r})")
+            raise ValueError(f"{text!r} is not a layout (at {text[at:]!r})")
         yield found[1]
         at = found.end()
 
@@ -232,17 +232,17 @@ def _tokens(text: str) -> Iterator[str]:
 def _factor(tokens: list[str], text: str) -> Node:
     token = tokens.pop(0)
     if token in (")", "+"):
-        raise ValueError(f"{text!r} is no layout: {token} without what it belongs to")
+        raise ValueError(f"{text!r} is not a layout: {token} without what it belongs to")
     if token != "(":
         return Axis(token)
     parts: list[Node] = []
     factors: list[Node] = []
     while True:
         if not tokens:
-            raise ValueError(f"{text!r} is no layout: a parenthesis is not closed")
+            raise ValueError(f"{text!r} is not a layout: a parenthesis is not closed")
         if tokens[0] in (")", "+"):
             if not factors:
-                raise ValueError(f"{text!r} is no layout: an empty part")
+                raise ValueError(f"{text!r} is not a layout: an empty part")
             parts.append(factors[0] if len(factors) == 1 else Product(tuple(factors)))
             factors = []
             if tokens.pop(0) == ")":

@@ -169,7 +169,7 @@ def live_map(family: LiveFamily, names: Iterable[str], config: Mapping[str, Any]
         if _MEANS.search(name.replace(ITEM, "")):
             raise UsageError(
                 f"cannot map {name!r}: its characters mean something in rules",
-                hint="Try --rename for that tensor, or --names stored",
+                hint="try --rename for that tensor, or --names stored",
             )
     numbers = numbers_of(family, config or {})
     rules = tuple(r for form in _rules_of_routes(routes, numbers) for r in compiled(form))
@@ -297,7 +297,7 @@ def _step_rule(
     if needed:
         raise UsageError(
             f"cannot map {live[0]}: the config does not say {next(iter(needed.values()))}",
-            hint="Try --config FOLDER with the model's config.json",
+            hint="try --config FOLDER with the model's config.json",
         )
     axes = {**joined.axes, **{k: numbers[k] for k in step.numbers}}
     item = re.compile(rf"\b{ITEM[1:-1]}\b")

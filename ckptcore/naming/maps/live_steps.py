@@ -168,7 +168,7 @@ def saved_names(steps: Sequence[Step], names: Iterable[str], *, refuse: bool = T
             if step.form.refused:
                 raise UsageError(
                     f"cannot map {name} to the hub's names: {step.form.refused}",
-                    hint="Try --names stored, or save_pretrained in the training program",
+                    hint="try --names stored, or save_pretrained in the training program",
                 )
             before, own, match, branch = found
             key = before + own.replace(match.group(0), sub.put[0], 1)
@@ -216,7 +216,7 @@ def live_names(
                 continue
             if step.form.refused:
                 raise UsageError(
-                    f"cannot map {name} to the module's names: {step.form.refused}", hint="Try --names stored"
+                    f"cannot map {name} to the module's names: {step.form.refused}", hint="try --names stored"
                 )
             before, own, match, _ = found
             out[name] = tuple(before + own.replace(match.group(0), put, 1) for put in sub.put)
@@ -277,7 +277,7 @@ def _hub_name(renaming: _Renaming, name: str) -> str:
         if all(form.replace(ITEM, p) == c for p, c in zip(_PROBES, called, strict=True)):
             return form
     raise UsageError(
-        f"cannot tell the hub's names of {name}: they depend on the number", hint="Try --names stored"
+        f"cannot map {name} to the hub's names: they depend on the layer's number", hint="try --names stored"
     )
 
 

@@ -154,7 +154,7 @@ def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool =
     where = f"{matched.map.arch} ({matched.map.world} to {matched.map.to})"
     raise NameMismatch(
         f"the checkpoint does not fit the map of {where}: {'; '.join(parts)}",
-        hint="Try another --arch, or --names stored to keep the names as they are",
+        hint="try another --arch, or --names stored to keep the names as they are",
         unexpected=left,
         missing=list(matched.unused),
         broken=[*twice, *matched.absent, *matched.problems],

@@ -89,7 +89,7 @@ class Config:
         if not able or (number in _POSITIVE and value <= 0):
             raise NameMismatch(
                 f"{self.name} says {place} = {short_repr(value)}, which no model has",
-                hint="Try the config of the model that was trained",
+                hint="try the config of the model that was trained",
             )
         return value  # type: ignore[no-any-return]  # text is not valid
 
@@ -129,13 +129,13 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
             if number in COMPARED and first[0] != value:
                 raise NameMismatch(
                     f"two configs contradict each other: {first[1]}, {source}",
-                    hint="Try the config of the model that was trained",
+                    hint="try the config of the model that was trained",
                 )
     vocab, tokens = found.get("vocab"), found.get("tokens")
     if vocab is not None and tokens is not None and vocab[0] < tokens[0]:
         raise NameMismatch(
-            f"two configs contradict each other: {vocab[1]}, and the rows behind are no padding: {tokens[1]}",
-            hint="Try the config of the model that was trained",
+            f"two configs contradict each other: {vocab[1]}, and later rows are not padding: {tokens[1]}",
+            hint="try the config of the model that was trained",
         )
     return found
 

@@ -56,7 +56,7 @@ def require_same_scaling(found: Iterable[RopeScaling | None]) -> None:
         if first.kind != other.kind or any(first.parameters[k] != other.parameters[k] for k in shared):
             raise NameMismatch(
                 f"two configs contradict each other: {first.text}, {other.text}",
-                hint="Try the config of the model that was trained",
+                hint="try the config of the model that was trained",
             )
 
 

@@ -49,7 +49,7 @@ def names_in(expression: str) -> frozenset[str]:
     """Return the numbers that an expression names.
 
     Raises:
-        ValueError: The text is no expression.
+        ValueError: The text is not an expression.
     """
     return frozenset(
         node.id for node in ast.walk(_parsed_expression(expression)) if isinstance(node, ast.Name)
@@ -78,7 +78,7 @@ def _parsed_expression(expression: str) -> ast.Expression:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression!r} is no expression") from error
+        raise ValueError(f"{expression!r} is not an expression") from error
     for node in ast.walk(tree):
         if not isinstance(node, _NODES) or (isinstance(node, ast.Constant) and type(node.value) is not int):
             raise ValueError(f"{expression!r}: {type(node).__name__} is not part of an expression")
@@ -98,7 +98,7 @@ def _evaluated(node: ast.expr, numbers: Mapping[str, Any]) -> Any:
             raise ValueError("division by 0")
         if isinstance(node.op, ast.Div):
             if np.any(np.not_equal(left % right, 0)):
-                raise ValueError(f"{left} is no multiple of {right}")
+                raise ValueError(f"{left} is not a multiple of {right}")
             return left // right
         return _BINARY[type(node.op)](left, right)
     if isinstance(node, ast.Compare):

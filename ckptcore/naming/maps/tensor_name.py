@@ -257,7 +257,7 @@ def _field(text: str, of: str) -> Part | tuple[str, Sequence[str]]:
         return Wild(label) if form == "*" else (label, form.split("|"))
     found = _AXIS.fullmatch(text)
     if found is None:
-        raise ValueError(f"{of!r}: {{{text}}} is no index and no choice")
+        raise ValueError(f"{of!r}: {{{text}}} is neither an index nor a choice")
     shift = (found[2] or "").replace(" ", "")
     if shift:
         names_in("0" + shift)

@@ -82,7 +82,7 @@ def test_a_plan_shows_the_map_and_its_numbers(truths: Path, tmp_path: Path) -> N
     assert (plan["from"], plan["to"], plan["arch"]) == ("megatron", "hf-hub", "llama")
     assert plan["numbers"]["heads"] == {
         "value": 4,
-        "source": "the checkpoint's args says num_attention_heads = 4",
+        "source": "the checkpoint's `args` says num_attention_heads = 4",
     }
     qkv = next(m for m in plan["tensors"] if m["name"] == "model.layers.3.self_attn.k_proj.weight")
     assert qkv["rule"] == "megatron/attention/qkv"

@@ -197,7 +197,7 @@ def test_ties_are_in_the_names_of_the_export() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "of_tomorrow"}, "knows no model type 'of_tomorrow'"),
+        ({"model_type": "of_tomorrow"}, "has no model type 'of_tomorrow'"),
         ({"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"]}, "requires the"),
     ],
 )

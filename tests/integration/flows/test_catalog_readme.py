@@ -82,13 +82,13 @@ ANSWERS = {
         ("/whole/4", "coverage"),
         ("/whole/5", "coverage"),
     ],
-    "How many bytes does each training run hold, as sources and as what was made from them?": [
+    "How many bytes does each training run have, as sources and as outputs?": [
         ("llama", "derived", 4, 4 * (W + E) - (W + E) // 2),
         ("llama", "source", 3, 3 * (W + E)),
         ("mistral", "derived", 5, 6 * W + W // 2),
         ("mistral", "source", 1, 2 * W),
     ],
-    "Which checkpoints hold the same numbers, in whatever format?": [
+    "Which checkpoints hold the same values, in any format?": [
         (2, "/mistral/step-5", "dcp"),
         (2, "/whole/5", "safetensors"),
         (4, "/again/10", "safetensors"),

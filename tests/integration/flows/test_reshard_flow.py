@@ -89,7 +89,7 @@ def test_a_target_that_fails_does_not_stop_the_others(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, "there is no target"),
+        ({}, "a target is required"),
         ({"destination": "out", "mesh": ""}, "mesh"),
         ({"destination": "out", "mesh": "warp=2"}, "warp"),
         (TWICE, "same or nested destinations"),

@@ -84,7 +84,7 @@ def test_objects_of_another_version_are_refused_and_block_no_tensor(version: str
     assert ckptcore.read(manifest, "w").tolist() == [1, 1]
     (found,) = ckptcore.check(manifest).findings
     assert (found.code, found.fqn) == ("unreadable-part", OBJECTS)
-    assert f"must be 1 (got {version!r})" in found.message
+    assert f"version must be 1 (got {version!r})" in found.message
     with pytest.raises(UnreadablePart, match=OBJECTS):
         ckptcore.convert(source, str(tmp_path / "out.safetensors"))
     assert not (tmp_path / "out.safetensors").exists()

@@ -272,7 +272,7 @@ def test_layouts_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
     config = dict(hub_model("olmoe")[0]) | {"intermediate_size": 16}
     square = {n: t[:16, :16] if ".experts." in n else t for n, t in hub.items()}
     manifest = stored(tmp_path, WORLDS["olmo_core"][0](config, square, "dropless"))
-    with pytest.raises(UsageError, match="cannot tell the layout of olmoe"):
+    with pytest.raises(UsageError, match="cannot find the layout of olmoe"):
         mapped(manifest, config)
     trained = {"model": {"block": {"name": "moe", "feed_forward_moe": {"name": "dropless"}}}}
     (tmp_path / "config.json").write_text(json.dumps(trained))

@@ -44,7 +44,7 @@ def test_a_vocabulary_without_some_of_the_trainer_s_tokens(world: str, trained: 
     of_trainer = Config("the trainer's", world, trained)
     for padded in (40, 64):
         assert agreed([Config("hub", "hf-hub", {"vocab_size": padded}), of_trainer])["vocab"][0] == padded
-    with pytest.raises(NameMismatch, match=r"vocab_size = 39, and the rows behind are no padding: .* = 40"):
+    with pytest.raises(NameMismatch, match=r"vocab_size = 39, and later rows are not padding: .* = 40"):
         agreed([Config("hub", "hf-hub", {"vocab_size": 39}), of_trainer])
 
 
