@@ -23,7 +23,8 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
-JOBS ?= 2
+# Tests wait for servers and processes a good part of their time: three at once keep two cores busy.
+JOBS ?= 3
 # Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere
 # these tests are skipped.
 DEBIAN_PACKAGES := postgresql

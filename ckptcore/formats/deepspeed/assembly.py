@@ -27,7 +27,7 @@ _MAX_CUTS = 1 << 22  # pieces of a copy, each compared with every chunk that is 
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class FileTensor:
     """A tensor of one file."""
 
     file: StatesFile
@@ -55,7 +55,7 @@ class Assembly:
             self._trees[file.path] = TorchTree(self.builder, index, file.objects, file.path)
         return self._trees[file.path]
 
-    def tensor(self, name: str, stored: StoredTensor, placement: ShardPlacement | None = None) -> None:
+    def tensor(self, name: str, stored: FileTensor, placement: ShardPlacement | None = None) -> None:
         """Add one file's copy or shard of a tensor, whatever its strides are.
 
         Copies are compared box by box: where the tensor has chunks already, this one is cut like them.
@@ -92,14 +92,14 @@ class Assembly:
             any(p.contains(b) for p in pieces) or not any(p.intersect(b) for p in pieces) for b in boxes
         )
 
-    def place(self, stored: StoredTensor, name: str) -> None:
+    def place(self, stored: FileTensor, name: str) -> None:
         """Note a buffer that is known, though no element of it may be part of a tensor."""
         self.tree(stored.file).place(stored.value, name)
 
     def run(
         self,
         name: str,
-        stored: StoredTensor,
+        stored: FileTensor,
         at: int,
         shape: tuple[int, ...],
         start: int,
@@ -211,7 +211,7 @@ class Assembly:
         """Whether a tensor of this name was added."""
         return name in self._tensors
 
-    def same_bytes(self, name: str, stored: StoredTensor) -> bool:
+    def same_bytes(self, name: str, stored: FileTensor) -> bool:
         """Note a copy of a tensor that is left out; False where its checksum is not that of a chunk."""
         item, view = self.tree(stored.file).place(stored.value, name)
         crc = self.builder.item_crc32(item)
@@ -231,7 +231,7 @@ class Assembly:
             tree.require_all()
 
     def _placed(
-        self, name: str, stored: StoredTensor, shape: tuple[int, ...], placement: ShardPlacement
+        self, name: str, stored: FileTensor, shape: tuple[int, ...], placement: ShardPlacement
     ) -> bool:
         """Whether a shard can be added: it has the shape that was placed, and the tensor the same form."""
         path = stored.file.path

@@ -13,7 +13,7 @@ from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
+from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.flat_partitions import (
     FlatParameter,
@@ -260,7 +260,7 @@ class Partitions:
                 for name in self._names(group, rank):
                     for dp in ranks:
                         if dp in tensors:
-                            stored = StoredTensor(self._files[dp], tensors[dp])
+                            stored = FileTensor(self._files[dp], tensors[dp])
                             self._assembly.tensor(f"{STATE}.{name}.{key}", stored)
         elif tensors or any(isinstance(v, Refused) for v in values.values()):
             self._partitioned(group, members, key, values)
@@ -280,7 +280,7 @@ class Partitions:
             for dp in ranks if odd else ():
                 file, value = self._files[dp], values.get(dp)
                 if isinstance(value, StoredView):
-                    self._assembly.place(Stored(file, value), key)
+                    self._assembly.place(FileTensor(file, value), key)
                     continue
                 for name in names.values() if dp in odd else ():
                     self._assembly.odd(self._target(name, key), value, file.path)
@@ -312,7 +312,7 @@ class Partitions:
                     dtype = next((v.dtype for v in buffers.values()), "float32")
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
             for n, value in buffers.items():  # one may be padding alone
-                self._assembly.place(StoredTensor(self._files[of[n]], value), key)
+                self._assembly.place(FileTensor(self._files[of[n]], value), key)
             for fragment in fragments:
                 self._add_fragment(fragment, names, key, buffers, of)
 
@@ -327,7 +327,7 @@ class Partitions:
         placement = self._placements.get(f.parameter.name)
         if placement is None:
             return
-        stored = StoredTensor(self._files[of[f.rank]], buffers[f.rank])
+        stored = FileTensor(self._files[of[f.rank]], buffers[f.rank])
         target = self._target(names[f.parameter.name], key)
         cuts = self._cuts.get(f.parameter.name, ())
         inside = cuts[bisect_right(cuts, f.start) : bisect_left(cuts, f.stop)]
@@ -343,7 +343,7 @@ class Partitions:
         for dp, value in values.items():
             file = self._files[dp]
             name = f"optimizer.groups.{group.number}.{key}/{file.path.removesuffix('.pt')}"
-            self._assembly.tensor(name, StoredTensor(file, value))
+            self._assembly.tensor(name, FileTensor(file, value))
         message = f"{key} of group {group.number} has no flat buffers, and stays as ranks have it"
         self._assembly.builder.findings.append(finding("flat-buffers", "coverage", message))
 

@@ -26,7 +26,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
-from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
+from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
@@ -100,7 +100,7 @@ class _Reader:
         self._shared = {k: v for f in states.files.values() for k, v in _texts(f, "shared_params").items()}
         self._buffers = {n for f in self._ranks.values() for n in _names(f, "buffer_names")}
         self._opened: list[StatesFile] = [*states.files.values()]
-        self._copies: list[tuple[str, StoredTensor]] = []
+        self._copies: list[tuple[str, FileTensor]] = []
         self._layer_names: set[str] = set()
         self._placeholders: dict[str, str] = {}
         # A folder that was converted in place keeps the buffers, which are the save itself.
@@ -189,7 +189,7 @@ class _Reader:
     def _compare_buffers(self, file: StatesFile, module: Mapping[str, Any]) -> None:
         """ZeRO-3: each rank has buffers of its own; rank 0's are the model's, as in DeepSpeed's own tools."""
         self._copies += [
-            (f"{MODEL}{name}", StoredTensor(file, value))
+            (f"{MODEL}{name}", FileTensor(file, value))
             for name, value in _flat(module, file.path).items()
             if isinstance(value, StoredView) and 0 not in value.shape
         ]
@@ -378,14 +378,12 @@ class _Reader:
                 continue
             placement = placements.get(name, {}).get(part.tp)
             if placement is None or _is_placeholder(part, value):
-                self._assembly.place(
-                    StoredTensor(part.file, value), name
-                )  # nothing joins it, or nothing is there
+                self._assembly.place(FileTensor(part.file, value), name)  # not joined, or empty
                 continue
             known = own and self._assembly.has(MODEL + name)
             low = known and not self._assembly.fits(MODEL + name, value.dtype, placement)
             target = f"{LOW_PRECISION if low else MODEL}{name}"
-            self._assembly.tensor(target, StoredTensor(part.file, value), placement)
+            self._assembly.tensor(target, FileTensor(part.file, value), placement)
 
     def _add_frozen(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> None:
         """Add frozen parameters: complete beside the weights (ZeRO-2), or cut over the ranks (ZeRO-3)."""
@@ -399,11 +397,11 @@ class _Reader:
                     self._assembly.odd(target, value, file.path)
                 elif shape is None:
                     self._assembly.unread(target, "frozen_param_shapes has no shape of it", file.path)
-                    self._assembly.place(StoredTensor(file, value), target)
+                    self._assembly.place(FileTensor(file, value), target)
                 elif placement is None:
-                    self._assembly.place(StoredTensor(file, value), target)
+                    self._assembly.place(FileTensor(file, value), target)
                 elif dp < 0:
-                    self._assembly.tensor(target, StoredTensor(file, value), placement)
+                    self._assembly.tensor(target, FileTensor(file, value), placement)
                 else:
                     size = -(-prod(shape) // world.dp)
                     if value.shape != (size,):
@@ -412,10 +410,10 @@ class _Reader:
                             finding("item-mismatch", "files", message, fqn=target, file=file.path)
                         )
                         self._assembly.unread(target, "a rank's part of it has another size", file.path)
-                        self._assembly.place(StoredTensor(file, value), target)
+                        self._assembly.place(FileTensor(file, value), target)
                         continue
                     start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
-                    self._assembly.run(target, StoredTensor(file, value), 0, shape, start, stop, placement)
+                    self._assembly.run(target, FileTensor(file, value), 0, shape, start, stop, placement)
 
     def _require_values(self) -> None:
         """Note weights of which only a placeholder is stored."""

@@ -18,7 +18,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
+from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
 from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
@@ -80,7 +80,7 @@ def add_universal(
                     raise MalformedCheckpoint(f"{path} holds no tensor", file=path)
                 assembly.odd(target, value, path)
                 continue
-            _add(assembly, target, name, key, StoredTensor(file, value), shapes)
+            _add(assembly, target, name, key, FileTensor(file, value), shapes)
             assembly.tree(file).require_all()
     if _OPTIMIZER in source.listing:
         _add_optimizer(source, assembly)
@@ -107,7 +107,7 @@ def _mixed_up(source: Source, files: CheckpointFiles) -> bool:
 
 
 def _add(
-    assembly: Assembly, target: str, name: str, key: str, stored: StoredTensor, shapes: Mapping[str, Shape]
+    assembly: Assembly, target: str, name: str, key: str, stored: FileTensor, shapes: Mapping[str, Shape]
 ) -> None:
     value, shape = stored.value, shapes.get(name)
     if shape is None or key == _STEP or value.shape == shape:

@@ -20,7 +20,7 @@ from ckptcore.errors import finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Numbered, numbered, prove
 from ckptcore.formats.common.shape_matching import Row, forced_places
-from ckptcore.formats.deepspeed.assembly import Assembly, StoredTensor
+from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 
 _STATE = "optimizer.state"
@@ -65,12 +65,12 @@ def add_unpartitioned(
         for key, value in values.items():
             name = f"{_STATE}.{names[number]}.{key}"
             if isinstance(value, StoredView):
-                assembly.tensor(name, StoredTensor(file, value))
+                assembly.tensor(name, FileTensor(file, value))
             else:
                 assembly.value(name, value, file, own=False)
     for number, value in zip(found.ids, flat, strict=bool(flat)):
         target = f"module.{names[number]}" if own else f"{_STATE}.{names[number]}.fp32"
-        assembly.tensor(target, StoredTensor(file, value))
+        assembly.tensor(target, FileTensor(file, value))
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
     assembly.value("optimizer.param_groups", groups, file, own=True)
     for key, value in state.items():
