@@ -255,7 +255,7 @@ class Partitions:
         self, group: Group, members: Mapping[int, list[int]], key: str, values: Mapping[int, Any]
     ) -> None:
         tensors = {dp: v for dp, v in values.items() if isinstance(v, StoredView)}
-        if tensors and all(v.shape == () for v in tensors.values()):
+        if len(tensors) == len(values) and all(v.shape == () for v in tensors.values()):
             for rank, ranks in members.items():
                 for name in self._names(group, rank):
                     for dp in ranks:
@@ -313,8 +313,32 @@ class Partitions:
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
             for n, value in buffers.items():  # one may be padding alone
                 self._assembly.place(FileTensor(self._files[of[n]], value), key)
+            if key == MASTER:
+                self._require_places(group, fragments, of)
             for fragment in fragments:
                 self._add_fragment(fragment, names, key, buffers, of)
+
+    def _require_places(self, group: Group, fragments: Sequence[Fragment], of: Mapping[int, int]) -> None:
+        """Note files that list the slices of another rank's partition: files were exchanged, or copied.
+
+        ``param_slice_mappings`` has (elements, first of them in the buffer) of each parameter. Under
+        round-robin gradients its order is not the buffer's, and it decides nothing; otherwise only a list
+        that is exactly another rank's is damage. ZeRO-3 stores none.
+        """
+        if config_value(self._model.tree, "zero_optimization", "round_robin_gradients") is True:
+            return
+        slices: dict[int, dict[str, tuple[int, int]]] = {n: {} for n in of}
+        for f in fragments:
+            slices[f.rank][f.parameter.name] = f.stop - f.start, f.at
+        for n, dp in of.items():
+            listed = _listed_slices(self._state[dp].get("param_slice_mappings"), group.number)
+            if not listed or listed == slices[n]:
+                continue
+            other = next((m for m, each in slices.items() if each == listed), None)
+            if other is not None:
+                path = self._files[dp].path
+                message = f"{path} lists the slices of {self._files[of[other]].path} (group {group.number})"
+                self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
 
     def _add_fragment(
         self,
@@ -407,6 +431,23 @@ class Partitions:
             names = [name for n in numbers for name in shapes[n]]
             made.append(group if experts else {**group, "params": names})
         return made
+
+
+def _listed_slices(mappings: Any, number: int) -> dict[str, tuple[int, int]] | None:
+    """Return parameter -> (elements, first in the buffer) of a group, or None where that is not recorded."""
+    of_group = mappings[number] if isinstance(mappings, (list, tuple)) and number < len(mappings) else None
+    if not isinstance(of_group, dict):
+        return None
+    found: dict[str, tuple[int, int]] = {}
+    for name, address in of_group.items():
+        fields = address.value[1] if isinstance(address, Named) and address.kind == "record" else None
+        count, start = (
+            (fields.get(k) for k in ("numel", "start")) if isinstance(fields, dict) else (None, None)
+        )
+        if type(name) is not str or type(count) is not int or type(start) is not int:
+            return None
+        found[name] = count, start
+    return found
 
 
 def _optimizer(file: StatesFile) -> dict[str, Any]:

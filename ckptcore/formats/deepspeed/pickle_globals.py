@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptcore.core.object_tree import Named
-from ckptcore.encodings.pickle.unpickler import Call, Record
+from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
-from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, plain
-
-
-def _instance(name: str) -> Call:
-    return Call(name, lambda *args: Record("dataclass", (name,)))
+from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, dataclass_global, enum_global, plain
 
 
 def _stage(*args: Any) -> int:
@@ -28,30 +23,23 @@ def _stage(*args: Any) -> int:
     return args[0]
 
 
-def _enum(name: str) -> Call:
-    def build(*args: Any) -> Named:
-        if len(args) != 1 or type(args[0]) not in (int, str):
-            raise ValueError(f"{name} of something else than one value")
-        return Named("enum", [name, args[0]])
-
-    return Call(name, build)
-
-
+_DATACLASSES = (
+    *(
+        f"deepspeed.runtime.fp16.loss_scaler.{n}"
+        for n in ("LossScaler", "DynamicLossScaler", "LossScalerBase")
+    ),
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",  # of universal folders
+)
+_ENUMS = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",  # in ds_config of some versions
+)
 TABLE: dict[str, Any] = {
     **MEGATRON_TABLE,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Call("ZeroStageEnum", _stage),
-    # deepspeed/runtime/fp16/loss_scaler.py
-    **{
-        f"deepspeed.runtime.fp16.loss_scaler.{name}": _instance(f"deepspeed.{name}")
-        for name in ("LossScaler", "DynamicLossScaler", "LossScalerBase")
-    },
-    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile": _enum("deepspeed.LossScaleProfile"),
-    # deepspeed/utils/tensor_fragment.py; a dataclass
-    "deepspeed.utils.tensor_fragment.fragment_address": _instance("deepspeed.fragment_address"),
-    # deepspeed/checkpoint/universal_checkpoint.py and constants; a dataclass of universal folders
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": _instance("deepspeed.SubparamShape"),
-    # deepspeed/runtime/zero/offload_config.py: in ds_config of some versions
-    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": _enum("deepspeed.OffloadDeviceEnum"),
+    **{name: dataclass_global(name) for name in _DATACLASSES},
+    **{name: enum_global(name) for name in _ENUMS},
 }
 
 
@@ -76,16 +64,14 @@ class StatesFile:
         return tree
 
 
-def read_file(source: Source, path: str, *, table: dict[str, Any] | None = None) -> StatesFile:
+def read_file(source: Source, path: str) -> StatesFile:
     """Parse one file; no tensor byte is read.
 
     Raises:
         MalformedCheckpoint: The file is cut, is no torch zip, or holds no dict.
     """
     size = source.listing[path]
-    found = read_objects(
-        lambda start, n: source.store.read(path, start, n), size, path, TABLE if table is None else table
-    )
+    found = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE)
     refused = list(found.refused)
     tree = plain(found.tree, size, path, refused)
     if not isinstance(tree, dict):

@@ -49,7 +49,7 @@ Shape = tuple[int, ...]
 _LAYER = re.compile(r"^[0-9]{1,7}\.")
 _TIED = re.compile(r"^tied_modules\.[^.]+\.(?P<rest>.+)$", re.DOTALL)
 _MAX_REPORTED = 20
-# What says where values are, and is said by the manifest.
+# Keys that record where values are: the manifest has this in its own form.
 _LAYOUT = frozenset(
     {
         "module",
@@ -213,9 +213,8 @@ class _Reader:
             found.setdefault(layer, set()).add(expert)
         stored = self._states.sample.tree.get("num_experts")
         counts = stored if isinstance(stored, list) else []
-        if (
-            len(counts) > len(found) and -1 not in found
-        ):  # before layers had numbers, one file had all of them
+        # Before MoE layers had numbers (-1), one file had the experts of all of them.
+        if len(counts) > len(found) and -1 not in found:
             lost = ", ".join(map(str, absent(found, len(counts), 5)))
             message = (
                 f"the files of experts of {len(counts) - len(found)} MoE layers are missing (layer {lost})"

@@ -21,9 +21,9 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.optimizer_numbers import Numbered, numbered, prove
 from ckptcore.formats.common.shape_matching import Row, forced_places
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
+from ckptcore.formats.deepspeed.optimizer_states import STATE
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 
-_STATE = "optimizer.state"
 _COMPARED = 256  # elements of a tensor whose values are compared
 
 
@@ -60,16 +60,16 @@ def add_unpartitioned(
         return
     for number, values in found.state.items():
         if not isinstance(values, dict):
-            tree.add(f"{_STATE}.{names[number]}", values)
+            tree.add(f"{STATE}.{names[number]}", values)
             continue
         for key, value in values.items():
-            name = f"{_STATE}.{names[number]}.{key}"
+            name = f"{STATE}.{names[number]}.{key}"
             if isinstance(value, StoredView):
                 assembly.tensor(name, FileTensor(file, value))
             else:
                 assembly.value(name, value, file, own=False)
     for number, value in zip(found.ids, flat, strict=bool(flat)):
-        target = f"module.{names[number]}" if own else f"{_STATE}.{names[number]}.fp32"
+        target = f"module.{names[number]}" if own else f"{STATE}.{names[number]}.fp32"
         assembly.tensor(target, FileTensor(file, value))
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
     assembly.value("optimizer.param_groups", groups, file, own=True)

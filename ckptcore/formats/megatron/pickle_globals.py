@@ -150,8 +150,8 @@ _KINDS: dict[str, Any] = {
 # --- the table ------------------------------------------------------------------------------------
 
 
-def _enum(name: str) -> Call:
-    """An enum class: pickled by value; CPython 3.11.0 to 3.11.3 pickled members by `getattr`."""
+def enum_global(name: str) -> Call:
+    """Return the entry of an enum class: pickled by value; CPython 3.11.0 to 3.11.3 pickled members by `getattr`."""
 
     def build(*args: Any) -> Named:
         if len(args) != 1 or type(args[0]) not in (int, str):
@@ -180,7 +180,8 @@ def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     return rebuild.build(*args)
 
 
-def _dataclass_row(name: str) -> Call:
+def dataclass_global(name: str) -> Call:
+    """Return the entry of a class that is kept as its name and its fields."""
     return Call(name, lambda *args: Record("dataclass", (name,)))
 
 
@@ -230,12 +231,12 @@ MEGATRON_TABLE: dict[str, Any] = {
     # torch/csrc/Generator.cpp: the CUDA generators that `rng_tracker_states` keeps
     "torch._C.Generator": record("generator"),
     # Lib/enum.py
-    **{name: _enum(name) for name in _ENUMS},
+    **{name: enum_global(name) for name in _ENUMS},
     "builtins.getattr": Call("getattr", _member),
     "__builtin__.getattr": Call("getattr", _member),
     # dataclasses and plain classes that `args` or the optimizer's state hold
     **{
-        name: _dataclass_row(name)
+        name: dataclass_global(name)
         for name in (
             "megatron.core.optimizer.optimizer_config.OptimizerConfig",
             "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",

@@ -144,6 +144,16 @@ def test_partitions_that_changed_places_are_found_where_weights_are_stored_exact
     assert error.value.findings[0].code == "replica-mismatch"
 
 
+@pytest.mark.parametrize("name", ["z1_bf16_gadfp32_ws2", "z2_bf16_ws4"])
+def test_partitions_that_changed_places_are_found_by_the_slices_that_they_list(copy, name: str) -> None:
+    folder = copy(name)
+    one, two = (next(folder.glob(f"*zero_pp_rank_{r}_*optim_states.pt")) for r in (0, 1))
+    one.rename(folder / "x"), two.rename(one), (folder / "x").rename(two)
+    with pytest.raises(DamagedCheckpoint) as error:
+        ckptcore.convert(str(folder), str(folder.parent / "out.safetensors"))
+    assert {f.file for f in error.value.findings if f.code == "mixed-saves"} == {one.name, two.name}
+
+
 def test_partitions_of_another_size_are_refused(copy) -> None:
     folder = copy("z2_bf16_ws4")
     path = next(folder.glob("*zero_pp_rank_1_*optim_states.pt"))
