@@ -151,7 +151,7 @@ _KINDS: dict[str, Any] = {
 
 
 def enum_global(name: str) -> Call:
-    """Return the entry of an enum: pickled by value; CPython 3.11.0 to 3.11.3 pickled members by `getattr`."""
+    """Return the entry of an enum: pickled by value; CPython 3.11.0 to 3.11.3 use `getattr` for members."""
 
     def build(*args: Any) -> Named:
         if len(args) != 1 or type(args[0]) not in (int, str):
