@@ -89,7 +89,6 @@ SELECT: dict[str, Callable[[samples.Sample], bool]] = {
     "refused": lambda s: bool(gaps.refused(s)),
     "recoverable": lambda s: gaps.lookup(gaps.RECOVERABLE, s.name) is not None,
     "other": lambda s: not s.dcp_folders,
-    "simple": lambda s: not s.corpus and not s.dcp_folders and s.is_simple,
 }
 
 

@@ -187,6 +187,7 @@ def test_programs_measure_verify_and_leave_nothing(tmp_path: Path, name: str) ->
         assert [len(run["cpu"]) for run in row["data"]["runs"]] == [1, 2]
 
 
+@pytest.mark.soak
 def test_a_command_that_fails_fails_its_line_and_the_run(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text('#!/bin/sh\n[ "$1" = catalog ] || { echo "no such verb" >&2; exit 2; }\n')

@@ -73,10 +73,16 @@ def undisturbed(cli: Cli, source: Path, tmp_path_factory: pytest.TempPathFactory
     return {name: folder / name for name in VERBS}
 
 
-@pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize(
-    "flags", [[], ["--workers", 4], ["--memory", "4MiB", "--workers", 2], ["--no-verify"]]
-)
+FLAGS: list[list[object]] = [[], ["--workers", 4], ["--memory", "4MiB", "--workers", 2], ["--no-verify"]]
+# `make test` runs each verb and each set of flags once.
+PAIRS = [
+    pytest.param(name, flags, marks=[] if row == column else pytest.mark.soak)
+    for row, name in enumerate(VERBS)
+    for column, flags in enumerate(FLAGS)
+]
+
+
+@pytest.mark.parametrize(("name", "flags"), PAIRS)
 def test_same_bytes(
     name: str, flags: list[object], cli: Cli, source: Path, undisturbed: dict[str, Path], tmp_path: Path
 ) -> None:

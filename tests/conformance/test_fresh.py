@@ -24,9 +24,7 @@ JOB = JOBS / "fresh_job.py"
 NOT_IN_SAFETENSORS = frozenset({"complex128"})
 
 
-@pytest.mark.parametrize(
-    "ranks", [4, pytest.param(3, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 1]
-)
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (3, 2, 1))])
 def test_fresh(ranks: int, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A job of so many ranks, five random checkpoints."""
     one_job(seed_of(request), ranks, 5, cli, tmp_path)

@@ -144,7 +144,8 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize("name", JOBS)
+# `make test` runs each writer once: of a mesh with four workers, of uncut tensors with kills.
+@pytest.mark.parametrize("name", [*MESHES, *(pytest.param(n, marks=pytest.mark.soak) for n in CONSOLIDATED)])
 def test_same_bytes(
     name: str, cli: Cli, sources: dict[str, Path], undisturbed: dict[str, Good], tmp_path: Path
 ) -> None:
@@ -156,7 +157,7 @@ def test_same_bytes(
     assert [n for n in good if ours[n] != good[n]] == []
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [*CONSOLIDATED, *(pytest.param(n, marks=pytest.mark.soak) for n in MESHES)])
 def test_killed_and_resumed(
     name: str,
     cli: Cli,

@@ -124,7 +124,7 @@ def adapted(tiny: Tiny) -> Any:
     names = {name.rpartition(".")[2] for name, m in modules if isinstance(m, linear) and m is not head}
     # peft puts none on the output of a Mamba layer, which does not call it as a module.
     lora: Any = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=sorted(names - {"out_proj"}), task_type="CAUSAL_LM"
+        r=2, lora_alpha=6, target_modules=sorted(names - {"out_proj", "router"}), task_type="CAUSAL_LM"
     )
     model: Any = peft.get_peft_model(base, lora)
     generator = torch.Generator().manual_seed(11)

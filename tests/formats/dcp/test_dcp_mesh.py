@@ -138,8 +138,10 @@ def found(request: pytest.FixtureRequest) -> dict[str, Sample]:
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [("dcp_fsdp2_tp_uneven_4r", FSDP[3]), ("dcp_fsdp2_bf16_4r", TP)],
-    ids=["uneven-fsdp3", "bf16-fsdp2-tp2"],
+    [
+        pytest.param("dcp_fsdp2_tp_uneven_4r", FSDP[3], id="uneven-fsdp3"),
+        pytest.param("dcp_fsdp2_bf16_4r", TP, id="bf16-fsdp2-tp2", marks=pytest.mark.soak),
+    ],
 )
 def test_a_job_resumes(name: str, axes: Axes, found: dict[str, Sample], tmp_path: Path) -> None:
     resumes(found[name], axes, tmp_path)

@@ -40,6 +40,7 @@ def exported(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         import_module("ckptcore.planning.compose"), "check_names", lambda *_: Expected((), ())
     )
+    monkeypatch.setattr("ckptcore.planning.live_maps.family_of_config", lambda *_: None)
     source, config, out = tmp_path / "step-1.safetensors", tmp_path / "config", tmp_path / "out"
     save_file({f"model.layers.{n}.w": torch.randn(30, 4) for n in range(2)}, source)
     config.mkdir()

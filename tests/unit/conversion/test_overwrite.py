@@ -199,6 +199,7 @@ def test_files_of_the_catalog_are_accounted_for(
 ) -> None:
     """A small file is known by its digest as soon as the catalog records it."""
     monkeypatch.setattr("ckptcore.planning.compose.check_names", lambda *_: Expected(()))
+    monkeypatch.setattr("ckptcore.planning.live_maps.family_of_config", lambda *_: None)
     dst, catalog = tmp_path / "models" / "out", str(tmp_path / "catalog.sqlite")
     options = {"verb": "export", "config": str(model), "catalog": catalog}
     ckptcore.convert(str(SAMPLE), str(dst), **options)

@@ -41,6 +41,7 @@ def put(url: str, data: bytes = b"precious") -> None:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder with config.json and a tokenizer; transformers is not used."""
     monkeypatch.setattr("ckptcore.planning.compose.check_names", lambda *_: Expected(()))
+    monkeypatch.setattr("ckptcore.planning.live_maps.family_of_config", lambda *_: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "tokenizer.json").write_text('{"version": "1.0"}')

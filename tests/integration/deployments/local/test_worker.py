@@ -98,7 +98,8 @@ def test_a_dying_worker_releases_its_runs_and_reports_its_status(monkeypatch: py
     assert asked[0][-4:] == ["--pool", "p", "--name", "n"]
 
 
-@pytest.mark.parametrize("end", ["is stopped", pytest.param("dies", marks=pytest.mark.soak)])
+@pytest.mark.soak  # test_resume_deployment stops a worker in every run
+@pytest.mark.parametrize("end", ["is stopped", "dies"])
 def test_a_worker_releases_its_own_runs_only(
     stack: Stack, checkpoint: Path, tmp_path: Path, end: str
 ) -> None:
