@@ -259,9 +259,7 @@ def _require_pickled(key: str, value: Any) -> None:
 
 
 def _with_parameters(groups: Sequence[ParameterGroup], trained: Sequence[str]) -> tuple[ParameterGroup, ...]:
-    """Return groups that name their parameters; the first one gets those that no group names.
-
-    Those are tied to a parameter of another name: a reader of DeepSpeed's own folders gives them its states.
+    """Return groups that name their parameters.
 
     Raises:
         UnsupportedFormat: A group names a parameter without state, or several groups name none.
@@ -289,12 +287,7 @@ def _with_parameters(groups: Sequence[ParameterGroup], trained: Sequence[str]) -
                     hint="save after a step in which every parameter of the optimizer had a gradient",
                     name=name,
                 )
-    listed = {name for names in named for name in names}
-    rest = tuple(name for name in trained if name not in listed)
-    return tuple(
-        ParameterGroup(group.options, (*names, *(rest if n == 0 else ())))
-        for n, (group, names) in enumerate(zip(groups, named, strict=True))
-    )
+    return tuple(groups)
 
 
 def _numbers(objects: Mapping[str, Any], groups: Sequence[ParameterGroup]) -> dict[str, float]:
@@ -302,12 +295,12 @@ def _numbers(objects: Mapping[str, Any], groups: Sequence[ParameterGroup]) -> di
     found: dict[str, float] = {}
     for group in groups:
         step = group.options.get(STEP)
-        if type(step) in (int, float):
-            found.update((name, step) for name in group.parameters or ())
+        if isinstance(step, (int, float)):
+            found |= {name: float(step) for name in group.parameters or ()}
     for key, value in objects.items():
         state = state_of(key)
-        if state is not None and state[1] == STEP and type(value) in (int, float):
-            found[state[0]] = value
+        if state is not None and state[1] == STEP and isinstance(value, (int, float)):
+            found[state[0]] = float(value)
     return found
 
 

@@ -152,11 +152,15 @@ def _model_file(request: Arrangement, contents: UniversalContents, stage: int) -
     client = dict(contents.client)
     module: OrderedDict[str, Any] = OrderedDict()
     for name in sorted({*contents.module, *contents.module_objects}, key=natural):
-        known = contents.module.get(name)
-        module[name] = contents.module_objects[name] if known is None else TensorRef(known)
+        stored = contents.module.get(name)
+        module[name] = contents.module_objects[name] if stored is None else TensorRef(stored)
+    listed = [list(group.parameters or ()) for group in contents.groups]
+    known = {name for names in listed for name in names}
+    # Tied to a parameter of another name: a reader of DeepSpeed's own folders gives them its states.
+    listed[0] += [name for name in contents.parameters if name not in known]
     shapes = [
-        OrderedDict((n, Named("size", list(contents.parameters[n].shape))) for n in group.parameters or ())
-        for group in contents.groups
+        OrderedDict((name, Named("size", list(contents.parameters[name].shape))) for name in names)
+        for names in listed
     ]
     ours = "ds_version" in client
     tree: dict[str, Any] = {
