@@ -22,10 +22,9 @@ from ckptcore.naming.rename import strip_wrappers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
-# What trainers call the float32 copy of a parameter among its states: DeepSpeed (``--weights module``), and
-# Megatron-Core's distributed optimizer.
-_MASTERS = frozenset({MASTER, "fp32_param"})
-_SURE = frozenset({*MOMENTS, STEP, *_MASTERS})  # a state by this key alone, if ``state`` comes before it
+# What Megatron-Core's distributed optimizer calls the float32 copy of a parameter.
+_OF_MEGATRON = frozenset({"param", "fp32_param"})
+_SURE = frozenset({*MOMENTS, STEP, MASTER})  # a state by this key alone, if ``state`` comes before it
 _KEY = re.compile(r"[A-Za-z0-9_]+")
 _CONVERT = "make it with the DeepSpeed that wrote the save (python -m deepspeed.checkpoint.ds_to_universal)"
 
@@ -35,7 +34,7 @@ def place_universal(source: Manifest) -> Callable[[Path], Path]:
 
     Raises:
         UnsupportedFormat: Model-parallel ranks of DeepSpeed cut the source's parameters, or its experts are
-            apart: a universal folder would have to say how they are cut again.
+            apart: a universal folder would have to say how they are cut again. Or it is of Megatron-Core.
         AmbiguousModel: Several parts of the source could be the model.
     """
     _require_expressible(source)
@@ -43,15 +42,21 @@ def place_universal(source: Manifest) -> Callable[[Path], Path]:
     plain = source.format == NAME  # its names are the module's own, whatever they look like
     weights = {n for t in source.tensors if (n := _inside(t.fqn, model, plain)) is not None}
     finder = _Finder(model, weights, plain)
-    found = (finder.state(t.fqn) for t in source.tensors)
-    masters = {row[0] for row in found if row is not None and row[1] in _MASTERS}
+    states = [row for t in source.tensors if (row := finder.state(t.fqn)) is not None]
+    if any(key in _OF_MEGATRON for _, key in states):
+        raise UnsupportedFormat(
+            f"cannot write {source.root} as a universal folder: Megatron-Core's distributed optimizer keeps "
+            "layers in stacks, and names no parameters in its groups",
+            hint="resume in Megatron-Core (ckptcore reshard), or export the model: ckptcore export SRC DST",
+        )
+    masters = {parameter for parameter, key in states if key == MASTER}
 
     def place(path: Path) -> Path:
         name = ".".join(map(str, path))
         state = finder.state(name)
         if state is not None:
             parameter, key = state
-            target = f"{MODEL}{parameter}" if key in _MASTERS else f"{STATE}.{parameter}.{key}"
+            target = f"{MODEL}{parameter}" if key == MASTER else f"{STATE}.{parameter}.{key}"
         elif (inner := _inside(name, model, plain)) is not None:
             target = f"{LOW_PRECISION if inner in masters else MODEL}{inner}"
         else:

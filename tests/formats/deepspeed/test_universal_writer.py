@@ -174,6 +174,12 @@ def _two_optimizers(content: dict[str, Any]) -> None:
     content["optim2"] = {"param_groups": [{"params": ["x"], "lr": 1.0}]}
 
 
+def _megatron(content: dict[str, Any]) -> None:
+    states = content["optim"]["state"]
+    keys = {k: {n: s[k] for n, s in states.items()} for k in ("exp_avg", "exp_avg_sq")}
+    content["optim"] = {"state": {**keys, "param": content["model"] | {}}}
+
+
 def _folder_name(content: dict[str, Any]) -> None:
     for part in (content["model"], content["optim"]["state"]):
         part["../scale"] = part.pop("scale")
@@ -193,6 +199,7 @@ def _folder_name(content: dict[str, Any]) -> None:
         (FORMS[0], _low_precision, "bfloat16"),
         (FORMS[0], _uneven, "scale has the states"),
         (FORMS[0], _two_optimizers, "2 optimizers"),
+        (FORMS[0], _megatron, "Megatron-Core"),
         (FORMS[0], _folder_name, "../scale"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
