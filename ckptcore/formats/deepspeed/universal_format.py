@@ -1,4 +1,4 @@
-"""Declare the two forms of a universal folder as output formats.
+"""Declare the two forms of a universal folder as output formats. A module of its own: `format` only reads.
 
 A folder of either form is read as DeepSpeed's, and `format.FORMAT` recognises it: these are names for
 ``--to``. The forms differ in what the loader of each ZeRO stage looks for.
