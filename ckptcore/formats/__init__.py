@@ -51,6 +51,7 @@ from ckptcore.formats.base import (
 from ckptcore.formats.common.rank_file_names import unread
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
+from ckptcore.formats.deepspeed.universal_format import STAGE2, STAGE3
 from ckptcore.formats.huggingface.quantized import FORMAT as HF_QUANTIZED
 from ckptcore.formats.huggingface.safetensors import FORMAT as SAFETENSORS
 from ckptcore.formats.huggingface.shards import FORMAT as HF_SHARDS
@@ -83,6 +84,8 @@ FORMATS: tuple[Format, ...] = (
     TORCH_DCP,
     MEGATRON_LEGACY,
     DEEPSPEED,
+    STAGE2,
+    STAGE3,
     OLMO_CORE,
     OLMO_LOCAL,
     OLMO_UNSHARDED,

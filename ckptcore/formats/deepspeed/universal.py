@@ -28,7 +28,10 @@ from ckptcore.formats.deepspeed.tensor_parallel import same
 Shape = tuple[int, ...]
 _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
-_READ_THE_OTHER = "read the checkpoint that it was made of: its flat buffers are right"
+_READ_THE_OTHER = (
+    "read the save that it was made of, whose flat buffers are right, or make another folder of it: "
+    "ckptcore consolidate SAVE DST --to deepspeed_universal"
+)
 
 
 def add_universal(

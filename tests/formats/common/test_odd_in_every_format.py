@@ -217,7 +217,8 @@ FORMATS_WITH: dict[str, Odd] = {
 # safetensors, torch_save and the other trees of `lightning` and `torch_ranks`: test_unreadable_parts.py.
 ELSEWHERE = {"safetensors", "torch_save"}
 # The same reader and files as `fsdp_dtensor`; only one name in `.metadata` differs.
-ALIKE = {"torch_dcp"}
+# Universal folders are read as `deepspeed`: the others are names for `--to`.
+ALIKE = {"torch_dcp", "deepspeed_universal", "deepspeed_universal_zero3"}
 
 
 def test_every_format_is_here() -> None:

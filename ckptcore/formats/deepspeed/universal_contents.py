@@ -1,0 +1,320 @@
+"""Sort the values of a request into what a universal folder holds, and refuse what it cannot hold by name.
+
+Names are those of `ckptcore.formats.deepspeed.universal_names`. A parameter is trained if the optimizer has
+state for it. DeepSpeed loads what it finds, and asks for little: what it would load wrongly, or not at all,
+is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.object_tree import decode, tensors_in
+from ckptcore.encodings.torchzip import writer as write
+from ckptcore.errors import UnsupportedDtype, UnsupportedFormat
+from ckptcore.formats.base import Arrangement, natural
+from ckptcore.formats.common.trees import built
+from ckptcore.formats.deepspeed.optimizer_states import MASTER
+from ckptcore.formats.deepspeed.reader import LOW_PRECISION, MODEL
+from ckptcore.formats.deepspeed.universal_groups import ParameterGroup, collect_groups, is_group_part
+from ckptcore.formats.deepspeed.universal_names import MOMENTS, STEP, state_of
+from ckptcore.naming.rename import strip_wrappers
+from ckptcore.utils.text import count
+
+SCHEDULER = "lr_scheduler"
+_OPTIMIZER = "optimizer."
+# Keys of a model-state file that describe how DeepSpeed stores values: no client state may have them.
+RESERVED = frozenset(
+    {
+        "module",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "buffer_names",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParameter:
+    """A parameter that the optimizer has state for.
+
+    Attributes:
+        shape: Its shape.
+        states: State -> position of its tensor in the request, ``fp32`` first.
+        step: The step count where the source keeps it as a number; None where it is one of the tensors.
+    """
+
+    shape: tuple[int, ...]
+    states: Mapping[str, int]
+    step: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalContents:
+    """What goes into a folder.
+
+    Attributes:
+        parameters: The trained ones, by name.
+        groups: At least one, with the names of its trained parameters.
+        module: Name in the module -> name of its tensor: weights as stored beside a master, frozen
+            parameters, and buffers.
+        module_objects: Name in the module -> a value that is no tensor.
+        states: Values of the optimizer beside its parameter groups.
+        client: Key -> value of the trainer's own state.
+        loose: Names of tensors that are neither weights nor states: client state, too.
+        scheduler: State of the learning rate scheduler, or None.
+    """
+
+    parameters: Mapping[str, TrainedParameter]
+    groups: Sequence[ParameterGroup]
+    module: Mapping[str, str]
+    module_objects: Mapping[str, Any]
+    states: Mapping[str, Any]
+    client: Mapping[str, Any]
+    loose: Sequence[str]
+    scheduler: Any
+
+
+def universal_contents(request: Arrangement) -> UniversalContents:
+    """Return what goes into the folder of a request.
+
+    Raises:
+        UnsupportedFormat: The optimizer, or a part of it, is missing or has no place.
+        UnsupportedDtype: A master or moment is not float32.
+    """
+    tensors = _Tensors(request.tensors)
+    objects = {key: decode(form) for key, form in request.objects.items()}
+    if not tensors.moments:
+        raise UnsupportedFormat(
+            "cannot write a universal folder: the source has no optimizer state by parameter (no tensor is "
+            "called optimizer.state.<parameter>.exp_avg, or as other trainers call it)",
+            hint="write the model alone: ckptcore export SRC DST",
+        )
+    raw = collect_groups({k: v for k, v in objects.items() if is_group_part(k)}, tensors.parameter)
+    groups = _with_parameters(raw, sorted(tensors.moments, key=natural))
+    steps = _numbers(objects, groups)
+    parameters = {
+        name: tensors.trained(name, steps.get(name)) for name in sorted(tensors.moments, key=natural)
+    }
+    _require_alike(parameters)
+    module = {**{n: f"{MODEL}{n}" for n in tensors.masters if n not in parameters}, **tensors.low}
+    inside = {name for value in objects.values() for name in tensors_in(value)}
+    sorted_objects = _ObjectKinds(objects, request)
+    return UniversalContents(
+        parameters,
+        groups,
+        module,
+        sorted_objects.module,
+        sorted_objects.states,
+        sorted_objects.client,
+        [name for name in tensors.loose if name not in inside],
+        sorted_objects.scheduler,
+    )
+
+
+class _Tensors:
+    """The tensors of a request by what they are.
+
+    Attributes:
+        masters: Name in the module -> position: of trained parameters, frozen ones and buffers.
+        low: Name in the module -> name of the weight that is stored beside its master.
+        moments: Parameter -> state -> position.
+        loose: Names of all others.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+        self.masters: dict[str, int] = {}
+        self.low: dict[str, str] = {}
+        self.moments: dict[str, dict[str, int]] = {}
+        self.loose: list[str] = []
+        for i, spec in enumerate(specs):
+            name, state = spec.fqn, state_of(spec.fqn)
+            if state is not None:
+                self.moments.setdefault(state[0], {})[state[1]] = i
+            elif name.startswith(MODEL):
+                self.masters[name[len(MODEL) :]] = i
+            elif name.startswith(LOW_PRECISION):
+                self.low[name[len(LOW_PRECISION) :]] = name
+            else:
+                self.loose.append(name)
+
+    def parameter(self, name: str) -> str | None:
+        """Return the trained parameter that a group calls so: by its name, or one with more in front."""
+        parts = strip_wrappers(name).split(".")
+        known = (".".join(parts[n:]) for n in range(len(parts)))
+        return name if name in self.moments else next((n for n in known if n in self.moments), None)
+
+    def trained(self, name: str, step: float | None) -> TrainedParameter:
+        """Return a trained parameter whose master and moments are there, and fit each other."""
+        states = self.moments[name]
+        if name not in self.masters:
+            raise UnsupportedFormat(
+                f"cannot write a universal folder: the optimizer has state of {name}, and no weight has this "
+                "name" + (" (it is a number: nothing names the parameter)" if name.isdigit() else ""),
+                hint="look at the names with ckptcore inspect SRC --tensors, and rename with --rename",
+                name=name,
+            )
+        missing = [key for key in MOMENTS if key not in states]
+        if missing:
+            raise UnsupportedFormat(
+                f"cannot write a universal folder: the optimizer has {', '.join(sorted(states))} of {name}, "
+                f"and not {' and '.join(missing)}, which DeepSpeed loads",
+                hint="write DCP: ckptcore reshard SRC DST --mesh fsdp=N; or the model: ckptcore export",
+                name=name,
+            )
+        if STEP not in states and step is None:
+            raise UnsupportedFormat(
+                f"cannot write a universal folder: nothing has the step count of {name}, without which "
+                "moments mean something else",
+                hint="write DCP: ckptcore reshard SRC DST --mesh fsdp=N",
+                name=name,
+            )
+        master = self._specs[self.masters[name]]
+        rows = {MASTER: self.masters[name], **{k: states[k] for k in sorted(states)}}
+        for key, position in rows.items():
+            self._require_fits(self._specs[position], master, key)
+        self._require_apart(name, master)
+        return TrainedParameter(master.shape, rows, None if STEP in states else step)
+
+    def _require_fits(self, spec: TensorSpec, master: TensorSpec, key: str) -> None:
+        if key != STEP and spec.dtype != "float32":
+            raise UnsupportedDtype(
+                f"cannot write {spec.fqn} as {key}: DeepSpeed's masters and moments are float32 "
+                f"(got {spec.dtype})",
+                hint="cast with --dtype fp32: every value of bfloat16 and float16 is one of float32",
+                fqn=spec.fqn,
+                dtype=spec.dtype,
+            )
+        if spec.shape != (() if key == STEP else master.shape):
+            raise UnsupportedFormat(
+                f"cannot write {spec.fqn} as {key}: DeepSpeed cuts states like their parameter "
+                f"{list(master.shape)} (got shape {list(spec.shape)})",
+                hint=f"leave it out, if the engine makes its own: --exclude '{spec.fqn}'",
+                name=spec.fqn,
+            )
+
+    def _require_apart(self, name: str, master: TensorSpec) -> None:
+        low = self.low.get(name)
+        found = next((s for s in self._specs if s.fqn == low), None) if low is not None else None
+        if found is not None and found.dtype == master.dtype:
+            raise UnsupportedFormat(
+                f"cannot write two copies of {name}, both {master.dtype}: a universal folder has a master "
+                "and a weight of lower precision",
+                hint="leave one out with --exclude",
+                name=name,
+            )
+
+
+class _ObjectKinds:
+    """The objects of a request by where they go; attributes as of `UniversalContents`."""
+
+    def __init__(self, objects: Mapping[str, Any], request: Arrangement) -> None:
+        self.module: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
+        self.client: dict[str, Any] = {}
+        schedule: dict[str, Any] = {}
+        for key, value in objects.items():
+            state = state_of(key)
+            if is_group_part(key) or (state is not None and state[1] == STEP):
+                continue
+            _require_pickled(key, value)
+            rest = key.removeprefix(_OPTIMIZER)
+            if key.startswith(MODEL):
+                self.module[key[len(MODEL) :]] = value
+            elif key == SCHEDULER or key.startswith(f"{SCHEDULER}."):
+                schedule[key] = value
+            elif rest != key and "." not in rest and not tensors_in(value):
+                self.states[rest] = value
+            elif key in RESERVED:
+                raise UnsupportedFormat(
+                    f"cannot write {key} as client state: DeepSpeed keeps something else under this key",
+                    hint=f"leave it out: --exclude '{key}'",
+                    name=key,
+                )
+            else:
+                self.client[key] = value
+        rows = ((k, request.paths.get(k, tuple(k.split("."))), v) for k, v in schedule.items())
+        self.scheduler = built(rows).get(SCHEDULER)
+
+
+def _require_pickled(key: str, value: Any) -> None:
+    """Raise `UnsupportedFormat` for a value that has no pickled form."""
+    try:
+        write.Pickled(lambda fqn: ("0", TensorSpec(fqn, "float32", ())), classes=True).value(value)
+    except TypeError as error:
+        raise UnsupportedFormat(
+            f"cannot write {key} as client state: {error}", hint=f"leave it out: --exclude '{key}'", name=key
+        ) from error
+
+
+def _with_parameters(groups: Sequence[ParameterGroup], trained: Sequence[str]) -> tuple[ParameterGroup, ...]:
+    """Return groups that name their parameters.
+
+    Raises:
+        UnsupportedFormat: A group names a parameter without state, or several groups name none.
+    """
+    if not groups:
+        return (ParameterGroup({}, tuple(trained)),)
+    if len(groups) == 1 and groups[0].parameters is None:
+        return (ParameterGroup(groups[0].options, tuple(trained)),)
+    named: list[tuple[str, ...]] = []
+    for n, group in enumerate(groups):
+        if group.parameters is None:
+            raise UnsupportedFormat(
+                f"cannot write {count(len(groups), 'parameter group')}: nothing names the parameters of "
+                f"group {n}",
+                hint="save the optimizer by name (torch's get_optimizer_state_dict), or write DCP",
+            )
+        named.append(group.parameters)
+    known = set(trained)
+    for n, names in enumerate(named):
+        for name in names:
+            if name not in known:
+                raise UnsupportedFormat(
+                    f"cannot write a universal folder: parameter group {n} has {name}, and the source has no "
+                    "moments of it",
+                    hint="save after a step in which every parameter of the optimizer had a gradient",
+                    name=name,
+                )
+    return tuple(groups)
+
+
+def _numbers(objects: Mapping[str, Any], groups: Sequence[ParameterGroup]) -> dict[str, float]:
+    """Return parameter -> step count, for counts that are numbers: of its own, or of its group."""
+    found: dict[str, float] = {}
+    for group in groups:
+        step = group.options.get(STEP)
+        if isinstance(step, (int, float)):
+            found |= {name: float(step) for name in group.parameters or ()}
+    for key, value in objects.items():
+        state = state_of(key)
+        if state is not None and state[1] == STEP and isinstance(value, (int, float)):
+            found[state[0]] = float(value)
+    return found
+
+
+def _require_alike(parameters: Mapping[str, TrainedParameter]) -> None:
+    """Raise `UnsupportedFormat` where parameters have different states: DeepSpeed keeps them flat."""
+    first = next(iter(parameters))
+    keys = parameters[first].states.keys() - {STEP}
+    for name, parameter in parameters.items():
+        if parameter.states.keys() - {STEP} != keys:
+            got, other = (
+                ", ".join(sorted(k)) for k in (parameter.states.keys(), parameters[first].states.keys())
+            )
+            raise UnsupportedFormat(
+                f"cannot write a universal folder: {name} has the states {got}, and {first} has {other}",
+                hint="leave out what only some have, with --exclude",
+                name=name,
+            )
