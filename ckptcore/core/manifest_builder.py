@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import (
     Blob,
@@ -24,7 +26,6 @@ from ckptcore.core.manifest import (
     Unread,
     View,
     items_table,
-    row_major,
 )
 from ckptcore.core.metadata_budget import CHUNK, FINDING, TENSOR, Meter, meter
 from ckptcore.errors import Finding, MalformedCheckpoint
@@ -65,7 +66,9 @@ class Builder:
         # Flat columns from the start: a row of Python objects each would take gigabytes at 10^6 rows.
         self._owner, self._item, self._rank = array("q"), array("q"), array("b")
         self._dims = array("q")  # offset then shape of each chunk, back to back
-        self._views: dict[int, View] = {}
+        self._view_at = array("q")  # row, first byte and flags of each chunk with a view, back to back
+        self._strides: dict[int, tuple[int, ...]] = {}  # row -> element strides, where not row-major
+        self._begin = array("q", [0])  # where the dims of the first rows begin; extended when asked for
         self._items = array("q")  # six fields per item
         self._member: dict[int, str] = {}
         self._codecs: list[str] = [""]
@@ -231,12 +234,40 @@ class Builder:
             return
         self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
         if view is not None:
-            self._views[len(self._owner)] = view
+            self._view_at.extend((len(self._owner), view.start, view.flags))
+            if view.strides is not None:
+                self._strides[len(self._owner)] = view.strides
         self._owner.append(tensor)
         self._item.append(item)
         self._rank.append(len(offset))
         self._dims.extend(offset)
         self._dims.extend(shape)
+
+    @property
+    def chunk_count(self) -> int:
+        """Count the chunks added so far: the row of the next one."""
+        return len(self._owner)
+
+    def chunk_boxes(self, rows: Iterable[int]) -> Iterator[Box]:
+        """Yield the boxes of chunks that were added, by their rows."""
+        begin, ranks = self._begin, self._rank
+        for row in range(len(begin) - 1, len(ranks)):
+            begin.append(begin[row] + 2 * ranks[row])
+        for row in rows:
+            at, end = begin[row], begin[row + 1]
+            middle = (at + end) // 2
+            yield Box(tuple(self._dims[at:middle]), tuple(self._dims[middle:end]))
+
+    def chunk_item(self, row: int) -> int:
+        """Return the item of a chunk that was added, by its row."""
+        return self._item[row]
+
+    def chunk_view(self, row: int) -> View | None:
+        """Return the view of a chunk that was added, by its row."""
+        at = 3 * bisect_left(_Rows(self._view_at), row)
+        if at >= len(self._view_at) or self._view_at[at] != row:
+            return None
+        return View(self._view_at[at + 1], self._strides.get(row), self._view_at[at + 2])
 
     def chunks(self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints, item: Ints) -> None:
         """Add a chunk per row; rows of tensor -1 are skipped.
@@ -314,18 +345,37 @@ class Builder:
         return lo, shape
 
     def _view_columns(self, rank: int, shape: Ints) -> Ints | None:
-        if not self._views:
+        if not self._view_at:
             return None
         view = np.full((len(self._owner), 2 + rank), -1, np.int64)
-        for row, seen in self._views.items():
-            extent = tuple(shape[row, : self._rank[row]].tolist())
-            strides = seen.strides if seen.strides is not None else row_major(extent)
-            view[row] = (seen.start, seen.flags, *strides, *(0,) * (rank - len(strides)))
+        seen = np.frombuffer(self._view_at, np.int64).reshape(-1, 3)
+        rows, ranks = seen[:, 0], np.frombuffer(self._rank, np.int8)
+        view[rows, :2] = seen[:, 1:]
+        # `row_major` of each box, whose dims behind its rank have extent 1 and stride 0.
+        step = np.ones(len(rows), np.int64)
+        for dim in range(rank - 1, -1, -1):
+            view[rows, 2 + dim] = np.where(dim < ranks[rows], step, 0)
+            step *= np.maximum(shape[rows, dim], 1)
+        for row, strides in self._strides.items():
+            view[row, 2:] = (*strides, *(0,) * (rank - len(strides)))
         return view
 
     def _item_columns(self) -> Items:
         table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
         return items_table(table, self._codecs, self._member)
+
+
+class _Rows(Sequence[int]):
+    """The rows, in ascending order, of a flat column of (row, first byte, flags)."""
+
+    def __init__(self, flat: array[int]) -> None:
+        self._flat = flat
+
+    def __len__(self) -> int:
+        return len(self._flat) // 3
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._flat[3 * at]
 
 
 def _too_large(length: int) -> MalformedCheckpoint:

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 # Peers that need their own environment: placeholder in a command -> the environment variable with the path
 # of their Python interpreter.
 INTERPRETERS = {
+    "DEEPSPEED": "CKPTCORE_PEER_DEEPSPEED",
     "LIGHTNING": "CKPTCORE_PEER_LIGHTNING",
     "OLMO": "CKPTCORE_PEER_OLMO",
     "VERL": "CKPTCORE_PEER_VERL",

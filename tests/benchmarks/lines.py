@@ -18,6 +18,8 @@ SPREAD = 0.10  # of the mid-range of the peaks, up and down
 INSPECT_SECONDS = 0.7
 COVER_SECONDS = 20.0
 COVER_BYTES = 2 << 30
+ZERO_SECONDS = 30.0
+ZERO_BYTES = 512 << 20
 PLAN_SECONDS = 60.0
 PLAN_BYTES = 4 << 30
 
@@ -65,6 +67,9 @@ CONTENDERS = {
         ".ckpt",
     ),
     "unshard_checkpoint": Contender(("OLMO", "PEERS", "unshard_checkpoint", "SRC", "OUT")),
+    "zero_to_fp32": Contender(
+        ("DEEPSPEED", "-m", "deepspeed.utils.zero_to_fp32", "SRC", "OUT", "--safe_serialization")
+    ),
     "verl merger": Contender(("VERL", "PEERS", "verl_merge", "SRC", "OUT")),
     "ckptcore to lightning": Contender(
         ("CKPTCORE", "consolidate", "SRC", "OUT", "--to", "lightning"), ".ckpt"
@@ -79,6 +84,8 @@ CONTENDERS = {
     "ckptcore fast": Contender((*_EXPORT, *_FAST)),
     "load+save job": Contender((*_PEER, "reshard_job", "SRC", "OUT")),
     "ckptcore reshard": Contender(_RESHARD),
+    # transformers builds the model on the meta device first, which no peer does.
+    "ckptcore+cast+config": Contender((*_EXPORT, *_BF16, "--config", "SRC/hf.json"), dtype="bf16"),
     "ckptcore fast+cast": Contender((*_EXPORT, *_FAST, *_BF16), dtype="bf16"),
 }
 
@@ -221,6 +228,14 @@ def _trainer(source: str, peer: str, subject: str) -> Race:
     return Race(f"ram/{source}", "ram", source, (Faster(subject, peer, 2.0),))
 
 
+def _zero(source: str) -> Race:
+    bounds = (
+        Faster("ckptcore+cast", "zero_to_fp32", 4.0),
+        AtMost("ckptcore+cast+config", "ckptcore+cast", 1.0, plus=12.0),
+    )
+    return Race(f"ram/{source}", "ram", source, bounds)
+
+
 def _shape(source: str) -> Race:
     return Race(f"ram/{source}", "ram", source, (Faster("ckptcore", "dcp_to_torch_save", 2.0),))
 
@@ -270,6 +285,7 @@ _BOTH = ("safetensors", "torch_save")
 LINES: tuple[Line, ...] = (
     Look("inspect/row-2gb", "ram", "row-2gb"),
     Cover("cover/chunks-1m", "ram", "chunks-1m"),
+    Cover("cover/zero3-512", "ram", "zero3-512", seconds=ZERO_SECONDS, peak=ZERO_BYTES),
     *(
         Cover(
             f"plan/405b-1024/{mesh}",
@@ -304,6 +320,7 @@ LINES: tuple[Line, ...] = (
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),
     _trainer("verl-2gb", "verl merger", "ckptcore merge"),
+    _zero("zero3-2gb"),
     _shape("many-small"),
     _shape("many-small-8way"),
     _shape("1024-way"),
@@ -317,6 +334,7 @@ LINES: tuple[Line, ...] = (
     *_peaks("lightning-2gb", "ram", ("lightning",), equal=False),
     *_peaks("olmo-2gb", "ram", ("safetensors",), equal=False),
     *_peaks("verl-2gb", "ram", ("safetensors",), equal=False),
+    *_peaks("zero3-2gb", "ram", ("cast",), equal=False),
     *_peaks("1024-way", "ram", ("safetensors",), equal=False),
     *_peaks("many-small", "ram", ("safetensors",), equal=False),
     _RESHARDED_RAM,

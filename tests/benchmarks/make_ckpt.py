@@ -60,8 +60,8 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, each counted once; for a paper-size job, about the bytes of its metadata."""
-        if self.layout == "paper":
+        """Bytes of all tensors, each counted once; for a job on paper, about the bytes of its metadata."""
+        if self.layout in {"paper", "zero3-hollow"}:
             return 200 * len(self.tensors) * self.ranks
         return sum(
             math.prod(shape) * _WIDTHS[self.dtype_of(index)] for index, (_, shape) in enumerate(self.tensors)
@@ -204,6 +204,14 @@ SOURCES: dict[str, Callable[[int], Source]] = {
         "hollow",
     ),
     "405b-1024": _paper,
+    # 8 ranks of DeepSpeed's ZeRO-3: the masters; moments are beside them.
+    "zero3-2gb": lambda s: Source(
+        llama(2048 // s, 8192 // s, 512 // s, 32000 // s, 6), "fp32", 8, None, "zero3"
+    ),
+    # 512 ranks, 723 parameters and 3 states of each: 10^6 chunks.
+    "zero3-512": lambda s: Source(
+        llama(8192 // s, 28672 // s, 1024 // s, 128256 // s, 80), "fp32", 512 // s, None, "zero3-hollow"
+    ),
     "big-col": lambda s: _one("model.embed_tokens.weight", (16384 // s, 32768 // s), 8, 1),
 }
 
@@ -288,10 +296,17 @@ def write_verl(source: Source, folder: Path) -> None:
     """Write the folder of verl's FSDP workers: one pickle of DTensors a rank, and the Hugging Face config."""
     import json
 
-    from transformers import LlamaConfig
-
     folder.mkdir(parents=True)
     _in_job(source, folder, _save_pickle)
+    save_config(source, folder / "huggingface")
+    fsdp = {"FSDP_version": 2, "world_size": source.ranks}
+    (folder / "fsdp_config.json").write_text(json.dumps(fsdp))
+
+
+def save_config(source: Source, folder: Path) -> None:
+    """Write the config.json of a source that `llama` made."""
+    from transformers import LlamaConfig
+
     shapes = dict(source.tensors)
     hidden = shapes["model.norm.weight"][0]
     kv = shapes["model.layers.0.self_attn.k_proj.weight"][0]
@@ -307,9 +322,23 @@ def write_verl(source: Source, folder: Path) -> None:
         tie_word_embeddings=False,
     )
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder / "huggingface")
-    fsdp = {"FSDP_version": 2, "world_size": source.ranks}
-    (folder / "fsdp_config.json").write_text(json.dumps(fsdp))
+    config.save_pretrained(folder)
+
+
+def write_zero3(source: Source, folder: Path) -> None:
+    """Write the folder of DeepSpeed's ZeRO-3, and a Hugging Face config where only an option finds it."""
+    import zero
+
+    zero.write(source, folder)
+    save_config(source, folder)
+    (folder / "config.json").rename(folder / "hf.json")
+
+
+def write_zero3_hollow(source: Source, folder: Path) -> None:
+    """Write the headers of a job of ZeRO-3 that is larger than this machine."""
+    import zero
+
+    zero.write_hollow(source, folder)
 
 
 def write_in_job(source: Source, folder: Path) -> None:
@@ -449,6 +478,8 @@ LAYOUTS: dict[str, Callable[[Source, Path], None]] = {
     "olmo": write_olmo,
     "paper": write_paper,
     "verl": write_verl,
+    "zero3": write_zero3,
+    "zero3-hollow": write_zero3_hollow,
 }
 
 

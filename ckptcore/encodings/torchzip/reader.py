@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNSUPPORTED_STORAGES
@@ -31,6 +32,8 @@ from ckptcore.utils.text import short_repr
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes
 _TAIL, _HEAD = 2048, 2048
+_SMALL = _HEAD + _TAIL + 4096  # bytes of a zip that is read entirely
+_SMALL_FILE = 1 << 20  # ... if it is a file with many records, each of which takes two reads
 _MAX_PICKLE = 256 << 20
 _STORAGE = 400  # bytes that a storage's location takes
 _RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
@@ -82,22 +85,59 @@ class Resolved:
     crc32: int | None
 
 
+Storages = Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, crc32)
+
+
 @dataclass(frozen=True, slots=True)
 class Objects:
     """A zip's complete content: the tree (tensors as `StoredView`), its storages, the refused globals."""
 
     tree: Any
-    storages: Mapping[str, tuple[int, int, int | None]]  # key -> (start, length, crc32)
+    storages: Storages
     refused: tuple[str, ...]
     swapped: bool
 
 
-class Window:
-    """Serves reads of a zip from its first and last bytes where they suffice."""
+class SharedTrees:
+    """The trees of files that were read before: ranks of one job often pickle the very same tree.
 
-    def __init__(self, read: Reader, length: int) -> None:
+    Equal pickles (SHA-256) give one tree, which is parsed and held once. Callers must not change it.
+
+    Args:
+        finish: Makes of what was parsed what is held: called with it, the file's length and name.
+    """
+
+    def __init__(self, finish: Callable[[Objects, int, str], Objects]) -> None:
+        self._finish = finish
+        self._known: dict[bytes, Objects] = {}
+
+    def find(self, key: bytes, storages: Storages, swapped: bool, what: str) -> Objects | None:
+        """Return the tree of an equal pickle, with the storages of this file; None for a new one."""
+        known = self._known.get(key)
+        if known is None or (known.storages == storages and known.swapped == swapped):
+            return known
+        meter().take(_STORAGE * len(storages), what)
+        found = self._known[key] = replace(known, storages=storages, swapped=swapped)
+        return found
+
+    def add(self, key: bytes, objects: Objects, length: int, what: str) -> Objects:
+        """Finish and hold what was parsed."""
+        found = self._known[key] = self._finish(objects, length, what)
+        return found
+
+
+class Window:
+    """Serves reads of a zip from its first and last bytes where they suffice.
+
+    Args:
+        read: Of the zip.
+        length: Of the zip, bytes.
+        small: Up to this length all of it is read, at once.
+    """
+
+    def __init__(self, read: Reader, length: int, small: int = _SMALL) -> None:
         self._read, self.length = read, length
-        if length <= _HEAD + _TAIL + 4096:
+        if length <= small:
             self._head = read(0, length)
             self._tail, self._tail_at = self._head, 0
         else:
@@ -295,14 +335,27 @@ def refused_in(tree: Any) -> tuple[str, ...]:
     return _bounds.refused_in(tree, (Refused, Call))
 
 
-def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] = OBJECT_TABLE) -> Objects:
-    """Return the complete tree of a torch zip; globals outside ``table`` become `Refused` values."""
-    window = Window(read, length)
+def read_objects(
+    read: Reader,
+    length: int,
+    what: str,
+    table: Mapping[str, Any] = OBJECT_TABLE,
+    shared: SharedTrees | None = None,
+) -> Objects:
+    """Return the complete tree of a torch zip; globals outside ``table`` become `Refused` values.
+
+    Args:
+        read: Of the zip.
+        length: Of the zip, bytes.
+        what: Its name, for messages.
+        table: Permitted globals.
+        shared: Trees of files that were read with the same table.
+    """
+    window = Window(read, length, _SMALL_FILE)
     refused: list[str] = []
     with passing():  # the directory, the pickle and the unpickler's memory are freed afterwards
         records, checked = directory(window, what)
         swapped, pickled = _preamble(window, records, checked, what)
-        tree = loads(pickled, table, what=what, persistent=_storage_fields, refused=refused)
         storages = {
             name.removeprefix("data/"): (
                 payload_start(window, entry, what),
@@ -312,10 +365,16 @@ def read_objects(read: Reader, length: int, what: str, table: Mapping[str, Any] 
             for name, entry in records.items()
             if name.startswith("data/")
         }
+        key = sha256(pickled).digest() if shared is not None else b""
+        known = shared.find(key, storages, swapped, what) if shared is not None else None
+        if known is not None:
+            return known
+        tree = loads(pickled, table, what=what, persistent=_storage_fields, refused=refused)
     meter().take(_STORAGE * len(storages), what)
     bound_tree(tree, len(pickled), what)
     inside = (name for name in refused_in(tree) if name not in refused)
-    return Objects(tree, storages, (*refused, *inside), swapped)
+    found = Objects(tree, storages, (*refused, *inside), swapped)
+    return found if shared is None else shared.add(key, found, length, what)
 
 
 def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:

@@ -1,12 +1,15 @@
 """Put the tensors of many rank files into one manifest.
 
-Several ranks hold the same elements (replicated parameters, tied stages, step counts): every copy becomes a
-chunk, and copies are compared while they are moved. A rank's run of elements becomes boxes of the tensor.
+Several ranks hold the same elements (replicated parameters, tied stages): every copy becomes a chunk, and
+copies are compared while they are moved. A rank's run of elements becomes boxes of the tensor. A job of
+hundreds of ranks has a million of them: chunks are kept by the builder alone, and layers of one shape are cut
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,7 +26,11 @@ from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, same
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
 
+_CRC_BYTES = 4  # as many have one CRC-32 as values
 _MAX_CUTS = 1 << 22  # pieces of a copy, each compared with every chunk that is there
+
+
+_MAX_CUT_SHAPES = 1 << 16  # shards whose cut is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,37 @@ class FileTensor:
     value: StoredView
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedBuffer:
+    """A tensor of one file whose bytes are an item of the manifest.
+
+    Attributes:
+        path: Of the file.
+        value: The tensor.
+        item: Number of the item.
+        view: Of the tensor in the item.
+    """
+
+    path: str
+    value: StoredView
+    item: int
+    view: View
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of its elements."""
+        return self.value.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A box of a run: in the tensor, and its first element behind the run's."""
+
+    box: Box
+    at: int
+    strides: tuple[int, ...] | None
+
+
 class Assembly:
     """Collects tensors and objects of a checkpoint under their names."""
 
@@ -42,7 +80,8 @@ class Assembly:
         self._tensors: dict[str, int] = {}
         self._trees: dict[str, TorchTree] = {}
         self._objects: dict[str, tuple[Any, str]] = {}
-        self._chunks: dict[str, list[tuple[Box, int, View]]] = {}
+        self._rows: dict[str, array[int]] = {}  # tensor -> its chunks, by their row in the builder
+        self._cuts: dict[tuple[tuple[int, ...], int, int, ShardPlacement], tuple[_Cut, ...]] = {}
         self._refused: dict[str, dict[str, Any]] = {}  # path -> name -> what was refused
         self._left_out: dict[str, set[str]] = {}  # path -> storages of values in the place of tensors
         self._odd: set[tuple[str, int]] = set()
@@ -62,12 +101,13 @@ class Assembly:
         """
         value = stored.value
         placement = same(value.shape) if placement is None else placement
-        if not self._placed(name, stored, value.shape, placement):
+        if not self._placed(name, stored.file.path, value.dtype, value.shape, placement):
+            self.place(stored, name)
             return
         item, view = self.tree(stored.file).place(value, name)
         steps = view.strides if view.strides is not None else row_major(value.shape)
         width = BY_NAME[value.dtype].itemsize
-        before = list(dict.fromkeys(box for box, _, _ in self._chunks.get(name, ())))
+        before = list(dict.fromkeys(self._boxes(name))) if value.shape else []
         if len(before) * len(placement.pieces) > _MAX_CUTS:
             raise MalformedCheckpoint(
                 f"{stored.file.path}: {name} is cut into too many pieces", file=stored.file.path
@@ -87,19 +127,35 @@ class Assembly:
         if at < 0 or self.builder.tensors[at] != TensorSpec(name, dtype, placement.shape):
             return False
         pieces = [Box(p.offset, p.local.shape) for p in placement.pieces]
-        boxes = [box for box, _, _ in self._chunks.get(name, ())]
+        boxes = list(self._boxes(name))
         return len(pieces) * len(boxes) <= _MAX_CUTS and all(
             any(p.contains(b) for p in pieces) or not any(p.intersect(b) for p in pieces) for b in boxes
         )
 
-    def place(self, stored: FileTensor, name: str) -> None:
+    def place(self, stored: FileTensor, name: str) -> PlacedBuffer:
         """Note a buffer that is known, though no element of it may be part of a tensor."""
-        self.tree(stored.file).place(stored.value, name)
+        item, view = self.tree(stored.file).place(stored.value, name)
+        return PlacedBuffer(stored.file.path, stored.value, item, view)
+
+    def scalars(self, names: Iterable[str], stored: Sequence[FileTensor]) -> None:
+        """Add tensors of rank 0 that all have the values of one element, of which ranks have copies.
+
+        Four bytes with one CRC-32 are equal, so that such copies are compared here; others while they are
+        moved.
+        """
+        placed = [self.place(one, "a scalar") for one in stored]
+        sums = {self.builder.item_crc32(p.item) for p in placed}
+        complete = all(p.value.storage_bytes <= _CRC_BYTES and p.value.shape == () for p in placed)
+        same_form = len({(p.dtype, p.view, p.value.storage_bytes) for p in placed}) == 1
+        kept = stored[:1] if complete and same_form and len(sums) == 1 and None not in sums else stored
+        for name in names:
+            for one in kept:
+                self.tensor(name, one)
 
     def run(
         self,
         name: str,
-        stored: FileTensor,
+        buffer: PlacedBuffer,
         at: int,
         shape: tuple[int, ...],
         start: int,
@@ -110,7 +166,7 @@ class Assembly:
 
         Args:
             name: Of the tensor.
-            stored: The flat buffer that holds the run.
+            buffer: The flat one that holds the run.
             at: The first of its elements in that buffer.
             shape: Of the shard.
             start: First element of the shard.
@@ -120,27 +176,18 @@ class Assembly:
         Raises:
             MalformedCheckpoint: The buffer is not flat.
         """
-        value = stored.value
-        if not self._placed(name, stored, shape, placement):
+        value, view = buffer.value, buffer.view
+        if not self._placed(name, buffer.path, value.dtype, shape, placement):
             return
-        item, view = self.tree(stored.file).place(value, name)
         if len(value.shape) != 1 or view.strides is not None:
             raise MalformedCheckpoint(
-                f"{stored.file.path}: the buffer with {name} must be flat (got shape {list(value.shape)})",
-                file=stored.file.path,
+                f"{buffer.path}: the buffer with {name} must be flat (got shape {list(value.shape)})",
+                file=buffer.path,
             )
-        width, steps = BY_NAME[value.dtype].itemsize, row_major(shape)
-        for box in from_flat_range(shape, start, stop):
-            for piece in placement.pieces:
-                common = box.intersect(piece.local)
-                if common is None:
-                    continue
-                first = view.start + (at + flat_start(shape, common.offset) - start) * width
-                offset = tuple(
-                    g + o - p for g, o, p in zip(piece.offset, common.offset, piece.local.offset, strict=True)
-                )
-                strides = None if is_run(shape, common.shape) else steps
-                self._chunk(name, Box(offset, common.shape), item, View(first, strides, view.flags))
+        width = BY_NAME[value.dtype].itemsize
+        for cut in self._cut(shape, start, stop, placement):
+            first = view.start + (at + cut.at) * width
+            self._chunk(name, cut.box, buffer.item, View(first, cut.strides, view.flags))
 
     def declare(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Add a tensor that has no element, or whose chunks may be missing."""
@@ -156,8 +203,9 @@ class Assembly:
             return True
         spec = self.builder.tensors[self._tensors[owner]]
         self._declare(name, spec.dtype, spec.shape, None)
-        for box, item, view in list(self._chunks.get(owner, ())):
-            self._chunk(name, box, item, view)
+        rows, builder = self._rows.get(owner, ()), self.builder
+        for row, box in zip(list(rows), list(self._boxes(owner)), strict=True):
+            self._chunk(name, box, builder.chunk_item(row), builder.chunk_view(row) or View())
         return True
 
     def alias_all(self, alias: str, owner: str, prefixes: Sequence[str]) -> None:
@@ -215,7 +263,10 @@ class Assembly:
         """Note a copy of a tensor that is left out; False where its checksum is not that of a chunk."""
         item, view = self.tree(stored.file).place(stored.value, name)
         crc = self.builder.item_crc32(item)
-        known = [(self.builder.item_crc32(i), v) for _, i, v in self._chunks.get(name, ())]
+        known = [
+            (self.builder.item_crc32(self.builder.chunk_item(row)), self.builder.chunk_view(row) or View())
+            for row in self._rows.get(name, ())
+        ]
         return crc is None or not known or (crc, view) in known
 
     def add_unused(self, files: Iterable[StatesFile]) -> None:
@@ -231,29 +282,41 @@ class Assembly:
             tree.require_all()
 
     def _placed(
-        self, name: str, stored: FileTensor, shape: tuple[int, ...], placement: ShardPlacement
+        self, name: str, path: str, dtype: str, shape: tuple[int, ...], placement: ShardPlacement
     ) -> bool:
         """Whether a shard can be added: it has the shape that was placed, and the tensor the same form."""
-        path = stored.file.path
         if shape == placement.shard:
-            return self._declare(name, stored.value.dtype, placement.shape, path)
+            return self._declare(name, dtype, placement.shape, path)
         message = f"{path}: {name} has shape {list(shape)}, in another file it has {list(placement.shard)}"
         self.builder.findings.append(finding("mixed-saves", "coverage", message, fqn=name, file=path))
         self.unread(name, "its files do not agree on its shape", path)
-        self.place(stored, name)
         return False
 
+    def _boxes(self, name: str) -> Iterator[Box]:
+        return self.builder.chunk_boxes(self._rows.get(name, ()))
+
+    def _cut(
+        self, shape: tuple[int, ...], start: int, stop: int, placement: ShardPlacement
+    ) -> tuple[_Cut, ...]:
+        """Return the boxes of a run; those of states and layers of the same shape are the same."""
+        key = shape, start, stop, placement
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= _MAX_CUT_SHAPES:
+                self._cuts.clear()
+            found = self._cuts[key] = tuple(_cut_run(shape, start, stop, placement))
+        return found
+
     def _declare(self, name: str, dtype: str, shape: tuple[int, ...], path: str | None) -> bool:
-        spec = TensorSpec(name, dtype, shape)
         at = self._tensors.get(name)
         if at is None:
-            self._tensors[name] = self.builder.tensor(spec, path)
+            self._tensors[name] = self.builder.tensor(TensorSpec(name, dtype, shape), path)
             self._below.setdefault(name.rpartition(".")[0], []).append(name)
             return self._tensors[name] >= 0
         if at < 0:
             return False
         first = self.builder.tensors[at]
-        if first != spec:
+        if first.dtype != dtype or first.shape != shape:
             message = (
                 f"{path}: {name} is {dtype} {list(shape)}, in another rank's file it is {first.dtype} "
                 f"{list(first.shape)}"
@@ -265,9 +328,23 @@ class Assembly:
     def _chunk(self, name: str, box: Box, item: int, view: View) -> None:
         if prod(box.shape) == 0 and box.shape:
             return
-        self._chunks.setdefault(name, []).append((box, item, view))
+        self._rows.setdefault(name, array("q")).append(self.builder.chunk_count)
         plain = view.strides is None and not view.flags and not view.start
         self.builder.chunk(self._tensors[name], box.offset, box.shape, item, None if plain else view)
+
+
+def _cut_run(shape: tuple[int, ...], start: int, stop: int, placement: ShardPlacement) -> Iterator[_Cut]:
+    steps = row_major(shape)
+    for box in from_flat_range(shape, start, stop):
+        for piece in placement.pieces:
+            common = box.intersect(piece.local)
+            if common is None:
+                continue
+            offset = tuple(
+                g + o - p for g, o, p in zip(piece.offset, common.offset, piece.local.offset, strict=True)
+            )
+            at = flat_start(shape, common.offset) - start
+            yield _Cut(Box(offset, common.shape), at, None if is_run(shape, common.shape) else steps)
 
 
 def _cut_like(box: Box, others: Sequence[Box]) -> list[Box]:

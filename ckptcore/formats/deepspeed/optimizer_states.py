@@ -11,9 +11,10 @@ from typing import Any
 
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
+from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor, PlacedBuffer
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.flat_partitions import (
     FlatParameter,
@@ -81,15 +82,16 @@ class Group:
 
 
 def read_partitions(
-    source: Source, files: CheckpointFiles, states: ModelStates
+    source: Source, files: CheckpointFiles, states: ModelStates, shared: SharedTrees
 ) -> dict[tuple[int, int], StatesFile]:
     """Read the optimizer files: (data-parallel rank, model-parallel rank) -> file.
 
     Those of a model-parallel rank without a model-state file are left out: nothing names what they hold.
+    ``shared`` is from `shared_trees`.
     """
     world, named = states.world, {mp for _, mp in states.files}
     return {
-        (dp, mp): read_file(source, path)
+        (dp, mp): read_file(source, path, shared)
         for (dp, mp), path in files.optim.items()
         if dp < world.dp and mp < world.mp and mp in named
     }
@@ -257,11 +259,9 @@ class Partitions:
         tensors = {dp: v for dp, v in values.items() if isinstance(v, StoredView)}
         if len(tensors) == len(values) and all(v.shape == () for v in tensors.values()):
             for rank, ranks in members.items():
-                for name in self._names(group, rank):
-                    for dp in ranks:
-                        if dp in tensors:
-                            stored = FileTensor(self._files[dp], tensors[dp])
-                            self._assembly.tensor(f"{STATE}.{name}.{key}", stored)
+                names = [f"{STATE}.{name}.{key}" for name in self._names(group, rank)]
+                copies = [FileTensor(self._files[dp], tensors[dp]) for dp in ranks if dp in tensors]
+                self._assembly.scalars(names, copies)
         elif tensors or any(isinstance(v, Refused) for v in values.values()):
             self._partitioned(group, members, key, values)
         else:
@@ -311,12 +311,14 @@ class Partitions:
                 if placement is not None:
                     dtype = next((v.dtype for v in buffers.values()), "float32")
                     self._assembly.declare(self._target(names[parameter.name], key), dtype, placement.shape)
-            for n, value in buffers.items():  # one may be padding alone
-                self._assembly.place(FileTensor(self._files[of[n]], value), key)
+            placed = {  # one may be padding alone
+                n: self._assembly.place(FileTensor(self._files[of[n]], value), key)
+                for n, value in buffers.items()
+            }
             if key == MASTER:
                 self._require_places(group, fragments, of)
             for fragment in fragments:
-                self._add_fragment(fragment, names, key, buffers, of)
+                self._add_fragment(fragment, names, key, placed[fragment.rank])
 
     def _require_places(self, group: Group, fragments: Sequence[Fragment], of: Mapping[int, int]) -> None:
         """Note files that list the slices of another rank's partition: files were exchanged, or copied.
@@ -340,24 +342,16 @@ class Partitions:
                 message = f"{path} lists the slices of {self._files[of[other]].path} (group {group.number})"
                 self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
 
-    def _add_fragment(
-        self,
-        f: Fragment,
-        names: Mapping[str, str],
-        key: str,
-        buffers: Mapping[int, StoredView],
-        of: Mapping[int, int],
-    ) -> None:
+    def _add_fragment(self, f: Fragment, names: Mapping[str, str], key: str, buffer: PlacedBuffer) -> None:
         placement = self._placements.get(f.parameter.name)
         if placement is None:
             return
-        stored = FileTensor(self._files[of[f.rank]], buffers[f.rank])
         target = self._target(names[f.parameter.name], key)
         cuts = self._cuts.get(f.parameter.name, ())
         inside = cuts[bisect_right(cuts, f.start) : bisect_left(cuts, f.stop)]
         for start, stop in pairwise([f.start, *inside, f.stop]):
             at = f.at + start - f.start
-            self._assembly.run(target, stored, at, f.parameter.shape, start, stop, placement)
+            self._assembly.run(target, buffer, at, f.parameter.shape, start, stop, placement)
 
     def _target(self, name: str, key: str) -> str:
         return self._master.get(name, f"{STATE}.{name}.{key}") if key == MASTER else f"{STATE}.{name}.{key}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.encodings.pickle.unpickler import Call
-from ckptcore.encodings.torchzip.reader import Objects, read_objects
+from ckptcore.encodings.torchzip.reader import Objects, SharedTrees, read_objects
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, dataclass_global, enum_global, plain
@@ -64,16 +64,31 @@ class StatesFile:
         return tree
 
 
-def read_file(source: Source, path: str) -> StatesFile:
+def shared_trees() -> SharedTrees:
+    """Return an empty store for the trees of one checkpoint's files."""
+    return SharedTrees(_finished)
+
+
+def read_file(source: Source, path: str, shared: SharedTrees | None = None) -> StatesFile:
     """Parse one file; no tensor byte is read.
+
+    Args:
+        source: The folder.
+        path: Of the file.
+        shared: From `shared_trees`, where ranks have equal trees; they are not to be changed.
 
     Raises:
         MalformedCheckpoint: The file is cut, is no torch zip, or holds no dict.
     """
     size = source.listing[path]
-    found = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE)
+    shared = shared_trees() if shared is None else shared
+    found = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE, shared)
+    return StatesFile(path, size, found)
+
+
+def _finished(found: Objects, nbytes: int, path: str) -> Objects:
     refused = list(found.refused)
-    tree = plain(found.tree, size, path, refused)
+    tree = plain(found.tree, nbytes, path, refused)
     if not isinstance(tree, dict):
         raise MalformedCheckpoint(f"{path} must hold a dict (got {type(tree).__name__})", file=path)
-    return StatesFile(path, size, replace(found, tree=tree, refused=tuple(refused)))
+    return replace(found, tree=tree, refused=tuple(refused))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
+from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import Finding, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
@@ -73,8 +74,10 @@ class ModelStates:
         return next(iter(self.files.values()))
 
 
-def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
-    """Read every model-state file of a folder.
+def read_model_states(
+    source: Source, files: CheckpointFiles, shared: SharedTrees | None = None
+) -> ModelStates:
+    """Read every model-state file of a folder; ``shared`` is from `shared_trees`.
 
     Raises:
         MalformedCheckpoint: A file is damaged, or says impossible sizes.
@@ -99,7 +102,7 @@ def read_model_states(source: Source, files: CheckpointFiles) -> ModelStates:
             file=other,
             hint="move the files of the other save away",
         )
-    found = {rank: read_file(source, path) for rank, path in files.model.items()}
+    found = {rank: read_file(source, path, shared) for rank, path in files.model.items()}
     first = next(iter(found.values()))
     world = _world(first, files)
     for file in found.values():

@@ -23,6 +23,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Refused
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
@@ -35,7 +36,7 @@ from ckptcore.formats.deepspeed.optimizer_states import (
     parameter_shapes,
     read_partitions,
 )
-from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file, shared_trees
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
 from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
 from ckptcore.formats.deepspeed.universal import add_universal
@@ -85,13 +86,16 @@ def read(source: Source) -> Manifest:
         UnsupportedFormat: Nothing names the parameters, or a form that is not read.
     """
     files = files_of(source.listing)
-    states = read_model_states(source, files)
-    return _Reader(source, files, states).read()
+    shared = shared_trees()
+    states = read_model_states(source, files, shared)
+    return _Reader(source, files, states, shared).read()
 
 
 class _Reader:
-    def __init__(self, source: Source, files: CheckpointFiles, states: ModelStates) -> None:
-        self._source, self._files, self._states = source, files, states
+    def __init__(
+        self, source: Source, files: CheckpointFiles, states: ModelStates, shared: SharedTrees
+    ) -> None:
+        self._source, self._files, self._states, self._trees = source, files, states, shared
         self._builder = Builder()
         self._assembly = Assembly(self._builder)
         self._ranks = states.firsts()
@@ -230,7 +234,7 @@ class _Reader:
                 yield finding("missing-rank", "files", message, file=path)
 
     def _open(self, path: str) -> StatesFile:
-        file = read_file(self._source, path)
+        file = read_file(self._source, path, self._trees)
         self._opened.append(file)
         return file
 
@@ -269,7 +273,7 @@ class _Reader:
             shapes = self._merged_shapes(placements)
             add_universal(self._source, self._files, self._assembly, shapes, trained, target)
             return
-        partitions = read_partitions(self._source, self._files, self._states)
+        partitions = read_partitions(self._source, self._files, self._states, self._trees)
         self._opened += partitions.values()
         cuts: dict[str, list[int]] = {}
         made: list[Partitions] = []
@@ -412,7 +416,8 @@ class _Reader:
                         self._assembly.place(FileTensor(file, value), target)
                         continue
                     start, stop = (min(n * size, prod(shape)) for n in (dp, dp + 1))
-                    self._assembly.run(target, FileTensor(file, value), 0, shape, start, stop, placement)
+                    buffer = self._assembly.place(FileTensor(file, value), target)
+                    self._assembly.run(target, buffer, 0, shape, start, stop, placement)
 
     def _require_values(self) -> None:
         """Note weights of which only a placeholder is stored."""

@@ -116,7 +116,7 @@ def _add(
     if shape is None or key == _STEP or value.shape == shape:
         assembly.tensor(target, stored)
     elif len(value.shape) == 1 and value.shape[0] == prod(shape) and value.strides == row_major(value.shape):
-        assembly.run(target, stored, 0, shape, 0, prod(shape), same(shape))
+        assembly.run(target, assembly.place(stored, target), 0, shape, 0, prod(shape), same(shape))
     else:
         message = f"{stored.file.path} has shape {list(value.shape)}, {name} has {list(shape)}"
         assembly.builder.findings.append(
