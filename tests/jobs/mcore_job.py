@@ -23,6 +23,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,7 +43,9 @@ class _Anything:
 
 
 def stand_in() -> None:
-    """Triton, where it is not installed, and CUDA calls."""
+    """Triton, where it is not installed, CUDA calls, and a function that numpy 2 has under another name."""
+    if not hasattr(np, "product"):
+        np.product = np.prod  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *a: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[assignment,method-assign]

@@ -28,11 +28,13 @@ class WriteItem:
         box: The box.
         kind: dtype and shape of the bytes.
         nbytes: Number of bytes.
+        stored: (offset, shape) in the tensor as the file describes it, where that is not the box.
     """
 
     box: Box
     kind: Kind
     nbytes: int
+    stored: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

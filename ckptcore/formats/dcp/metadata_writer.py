@@ -49,7 +49,10 @@ class StoredTensor:
 
 
 def metadata_pickle(
-    tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace], paths: Mapping[str, Path] | None
+    tensors: Sequence[StoredTensor],
+    objects: Mapping[str, ItemPlace],
+    paths: Mapping[str, Path] | None,
+    mcore_data: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
 ) -> bytes:
     """Return the bytes of `.metadata`.
 
@@ -58,6 +61,8 @@ def metadata_pickle(
         objects: Name -> place of its byte item.
         paths: Name -> path in the saved tree (``planner_data``); a name without one is at the top. None for
             a planner that records none (Megatron-Core saves without flattening).
+        mcore_data: Megatron-Core's own attribute: name of a flattened tensor -> its original shape, under
+            the key that Megatron-Core looks for. None leaves the attribute out.
     """
     p = _Pickle()
     p.begin(META, "Metadata")
@@ -69,8 +74,26 @@ def metadata_pickle(
     _write_storage(p, tensors, objects)
     p.text("storage_meta")
     p.none()
+    if mcore_data is not None:
+        p.text("mcore_data")
+        _write_shapes(p, mcore_data)
     p.end()
     return p.finish()
+
+
+def _write_shapes(p: _Pickle, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
+    p.open_dict()
+    for name, entry in shapes.items():
+        p.text(name)
+        p.open_dict()
+        for key, shape in entry.items():
+            p.text(key)
+            p.mark()
+            for n in shape:
+                p.integer(n)
+            p.close_tuple()
+        p.close_dict()
+    p.close_dict()
 
 
 def _state_dict(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping[str, ItemPlace]) -> None:

@@ -91,14 +91,17 @@ class Files:
             self._literals.append(Literal(one.start + self._at, one.data, patches))
         self._at += layout.nbytes
 
-    def ranks(self, order: Sequence[int]) -> Iterator[FileLayout]:
+    def ranks(
+        self, order: Sequence[int], recut: Callable[[Share], Share] = lambda share: share
+    ) -> Iterator[FileLayout]:
         """Yield all files: those of rank 0, which has the objects, then those of the other ranks.
 
         Args:
             order: Positions of the tensors.
+            recut: Cuts what a rank writes into further items.
         """
-        for rank, share in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
-            self._rank = rank
+        for rank, full in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
+            self._rank, share = rank, recut(full)
             for first, stop in self._groups(share):
                 if first:
                     self._end()
@@ -131,8 +134,8 @@ class Files:
             return
         run, name = self._run(tensors, pieces), self._name()
         for i, piece, (start, length) in zip(tensors, pieces, run.items, strict=True):
-            box = piece.box
-            self._chunks.setdefault(i, []).append((box.offset, box.shape, ItemPlace(name, start, length)))
+            offset, sizes = piece.stored or (piece.box.offset, piece.box.shape)
+            self._chunks.setdefault(i, []).append((offset, sizes, ItemPlace(name, start, length)))
         self._tensors += [tensors[n] for n in run.order]
         self._boxes += [pieces[n].box for n in run.order]
         self._slots += run.slots

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME
@@ -20,9 +20,11 @@ from ckptcore.core.object_tree import Named, TensorRef, decode, tensors_in
 from ckptcore.encodings import zarr_v2 as _zarr
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
+from ckptcore.formats.common.write_assignment import Share
 from ckptcore.formats.dcp.metadata_writer import metadata_pickle
 from ckptcore.formats.dcp.writer import METADATA, Files
 from ckptcore.formats.megatron.config import CONFIG
+from ckptcore.formats.megatron.flattened_cells import Cells, flattened_tensors, mcore_data
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, COMMON_KEY, SHARD
 from ckptcore.formats.torch_save.layout import Inline, torch_file
 from ckptcore.utils.text import count, short_repr
@@ -57,14 +59,32 @@ def arrange_torch_dist(request: Arrangement) -> tuple[FileLayout, ...]:
     for key, value in parts.shards.items():
         # megatron/core/dist_checkpointing/strategies/torch.py stores a list around every object
         files.embed(key, _torch_file(key, [value], request, parts))
-    layouts = tuple(files.ranks(parts.weights))
-    metadata = metadata_pickle(files.stored(parts.weights), files.objects, None)
+    cells = flattened_tensors(request.tensors, parts.common, request.topology)
+    layouts = tuple(files.ranks(parts.weights, lambda share: _in_cells(share, cells)))
+    stored = [
+        replace(t, shape=cells[i].stored) if i in cells else t
+        for i, t in zip(parts.weights, files.stored(parts.weights), strict=True)
+    ]
+    shapes = mcore_data(request.tensors, cells) if cells else None
+    metadata = metadata_pickle(stored, files.objects, None, shapes)
     return (
         _torch_file(COMMON_FILE, _for_ranks(request, parts), request, parts),
         *layouts,
         _literal(METADATA, metadata),
         _config_layout("torch_dist"),
     )
+
+
+def _in_cells(share: Share, cells: Mapping[int, Cells]) -> Share:
+    if not any(i in cells for i in share.tensors):
+        return share
+    found = Share()
+    for i, piece in zip(share.tensors, share.pieces, strict=True):
+        pieces = cells[i].cut(piece.box, piece.kind[0]) if i in cells else (piece,)
+        for one in pieces:
+            found.tensors.append(i)
+            found.pieces.append(one)
+    return found
 
 
 def _for_ranks(request: Arrangement, parts: Parts) -> dict[str, Any]:

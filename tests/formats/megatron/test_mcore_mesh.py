@@ -1,23 +1,29 @@
-"""Write torch_dist for a mesh; Megatron-Core loads it at any TP x PP."""
+"""Write torch_dist for a mesh; every release of Megatron-Core loads it at any DP x TP x PP."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from paths import JOBS
 from samples import SAMPLES, Sample, differences, value
 from torch.distributed.tensor import Shard
 
 import ckptcore
 from ckptcore.conversion.pipeline import convert, validate
+from ckptcore.core.box import Box
+from ckptcore.formats.base import Source
+from ckptcore.formats.dcp.reader import parse_folder, read_folder
+from ckptcore.formats.megatron.flattened_cells import Cells, cell_grid
 from ckptcore.planning.request import Request
+from ckptcore.store import open_store
 from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 JOB = JOBS / "mcore_mesh_job.py"
@@ -29,6 +35,7 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 # TP that does not divide the rows of the vocabulary (Megatron-LM pads them, its loader trims them) or others:
 # loaders do not depend on how a checkpoint is split.
 UNEVEN = [(3, 1), (5, 2)]
+RELEASES = ["0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
 
 
 def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> TensorLayout:
@@ -51,6 +58,15 @@ def reshard(source: Path, target: Path, tp: int, pp: int) -> None:
     topology = Topology(mesh, {t.fqn: layout(t.fqn, t.shape, mesh) for t in tensors})
     asked = Request(str(source), str(target), verb="reshard", to="torch_dist", mesh=f"pp={pp},tp={tp}")
     convert(asked, catalog_url=False, topology=topology)
+
+
+def stored(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return Megatron-Core's own records of `.metadata`, and the shapes of its tensors as they are stored."""
+    store = open_store(str(folder))
+    source = Source(store, None, store.list())
+    parsed = parse_folder(source)
+    plain = read_folder(source, "dcp", parsed=parsed)
+    return parsed[0].extra.get("mcore_data") or {}, {t.fqn: t.shape for t in plain.tensors}
 
 
 def saved_in(sample: Sample) -> Path:
@@ -83,10 +99,83 @@ def test_round_trip(name: str, mesh: tuple[int, int], found: dict[str, Sample], 
     assert {b.key: b.tree for b in after.blobs} == objects
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_flattened_as_megatron_stores_it(found: dict[str, Sample], tmp_path: Path) -> None:
+    """For the mesh of the job that saved it, state has the shapes and records of its own `.metadata`."""
+    source = saved_in(found[ADAM])
+    reshard(source, tmp_path / "out", 2, 1)
+    (own, own_shapes), (written, shapes) = stored(source), stored(tmp_path / "out")
+    assert written == {k: v for k, v in own.items() if v}
+    assert len(written) == 27
+    assert {k: shapes[k] for k in written} == {k: own_shapes[k] for k in written}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked", "halves", "cuts", "grid"),
+    [
+        ((4, 96, 32), 1, (1,), [(0, 48), (48, 48)], (4, 4, 1)),  # each half is cut by TP
+        ((4, 96, 32), 1, (1,), [(0, 96)], (4, 2, 1)),
+        ((4, 10, 2), 1, (), [(0, 4), (4, 4), (8, 2)], (4, 1, 1)),  # uneven: ranges of one cell
+        ((4, 10, 2), 1, (1,), [(0, 4), (4, 4), (8, 2)], (4, 2, 1)),
+        ((10, 2), 0, (), [(0, 5), (5, 5)], (2, 1)),
+    ],
+)
+def test_cells(
+    shape: tuple[int, ...],
+    stacked: int,
+    halves: tuple[int, ...],
+    cuts: list[tuple[int, int]],
+    grid: tuple[int, ...],
+) -> None:
+    """Every cut is ranges of cells, which together are the cut."""
+    at = stacked
+    boxes = [
+        Box((*([0] * at), first, *([0] * (len(shape) - at - 1))), (*shape[:at], n, *shape[at + 1 :]))
+        for first, n in cuts
+    ]
+    cells = Cells(shape, cell_grid(shape, stacked, halves, boxes))
+    assert cells.grid == grid
+    values = torch.arange(prod(shape)).reshape(shape)
+    stored = torch.full(cells.stored, -1)
+    for piece in (p for box in boxes for p in cells.cut(box, "float32")):
+        assert piece.stored is not None
+        (*cell, first), extent = piece.stored
+        box = tuple(slice(o, o + n) for o, n in zip(piece.box.offset, piece.box.shape, strict=True))
+        stored[tuple(cell)][first : first + extent[-1]] = values[box].flatten()
+    joined = stored.reshape(*grid, *cells.cell)
+    order = [axis for d in range(len(shape)) for axis in (d, d + len(shape))]
+    assert torch.equal(joined.permute(order).reshape(shape), values)
+
+
+def test_other_states_keep_their_shape(found: dict[str, Sample], tmp_path: Path) -> None:
+    """Without that sharding type in the common state nothing is flattened."""
+    source = saved_in(found[ADAM])
+    ckptcore.convert(str(source), str(tmp_path / "out"), to="torch_dist", exclude=("optimizer",))
+    assert stored(tmp_path / "out")[0] == {}
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release of megatron-core in a folder of its own: $CKPTCORE_MCORE/RELEASE, or installed by pip."""
+    ready = Path(os.environ.get("CKPTCORE_MCORE", "/nonexistent")) / request.param
+    if ready.is_dir():
+        return ready
+    folder = tmp_path_factory.mktemp("release")
+    line = ["-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python", "--target"]
+    done = subprocess.run(
+        [sys.executable, *line, str(folder), f"megatron-core=={request.param}"], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"megatron-core {request.param} cannot be installed here")
+    return folder
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mesh", [*MESHES, (3, 1)], ids=lambda m: f"tp{m[0]}pp{m[1]}")
-def test_megatron_loads_it(mesh: tuple[int, int], tmp_path: Path, found: dict[str, Sample]) -> None:
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 2, 1), (3, 1, 1)], ids=lambda m: "tp{}pp{}dp{}".format(*m))
+def test_megatron_loads_it(
+    mesh: tuple[int, int, int], release: Path, tmp_path: Path, found: dict[str, Sample]
+) -> None:
+    """Weights in every release; flattened optimizer state in those whose own jobs ask for it."""
     folders: dict[str, list[str]] = {}
     for name in (PLAIN, ADAM):
         for tp, pp in ((4, 1), (2, 2), (1, 3), *UNEVEN):
@@ -95,9 +184,10 @@ def test_megatron_loads_it(mesh: tuple[int, int], tmp_path: Path, found: dict[st
             folders[str(out)] = [str(p) for p in sorted(found[name].root.glob("expected*.safetensors"))]
     answer = tmp_path / "answer.json"
     line = [sys.executable, str(JOB), json.dumps(folders), *map(str, mesh), str(answer)]
+    places = {"PYTHONPATH": str(release)}
     job = [
-        subprocess.Popen(line, env=os.environ | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)
-        for r in range(mesh[0] * mesh[1])
+        subprocess.Popen(line, env=os.environ | places | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+        for r in range(prod(mesh))
     ]
     errors = [one.communicate(timeout=800)[1] for one in job]
     assert all(one.returncode == 0 for one in job), "\n".join(errors)[-3000:]
