@@ -455,16 +455,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a --sharding rule applies to no parameter",
         "check its globs and its place among the rules; keep it if it is for other models",
     ),
-    "uneven-mesh": (
-        "warning",
-        "the model's numbers do not divide evenly on the mesh, or a trainer runs them on a condition",
-        "compare with the trainer's own options, or use sizes that divide the numbers",
-    ),
-    "dropped-keys": (
-        "warning",
-        "keys that the source has are not in the output, so that a strict load that asks for them fails",
-        "leave them out of what the trainer loads, or carry them with --keep-object",
-    ),
+    "uneven-mesh": ("warning", "the mesh does not divide the model evenly", "use sizes that divide it"),
+    "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "unmerged-tensor": (
         "error",
         "no rule defines how a tensor is sharded over the ranks; each rank's part is kept",
