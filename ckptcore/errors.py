@@ -455,6 +455,8 @@ FINDINGS: dict[str, tuple[str, str, str]] = {
         "a --sharding rule applies to no parameter",
         "check its globs and its place among the rules; keep it if it is for other models",
     ),
+    "uneven-mesh": ("warning", "the mesh does not divide the model evenly", "use sizes that divide it"),
+    "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "unmerged-tensor": (
         "error",
         "no rule defines how a tensor is sharded over the ranks; each rank's part is kept",

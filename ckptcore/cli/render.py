@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.cli.tables import new_table, print_table
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.utils import terminal
-from ckptcore.utils.text import count
+from ckptcore.utils.text import count, some
 from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
                 "model": value.model.because if value.model else None,
                 "warnings": [w.as_dict() for w in value.warnings],
                 "ranks": value.ranks.as_dict() if value.ranks else None,
+                "stages": [s.as_dict() for s in value.stages],
                 "map": _name_map(value),
             }
         )
@@ -173,6 +174,9 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         ranks = f"{count(len(sizes), 'rank')} ({p.target.mesh}): {show_size(min(sizes))} to "
         ranks += f"{show_size(max(sizes))} each"
         out.print(terminal.text(f"{ranks}, the largest {value.ranks.ratio:.3f} of the mean"))
+    for s in value.stages:
+        more = f"; {some(s.others)}" if s.others else ""
+        out.print(terminal.text(f"  pp={s.stage}: layers {s.ranges or 'none'}{more}"))
     print_table(
         out,
         ("file", "size", "tensors"),

@@ -47,12 +47,14 @@ from ckptcore.planning.model_files import ModelFiles, find_adapter_files, find_f
 from ckptcore.planning.nesting import LEFT_OUT, nest, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.request import STORED, Request
+from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rank_layout import Balance, balance, lay_out
 from ckptcore.topology.rank_local_state import require_cut, without_bound
+from ckptcore.topology.stage_contents import StageContents
 
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap
@@ -75,6 +77,7 @@ class Composed:
         model: Where the model was found, for an export.
         timings: Stage -> seconds.
         ranks: Bytes of each rank of a mesh, for a reshard.
+        stages: Layers and other parameters of each pipeline stage, for a reshard.
         naming: How names were mapped, if they were.
     """
 
@@ -86,6 +89,7 @@ class Composed:
     model: ModelPart | None
     timings: dict[str, float]
     ranks: Balance | None = None
+    stages: tuple[StageContents, ...] = ()
     naming: NameMap | None = None
 
 
@@ -125,7 +129,9 @@ def compose(
     warnings = [f for f in report.findings if f.severity == "warning"]
     layout = _output_layout(request, writer, adapter)
     model = find_model(manifest, request.model_prefix) if export else None
-    free, bound = without_bound(manifest, parse_mesh(request.mesh)) if reshard else (manifest, ())
+    free, bound = (
+        without_bound(manifest, parse_mesh(request.mesh), request.keep_object) if reshard else (manifest, ())
+    )
     naming: NameMap | None = None
     if adapter is None or model is None:
         mapped, doubts, naming, beside = _fitted(request, free, model, beside)
@@ -159,14 +165,12 @@ def compose(
     else:
         stored = {new: old for old, new in mapped.renamed}
         require_cut(manifest, [stored.get(t.fqn, t.fqn) for t in mapped.manifest.tensors])
+        ruled = topology is None
         if topology is None:
             topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
         elif not isinstance(topology, Topology):
             topology = topology(mapped.manifest)
-        if request.sharding is not None:
-            from ckptcore.topology.unused_rules import unused_rules  # imports pydantic
-
-            warnings += unused_rules(mapped.manifest, request.sharding, request.model_prefix)
+        warnings += reshard_findings(request, manifest, mapped.manifest, bound, ruled=ruled)
     extra = _extra(request, mapped, target, beside, manifest)
     plan, files = make_plan(
         replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in bound))),
@@ -180,7 +184,8 @@ def compose(
     plan = replace(plan, map_digest=_map_digest(manifest, mapped), made=mapped.made)
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
-    return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks, naming)
+    stages = () if topology is None else stages_of(mapped.manifest, topology, request.model_prefix)
+    return Composed(plan, files, extra, report, tuple(warnings), model, timings, ranks, stages, naming)
 
 
 @dataclass(frozen=True)

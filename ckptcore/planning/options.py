@@ -81,7 +81,7 @@ CONTENT = (
     "weights",
 )
 MODEL = ("model_prefix", "config", "tokenizer", "names", "arch")
-SHARDS = ("mesh", "sharding", "serialization", "model_prefix")
+SHARDS = ("mesh", "sharding", "serialization", "model_prefix", "config", "keep_object")
 MEANS = ("memory", "workers")
 PLACE = ("resume", "overwrite", "overwrite_foreign")
 PROOF = ("verify", "digest", "fingerprint")
@@ -144,6 +144,13 @@ class Options:
             "module as stored. auto takes masters where the checkpoint names them."
         ),
     ] = "auto"
+    keep_object: Annotated[
+        Texts,
+        Option(
+            "Carry state that is bound to the ranks that saved it, such as a data loader's (repeatable).",
+            "GLOB",
+        ),
+    ] = None
     model_prefix: Annotated[
         str | None,
         Option("Prefix of the model's names in the checkpoint. Default: found automatically.", "PREFIX"),
@@ -151,8 +158,8 @@ class Options:
     config: Annotated[
         str | None,
         Option(
-            "config.json, or the folder with it, to copy and to check names and shapes against. Default: the "
-            "source's own; none uses none.",
+            "config.json, or the folder with it. An export copies it and checks names and shapes, a reshard "
+            "checks heads and layers. Default: the source's own; none uses none.",
             "DIR|FILE",
         ),
     ] = None
@@ -257,6 +264,7 @@ class Options:
             overwrite_foreign=self.overwrite_foreign,
             names=self.names,
             arch=self.arch,
+            keep_object=tuple(self.keep_object or ()),
         )
 
     def settings(self) -> Settings:

@@ -32,7 +32,13 @@ MADE_ELSEWHERE = {
 }
 # Fields that older versions do not know -> their defaults. The JSON form omits defaults, so that digests of
 # requests by older versions do not change: claims and saved plans stay valid.
-_LATER: dict[str, Any] = {"tokenizer": None, "names": "hf-hub", "arch": "auto", "weights": "auto"}
+_LATER: dict[str, Any] = {
+    "tokenizer": None,
+    "names": "hf-hub",
+    "arch": "auto",
+    "weights": "auto",
+    "keep_object": (),
+}
 WEIGHTS = ("auto", "master", "module")
 STORED = "stored"  # a world of names: those of the checkpoint
 
@@ -70,6 +76,7 @@ class Request:
         arch: The architecture whose names are mapped, or ``auto``.
         weights: Where a format stores trained weights twice (DeepSpeed): ``master``, ``module``, or ``auto``
             for the copy that the format prefers.
+        keep_object: Globs on names: state bound to the ranks that saved it, which a reshard carries anyway.
     """
 
     source: str
@@ -97,6 +104,7 @@ class Request:
     names: str = "hf-hub"
     arch: str = "auto"
     weights: str = "auto"
+    keep_object: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:

@@ -15,6 +15,12 @@ from ckptcore.topology.layout import Mesh
 
 AXES = ("pp", "dp_replicate", "fsdp", "cp", "ep", "tp")
 ALIASES = {"dp": "fsdp", "dp_shard": "fsdp", "hsdp": "dp_replicate", "ddp": "dp_replicate"}
+_VIRTUAL = "it adds no ranks: give --mesh pp=N, and virtual = N under [stages] of --sharding"
+_NO_AXES = {
+    "vpp": _VIRTUAL,
+    "vp": _VIRTUAL,
+    "etp": "leave it out: tp cuts experts, too, and Megatron-Core's loader reads any cut at any etp",
+}
 DEVICES = ("cpu", "cuda", "npu", "xpu", "hpu")
 MAX_RANKS = 1 << 17
 
@@ -42,6 +48,8 @@ def parse_mesh(text: str) -> Mesh:
         if match is None:
             raise UsageError(f"--mesh {text}: must be AXIS=SIZE (got {part.strip()!r})", hint=HINT)
         name, size = ALIASES.get(match[1], match[1]), int(match[2])
+        if name in _NO_AXES:
+            raise UsageError(f"--mesh {text}: {match[1]} is no axis of a mesh", hint=_NO_AXES[name])
         if name not in AXES:
             raise UsageError(f"--mesh {text}: unknown axis {match[1]!r}", hint=HINT)
         if name in sizes:

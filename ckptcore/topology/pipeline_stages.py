@@ -50,13 +50,21 @@ def place_stages(
             f"cannot split layers in one tensor unevenly: {some(sorted(stacked))}",
             hint="split and virtual are for layers by name",
         )
+    if not count:
+        globs = [*stages.layers, *stages.stacked]
+        raise UsageError(
+            f"no parameter is of a layer: [stages] layers, {some(globs) if globs else 'absent'}, matches "
+            f"none of {some(sorted(shapes))}",
+            hint='write how the name of a layer\'s parameter begins, as in layers = "model.layers.{n}."',
+        )
     at = _stage_of_layer(count, last + 1, stages, pp)
     for name in sorted(stacked):  # torch.chunk would leave the last stages without a layer
         n = shapes[name][0]
         if n % pp:
             raise UsageError(
                 f"{short_repr(name)}: layers in one tensor must be a multiple of pp={pp} (got {n})",
-                hint=f"a size that divides {n}",
+                hint=f"use a pp that divides {n}; Megatron-Core's loader reads any cut, so that jobs with "
+                "uneven stages load it, too",
             )
     found: dict[str, tuple[int, ...] | None] = {}
     for name in shapes:

@@ -8,15 +8,16 @@ dropped, each with a rule that is reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
-from ckptcore.errors import UnreadablePart
+from ckptcore.errors import UnreadablePart, UsageError
+from ckptcore.naming.rename import matches
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.globs import leave_out
-from ckptcore.utils.text import count
+from ckptcore.utils.text import count, some
 
 _RANDOM = re.compile(
     r"(?:^|[./])(?:rng|rng_states?|random_states?|np_rng_state|random_rng_state|torch_rng_state"
@@ -30,8 +31,19 @@ _FLAT = re.compile(r"(?:^|\.)state\.\d+\.\w+\.rank\d+$")
 _DATA_AXES = ("dp_replicate", "fsdp")
 
 
-def without_bound(manifest: Manifest, mesh: Mesh) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
-    """Return the manifest without state bound to the ranks that saved it, and (name, rule) of that state."""
+def without_bound(
+    manifest: Manifest, mesh: Mesh, keep: Sequence[str] = ()
+) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Return the manifest without state bound to the ranks that saved it, and (name, rule) of that state.
+
+    Args:
+        manifest: The checkpoint.
+        mesh: The new mesh.
+        keep: Globs on names of such state that stays.
+
+    Raises:
+        UsageError: A glob matches no such state.
+    """
     names = [t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs]
     sizes = dict(mesh.axes)
     degree = 1
@@ -45,6 +57,13 @@ def without_bound(manifest: Manifest, mesh: Mesh) -> tuple[Manifest, tuple[tuple
             rules[name] = "random state of a rank that saved it"
         elif root is not None and loaders[root] != degree:
             rules[name] = f"data loader of {loaders[root]} data-parallel ranks; the mesh has {degree}"
+    for glob in keep:
+        if not any(matches(name, [glob]) for name in rules):
+            raise UsageError(
+                f"--keep-object {glob} matches no state that a reshard to this mesh would drop",
+                hint=f"dropped are: {some(sorted(rules))}" if rules else "leave it out: nothing is dropped",
+            )
+    rules = {name: rule for name, rule in rules.items() if not matches(name, keep)}
     if not rules:
         return manifest, ()
     rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in rules]

@@ -32,13 +32,14 @@ OPTIONS = {
         --weights --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
-    "reshard": WRITE + " --mesh --model-prefix --serialization --sharding",
+    "reshard": WRITE + " --config --keep-object --mesh --model-prefix --serialization --sharding",
     "verify-export": """--against --allow-incomplete --any-memory --catalog --device --dtype --dtype-for
         --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near
         --near-threshold --no-catalog --output --reference --rename --tie --weights --workers""",
-    "plan": """--allow-incomplete --arch --config --dtype --dtype-for --exclude --include --keep-quantized
-        --max-file-size --memory --mesh --model-prefix --names --no-catalog --no-resume --output
+    "plan": """--allow-incomplete --arch --config --dtype --dtype-for --exclude --include
+        --keep-object --keep-quantized --max-file-size --memory --mesh --model-prefix --names
+        --no-catalog --no-resume --output
         --overwrite --overwrite-foreign --rename --resume --save --serialization
         --sharding --tie --to --tokenizer --verb --weights --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint

@@ -205,3 +205,10 @@ def test_experts_that_do_not_divide() -> None:
         )
     with pytest.raises(UsageError, match="ep=2 needs experts"):
         lay_out(manifest_of(hf()), "ep=2")
+
+
+def test_a_glob_of_layers_that_matches_nothing_is_named() -> None:
+    rules = STAGES.replace("model.layers.{n}.", "modle.layers.{n}.")
+    assert rules != STAGES
+    with pytest.raises(UsageError, match=r"\[stages\] layers, modle.layers.\{n\}., matches none of"):
+        lay_out(manifest_of(hf()), "pp=2", rules)

@@ -6,6 +6,7 @@ import pytest
 
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.manifest_builder import Builder
+from ckptcore.errors import UsageError
 from ckptcore.topology.layout import Mesh
 from ckptcore.topology.rank_local_state import without_bound
 
@@ -49,3 +50,13 @@ def test_a_data_loader_goes_along_to_as_many_data_parallel_ranks() -> None:
     assert not _left_out(Mesh((("dp_replicate", 1), ("fsdp", 2), ("tp", 4))), *keys)
     gone = {"dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"}
     assert _left_out(Mesh((("fsdp", 4),)), *keys) == gone
+
+
+def test_dropped_state_is_kept_on_request() -> None:
+    names = ("dataloader.dp_rank_0", "dataloader.world_size", "rng", "step")
+    mesh = Mesh((("fsdp", 4),))
+    kept, rules = without_bound(_manifest(*names), mesh, ["dataloader.*"])
+    assert {name for name, _ in rules} == {"rng"}
+    assert {b.key for b in kept.blobs} == {*names} - {"rng"}
+    with pytest.raises(UsageError, match="--keep-object step matches no state"):
+        without_bound(_manifest(*names), mesh, ["step"])

@@ -1,0 +1,169 @@
+"""Check that a model can run on a mesh, by the numbers that its own configs state.
+
+Every box can be cut, so shapes alone refuse little. Trainers refuse more: a rank needs whole heads. What a
+trainer refuses is refused here, with the numbers and their source; what it accepts with a condition, or cuts
+unevenly, is a warning.
+
+- Megatron-Core (transformer/transformer_config.py, utils.py `divide`): heads and the hidden size of the
+  feed-forward network must be multiples of tp. Query groups must be a multiple of tp, or, from 0.16 on, a
+  divisor: then ranks replicate a group. Layers must be a multiple of pp, unless options place them.
+- torchtitan (models/*/model.py, `view(..., -1, head_dim)`): tp must divide heads and key-value heads.
+- Models of other names: different trainers run them, so these cases are warnings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.maps.numbers import Config, Number
+from ckptcore.naming.worlds import HUB, suspected
+from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.store import open_store, split_url
+from ckptcore.topology.layout import Mesh
+
+_STRICT = frozenset({"megatron", "torchtitan"})  # worlds of one trainer
+_FEED_FORWARD = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+_PLACED = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+_MOST = 4 << 20  # bytes of a config
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNumber:
+    """A number of the model. source: the config and the key that state it, as a clause."""
+
+    value: Number
+    source: str
+
+
+def require_possible(
+    source: Manifest, names: Sequence[str], mesh: Mesh, config: str | None = None
+) -> tuple[Finding, ...]:
+    """Require that the model can run on the mesh, and return what is uneven or has a condition.
+
+    Args:
+        source: The checkpoint, for the configs that it stores.
+        names: The parameters' own names.
+        mesh: The mesh of the reshard.
+        config: A config file or its folder; None for the configs of the source, ``none`` for no config.
+
+    Raises:
+        UsageError: The trainer of these names cannot run the model so; with the numbers.
+        NameMismatch: The given config has impossible numbers.
+    """
+    if config == "none":
+        return ()
+    world = suspected(names) or HUB
+    configs = list(stored_configs(source, world)) if config is None else [_read(config, world)]
+    numbers, doubts = _numbers(configs, required=config is not None)
+    found = [*doubts]
+    sizes = dict(mesh.axes)
+    problems = [*_of_heads(world, numbers, sizes.get("tp", 1)), *_of_trainer(world, configs, numbers, sizes)]
+    for is_refused, message, hint in problems:
+        if is_refused and world in _STRICT:
+            raise UsageError(message, hint=hint)
+        found.append(finding("uneven-mesh", "coverage", message, hint=hint))
+    return tuple(found)
+
+
+_Problem = tuple[bool, str, str]  # whether trainers refuse it, message, next step
+
+
+def _of_heads(world: str, numbers: Mapping[str, ModelNumber], tp: int) -> Iterator[_Problem]:
+    heads, groups = numbers.get("heads"), numbers.get("kv_heads")
+    if heads is not None and heads.value % tp:
+        yield (
+            True,
+            f"cannot run {heads.value} attention heads with tp={tp}: {heads.source}",
+            _divisors("tp", heads, groups),
+        )
+    elif groups is not None and groups.value % tp:
+        message = f"{groups.value} query groups (key-value heads) with tp={tp}: {groups.source}"
+        if world == "megatron" and tp % groups.value == 0:
+            ranks = int(tp // groups.value)
+            hint = "continue with megatron-core 0.16 or later; earlier releases refuse it"
+            yield False, f"{message}; {ranks} ranks replicate each group", hint
+        else:
+            yield True, f"cannot run {message}", _divisors("tp", heads, groups)
+
+
+def _of_trainer(
+    world: str, configs: Sequence[Config], numbers: Mapping[str, ModelNumber], sizes: Mapping[str, int]
+) -> Iterator[_Problem]:
+    """Yield what only Megatron's arguments say: the feed-forward network, and layers of stages."""
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    own = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
+    if own is None:
+        return
+    for key in _FEED_FORWARD:
+        n = own.at(key)
+        if isinstance(n, int) and n % tp:
+            number = ModelNumber(n, f"{own.name} says {key} = {n}")
+            message = f"cannot cut {n} rows of the feed-forward network with tp={tp}: {number.source}"
+            yield True, message, _divisors("tp", number)
+    layers = numbers.get("layer")
+    if layers is not None and layers.value % pp and not any(own.at(key) for key in _PLACED):
+        yield (
+            False,
+            f"{layers.value} layers on pp={pp} stages are uneven: {layers.source}",
+            "Megatron-Core needs --pipeline-model-parallel-layout, or the options for first and last stage",
+        )
+
+
+def _divisors(axis: str, *numbers: ModelNumber | None) -> str:
+    """Return the sizes of an axis that divide all numbers, as a next step."""
+    known = [int(n.value) for n in numbers if n is not None]
+    fits = [k for k in range(1, min([*known, 1 << 10]) + 1) if all(n % k == 0 for n in known)]
+    return f"use {axis}={', '.join(map(str, fits[:12]))}; or --config with the numbers of the model"
+
+
+def _numbers(
+    configs: Sequence[Config], *, required: bool
+) -> tuple[dict[str, ModelNumber], tuple[Finding, ...]]:
+    """Return number -> value and source; the first config with a number counts."""
+    found: dict[str, ModelNumber] = {}
+    doubts = []
+    for config in configs:
+        try:
+            stated = config.numbers
+        except NameMismatch as error:
+            if required:
+                raise
+            doubts.append(
+                finding("uneven-mesh", "coverage", f"heads and layers are unchecked: {error.message}")
+            )
+            continue
+        for number, (value, key) in stated.items():
+            if isinstance(value, int):
+                found.setdefault(number, ModelNumber(value, f"{config.name} says {key} = {value}"))
+    return found, tuple(doubts)
+
+
+def _read(place: str, world: str) -> Config:
+    """Return the config of a file, or of a folder with ``config.json``."""
+    parent, name = split_url(place)
+    is_file = name.endswith(".json")
+    folder, path = (parent, name) if is_file else (place, "config.json")
+    with closing(open_store(folder)) as store:
+        size = store.size(path)
+        data = store.read(path, 0, size) if size is not None and size <= _MOST else None
+    try:
+        content = None if data is None else json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read --config {place} as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"--config {place} must be a config file, or a folder with config.json",
+            hint="try --config none, which leaves heads unchecked",
+        )
+    return Config(f"--config {place}", HUB if isinstance(content.get("model_type"), str) else world, content)

@@ -1,0 +1,119 @@
+"""A mesh that the model's own numbers make impossible is refused, with the numbers and their source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from samples import SAMPLES
+
+import ckptcore
+from ckptcore.errors import UsageError
+from ckptcore.naming.maps.numbers import Config
+from ckptcore.planning import model_limits
+from ckptcore.planning.compose import Composed, compose
+from ckptcore.planning.model_limits import require_possible
+from ckptcore.planning.request import Request
+from ckptcore.topology.mesh_spec import parse_mesh
+
+MEGATRON = ["decoder.layers.self_attention.linear_qkv.weight"]
+TITAN = ["layers.0.attention_norm.weight"]
+HF = ["model.layers.0.self_attn.q_proj.weight"]
+ARGS = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 48}
+
+
+def found(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], world: str, content: dict[str, Any], mesh: str
+) -> list[str]:
+    configs = [Config("the checkpoint's `args`", world, content)]
+    monkeypatch.setattr(model_limits, "stored_configs", lambda source, world: configs)
+    source: Any = None  # only its configs are read
+    return [f.message for f in require_possible(source, names, parse_mesh(mesh))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message", "hint"),
+    [
+        ("tp=3", "cannot run 8 attention heads with tp=3: the checkpoint's `args` says", "use tp=1, 2;"),
+        ("tp=16", "cannot run 8 attention heads with tp=16", "use tp=1, 2;"),
+    ],
+)
+def test_megatron_refuses(monkeypatch: pytest.MonkeyPatch, mesh: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as error:
+        found(monkeypatch, MEGATRON, "megatron", ARGS, mesh)
+    assert message in error.value.message
+    assert hint in str(error.value.hint)
+
+
+def test_megatron_replicates_groups_on_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    (message,) = found(monkeypatch, MEGATRON, "megatron", ARGS, "tp=4")
+    assert message.startswith("2 query groups (key-value heads) with tp=4")
+    assert message.endswith("2 ranks replicate each group")
+    six = ARGS | {"num_attention_heads": 12, "num_query_groups": 6}
+    with pytest.raises(UsageError, match=r"cannot run 6 query groups .* with tp=4"):
+        found(monkeypatch, MEGATRON, "megatron", six, "tp=4")
+
+
+def test_what_megatron_cuts_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, MEGATRON, "megatron", ARGS, "pp=2,tp=2") == []
+    with pytest.raises(UsageError, match=r"cannot cut 49 rows .*ffn_hidden_size = 49"):
+        found(monkeypatch, MEGATRON, "megatron", ARGS | {"ffn_hidden_size": 49}, "tp=2")
+    assert "4 layers on pp=3 stages are uneven" in found(monkeypatch, MEGATRON, "megatron", ARGS, "pp=3")[0]
+    placed = ARGS | {"num_layers_in_first_pipeline_stage": 2}
+    assert found(monkeypatch, MEGATRON, "megatron", placed, "pp=3") == []
+
+
+def test_torchtitan_never_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"n_heads": 8, "n_kv_heads": 2}
+    assert found(monkeypatch, TITAN, "torchtitan", content, "tp=2") == []
+    with pytest.raises(UsageError, match="cannot run 2 query groups"):
+        found(monkeypatch, TITAN, "torchtitan", content, "tp=4")
+
+
+def test_names_of_many_trainers_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"num_attention_heads": 8, "num_key_value_heads": 2, "model_type": "llama"}
+    (message,) = found(monkeypatch, HF, "hf-hub", content, "tp=4")
+    assert "2 query groups" in message
+
+
+def plan_of(source: Path, **asked: Any) -> Composed:
+    return compose(Request(str(source), "out", "reshard", **asked), ckptcore.open(str(source)))
+
+
+def test_a_given_config_and_stages_of_a_plan(tmp_path: Path) -> None:
+    state = {f"layers.{n}.attention.wq.weight": torch.zeros(8, 8) for n in range(4)}
+    state |= {f"layers.{n}.attention_norm.weight": torch.zeros(8) for n in range(4)}
+    state |= {"tok_embeddings.weight": torch.zeros(8, 8), "output.weight": torch.zeros(8, 8)}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "numbers.json").write_text(json.dumps({"n_heads": 4, "n_kv_heads": 2}))
+    given = {"config": str(tmp_path / "numbers.json")}
+    with pytest.raises(UsageError, match=r"--config .*numbers.json says n_kv_heads = 2"):
+        plan_of(tmp_path / "model.safetensors", mesh="tp=4", **given)
+    assert plan_of(tmp_path / "model.safetensors", mesh="tp=4", config="none").ranks is not None
+    stages = plan_of(tmp_path / "model.safetensors", mesh="pp=2", **given).stages
+    assert [(s.ranges, s.others) for s in stages] == [
+        ("0-1", ("tok_embeddings.weight",)),
+        ("2-3", ("output.weight",)),
+    ]
+
+
+def test_stored_arguments_and_stacked_layers(request: pytest.FixtureRequest) -> None:
+    samples = {s.name: s for s in request.config.stash[SAMPLES]}
+    source = samples["root_torch_dist_llama_0.19.2"].root / "ckpt"
+    source = next(source.parent.rglob("metadata.json")).parent
+    with pytest.raises(UsageError, match="cannot run 4 attention heads with tp=8"):
+        plan_of(source, mesh="tp=8", to="torch_dist")
+    composed = plan_of(source, mesh="pp=2,tp=4", to="torch_dist")
+    assert [(s.ranges, len(s.others)) for s in composed.stages] == [("0-1", 1), ("2-3", 2)]
+    assert {f.code for f in composed.warnings} == {"uneven-mesh", "dropped-keys"}
+
+
+@pytest.mark.parametrize(("axis", "step"), [("vpp=2", "virtual = N"), ("etp=2", "leave it out")])
+def test_axes_that_are_none(axis: str, step: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_mesh(f"pp=2,{axis}")
+    assert step in str(error.value.hint)
