@@ -17,6 +17,7 @@ from pathlib import Path
 import rooms
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import dcp_scenarios
 import export_results
 from families import FAMILIES
 
@@ -36,6 +37,7 @@ def tables() -> dict[str, dict[str, str]]:
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
         "docs/reference/families.md": {"sources": sources(), "families": families()},
         "docs/how-to/verify.md": {"checks": checks()},
+        "docs/reference/dcp-scenarios.md": scenarios(),
         "docs/reference/formats.md": {"formats": formats()},
         "docs/reference/errors.md": {"errors": errors()},
         "docs/reference/findings.md": {"findings": findings()},
@@ -145,6 +147,36 @@ def live_models() -> str:
 
 def _named(names: Iterable[str]) -> str:
     return ", ".join(f"`{n}`" for n in sorted(names))
+
+
+def scenarios() -> dict[str, str]:
+    """The scenarios of PyTorch's tests, and the closed tables of what differs."""
+    head = ("scenario", "saved, and loaded into", "ranks", "PyTorch's tests of it", "`make test`")
+    found = {
+        f"dcp_{topic}": table(
+            head,
+            [
+                (f"`{s.name}`", s.what, str(s.ranks), s.upstream, "yes" if s.short else "")
+                for s in dcp_scenarios.SCENARIOS
+                if s.topic == topic
+            ],
+        )
+        for topic in dcp_scenarios.TOPICS
+    }
+    others = ("scenario", "why torch has no result", "compared with")
+    return found | {
+        "dcp_not_run": table(("PyTorch's tests", "why they have no scenario"), dcp_scenarios.NOT_RUN),
+        "dcp_torch_fails": table(
+            others, [(f"`{n}`", why, what) for n, why, what in dcp_scenarios.TORCH_FAILS]
+        ),
+        "dcp_not_rewritten": table(
+            ("scenario", "what changes"),
+            [
+                (", ".join(f"`{n}`" for n in names.split(", ")), what)
+                for names, what in dcp_scenarios.NOT_REWRITTEN
+            ],
+        ),
+    }
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
