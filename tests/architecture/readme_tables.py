@@ -19,6 +19,7 @@ import rooms
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import dcp_scenarios
 import export_results
+import resumed
 from families import FAMILIES
 
 import ckptcore
@@ -38,6 +39,7 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/reference/families.md": {"sources": sources(), "families": families()},
         "docs/how-to/verify.md": {"checks": checks()},
         "docs/reference/dcp-scenarios.md": scenarios(),
+        "docs/reference/resumed-jobs.md": resumes(),
         "docs/reference/formats.md": {"formats": formats()},
         "docs/reference/errors.md": {"errors": errors()},
         "docs/reference/findings.md": {"findings": findings()},
@@ -177,6 +179,16 @@ def scenarios() -> dict[str, str]:
             ],
         ),
     }
+
+
+def resumes() -> dict[str, str]:
+    """What trainers' own code has loaded, and what is missing."""
+    head = ("written as", "loaded by", "saved on", "written for, loaded on", "compared", "needs", "test")
+    rows = [
+        (f"`{r.output}`", r.by, r.saved, r.on, r.compared, r.needs, f"`{r.test.partition('::')[2]}`")
+        for r in resumed.ROWS
+    ]
+    return {"resumed": table(head, rows), "resumed_missing": table(("not resumed", "why"), resumed.MISSING)}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
