@@ -97,7 +97,7 @@ class Job:
         incomplete: the save does not say how many ranks wrote it, so that its shapes are unproven.
         """
         if incomplete:
-            unproven = ckptcore.check(str(path), level="bytes")
+            unproven = ckptcore.check(ckptcore.open(str(path)), level="bytes")
             assert {f.code for f in unproven.findings if f.severity == "error"} == {"unproven-shape"}
         manifest = ckptcore.open(str(path), allow_incomplete=incomplete)
         checked = ckptcore.check(manifest, level="bytes")
