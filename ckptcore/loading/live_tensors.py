@@ -1,7 +1,8 @@
 """Find which memory of this rank to fill with which boxes of the stored tensor.
 
 Every kind of tensor is either supported here or refused before anything is filled: kinds that torch writes to
-in another way (sparse, quantised, fake, expanded), or that have no memory.
+in another way (sparse, quantised, fake, expanded), or that have no memory. A tensor, or the local part of a
+DTensor, may list its own chunks, as it does for `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ def pieces(fqn: str, tensor: Any) -> list[Piece]:
 
     if isinstance(tensor, ShardedTensor):
         return _shards(fqn, tensor)
+    local = tensor
     if isinstance(tensor, DTensor):
-        require_kind(fqn, tensor.to_local() if tensor.device_mesh.get_coordinate() is not None else None)
-    else:
-        require_kind(fqn, tensor)
+        local = tensor.to_local() if tensor.device_mesh.get_coordinate() is not None else None
+    if hasattr(local, "__create_chunk_list__"):
+        return _own_chunks(fqn, tensor, local)
+    require_kind(fqn, local)
     try:
         return local_parts(tensor)
     except (UsageError, NameMismatch) as error:
@@ -116,6 +119,38 @@ def _shards(fqn: str, tensor: Any) -> list[Piece]:
         found += [
             (local, Box(_sum(offset, box.offset), box.shape)) for local, box in pieces(fqn, shard.tensor)
         ]
+    return found
+
+
+def _own_chunks(fqn: str, tensor: Any, local: Any) -> list[Piece]:
+    """Return one piece per chunk that a tensor lists itself, as torch/distributed/_checkpointable.py says.
+
+    Args:
+        fqn: Name of the tensor.
+        tensor: The global tensor.
+        local: The same, or its local part: whichever lists chunks, such as torch's `LocalShardsWrapper`.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    if getattr(tensor, "placements", None) and any(p.is_partial() for p in tensor.placements):
+        raise UsageError(
+            f"cannot load into {fqn}: it holds a summand (Partial), not its values",
+            hint="try a Shard or Replicate placement",
+        )
+    found: list[Piece] = []
+    for number, chunk in enumerate(local.__create_chunk_list__()):
+        offset, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if 0 in sizes:
+            continue
+        memory = local.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets, number))
+        inside = len(offset) == tensor.dim() and Box.full(tuple(tensor.size())).contains(Box(offset, sizes))
+        if tuple(memory.shape) != sizes or not inside:
+            raise NameMismatch(
+                f"cannot load into {fqn}: its chunk at {list(offset)} of {list(tensor.size())} must be "
+                f"{list(sizes)} (got {list(memory.shape)})",
+                hint="try a tensor whose chunks match what it lists",
+            )
+        found += [(part, Box(_sum(offset, box.offset), box.shape)) for part, box in pieces(fqn, memory)]
     return found
 
 

@@ -137,8 +137,9 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
 
     for leaf, row in plan.tensors:
         spec: TensorSpec = manifest.tensors[row]
+        memory: Sequence[Any] = ()
         if not on_meta(leaf.value):
-            pieces(leaf.fqn, leaf.value)
+            memory = [part for part, _ in pieces(leaf.fqn, leaf.value)]
         elif leaf.put is None or isinstance(leaf.owner, torch.nn.Module):
             raise UsageError(
                 f"cannot load into {leaf.fqn}: it is a meta tensor, and its container accepts no other",
@@ -150,7 +151,8 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
                 f"cannot load {leaf.fqn}: it is {here} here and {list(spec.shape)} in the checkpoint",
                 hint="try a tensor of that shape",
             )
-        require_cast(leaf.fqn, spec.dtype, leaf.value)
+        for part in (leaf.value, *memory):  # a tensor that lists its chunks need not have their dtype
+            require_cast(leaf.fqn, spec.dtype, part)
     fixed = [leaf.fqn for leaf, _ in plan.values if leaf.put is None]
     if fixed:
         raise UsageError(

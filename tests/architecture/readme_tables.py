@@ -17,7 +17,9 @@ from pathlib import Path
 import rooms
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import dcp_scenarios
 import export_results
+import resumed
 from families import FAMILIES
 
 import ckptcore
@@ -36,6 +38,8 @@ def tables() -> dict[str, dict[str, str]]:
         "CONTRIBUTING.md": {"rooms": rooms.table(rooms.measure())},
         "docs/reference/families.md": {"sources": sources(), "families": families()},
         "docs/how-to/verify.md": {"checks": checks()},
+        "docs/reference/dcp-scenarios.md": scenarios(),
+        "docs/reference/resumed-jobs.md": resumes(),
         "docs/reference/formats.md": {"formats": formats()},
         "docs/reference/errors.md": {"errors": errors()},
         "docs/reference/findings.md": {"findings": findings()},
@@ -145,6 +149,46 @@ def live_models() -> str:
 
 def _named(names: Iterable[str]) -> str:
     return ", ".join(f"`{n}`" for n in sorted(names))
+
+
+def scenarios() -> dict[str, str]:
+    """The scenarios of PyTorch's tests, and the closed tables of what differs."""
+    head = ("scenario", "saved, and loaded into", "ranks", "PyTorch's tests of it", "`make test`")
+    found = {
+        f"dcp_{topic}": table(
+            head,
+            [
+                (f"`{s.name}`", s.what, str(s.ranks), s.upstream, "yes" if s.short else "")
+                for s in dcp_scenarios.SCENARIOS
+                if s.topic == topic
+            ],
+        )
+        for topic in dcp_scenarios.TOPICS
+    }
+    others = ("scenario", "why torch has no result", "compared with")
+    return found | {
+        "dcp_not_run": table(("PyTorch's tests", "why they have no scenario"), dcp_scenarios.NOT_RUN),
+        "dcp_torch_fails": table(
+            others, [(f"`{n}`", why, what) for n, why, what in dcp_scenarios.TORCH_FAILS]
+        ),
+        "dcp_not_rewritten": table(
+            ("scenario", "what changes"),
+            [
+                (", ".join(f"`{n}`" for n in names.split(", ")), what)
+                for names, what in dcp_scenarios.NOT_REWRITTEN
+            ],
+        ),
+    }
+
+
+def resumes() -> dict[str, str]:
+    """What trainers' own code has loaded, and what is missing."""
+    head = ("written as", "loaded by", "saved on", "written for, loaded on", "compared", "needs", "test")
+    rows = [
+        (f"`{r.output}`", r.by, r.saved, r.on, r.compared, r.needs, f"`{r.test.partition('::')[2]}`")
+        for r in resumed.ROWS
+    ]
+    return {"resumed": table(head, rows), "resumed_missing": table(("not resumed", "why"), resumed.MISSING)}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

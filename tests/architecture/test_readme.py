@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import resumed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("readme_tables.py")
@@ -40,6 +41,12 @@ def test_a_drift_is_seen_in_every_table(page: str, cell: str, tmp_path: Path) ->
     done = check(tmp_path)
     assert done.returncode == 1
     assert "make docs" in done.stderr
+
+
+def test_every_row_of_resumed_jobs_is_a_test() -> None:
+    for row in resumed.ROWS:
+        file, _, name = row.test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), row.test
 
 
 def test_it_is_two_screens() -> None:

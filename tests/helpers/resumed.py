@@ -1,0 +1,172 @@
+"""Which trainers' own code has resumed from what ckptcore wrote; without torch, for the docs' table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """One row.
+
+    Attributes:
+        output: The format that ckptcore wrote.
+        by: Whose code loads it, with the release.
+        saved: On which ranks the source was saved.
+        on: For which ranks it was written and on which it was loaded.
+        compared: What is compared after the load, bit for bit.
+        needs: What a machine must have beside `make test`; empty for nothing.
+        test: File and function below tests/.
+    """
+
+    output: str
+    by: str
+    saved: str
+    on: str
+    compared: str
+    test: str
+    needs: str = ""
+
+
+STATE = "weights, optimizer state"
+STEPS = f"{STATE}, losses of the next 2 steps"
+LIGHTNING, OLMO, OLMO_3 = (f"`CKPTCORE_{n}_PYTHON`" for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3"))
+ROWS = (
+    Resumed(
+        "dcp",
+        "torch 2.13: FSDP2, HSDP, tensor and pipeline parallelism",
+        "fsdp=4, fsdp=2 tp=2, dp_replicate=2 fsdp=2",
+        "fsdp 1 to 4 and 8, fsdp=2 tp=2, dp_replicate=2 fsdp=2, pp=2 fsdp=2 tp=2",
+        f"{STEPS} (not with pp, nor for the keys of torchtitan)",
+        "formats/dcp/test_dcp_mesh.py::test_jobs_of_every_mesh_resume",
+        "soak",
+    ),
+    Resumed(
+        "dcp",
+        "torch 2.13: decoders with the names of Hugging Face and torchtitan",
+        "fsdp=3 tp=2, fsdp=5, pp=2 tp=2",
+        "fsdp 1 to 4 and 8, fsdp=2 tp=2, dp_replicate=2 fsdp=2, fsdp=2 tp=2 pp=2",
+        f"{STEPS}; chunks and files of the job's own save",
+        "formats/dcp/test_decoders_mesh.py::test_jobs_resume",
+        "soak (one mesh by default)",
+    ),
+    Resumed(
+        "dcp",
+        "torch 2.13: its recipe for DCP",
+        "2",
+        "3 ranks, 1 process",
+        STATE,
+        "conformance/test_recipes.py::test_what_we_write_loads_on_another_world",
+    ),
+    Resumed(
+        "dcp",
+        "transformers 5: a model under FSDP2 and tensor parallelism",
+        "a Hugging Face folder",
+        "fsdp=2 tp=2, fsdp=3",
+        "weights, loss",
+        "formats/huggingface/test_hf_mesh.py::test_a_model_is_loaded_on_a_mesh",
+    ),
+    Resumed(
+        "torch_ranks",
+        "torch 2.13: FSDP2, as verl loads its files",
+        "one file",
+        "fsdp=1, fsdp=3",
+        f"{STATE}, extra state",
+        "formats/torch_ranks/test_rank_files.py::test_torch_loads_every_ranks_file",
+    ),
+    Resumed(
+        "lightning (folder)",
+        "Lightning 2.6: Trainer and Fabric, FSDP and ModelParallel strategies",
+        "2",
+        "fsdp=1, 3 and 4, dp_replicate=2 fsdp=2, on 1, 2 and 4 ranks",
+        f"{STATE} at the start, and after 2 more steps beside a run from the original",
+        "formats/lightning/test_lightning_training.py::test_a_run_of_another_size_resumes_from_the_written_folder",
+        LIGHTNING,
+    ),
+    Resumed(
+        "lightning (file)",
+        "Lightning 2.6: Trainer and Fabric, FSDP and ModelParallel strategies",
+        "2",
+        "2 ranks",
+        f"{STATE}, step",
+        "formats/lightning/test_lightning_training.py::test_a_run_resumes_from_the_written_file",
+        LIGHTNING,
+    ),
+    Resumed(
+        "lightning (file)",
+        "Lightning 2.6: `Trainer.fit(ckpt_path=...)`",
+        "2",
+        "1 process",
+        f"{STATE}, step",
+        "formats/lightning/test_lightning_owner.py::test_a_trainer_resumes_from_the_written_file",
+        LIGHTNING,
+    ),
+    Resumed(
+        "lightning (file)",
+        "Lightning 2.6: its two guides to distributed checkpoints",
+        "4",
+        "2 processes",
+        "weights",
+        "formats/lightning/test_lightning_guide.py::test_the_trainers_guide",
+        LIGHTNING,
+    ),
+    Resumed(
+        "olmo_v01",
+        "OLMo-core 0.1.0: `load_model_and_optim_state` under FSDP",
+        "2 (four kinds of OLMo saves)",
+        "1 and 3 ranks",
+        STATE,
+        "formats/olmo/test_olmo_loader.py::test_restored_by_its_own_loader",
+        OLMO,
+    ),
+    Resumed(
+        "olmo_v01",
+        "OLMo-core 0.1.0: `load_model_and_optim_state` under FSDP",
+        "2",
+        "fsdp=2, 3 and 4, fsdp=2 tp=2, on 1 and 3 ranks",
+        STATE,
+        "formats/olmo/test_olmo_loader.py::test_a_mesh_restored_at_another_size",
+        OLMO,
+    ),
+    Resumed(
+        "olmo_core",
+        "OLMo-core 3.0.0: `Checkpointer`, into DTensors",
+        "2 (a sample of 3.0)",
+        "1 and 3 ranks; fsdp=4 and fsdp=2 tp=2 on 1 and 3 ranks",
+        STATE,
+        "formats/olmo/test_olmo_loader.py::test_steps_of_a_mesh_restored_by_olmo_core_3",
+        OLMO_3,
+    ),
+    Resumed(
+        "torch_dist",
+        "Megatron-Core, the installed release: `dist_checkpointing.load`",
+        "samples of 0.19.2, and of 0.12.3 (tp=2 dp=2)",
+        "tp 1 to 5, pp 1 to 3, on tp 1 to 4 x pp 1 and 2",
+        "weights, Adam's state, common state",
+        "formats/megatron/test_mcore_mesh.py::test_megatron_loads_it",
+        "megatron-core",
+    ),
+    Resumed(
+        "torch_dist, zarr",
+        "Megatron-Core, the installed release: `dist_checkpointing.load`",
+        "samples of 0.12.3 and 0.19.2",
+        "1 and 2 ranks",
+        "tensors, objects, common state",
+        "formats/megatron/test_mcore_write.py::test_megatron_loads_it",
+        "megatron-core",
+    ),
+)
+# What no test here has resumed, and why.
+MISSING = (
+    ("Megatron-LM's `pretrain_gpt.py`, NeMo, Megatron-Bridge", "their training loops need CUDA"),
+    ("torchtitan's trainer", "the names and the layout of its saves are resumed by torch alone"),
+    ("OLMo-core's trainer", "its loaders are run; its loop, with data loader and scheduler, is not"),
+    ("verl's trainer", "its way to load rank files is repeated; its workers need CUDA"),
+    (
+        "Accelerate, Hugging Face Trainer",
+        "their folders are read and not written; `reshard --to dcp` is what they get",
+    ),
+    ("DeepSpeed's engine", "folders are read and not written"),
+    ("torch before 2.13, Lightning before 2.6", "are not installed in any job; formats of theirs are read"),
+    ("more than 8 ranks", "jobs run on CPU; larger meshes are compared by placement, not by training"),
+)
