@@ -140,8 +140,8 @@ class Assembly:
     def scalars(self, names: Iterable[str], stored: Sequence[FileTensor]) -> None:
         """Add tensors of rank 0 that all have the values of one element, of which ranks have copies.
 
-        Four bytes with one CRC-32 are equal: then one tensor has every copy, so that each is verified, and the
-        others have the first.
+        Four bytes with one CRC-32 are equal: then one tensor has every copy, so that each is verified, and
+        the others have the first.
         """
         placed = [self.place(one, "a scalar") for one in stored]
         sums = {self.builder.item_crc32(p.item) for p in placed}
