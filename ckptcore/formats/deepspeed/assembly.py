@@ -140,16 +140,16 @@ class Assembly:
     def scalars(self, names: Iterable[str], stored: Sequence[FileTensor]) -> None:
         """Add tensors of rank 0 that all have the values of one element, of which ranks have copies.
 
-        Four bytes with one CRC-32 are equal, so that such copies are compared here; others while they are
-        moved.
+        Four bytes with one CRC-32 are equal: then one tensor has every copy, so that each is verified, and
+        the others have the first.
         """
         placed = [self.place(one, "a scalar") for one in stored]
         sums = {self.builder.item_crc32(p.item) for p in placed}
         complete = all(p.value.storage_bytes <= _CRC_BYTES and p.value.shape == () for p in placed)
         same_form = len({(p.dtype, p.view, p.value.storage_bytes) for p in placed}) == 1
-        kept = stored[:1] if complete and same_form and len(sums) == 1 and None not in sums else stored
-        for name in names:
-            for one in kept:
+        equal = complete and same_form and len(sums) == 1 and None not in sums
+        for place, name in enumerate(names):
+            for one in stored[:1] if equal and place else stored:
                 self.tensor(name, one)
 
     def run(
