@@ -20,7 +20,8 @@ _RANK_ARGUMENT = re.compile(rb"X\x04\x00\x00\x00rank(?:q.|r....)K(.)", re.DOTALL
 _STATE = re.compile(r"(?:^|/)(?:random_states|rng_state|extra_state|train/rank)[^/]*$")
 _OF_A_RANK = re.compile(
     r"^(.*?)(?:__(\d+)_\d+\.distcp|__(\d+)\.metadata|rank_?(\d+)(?:_\d+)*(?:\.\w+|/\w+\.pt)"
-    r"|random_states_(\d+)\.pkl|shard-(\d+)-model.*)$"
+    r"|random_states_(\d+)\.pkl|shard-(\d+)-model.*"
+    r"|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt)$"
 )
 
 

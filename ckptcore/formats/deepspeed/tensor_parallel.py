@@ -34,6 +34,7 @@ _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 _ROWS = "parameter_with_row_parallelism_patterns"
 _VOCABULARY = "vocabulary_parameter_patterns"
 _SUB_PARAMS = "parameter_with_sub_params"
+_WIDTHS, _WIDTHS_SINCE = "sub_param_shard_widths", 0.4  # of universal_checkpoint_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class TensorParallel:
         self._degree = degree
         self._maps: dict[str, Any] = {}
         self._rules: dict[str, str] = {}
-        self._sub_params: dict[str, Any] = {}
+        self._sub_params: dict[str, tuple[Mapping[str, Any], str]] = {}  # name -> fields, pattern
         self._pieces = 0
         if degree > 1:
             self._match(names)
@@ -117,7 +118,7 @@ class TensorParallel:
                 )
             return placed
         if name in self._sub_params:
-            return _by_sub_params(self._sub_params[name], shapes, self._degree)
+            return self._by_parts(name, shapes)
         rule = self._rules.get(name)
         if rule is None and not self._info.keys() & {*_REPLICATED, _HALVES, _ROWS, _VOCABULARY, _SUB_PARAMS}:
             raise Unmerged(f"the checkpoint has no {_INFO} that says how tensor-parallel ranks cut it")
@@ -135,6 +136,14 @@ class TensorParallel:
             return {rank: same(shape) for rank in shapes}
         dim = 1 if rule == "rows" and len(shape) > 1 else 0
         return {rank: self._concatenated(name, rule, shape, dim, rank) for rank in shapes}
+
+    def _by_parts(self, name: str, shapes: Mapping[int, Shape]) -> dict[int, ShardPlacement]:
+        fields, pattern = self._sub_params[name]
+        widths, version = self._info.get(_WIDTHS), self._info.get("universal_checkpoint_version", 0.0)
+        if type(version) not in (int, float):
+            raise Unmerged(f"universal_checkpoint_version is {short_repr(version, 40)}")
+        found = widths.get(pattern) if isinstance(widths, dict) else None
+        return _by_sub_params(fields, found, version, shapes, self._degree)
 
     def _concatenated(self, name: str, rule: str | None, shape: Shape, dim: int, rank: int) -> ShardPlacement:
         if rule == "halves":
@@ -171,9 +180,10 @@ class TensorParallel:
             fields = one.value[1] if isinstance(one, Named) and one.kind == "record" else one
             if not isinstance(fields, dict):
                 raise MalformedCheckpoint(f"{_SUB_PARAMS} lists {short_repr(one, 40)}")
-            for matched in _matches(_texts(fields, "patterns"), names).values():
+            for pattern, matched in _matches(_texts(fields, "patterns"), names).items():
                 first = ("replicated", "halves")  # which the converter asks before
-                self._sub_params |= {name: fields for name in matched if self._rules.get(name) not in first}
+                kept = [n for n in matched if self._rules.get(n) not in first and n not in self._sub_params]
+                self._sub_params |= dict.fromkeys(kept, (fields, pattern))
 
 
 def _texts(values: Mapping[str, Any], key: str) -> list[str]:
@@ -235,37 +245,67 @@ def _stripped(shape: Shape, rank: int, kept: int) -> ShardPlacement:
 
 
 def _by_sub_params(
-    fields: Mapping[str, Any], shapes: Mapping[int, Shape], degree: int
+    fields: Mapping[str, Any], widths: Any, version: float, shapes: Mapping[int, Shape], degree: int
 ) -> dict[int, ShardPlacement]:
-    """`SubparamShape`: sizes along ``partition_dim`` of parameters that were fused before they were cut."""
+    """Place shards of parameters that were fused before they were cut (`SubparamShape`).
+
+    Args:
+        fields: ``shape`` has the sizes of the fused parameters along ``partition_dim``; before version 0.4 a
+            number there is how many equal ones there are.
+        widths: For each fused parameter its elements on each rank, recorded since version 0.4.
+        version: Of ``universal_checkpoint_info``.
+        shapes: Tensor-parallel rank -> shape of its shard.
+        degree: Tensor-parallel ranks.
+    """
     dim, sizes = fields.get("partition_dim"), fields.get("shape")
     sizes = sizes.value if isinstance(sizes, Named) else sizes
-    distinct = set(shapes.values())
-    shape = distinct.pop() if len(distinct) == 1 else None
-    if (
-        shape is None
-        or type(dim) is not int
-        or not isinstance(sizes, (tuple, list))
-        or len(sizes) != len(shape)
-    ):
+    rank = len(next(iter(shapes.values())))
+    if type(dim) is not int or not isinstance(sizes, (tuple, list)) or len(sizes) != rank:
         raise Unmerged(f"its {_SUB_PARAMS} ({short_repr(dict(fields), 80)}) do not fit its shards")
-    if not 0 <= dim < len(shape):
-        raise Unmerged(f"it is cut along dim {dim}, and has {len(shape)}")
-    parts = sizes[dim] if isinstance(sizes[dim], (tuple, list)) else (sizes[dim],)
-    if any(type(n) is not int or n <= 0 or n % degree for n in parts):
-        raise Unmerged(f"parts of {short_repr(parts, 40)} elements for {degree} tensor-parallel ranks")
-    widths = fields.get("sub_param_shard_widths")
-    if widths and any(
-        w != [n // degree] * degree for w, n in zip(_widths(widths, degree), parts, strict=False)
+    if not 0 <= dim < rank:
+        raise Unmerged(f"it is cut along dim {dim}, and has {rank}")
+    for d, size in enumerate(sizes):
+        known = sum(size) if _are_sizes(size) else size
+        if d != dim and type(known) is int and known >= 0 and any(s[d] != known for s in shapes.values()):
+            raise Unmerged(f"its shards have other extents than {short_repr(sizes, 60)} along dim {d}")
+    parts = sizes[dim]
+    if type(parts) is int and version < _WIDTHS_SINCE:
+        full = degree * next(iter(shapes.values()))[dim]
+        if parts <= 0 or full % parts:
+            raise Unmerged(f"{full} elements along dim {dim} are no {parts} equal parts")
+        parts = (full // parts,) * min(parts, full)
+    if not _are_sizes(parts) or len(parts) > _MAX_PIECES:
+        raise Unmerged(f"its {_SUB_PARAMS} have no sizes along dim {dim} (got {short_repr(parts, 40)})")
+    if version < _WIDTHS_SINCE:
+        if any(n % degree for n in parts):
+            raise Unmerged(f"parts of {short_repr(parts, 40)} elements for {degree} tensor-parallel ranks")
+        widths = [[n // degree] * degree for n in parts]
+    rows = widths if isinstance(widths, (list, tuple)) else ()
+    if len(rows) != len(parts) or any(
+        not _are_sizes(row) or len(row) != degree or sum(row) != n for row, n in zip(rows, parts, strict=True)
     ):
-        raise Unmerged(f"ranks have uneven parts of it ({short_repr(widths, 60)}), which are not joined")
-    rows = [(n // degree, n) for n in parts]
-    return {rank: _pieces(shape, dim, rows, degree, rank) for rank in shapes}
+        raise Unmerged(f"{_WIDTHS} ({short_repr(widths, 60)}) are not those of parts {short_repr(parts, 40)}")
+    return {r: _fused(shape, dim, parts, rows, r) for r, shape in shapes.items()}
 
 
-def _widths(value: Any, degree: int) -> list[Any]:
-    rows = value if isinstance(value, (list, tuple)) else ()
-    return [list(w) if isinstance(w, (list, tuple)) else [w] * degree for w in rows] or [None]
+def _fused(
+    shape: Shape, dim: int, parts: Sequence[int], widths: Sequence[Sequence[int]], rank: int
+) -> ShardPlacement:
+    made, local, begin = [], 0, 0
+    for size, row in zip(parts, widths, strict=True):
+        at = tuple(local if d == dim else 0 for d in range(len(shape)))
+        extent = tuple(row[rank] if d == dim else n for d, n in enumerate(shape))
+        offset = tuple(begin + sum(row[:rank]) if d == dim else 0 for d in range(len(shape)))
+        if row[rank]:
+            made.append(Piece(Box(at, extent), offset))
+        local, begin = local + row[rank], begin + size
+    if local != shape[dim]:
+        raise Unmerged(f"its parts have {local} elements along dim {dim}, the shard has {shape[dim]}")
+    return ShardPlacement(tuple(begin if d == dim else n for d, n in enumerate(shape)), tuple(made), shape)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 50 for n in value)
 
 
 # --- affine maps ----------------------------------------------------------------------------------

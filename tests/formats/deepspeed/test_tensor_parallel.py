@@ -24,6 +24,15 @@ def joined(info: dict, name: str, shards: list[np.ndarray]) -> np.ndarray:
     return out
 
 
+def fused(shape: tuple, widths: object, version: float = 0.4) -> dict:
+    """The fields of DeepSpeed since 0.19.7: widths of ranks beside the shapes."""
+    return {
+        "universal_checkpoint_version": version,
+        "parameter_with_sub_params": [{"patterns": ["layer"], "shape": shape, "partition_dim": 0}],
+        "sub_param_shard_widths": {"layer": widths},
+    }
+
+
 FULL = np.arange(8 * 6).reshape(8, 6)
 ROWS, COLUMNS = np.split(FULL, 2, 0), np.split(FULL, 2, 1)
 
@@ -56,8 +65,28 @@ ROWS, COLUMNS = np.split(FULL, 2, 0), np.split(FULL, 2, 1)
             [FULL[[0, 1, 4, 6]], FULL[[2, 3, 5, 7]]],
             FULL,
         ),
+        (
+            {"parameter_with_sub_params": [{"patterns": ["layer"], "shape": (2, -1), "partition_dim": 0}]},
+            [FULL[[0, 1, 4, 5]], FULL[[2, 3, 6, 7]]],
+            FULL,
+        ),
+        (fused(((5, 3), 6), [[4, 1], [1, 2]]), [FULL[[0, 1, 2, 3, 5]], FULL[[4, 6, 7]]], FULL),
+        (fused(((4, 4), 6), [[3, 1], [1, 3]]), [FULL[[0, 1, 2, 4]], FULL[[3, 5, 6, 7]]], FULL),
+        (fused(((8,), 6), [[8, 0]]), [FULL, FULL[:0]], FULL),
     ],
-    ids=["rows", "columns", "replicated", "averaged", "padded vocabulary", "two halves", "sub-parameters"],
+    ids=[
+        "rows",
+        "columns",
+        "replicated",
+        "averaged",
+        "padded vocabulary",
+        "two halves",
+        "sub-parameters",
+        "equal sub-parameters by their number",
+        "uneven sub-parameters",
+        "uneven sub-parameters of even shards",
+        "nothing on a rank",
+    ],
 )
 def test_each_rule(info: dict, shards: list[np.ndarray], truth: np.ndarray) -> None:
     assert np.array_equal(joined(info, "layer.weight", shards), truth)
@@ -105,8 +134,27 @@ def test_rules_that_are_not_known_are_refused(info: dict, error: type[Exception]
         affine({0: [piece((4, 6), (100, (6, 1)), (0, (6, 1)))], 1: []}),
         affine({0: [piece((4, 6), (0, (6, 1)), (0, (6, 1))) | {"scale": 2}], 1: []}),
         affine({0: [], 1: []}, shard=(5, 6)),
+        fused(((4, 4), 6), [[3, 1]]),
+        fused(((4, 4), 6), [[3, 2], [1, 3]]),
+        fused(((4, 4), 6), [[2, 2], [1, 3]]),
+        fused(((4, 4), 6), None),
+        fused((2, 6), [[2, 2], [2, 2]]),
+        fused(((4, 4), 5), [[2, 2], [2, 2]]),
+        fused(((5, 3), 6), None, version=0.3),
     ],
-    ids=["nothing says how", "outside", "scaled", "another shard"],
+    ids=[
+        "nothing says how",
+        "outside",
+        "scaled",
+        "another shard",
+        "widths of one part",
+        "widths of other parts",
+        "widths of other shards",
+        "no widths",
+        "no sizes",
+        "another shape",
+        "uneven before widths were recorded",
+    ],
 )
 def test_a_parameter_that_cannot_be_joined_is_named(info: dict) -> None:
     with pytest.raises(Unmerged):
