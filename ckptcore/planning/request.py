@@ -30,14 +30,14 @@ SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
 MADE_ELSEWHERE = {
     ".gguf": "export a folder with --config, then run llama.cpp's convert_hf_to_gguf on it (--outfile {name})"
 }
-# Fields that older versions do not know -> their defaults. The JSON form omits defaults, so that digests of
-# requests by older versions do not change: claims and saved plans stay valid.
+# Fields that older versions do not know -> their defaults in the JSON form, which omits defaults, so that
+# digests of requests by older versions do not change: claims and saved plans stay valid.
 _LATER: dict[str, Any] = {
     "tokenizer": None,
     "names": "hf-hub",
     "arch": "auto",
     "weights": "auto",
-    "keep_object": (),
+    "keep_object": [],
 }
 WEIGHTS = ("auto", "master", "module")
 STORED = "stored"  # a world of names: those of the checkpoint
