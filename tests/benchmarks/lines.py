@@ -230,7 +230,7 @@ def _trainer(source: str, peer: str, subject: str) -> Race:
 
 def _zero(source: str) -> Race:
     bounds = (
-        Faster("ckptcore+cast", "zero_to_fp32", 2.0),
+        Faster("ckptcore+cast", "zero_to_fp32", 4.0),
         AtMost("ckptcore+cast+config", "ckptcore+cast", 1.0, plus=12.0),
     )
     return Race(f"ram/{source}", "ram", source, bounds)

@@ -51,7 +51,7 @@ _LAYER = re.compile(r"^[0-9]{1,7}\.")
 _TIED = re.compile(r"^tied_modules\.[^.]+\.(?P<rest>.+)$", re.DOTALL)
 _MAX_REPORTED = 20
 # Keys that record where values are: the manifest has this in its own form.
-_LAYOUT = frozenset(
+LAYOUT_KEYS = frozenset(
     {
         "module",
         "optimizer",
@@ -430,7 +430,7 @@ class _Reader:
     def _add_objects(self, file: StatesFile) -> None:
         several = len(self._states.files) > 1
         for key, value in file.tree.items():
-            if key in _LAYOUT or value is None:
+            if key in LAYOUT_KEYS or value is None:
                 continue
             self._assembly.value(str(key), value, file, own=several)
 

@@ -18,7 +18,7 @@ from ckptcore.errors import UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, natural
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.deepspeed.optimizer_states import MASTER
-from ckptcore.formats.deepspeed.reader import LOW_PRECISION, MODEL
+from ckptcore.formats.deepspeed.reader import LAYOUT_KEYS, LOW_PRECISION, MODEL
 from ckptcore.formats.deepspeed.universal_groups import ParameterGroup, collect_groups, is_group_part
 from ckptcore.formats.deepspeed.universal_names import MOMENTS, STEP, state_of
 from ckptcore.naming.rename import strip_wrappers
@@ -26,22 +26,6 @@ from ckptcore.utils.text import count
 
 SCHEDULER = "lr_scheduler"
 _OPTIMIZER = "optimizer."
-# Keys of a model-state file that describe how DeepSpeed stores values: no client state may have them.
-RESERVED = frozenset(
-    {
-        "module",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "buffer_names",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +220,7 @@ class _ObjectKinds:
                 schedule[key] = value
             elif rest != key and "." not in rest and not tensors_in(value):
                 self.states[rest] = value
-            elif key in RESERVED:
+            elif key in LAYOUT_KEYS:
                 raise UnsupportedFormat(
                     f"cannot write {key} as client state: DeepSpeed keeps something else under this key",
                     hint=f"leave it out: --exclude '{key}'",

@@ -50,6 +50,7 @@ _COUNTERS = (
 _SCALERS = frozenset(
     f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler")
 )
+_EXACT = 1 << 24  # up to here float32 has every integer
 # Values of an optimizer's file that are written from the contents.
 _OF_STATES = frozenset({"state", "optimizer_state_dict", "zero_stage", "ds_version"})
 
@@ -109,6 +110,13 @@ def _require_of_stage3(contents: UniversalContents) -> None:
             f"cannot write {count(len(options), 'parameter group')} for ZeRO-3: DeepSpeed gives every group "
             f"the options of the first (they differ in {', '.join(differing)})",
             hint="load it with ZeRO 1 or 2 (--to deepspeed_universal), whose groups keep their options",
+        )
+    counts = sorted({p.step for p in contents.parameters.values() if p.step is not None})
+    if len(counts) > 1:
+        raise UnsupportedFormat(
+            f"cannot write step counts from {counts[0]:g} to {counts[-1]:g} for ZeRO-3: DeepSpeed gives "
+            "every parameter that of the first",
+            hint="write DCP, whose optimizers keep one count each: ckptcore reshard SRC DST --mesh fsdp=N",
         )
     states = next(iter(contents.parameters.values())).states
     extra = sorted(states.keys() - {MASTER, STEP, *MOMENTS})
@@ -210,4 +218,9 @@ def _scaler(value: Any) -> Any:
 def _number(step: float) -> tuple[TensorRef, dict[str, Inline]]:
     """Return a step count as torch's optimizers keep it: a float32 tensor without dims."""
     name = "\0step"  # no tensor has such a name
+    if not float(step).is_integer() or abs(step) > _EXACT:
+        raise UnsupportedFormat(
+            f"cannot write a step count of {step}: torch's optimizers keep it in float32, which has none",
+            hint="leave the optimizer out: --exclude 'optimizer*'",
+        )
     return TensorRef(name), {name: (TensorSpec(name, "float32", ()), struct.pack("<f", step))}

@@ -186,9 +186,24 @@ def _folder_name(content: dict[str, Any]) -> None:
     content["optim"]["param_groups"][0]["params"][-1] = "../scale"
 
 
+def _long_run(content: dict[str, Any]) -> None:
+    _counted(content, dict.fromkeys(content["optim"]["state"], 2**24 + 1))
+
+
+def _uneven_counts(content: dict[str, Any]) -> None:
+    _counted(content, {n: 4 + (n == "scale") for n in content["optim"]["state"]})
+
+
+def _counted(content: dict[str, Any], steps: dict[str, int]) -> None:
+    for name, step in steps.items():
+        content["optim"]["state"][name]["step"] = step
+
+
 @pytest.mark.parametrize(
     ("form", "change", "named"),
     [
+        (FORMS[0], _long_run, "step count of 16777217"),
+        (FORMS[1], _uneven_counts, "step counts from 4 to 5"),
         (FORMS[1], _several, "first (they differ in lr)"),
         (FORMS[1], _all_more, "max_exp_avg_sq"),
         (FORMS[0], _no_second_moment, "a.bias, and not exp_avg_sq"),
