@@ -23,8 +23,8 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
-# Tests wait for servers and processes a good part of their time: three at once keep two cores busy.
-JOBS ?= 3
+# Tests wait for servers and processes a good part of their time: four at once keep two cores busy.
+JOBS ?= 4
 # Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere
 # these tests are skipped.
 DEBIAN_PACKAGES := postgresql
@@ -37,7 +37,8 @@ stamp := .venv/.stamp
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 paths := ckptcore tasks flows deployments alembic tests docs
 
-.PHONY: help demo up down test quick check bench soak fuzz docs site clean
+.PHONY: help demo up down test quick check bench soak fuzz docs site clean \
+  check-types check-style check-layers check-migrations check-docs
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,14 +58,26 @@ test: check
 quick: $(stamp)
 	@$(python) -m pytest -n $(JOBS) -q -k 'not postgresql' @tests/quick.txt
 
+# In parallel: half of it is mypy.
 check: $(stamp)
+	@$(MAKE) -j2 --output-sync=target check-types check-style check-layers check-migrations check-docs
+
+check-types:
+	@$(bin)/mypy
+
+check-style:
 	@$(bin)/ruff format --check --quiet $(paths) || { echo "run: $(bin)/ruff format $(paths)" >&2; exit 1; }
 	@$(bin)/ruff check --quiet $(paths)
-	@$(bin)/mypy
+
+check-layers:
 	@$(bin)/lint-imports --no-logo > .venv/layers.log || { cat .venv/layers.log >&2; exit 1; }
+
+check-migrations:
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	export CKPTCORE_CATALOG_URL="sqlite:///$$folder/catalog.db"; \
 	{ $(bin)/alembic upgrade head && $(bin)/alembic check; } > "$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }
+
+check-docs:
 	@$(python) tests/architecture/readme_tables.py --check
 	@$(python) tests/architecture/rooms.py --check
 	@$(python) tests/architecture/words.py --check

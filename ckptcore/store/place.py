@@ -8,6 +8,7 @@ refused conversion costs a new name, but one that replaces its own source costs 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -167,17 +168,19 @@ def _on_device(real: str) -> tuple[str, str]:
     return f"device {best[0]}", os.path.normpath(os.path.join(best[1], inner))
 
 
-def mounts() -> Iterator[tuple[str, str, str]]:
-    """Yield (device, folder of its file system, mount point) of every mount, if reported."""
+def mounts() -> tuple[tuple[str, str, str], ...]:
+    """Return (device, folder of its file system, mount point) of every mount, if reported."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.readlines()
+            return _mounts_of(file.read())
     except OSError:
-        return
-    for line in lines:
-        fields = line.split(" ")
-        if len(fields) > 4:
-            yield fields[2], _unescaped(fields[3]), _unescaped(fields[4])
+        return ()
+
+
+@functools.lru_cache(maxsize=2)  # asked for every pair of places, and the same text nearly every time
+def _mounts_of(mountinfo: str) -> tuple[tuple[str, str, str], ...]:
+    rows = (line.split(" ") for line in mountinfo.split("\n"))
+    return tuple((row[2], _unescaped(row[3]), _unescaped(row[4])) for row in rows if len(row) > 4)
 
 
 def _unescaped(text: str) -> str:

@@ -53,8 +53,8 @@ def place_stages(
     if not count:
         globs = [*stages.layers, *stages.stacked]
         raise UsageError(
-            f"no parameter is of a layer: [stages] layers, {some(globs) if globs else 'absent'}, matches "
-            f"none of {some(sorted(shapes))}",
+            f"cannot cut {len(shapes)} parameters into {pp} pipeline stages: [stages] layers, "
+            f"{some(globs) if globs else 'absent'}, matches none of {some(sorted(shapes))}",
             hint='write how the name of a layer\'s parameter begins, as in layers = "model.layers.{n}."',
         )
     at = _stage_of_layer(count, last + 1, stages, pp)

@@ -6,7 +6,7 @@ of the undamaged sample. In every case there is no traceback, nothing is partly 
 checkpoint is executed, the source is unchanged, and time and memory are bounded.
 
 `make test` applies every row to one or two of a few small samples with every kind of item, and the rows that
-change data to a twelfth of the others, each row to other ones. The rest of the grid is a soak.
+change data to a twentieth of the others, each row to other ones. The rest of the grid is a soak.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEGATRON = "api_torch_dist_0.16.1_sephint"
 # Rows whose outcome does not depend on the tensors around them.
 NARROW = re.compile(r"attack-|absurd-|flip-metadata-|view-|numbers-|zip-|item-is-|metadata-is-")
 # (one of CORE?, narrow?) -> of how many samples that a row fits `make test` damages one.
-STEPS = {(True, False): 4, (True, True): 5, (False, False): 12}
+STEPS = {(True, False): 6, (True, True): 8, (False, False): 20}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ JOB = JOBS / "recipe_job.py"
 
 def job(verb: str, folder: Path, ranks: int = 0) -> dict[str, str]:
     """The output of the recipe's step."""
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     done = subprocess.run(
-        [sys.executable, *run, str(JOB), verb, str(folder)],
+        [sys.executable, str(JOB), verb, str(folder), *([str(ranks)] if ranks else [])],
         capture_output=True,
         text=True,
         timeout=300,

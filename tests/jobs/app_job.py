@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from fresh_job import several_shards
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -157,9 +158,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as meeting:
-        torch.multiprocessing.start_processes(
-            rank_main, (given.ranks, given.seed, given.folder, meeting), given.ranks, start_method="fork"
-        )
+        start_ranks(rank_main, (given.ranks, given.seed, given.folder, meeting), given.ranks)
 
 
 if __name__ == "__main__":

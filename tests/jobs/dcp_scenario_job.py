@@ -28,6 +28,7 @@ import torch._dynamo  # once, before ranks are forked: FSDP imports it
 import torch.distributed as dist
 from dcp_scenario import Job, report
 from dcp_scenarios import SCENARIOS
+from forked import start_ranks
 
 TOPICS = (
     dcp_tensor_scenarios,
@@ -63,7 +64,7 @@ def ran(name: str, world: int, folder: Path) -> dict[str, object]:
     folder.mkdir()
     began = time.perf_counter()
     try:
-        torch.multiprocessing.start_processes(rank_main, (world, name, folder), world, start_method="fork")
+        start_ranks(rank_main, (world, name, folder), world)
         ended = ""
     except torch.multiprocessing.ProcessRaisedException as error:
         ended = str(error)

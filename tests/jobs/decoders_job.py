@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from decoders import FAMILIES, LENGTH, VOCABULARY, WIDTH, Decoder, Tensors, plan_of, truth_of
+from forked import start_ranks
 from reshard_job import flattened, raw
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -244,4 +245,4 @@ if __name__ == "__main__":
     for _, n in given["axes"]:
         size *= n
     with tempfile.TemporaryDirectory() as meet:
-        torch.multiprocessing.start_processes(rank_main, (size, given, meet), size, start_method="fork")
+        start_ranks(rank_main, (size, given, meet), size)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
@@ -317,9 +318,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=4)
     given = parser.parse_args()
     world = given.ranks or Random(given.seed).choice([1, 2, 3, 4, 4])
-    torch.multiprocessing.start_processes(
-        rank_main, (world, given.seed, given.cases, given.folder.resolve()), world, start_method="fork"
-    )
+    start_ranks(rank_main, (world, given.seed, given.cases, given.folder.resolve()), world)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import start_ranks
 from ranks_job import gathered
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -152,6 +153,4 @@ def rank_main(rank: int, folder: Path, verb: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.start_processes(
-        rank_main, (Path(sys.argv[2]).resolve(), sys.argv[1]), RANKS, start_method="fork"
-    )
+    start_ranks(rank_main, (Path(sys.argv[2]).resolve(), sys.argv[1]), RANKS)

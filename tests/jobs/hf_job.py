@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from fresh_job import DTYPES, NOT_IN_SAFETENSORS, random_tensor, sharded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -111,12 +112,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--cases", type=int, default=6)
     given = parser.parse_args()
-    torch.multiprocessing.start_processes(
-        rank_main,
-        (given.ranks, given.seed, given.cases, given.folder.resolve()),
-        given.ranks,
-        start_method="fork",
-    )
+    start_ranks(rank_main, (given.ranks, given.seed, given.cases, given.folder.resolve()), given.ranks)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -87,9 +88,6 @@ if __name__ == "__main__":
     import transformers  # noqa: F401  # once, before the ranks are forked
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            rank_main,
-            (int(rows), int(columns), source, target, out_file, folder),
-            int(rows) * int(columns),
-            start_method="fork",
+        start_ranks(
+            rank_main, (int(rows), int(columns), source, target, out_file, folder), int(rows) * int(columns)
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import start_ranks
 from fresh_job import local_index, picked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -97,12 +98,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            rank_main,
-            (given.ranks, given.seed, given.source, given.truth, folder),
-            given.ranks,
-            start_method="fork",
-        )
+        start_ranks(rank_main, (given.ranks, given.seed, given.source, given.truth, folder), given.ranks)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import start_ranks
 from ranks_job import Model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -140,9 +141,7 @@ def main() -> None:
         axes = {name: int(size) for name, size in (part.split("=") for part in folder.name.split(","))}
         world = torch.Size(axes.values()).numel()
         try:
-            torch.multiprocessing.start_processes(
-                rank_main, (world, folder, axes), world, start_method="fork"
-            )
+            start_ranks(rank_main, (world, folder, axes), world)
             (folder / "equal").touch()
         except torch.multiprocessing.ProcessRaisedException as error:
             print(folder.name, error, flush=True)

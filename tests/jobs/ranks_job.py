@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import start_ranks
 from fresh_job import random_state
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
@@ -261,9 +262,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    torch.multiprocessing.start_processes(
-        rank_main, (given.ranks, given.seed, given.folder.resolve()), given.ranks, start_method="fork"
-    )
+    start_ranks(rank_main, (given.ranks, given.seed, given.folder.resolve()), given.ranks)
 
 
 if __name__ == "__main__":

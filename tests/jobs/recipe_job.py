@@ -1,8 +1,10 @@
 """torch's DCP recipe (pytorch.org, "Getting Started with Distributed Checkpoint"), with gloo instead of nccl.
 
-    python -m torch.distributed.run --nproc-per-node 2 recipe_job.py save FOLDER
-    python -m torch.distributed.run --nproc-per-node 3 recipe_job.py load FOLDER
+    python recipe_job.py save FOLDER 2
+    python recipe_job.py load FOLDER 3
     python recipe_job.py load-alone FOLDER
+
+The last argument is the number of ranks, which are forks: torchrun starts each from nothing.
 
 `save` prints the whole state's digest after one step, `load` and `load-alone` what they have after loading.
 """
@@ -13,12 +15,14 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -84,31 +88,38 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]
     return found
 
 
-def main() -> None:
-    verb, folder = sys.argv[1:]
-    alone = verb == "load-alone"
-    if not alone:
-        dist.init_process_group("gloo")
-    model, optimizer = build(sharded=not alone)
+def load_alone(folder: str) -> None:
+    """Load and digest the model in one process, without a process group."""
+    model, optimizer = build(sharded=False)
+    state = {"model": model.state_dict()}
+    dcp.load({"app": state}, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    print(json.dumps({k: v for k, v in digest(model, optimizer).items() if "::" not in k}))
+
+
+def rank_main(rank: int, ranks: int, verb: str, folder: str, meet: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}/rendezvous", rank=rank, world_size=ranks)
+    model, optimizer = build(sharded=True)
     if verb == "save":
         optimizer.zero_grad()
         model(torch.rand(8, 16)).sum().backward()
         optimizer.step()
         dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
-    elif alone:
-        state = {"model": model.state_dict()}
-        dcp.load({"app": state}, checkpoint_id=folder)
-        model.load_state_dict(state["model"])
-        print(json.dumps({k: v for k, v in digest(model, optimizer).items() if "::" not in k}))
-        return
     else:
         dcp.load({"app": AppState(model, optimizer)}, checkpoint_id=folder)
     found = digest(model, optimizer)
-    if dist.get_rank() == 0:
+    if rank == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()  # gloo aborts a rank whose peer has gone
     os._exit(0)  # and its threads can abort an interpreter that is taken down
 
 
 if __name__ == "__main__":
-    main()
+    verb, folder, *given = sys.argv[1:]
+    if verb == "load-alone":
+        load_alone(folder)
+    else:
+        ranks = int(given[0])
+        with tempfile.TemporaryDirectory() as meet:
+            start_ranks(rank_main, (ranks, verb, folder, meet), ranks)

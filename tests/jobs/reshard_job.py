@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -238,4 +239,4 @@ if __name__ == "__main__":
     for _, n in given["axes"]:
         size *= n
     with tempfile.TemporaryDirectory() as meet:
-        torch.multiprocessing.start_processes(rank_main, (size, given, meet), size, start_method="fork")
+        start_ranks(rank_main, (size, given, meet), size)

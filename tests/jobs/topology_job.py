@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import start_ranks
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -293,9 +294,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=4)
     given = parser.parse_args()
-    torch.multiprocessing.start_processes(
-        rank_main, (given.ranks, given.folder.resolve()), given.ranks, start_method="fork"
-    )
+    start_ranks(rank_main, (given.ranks, given.folder.resolve()), given.ranks)
 
 
 if __name__ == "__main__":

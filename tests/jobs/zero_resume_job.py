@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import start_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,4 +164,4 @@ def rank_main(rank: int, spec: dict[str, Any], folder: str) -> None:
 if __name__ == "__main__":
     given = json.loads(Path(sys.argv[1]).read_text())
     with tempfile.TemporaryDirectory() as meet:
-        torch.multiprocessing.start_processes(rank_main, (given, meet), given["ranks"], start_method="fork")
+        start_ranks(rank_main, (given, meet), given["ranks"])

@@ -95,7 +95,7 @@ def test_torch_converts_written_folders(cli: Cli, tmp_path: Path) -> None:
         assert differences(truth, found) == [], sample.name
 
 
-# By default test_recipes has ranks load what we wrote; here it is torchrun, which takes longer to begin.
+# By default forked ranks load what we wrote, in test_recipes; torchrun takes longer to begin.
 @pytest.mark.soak
 def test_another_world_size_loads_a_written_folder(cli: Cli, tmp_path: Path) -> None:
     import hashlib

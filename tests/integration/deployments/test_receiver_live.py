@@ -115,7 +115,7 @@ def test_a_missing_body_is_not_waited_for(tmp_path: Path) -> None:
     ("change", "expected", "code"),
     [
         ({"PREFECT_API_URL": ""}, "no Prefect server is configured", UsageError),
-        ({"TOKEN": ""}, "TOKEN is not set", UsageError),
+        pytest.param({"TOKEN": ""}, "TOKEN is not set", UsageError, marks=pytest.mark.soak),
         ({"CKPTCORE_CATALOG_URL": "postgresql+psycopg://127.0.0.1:9/none"}, "catalog", CatalogError),
     ],
 )
