@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckptcore.core.object_tree import SCALARS, RefusedTensor
+from ckptcore.core.named_values import CONTAINERS, contents
+from ckptcore.core.object_tree import SCALARS, Named, RefusedTensor
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import NameMismatch
 
@@ -17,7 +18,8 @@ def leaves_below(
 ) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """Yield (dotted name, path below ``tree``, value) of the leaves of a tree.
 
-    Only containers with a tensor inside, or a refused one, are taken apart. In a path, list positions are
+    Only containers with a tensor inside, or a refused one, are taken apart; a defaultdict, deque or Counter
+    is then a dict or list. In a path, list positions are
     ints and dict keys are text, as in DCP's ``planner_data``.
 
     Args:
@@ -28,6 +30,8 @@ def leaves_below(
     holds = _holders(tree, tensor)
 
     def walk(value: Any, name: str, path: tuple[str | int, ...]) -> Iterator[Any]:
+        inside = _opened(value)
+        value = inside if id(inside) in holds else value
         if isinstance(value, (dict, list, tuple)) and id(value) in holds:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             is_dict = isinstance(value, dict)
@@ -109,6 +113,13 @@ def _require_lists(tree: Any, where: str) -> None:
             _require_lists(value, f"{where}.{n}")
 
 
+def _opened(value: Any) -> Any:
+    """Return the dict or list inside a container of a library; any other value as it is."""
+    if isinstance(value, Named) and value.kind in CONTAINERS:
+        return contents(value.kind, value.value)
+    return value
+
+
 def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     """Return the ids of the containers with a tensor anywhere below."""
     holds: set[int] = set()
@@ -118,6 +129,7 @@ def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     def visit(value: Any, depth: int) -> bool:
         if isinstance(value, kinds):
             return True
+        value = _opened(value)
         if not isinstance(value, (dict, list, tuple)) or depth > 200:
             return False
         if id(value) in seen:  # shared through the memo: visited once
