@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.core.named_values import normal, restated
-from ckptcore.core.object_tree import Named, TensorRef
+from ckptcore.core.object_tree import Named, TensorRef, encode
 from ckptcore.encodings.pickle.library_values import OF_LIBRARIES, OF_TORCH, array
 from ckptcore.encodings.pickle.trainer_classes import require_class
 
@@ -137,7 +137,7 @@ def _odict(p: Pickled, value: OrderedDict[Any, Any]) -> None:
 
 
 def _set(p: Pickled, value: set[Any] | frozenset[Any]) -> None:
-    values = sorted(value, key=repr)
+    values = sorted(value, key=lambda v: repr(encode(v)) if p.in_key else repr(v))
     frozen = isinstance(value, frozenset)
     if frozen and not p.classes and p.in_key:  # a set has no place there
         p.all(tuple(values))
@@ -198,7 +198,9 @@ _BY_CLASSES: tuple[tuple[Classes, dict[str, Callable[[Pickled, Any], None]]], ..
 
 
 def keeps_class(kind: str, classes: Classes) -> bool:
-    """Report whether a pickle keeps the class of a kind of `Named`; arrays are the format's own matter."""
+    """Report whether a pickle keeps the class of a kind of value; arrays are the format's own matter."""
+    if kind == "frozenset":
+        return classes >= Classes.LIBRARIES
     return any(kind in kinds and classes >= needed for needed, kinds in _BY_CLASSES)
 
 

@@ -205,8 +205,8 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item or record", objects=True),
     writer=Writer(
-        Layout(arrange, nests=True, place=place),
-        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place),
+        Layout(arrange, nests=True, place=place, values="trainers", torch_load=True),
+        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place, values="trainers"),
         single_file=True,
     ),
 )
