@@ -134,7 +134,6 @@ def diff(
     """
     from ckptcore.comparison.diff import DiffRules
     from ckptcore.comparison.diff import diff as run
-
     from ckptcore.comparison.dropped_names import recorded_in
 
     rules = DiffRules(

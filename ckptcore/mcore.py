@@ -29,7 +29,8 @@ from ckptcore.formats.megatron.sharded_objects import SHARD
 from ckptcore.planning.request import Settings
 
 FORMATS = ("torch_dist", "zarr")
-_OPENED = ("namespace", "bytesio", "bytetensor", "npscalar")  # kinds of values returned as their content
+# Kinds of values that are returned as their content.
+_OPENED = ("namespace", "bytesio", "bytesioat", "bytetensor", "npscalar")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,8 @@ def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
 def diff(a: One, b: Other, **given: Any) -> None:
     """Compare two checkpoints bit by bit.
 
-    Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ. State that a reshard
-    leaves out is listed apart.
+    Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ. State that a
+    reshard leaves out is listed apart.
     """
     from ckptcore.api import diff as compare
 

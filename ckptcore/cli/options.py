@@ -174,7 +174,7 @@ IgnoreDropped = Annotated[
     bool,
     typer.Option(
         "--ignore-dropped",
-        help="Exit with 0 if nothing differs but state that a reshard leaves out: random states, positions of "
+        help="Exit with 0 if only state that a reshard leaves out differs: random states, positions of "
         "data loaders.",
     ),
 ]

@@ -216,7 +216,8 @@ def difference(value: Difference, *, as_json: bool) -> None:
         size = f"{count(side.tensors, 'tensor')}, {show_size(side.nbytes)}"
         form = f"; {side.form}" if side.form else ""
         out.print(
-            terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{form}{gone}{bare}"), soft_wrap=True
+            terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{form}{gone}{bare}"),
+            soft_wrap=True,
         )
     out.print(
         terminal.text(
@@ -234,7 +235,9 @@ def difference(value: Difference, *, as_json: bool) -> None:
         out.print(f"and {len(rows) - _LIMIT} more (--output json lists all)")
     _print_pairs(out, "left out", [(d.name, f"{d.what}: {d.why}") for d in value.dropped])
     if value.dropped and not (value.tensors or value.objects or value.equal):
-        out.print("only state that a reshard leaves out differs: --ignore-dropped, or --record PATH, accepts it")
+        out.print(
+            "only state that a reshard leaves out differs: --ignore-dropped, or --record PATH, accepts it"
+        )
     _print_pairs(out, "not compared", list(value.skipped))
     _findings(out, [*value.a.warnings, *value.b.warnings])
 

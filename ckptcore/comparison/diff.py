@@ -1,6 +1,6 @@
 """Compare two checkpoints, whatever their formats and topologies.
 
-1. Both must be complete (level ``coverage``). Names are aligned: the model part, renames, ties, globs, and the
+1. Both must be complete (level ``coverage``). Names are aligned: the model part, renames, ties, globs, and
    two forms of one trainer (`ckptcore.naming.trainer_forms`).
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal dtype and shape, are read side by side

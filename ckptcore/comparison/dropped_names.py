@@ -1,7 +1,7 @@
 """Tell what a conversion drops apart from what differs: names of one side that the other lacks by a rule.
 
-A reshard leaves out state that belongs to the ranks that saved it. The record of a conversion, its plan or its
-JSON answer, lists what was left out and why; without one the same rules are applied to the names.
+A reshard leaves out state that belongs to the ranks that saved it. The record of a conversion, its plan or
+its JSON answer, lists what was left out and why; without one the same rules are applied to the names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.plan import load_head
 from ckptcore.store import open_store
 from ckptcore.topology.rank_local_state import bound_names
-
 
 _MAX_RECORD = 1 << 30
 

@@ -18,14 +18,12 @@ import numpy as np
 from ckptcore.comparison.result import ONLY_A, ONLY_B, VALUES, ObjectDifference
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob
-from ckptcore.core.named_values import CONTAINERS, restated
+from ckptcore.core.named_values import CONTAINERS, content_of, restated
 from ckptcore.core.object_tree import Named, Refused, decode, encode
 from ckptcore.utils.text import short_repr
 
 _TEXT_LENGTH = 60
 _WRAPPERS = ("namespace", "path", "bytesio", "bytetensor")  # kinds of `Named`
-# Kinds with values below them: the key of those in the form.
-_INSIDE = {"simplenamespace": "", **CONTAINERS}
 _SPLIT = ("tensor", "ndarray")  # formats that store these separately split the tuples around them
 
 
@@ -125,8 +123,8 @@ def _children(tree: Any) -> list[tuple[Any, Any]]:
         return list(tree.items())
     if kind in ("dict", "odict"):
         return [(_key(decode(k)), v) for k, v in tree["items"]]
-    if kind in _INSIDE:
-        return _children(tree["value"][_INSIDE[kind]] if _INSIDE[kind] else tree["value"])
+    if kind in CONTAINERS:
+        return _children(content_of(kind, tree["value"]))
     # Other tuples are values, such as (0.9, 0.95).
     return list(enumerate(tree["items"])) if kind == "tuple" and _contains(tree, _SPLIT) else []
 

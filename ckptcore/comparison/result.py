@@ -125,7 +125,7 @@ class Difference:
         equal_tensors: Number of equal tensors.
         equal_objects: Number of equal plain values.
         skipped: (name, reason) of values that could not be compared.
-        dropped: What one side lacks because a conversion leaves it out; not among ``tensors`` and ``objects``.
+        dropped: What one side lacks because a conversion leaves it out, apart from those above.
         ignore_dropped: Whether ``dropped`` counts as equal even where no record lists it.
     """
 

@@ -1,9 +1,9 @@
 """Describe the values of libraries that a checkpoint may hold: a closed set of kinds, each with one form.
 
-`ckptcore.core.object_tree.Named` is a kind and a value. `normal` checks the value of a kind, and returns it in
-the form that can be hashed and compared; `restated` returns the plain value that has the same content. Nothing
-here looks up a class by a name: a form from a file is data, however it is spelled. Numbers and texts are
-bounded, because libraries take quadratic time to convert long ones.
+`ckptcore.core.object_tree.Named` is a kind and a value. `normal` checks the value of a kind, and returns it
+in the form that can be hashed and compared; `restated` returns the plain value that has the same content.
+Nothing here looks up a class by a name: a form from a file is data, however it is spelled. Numbers and texts
+are bounded, because libraries take quadratic time to convert long ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FACTORIES = {
     "deque": "collections",
 }
 # Kinds that hold other values, tensors among them: kind -> key of the dict or list in its value ("": itself).
-CONTAINERS = {"defaultdict": "items", "deque": "items", "counter": ""}
+CONTAINERS = {"defaultdict": "items", "deque": "items", "counter": "", "namespace": "", "simplenamespace": ""}
 
 
 def normal(kind: str, value: Any) -> Any:
@@ -78,13 +78,13 @@ def restated(kind: str, value: Any) -> Any:
     return value if plain is None else plain(value)
 
 
-def contents(kind: str, value: Any) -> Any:
+def content_of(kind: str, value: Any) -> Any:
     """Return the dict or list of values inside a container of `CONTAINERS`."""
     key = CONTAINERS[kind]
     return value[key] if key else value
 
 
-def with_contents(kind: str, value: Any, inside: Any) -> Any:
+def with_content(kind: str, value: Any, inside: Any) -> Any:
     """Return a container's value with another dict or list inside."""
     key = CONTAINERS[kind]
     return {**value, key: inside} if key else inside

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.core.manifest import Blob
-from ckptcore.core.named_values import CONTAINERS, contents, moment_of, uuid_of, zone_of
+from ckptcore.core.named_values import CONTAINERS, content_of, moment_of, uuid_of, zone_of
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
 
 Forms = Mapping[str, Blob]
@@ -81,7 +81,7 @@ def _entries(form: Any) -> list[tuple[Any, Any]]:
     if kind in ("dict", "odict"):
         return [(decode(k), v) for k, v in form["items"]]
     if kind in CONTAINERS:
-        return _entries(contents(kind, form["value"]))
+        return _entries(content_of(kind, form["value"]))
     return list(enumerate(form["items"])) if kind == "tuple" else []
 
 

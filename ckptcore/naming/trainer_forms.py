@@ -123,11 +123,7 @@ def common_names(a: Manifest, b: Manifest) -> tuple[FormNames, FormNames]:
         sharded = _is_sharded(form, a), _is_sharded(form, b)
         numbers = _numbers(form, a), _numbers(form, b)
         one, two = (
-            FormNames(
-                form,
-                sharded[me] and not sharded[other],
-                {} if numbers[other] else numbers[me],
-            )
+            FormNames(form, sharded[me] and not sharded[other], {} if numbers[other] else numbers[me])
             for me, other in ((0, 1), (1, 0))
         )
         if all(map(_distinct, (one, two), (a, b))):

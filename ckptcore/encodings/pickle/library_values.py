@@ -1,8 +1,8 @@
 """Write values of Python's libraries and numpy into a pickle, as the classes themselves pickle them.
 
-Each function writes one kind of `ckptcore.core.named_values`, whose value has been checked. Names are those of
-protocol 2, which spells those of Python 2 (Lib/_compat_pickle.py). `ckptcore.encodings.pickle.library_globals`
-is the way back.
+Each function writes one kind of `ckptcore.core.named_values`, whose value has been checked. Names are those
+of protocol 2, which spells those of Python 2 (Lib/_compat_pickle.py).
+`ckptcore.encodings.pickle.library_globals` is the way back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """List the classes of trainers whose instances are kept by name: the only ones that a written pickle names.
 
-A checkpoint keeps such a value as the class's name and its fields, and a written pickle names the class again,
-so that the trainer gets its own. The lists are closed: a form that names anything else, such as a function,
-would make the program that loads the output call it.
+A checkpoint keeps such a value as the class's name and its fields, and a written pickle names the class
+again, so that the trainer gets its own. The lists are closed: a form that names anything else, such as a
+function, would make the program that loads the output call it.
 """
 
 from __future__ import annotations

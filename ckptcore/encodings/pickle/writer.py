@@ -2,7 +2,8 @@
 
 Protocol 2, like torch/serialization.py. By default it holds only what ``torch.load(weights_only=True)``
 permits, except for numpy arrays; other values are written in the plain form of
-`ckptcore.core.named_values.restated`. `Classes` says which keep their classes, like with Python's own pickler.
+`ckptcore.core.named_values.restated`. `Classes` says which keep their classes, like with Python's own
+pickler.
 """
 
 from __future__ import annotations

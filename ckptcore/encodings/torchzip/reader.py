@@ -24,12 +24,7 @@ from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings import limits as _bounds
 from ckptcore.encodings.limits import bound_tree as bound_tree
-from ckptcore.encodings.pickle.torch_globals import (
-    OBJECT_TABLE,
-    TENSOR_TABLE,
-    StoredStorage,
-    StoredView,
-)
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, StoredStorage, StoredView
 from ckptcore.encodings.pickle.unpickler import Call, loads
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.utils.crc32 import crc32

@@ -143,7 +143,9 @@ def _states_file(request: Arrangement, contents: UniversalContents, stage: int) 
     tree: dict[str, Any] = {k: _scaler(v) for k, v in contents.states.items() if k not in _OF_STATES}
     tree |= {"zero_stage": stage, "ds_version": contents.states.get("ds_version") or _VERSION}
     if stage < 3:
-        return torch_file(_STATES, {**tree, "param_groups": groups}, request.tensors, [], classes=Classes.TRAINERS)
+        return torch_file(
+            _STATES, {**tree, "param_groups": groups}, request.tensors, [], classes=Classes.TRAINERS
+        )
     first = next(iter(contents.parameters.values()))
     ref, inline, order = TensorRef(""), dict[str, Inline](), list[int]()
     if first.step is None:

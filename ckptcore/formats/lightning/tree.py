@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.named_values import CONTAINERS, contents, with_contents
+from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
@@ -174,10 +174,10 @@ def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], R
         if value.kind == "ndarray" and "refused" in value.value:
             return Refused(value.value["refused"])
         if value.kind in CONTAINERS:
-            inside = _kept(contents(value.kind, value.value), path, lost)
+            inside = _kept(content_of(value.kind, value.value), path, lost)
             if isinstance(inside, Refused):
                 return inside
-            return Named(value.kind, with_contents(value.kind, value.value, inside))
+            return Named(value.kind, with_content(value.kind, value.value, inside))
         if isinstance(value.value, dict) and value.kind != "ndarray":
             return Named(value.kind, _kept(value.value, path, lost))
         return value.value if isinstance(value.value, Refused) else value

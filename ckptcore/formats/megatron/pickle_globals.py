@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptcore.core.named_values import CONTAINERS, contents, with_contents
+from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS
 from ckptcore.encodings.pickle.trainer_classes import MEGATRON_ENUMS, MEGATRON_RECORDS
 from ckptcore.encodings.pickle.unpickler import Call, Record, record
 from ckptcore.encodings.torchzip.reader import Objects, Reader, bound_tree, read_objects
@@ -84,8 +84,8 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
                 raise MalformedCheckpoint(f"{what}: {error}") from error
             new = note(new)
         elif kind:
-            inside = visit(contents(kind, value.value), depth + 1)
-            new = Named(kind, with_contents(kind, value.value, inside))
+            inside = visit(content_of(kind, value.value), depth + 1)
+            new = Named(kind, with_content(kind, value.value, inside))
         elif isinstance(value, dict):
             new = type(value)((k, visit(v, depth + 1)) for k, v in value.items())
         else:
@@ -136,7 +136,9 @@ def _dataclass(value: Record, visit: Any) -> Any:
 def _bytes_io(value: Record, visit: Any) -> Any:
     state = value.state
     if type(state) is tuple and state and type(state[0]) is bytes:
-        return Named("bytesio", state[0])
+        position = state[1] if len(state) > 1 else 0
+        if type(position) is int and 0 <= position < 1 << 62:
+            return Named("bytesioat", (state[0], position)) if position else Named("bytesio", state[0])
     return Refused("io.BytesIO")
 
 
@@ -179,7 +181,7 @@ def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     if (
         type(kind) is not Named
         or kind.kind != "class"
-        or type(rebuild) is not Call
+        or not any(rebuild is call for call in REBUILDS.values())
         or type(args) is not tuple
     ):
         return kind if type(kind) is Refused else Refused("torch._tensor._rebuild_from_type_v2")
