@@ -120,8 +120,8 @@ class TorchTree:
 
 
 def note_opened(builder: Builder, opened: Iterable[tuple[str, str]], file: str) -> None:
-    """Note containers of libraries, as (name, kind), that are plain dicts or lists because of their
-    tensors.""" for name, kind in opened:
+    """Note containers of libraries, as (name, kind), that their tensors make plain dicts or lists."""
+    for name, kind in opened:
         message = f"{name} ({kind}) holds tensors: it is a dict or list"
         builder.findings.append(finding("restated-value", "files", message, fqn=name, file=file))
 
