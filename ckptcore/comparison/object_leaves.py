@@ -175,19 +175,25 @@ def _plain(form: Any) -> Any:
     kind = form.get("$")
     if kind is None:
         return {k: _plain(v) for k, v in form.items()}
+    if kind in ("dict", "odict"):
+        items = [[_plain_key(k), _plain(v)] for k, v in form["items"]]
+        named = kind == "dict" and all(type(k) is str and k != "$" for k, _ in items)
+        return dict(items) if named else {"$": kind, "items": items}
     if kind == "tuple":
         return {"$": kind, "items": [_plain(v) for v in form["items"]]}
-    if kind in ("set", "frozenset"):  # inside a set a frozen one is a tuple
-        items = [{**_plain(v), "$": "tuple"} if _is_frozen(v) else _plain(v) for v in form["items"]]
-        return {"$": "set", "items": sorted(items, key=repr)}
+    if kind in ("set", "frozenset"):
+        return {"$": "set", "items": sorted(map(_plain_key, form["items"]), key=repr)}
     if "value" not in form or kind in ("int", "float", "bytes", "ndarray"):
         return form
     value = decode(form)
-    return encode(restated(kind, value.value)) if isinstance(value, Named) else form
+    return _plain(encode(restated(kind, value.value))) if isinstance(value, Named) else form
 
 
-def _is_frozen(form: Any) -> bool:
-    return isinstance(form, dict) and form.get("$") == "frozenset"
+def _plain_key(form: Any) -> Any:
+    """Return the plain form of what must be hashed: a frozen set is a tuple there."""
+    plain = _plain(form)
+    frozen = isinstance(form, dict) and form.get("$") == "frozenset"
+    return {**plain, "$": "tuple"} if frozen else plain
 
 
 def _canonical(value: Any) -> str:
