@@ -34,7 +34,7 @@ from ckptcore.errors import Finding, UsageError
 from ckptcore.formats import by_name
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
-from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names
+from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
 from ckptcore.planning.request import Settings
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
@@ -183,7 +183,7 @@ def _prepare(
 
     def selected(name: str) -> bool:
         known = compared(name)
-        return known is not None and not rules.dropped(known, *([name] if form.because else []))
+        return known is not None and not rules.dropped(known)
 
     with labelled(f"{label} ({url})"):
         report = require_complete(manifest, selected)
@@ -249,18 +249,19 @@ def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
     """Apply the globs; raise `UsageError` for a glob that matches nothing, and if nothing is left."""
     names = {
         n for s in sides for n in (*s.rows, *s.unread, *s.objects, *(o.root for o in s.objects.values()))
-    } | {n for s in sides if s.form for n in s.stored.values()}
+    }
     for option, globs in (("--include", rules.include), ("--exclude", rules.exclude)):
         for glob in globs:
             if not any(matches(name, [glob]) for name in names):
                 raise UsageError(
                     f"{option} {glob} matches nothing on either side",
-                    hint="globs apply to the names after --rename and --model; "
-                    "`ckptcore inspect` lists the stored names",
+                    hint="globs apply to the names after --rename and --model"
+                    + "".join(f", and as in {s.form}" for s in sides if s.form)
+                    + "; `ckptcore inspect` lists the stored names",
                 )
     for side in sides:
         for name in list(side.rows):
-            rule = rules.dropped(name, *([side.stored[name]] if side.form else []))
+            rule = rules.dropped(name)
             if rule:
                 side.left_out.append((side.stored[name], rule))
                 del side.rows[name]
@@ -308,7 +309,15 @@ def _dropped(
         what: [*(t.fqn for t in side.source.tensors), *(b.key for b in side.source.blobs)]
         for what, side in by_kind.items()
     }
-    return dropped_names(missing, dict(rules.recorded), stored)
+    gone = dropped_names(missing, dict(rules.recorded), stored)
+    for lost in {d.what for d in gone.values()}:
+        output = sides[1 if lost == ONLY_A else 0]
+        for each in objects:
+            leaf = output.objects.get(each.name)
+            why = set_by_reshard(each.name, leaf.values) if leaf is not None else ""
+            if why:
+                gone[each.name] = DroppedName(each.name, each.what, why, bool(rules.recorded))
+    return gone
 
 
 def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:

@@ -73,9 +73,11 @@ class ObjectDifference:
 class DroppedName:
     """A tensor or plain value that one side lacks, because a conversion leaves it out by a rule.
 
+    A value that the conversion sets because of that is one, too.
+
     Attributes:
         name: The name under which it was compared.
-        what: ``only-in-a`` or ``only-in-b``.
+        what: ``only-in-a`` or ``only-in-b``; ``values`` for one that was set.
         why: The rule.
         recorded: Whether the conversion's record lists it; else its name fits the rule.
     """

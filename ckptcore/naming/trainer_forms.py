@@ -8,7 +8,7 @@ that no rule moves stays as it is, and is then a difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,14 @@ FORMS = (
         listed=re.compile(r"^optimizer_states\.(?P<optimizer>\d+)\.param_groups\.\d+\.params\.\d+$"),
         facts="lightning",
     ),
+)
+
+
+# What a reshard sets in a trainer's state because it leaves out random states, so that the trainer does not look
+# for them: pattern of the name, value, why. The formats' writers set them.
+SET_BY_RESHARD: tuple[tuple[re.Pattern[str], Any, str], ...] = (
+    (re.compile(r"^args\.no_save_rng$"), True, "Megatron must not look for random states"),
+    (re.compile(r"^train\.world_size$"), 0, "OLMo-core must not look for random states"),
 )
 
 
@@ -129,6 +137,12 @@ def common_names(a: Manifest, b: Manifest) -> tuple[FormNames, FormNames]:
         if all(map(_distinct, (one, two), (a, b))):
             return one, two
     return AS_STORED, AS_STORED
+
+
+def set_by_reshard(name: str, values: Sequence[Any]) -> str:
+    """Return why a reshard has set a plain value to this; empty for any other value."""
+    rows = (row for row in SET_BY_RESHARD if row[0].match(name) and list(values) == [row[1]])
+    return next((why for _, value, why in rows if type(values[0]) is type(value)), "")
 
 
 def _is_sharded(form: TrainerForm, manifest: Manifest) -> bool:
