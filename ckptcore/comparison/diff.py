@@ -5,7 +5,7 @@
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal dtype and shape, are read side by side
    (`ckptcore.comparison.tensor_compare`).
-4. What a conversion leaves out is told apart from what differs (`ckptcore.comparison.dropped_names`).
+4. What a conversion leaves out is kept apart from what differs (`ckptcore.comparison.dropped_names`).
 """
 
 from __future__ import annotations

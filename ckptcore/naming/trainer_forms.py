@@ -23,8 +23,8 @@ class TrainerForm:
         trainer: Its name, for people.
         marker: Key of an object that each of its checkpoints has.
         sharded: Matches names that only the folder has.
-        model: Matches the model's names in a folder, which has none that ``whole`` matches.
-        whole: Matches the model's names in a file.
+        model: Matches the model's names in a folder, which has none that ``single`` matches.
+        single: Matches the model's names in a file.
         moves: (pattern of the folder's names, replacement): the file's names.
         state: Matches the file's name of a state, with the groups ``optimizer``, ``number`` and ``rest``.
         listed: Matches the path of an entry in a list of parameters, with the group ``optimizer``.
@@ -35,7 +35,7 @@ class TrainerForm:
     marker: str
     sharded: re.Pattern[str]
     model: re.Pattern[str]
-    whole: re.Pattern[str]
+    single: re.Pattern[str]
     moves: tuple[tuple[re.Pattern[str], str], ...]
     state: re.Pattern[str]
     listed: re.Pattern[str]
@@ -50,7 +50,7 @@ FORMS = (
         "pytorch-lightning_version",
         sharded=re.compile(r"optimizer_\d{1,9}\."),
         model=re.compile(r"model\."),
-        whole=re.compile(r"state_dict(\.|$)"),
+        single=re.compile(r"state_dict(\.|$)"),
         moves=(
             (re.compile(r"^model\."), "state_dict."),
             (re.compile(r"^optimizer_(\d{1,9})\."), r"optimizer_states.\1."),
@@ -146,7 +146,7 @@ def set_by_reshard(name: str, values: Sequence[Any]) -> str:
 
 
 def _is_sharded(form: TrainerForm, manifest: Manifest) -> bool:
-    bare = _has(form.model, manifest) and not _has(form.whole, manifest)
+    bare = _has(form.model, manifest) and not _has(form.single, manifest)
     return bare or _has(form.sharded, manifest)
 
 

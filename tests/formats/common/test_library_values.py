@@ -176,7 +176,7 @@ def test_files_are_opened_by_torch(tmp_path: Path) -> None:
         cwd=ROOT / "tests/helpers",
     )
     assert run.stdout == "done\n", run.stdout + run.stderr[-2000:]
-    # A plain form counts as equal to what it stands for; another value does not.
+    # A plain form counts as equal to what it replaces; another value does not.
     assert ckptcore.diff(source, str(tmp_path / "plain.pt")).equal
     assert ckptcore.diff(source, str(tmp_path / "files")).equal
     torch.save({**state, "range": (range(2, 10**30, 8),), "delta": [1]}, tmp_path / "other.pt")
