@@ -46,29 +46,52 @@ class StoredView:
     flags: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class StoredStorage(RefusedTensor):
     """A storage that a pickle names. In the tree itself it is refused: its elements belong to no tensor.
 
+    One is made for each tensor, so that everything but the four attributes is computed when it is asked for.
+
     Attributes:
+        key: Key of the storage's record ``data/<key>``.
+        dtype: Of its elements; empty for bytes without one.
         numel: Elements.
         nbytes: Bytes.
     """
 
-    numel: int = 0
-    nbytes: int = 0
+    __slots__ = ("key", "nbytes", "numel")
+
+    def __init__(self, key: str, dtype: str, numel: int, nbytes: int) -> None:
+        put = object.__setattr__
+        put(self, "key", key)
+        put(self, "dtype", dtype)
+        put(self, "numel", numel)
+        put(self, "nbytes", nbytes)
 
     @property
-    def key(self) -> str:
-        """Key of the storage's record ``data/<key>``."""
-        return self.storages[0]
+    def name(self) -> str:  # type: ignore[override]  # computed
+        """The class of the storage."""
+        known = BY_NAME.get(self.dtype)
+        return f"torch.{known.storage}" if known is not None else "torch.storage.UntypedStorage"
 
-    @classmethod
-    def of(cls, kind: str, key: str, dtype: str, numel: int, itemsize: int) -> StoredStorage:
-        """Return a storage of a class of torch; ``dtype`` is empty for bytes without one."""
-        name = "torch.storage.UntypedStorage" if not dtype else f"torch.{kind}"
-        what = "a storage outside of a tensor"
-        return cls(name, what, False, dtype, (numel,), (key,), numel, numel * itemsize)
+    @property
+    def what(self) -> str:  # type: ignore[override]  # computed
+        """The reason as a text."""
+        return "a storage outside of a tensor"
+
+    @property
+    def foreign(self) -> bool:  # type: ignore[override]  # computed
+        """Whether the reason is a class that is not on the allow-list."""
+        return False
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # computed
+        """All elements."""
+        return (self.numel,)
+
+    @property
+    def storages(self) -> tuple[str, ...]:  # type: ignore[override]  # computed
+        """Its own key."""
+        return (self.key,)
 
 
 def storages_in(tree: Any, *, refused: bool = False) -> set[str]:

@@ -419,14 +419,14 @@ def _storage_fields(pid: Any) -> StoredStorage:
     if numel < 0 or numel >= 1 << 50:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":
-        return StoredStorage.of(kind.value, key, "", numel, 1)
+        return StoredStorage(key, "", numel, numel)
     if kind.value in UNSUPPORTED_STORAGES:
         name, width = UNSUPPORTED_STORAGES[kind.value]
-        return StoredStorage.of(kind.value, key, name, numel, width)
+        return StoredStorage(key, name, numel, numel * width)
     found = BY_STORAGE.get(kind.value)
     if found is None:
         raise ValueError(f"unknown storage type {kind.value!r}")
-    return StoredStorage.of(kind.value, key, found.name, numel, found.itemsize)
+    return StoredStorage(key, found.name, numel, numel * found.itemsize)
 
 
 def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord, int]:
