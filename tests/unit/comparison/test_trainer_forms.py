@@ -38,7 +38,9 @@ def file(path: Path, *, numbers: bool = True, **changes: Any) -> str:
     states = dict(zip(keys, STATES.values(), strict=True))
     optimizer = {"state": states, "param_groups": [{**GROUP, "params": changes.get("params", keys)}]}
     optimizer["state"] = {**states, **changes.get("states", {})}
-    torch.save({**FACTS, "state_dict": weights, "optimizer_states": [optimizer], **changes.get("facts", {})}, path)
+    torch.save(
+        {**FACTS, "state_dict": weights, "optimizer_states": [optimizer], **changes.get("facts", {})}, path
+    )
     return str(path)
 
 
@@ -81,7 +83,9 @@ def test_what_differs_between_forms_is_found(tmp_path: Path) -> None:
     found = ckptcore.diff(one, file(tmp_path / "names.ckpt", numbers=False, params=["net.a", "net.b"]))
     assert {o.name.rpartition(".")[0] for o in found.objects} == {"optimizer_states.0.param_groups.0.params"}
     found = ckptcore.diff(one, file(tmp_path / "exchanged.ckpt", states=exchanged))
-    assert not found.equal  # shapes contradict the numbers: nothing is named, and nothing is equal by accident
+    assert (
+        not found.equal
+    )  # shapes contradict the numbers: nothing is named, and nothing is equal by accident
     assert any("state.0" in t.name for t in found.tensors)
 
 
@@ -218,7 +222,9 @@ def test_a_fingerprint_warns_of_options_without_effect(tmp_path: Path, cli: driv
     source = trained(tmp_path / "a")
     plain = ckptcore.fingerprint(source)
     assert plain.warnings == ()
-    taken = ckptcore.fingerprint(source, exclude=["nothing.*"], include=["*", "none.*"], rename=[("no.", "x.")])
+    taken = ckptcore.fingerprint(
+        source, exclude=["nothing.*"], include=["*", "none.*"], rename=[("no.", "x.")]
+    )
     assert taken.fingerprint == plain.fingerprint
     assert [(w.code, w.severity) for w in taken.warnings] == [("unused-option", "warning")] * 3
     assert [w.message.split(" matches")[0] for w in taken.warnings] == [
