@@ -64,8 +64,8 @@ FORMS = (
 )
 
 
-# What a reshard sets in a trainer's state because it leaves out random states, so that the trainer does not look
-# for them: pattern of the name, value, why. The formats' writers set them.
+# What a reshard sets in a trainer's state because it leaves out random states, so that the trainer does not
+# look for them: pattern of the name, value, why. The formats' writers set them.
 SET_BY_RESHARD: tuple[tuple[re.Pattern[str], Any, str], ...] = (
     (re.compile(r"^args\.no_save_rng$"), True, "Megatron must not look for random states"),
     (re.compile(r"^train\.world_size$"), 0, "OLMo-core must not look for random states"),
