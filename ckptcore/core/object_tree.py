@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
-from ckptcore.core.named_values import normal
+from ckptcore.core.named_values import normal, restated
 
 # The version of the JSON form, where it is stored outside of this project's own files. A new kind that an
 # older reader would misread needs a new version.
@@ -46,6 +46,10 @@ class Named:
 
     kind: str
     value: Any
+
+    def __str__(self) -> str:
+        """Return the text of the plain form, which is what a key of this value is called in a name."""
+        return str(restated(self.kind, self.value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,14 @@ def test_containers_with_tensors_are_taken_apart_by_name(tmp_path: Path) -> None
     assert kept[0].value["items"][0]["exp_avg"] == TensorRef("box.0.items.0.exp_avg")
 
 
+def test_keys_have_the_names_of_their_plain_forms(tmp_path: Path) -> None:
+    state = {np.int64(3): {"w": torch.ones(1), "at": 1}, VALUES["path"]: torch.zeros(2)}
+    torch.save({"state": state}, tmp_path / "x.pt")
+    manifest = ckptcore.open(str(tmp_path / "x.pt"))
+    assert {t.fqn for t in manifest.tensors} == {"state.3.w", "state./data/run 1"}
+    assert [b.key for b in manifest.blobs] == ["state.3.at"]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
