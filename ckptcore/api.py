@@ -93,13 +93,17 @@ def diff(
     tie: Sequence[tuple[str, str]] = (),
     keep_quantized: bool = False,
     weights: str = "auto",
+    record: str | None = None,
+    ignore_dropped: bool = False,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Difference:
     """Compare two checkpoints of any format and topology.
 
     Names, dtypes, shapes and bits of tensors are compared (a NaN equals itself, 0.0 differs from -0.0), and
-    plain values. Every record with a checksum is verified, and replicas are compared with each other.
+    plain values. Every record with a checksum is verified, and replicas are compared with each other. The
+    two forms of one trainer, such as Lightning's folder and its one file, are compared by meaning. What one
+    side lacks because a conversion leaves it out is in ``difference.dropped``.
 
     Args:
         a: A manifest, or a path or URL.
@@ -113,6 +117,9 @@ def diff(
         tie: (gone, kept): where a side has no ``gone``, its ``kept`` is compared.
         keep_quantized: Compare quantised weights as stored, instead of their values.
         weights: Which of two stored copies of trained weights is the model, as in `open`.
+        record: Folder of the saved plan that made one side of the other, or a file with the JSON answer of
+            that conversion. What it lists as left out counts as equal.
+        ignore_dropped: Count what a reshard leaves out by its rules as equal without a record.
         settings: Memory budget and threads. Memory use is ``settings.memory``.
         progress: Called with (stage, bytes done, bytes in total).
 
@@ -127,9 +134,13 @@ def diff(
     """
     from ckptcore.comparison.diff import DiffRules
     from ckptcore.comparison.diff import diff as run
+    from ckptcore.comparison.dropped_names import recorded_in
 
     rules = DiffRules(
-        model or bool(model_prefix), *map(_frozen, (model_prefix, rename, tie, include, exclude))
+        model or bool(model_prefix),
+        *map(_frozen, (model_prefix, rename, tie, include, exclude)),
+        recorded=recorded_in(record) if record is not None else (),
+        ignore_dropped=ignore_dropped,
     )
     one, two = (
         open(s, keep_quantized=keep_quantized, weights=weights) if isinstance(s, str) else s for s in (a, b)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from ckptcore.redaction import redacted, redacted_value
+from ckptcore.value_findings import VALUE_FINDINGS
 
 # The check levels, shallowest first: each includes those before it.
 LEVELS = ("files", "coverage", "bytes", "values")
@@ -320,7 +321,7 @@ class Finding:
 
 
 # code: (severity, meaning, default next step)
-FINDINGS: dict[str, tuple[str, str, str]] = {
+FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
     "missing-file": (
         "error",
         "a file that the metadata names is not there",

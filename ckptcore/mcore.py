@@ -22,12 +22,15 @@ from typing import Any
 from ckptcore import api
 from ckptcore.conversion.pipeline import Result
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
+from ckptcore.core.named_values import restated
 from ckptcore.core.object_tree import Named, TensorRef, decode, references
 from ckptcore.errors import UnsupportedFormat, UsageError
 from ckptcore.formats.megatron.sharded_objects import SHARD
 from ckptcore.planning.request import Settings
 
 FORMATS = ("torch_dist", "zarr")
+# Kinds of values that are returned as their content.
+_OPENED = ("namespace", "bytesio", "bytesioat", "bytetensor", "npscalar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ def _with_tensors(value: Any, manifest: Manifest) -> Any:
         return api.read(manifest, value.fqn)
     if isinstance(value, Named):
         inner = _with_tensors(value.value, manifest)
-        return inner if value.kind in ("namespace", "bytesio", "bytetensor") else Named(value.kind, inner)
+        return restated(value.kind, inner) if value.kind in _OPENED else Named(value.kind, inner)
     if isinstance(value, dict):
         return type(value)((k, _with_tensors(v, manifest)) for k, v in value.items())
     if isinstance(value, (list, tuple)):

@@ -10,7 +10,21 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli import render as show
-from ckptcore.cli.options import ANSWER, NAMES, PART, RUN, As, Level, One, Other, Output, Src, declared, takes
+from ckptcore.cli.options import (
+    ANSWER,
+    LEFT_OUT,
+    NAMES,
+    PART,
+    RUN,
+    As,
+    Level,
+    One,
+    Other,
+    Output,
+    Src,
+    declared,
+    takes,
+)
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
@@ -73,11 +87,12 @@ def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
     raise typer.Exit(0 if report.ok else 1)
 
 
-@takes(NAMES, declared(*MEANS), ANSWER)
+@takes(NAMES, LEFT_OUT, declared(*MEANS), ANSWER)
 def diff(a: One, b: Other, **given: Any) -> None:
     """Compare two checkpoints bit by bit.
 
-    Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ.
+    Names, dtypes, shapes, tensors and plain values are compared. Exit code 1 if they differ. State that a
+    reshard leaves out is listed apart.
     """
     from ckptcore.api import diff as compare
 
@@ -93,6 +108,8 @@ def diff(a: One, b: Other, **given: Any) -> None:
             tie=pairs("tie", given["tie"]),
             keep_quantized=given["keep_quantized"],
             weights=given["weights"],
+            record=given["record"],
+            ignore_dropped=given["ignore_dropped"],
             settings=Options.of(given).settings(),
             progress=progress,
         )

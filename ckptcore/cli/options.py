@@ -162,6 +162,22 @@ Alias = Annotated[
     list[str] | None,
     typer.Option("--tie", metavar="GONE=KEPT", help="Compare KEPT where a side has no GONE (repeatable)."),
 ]
+Record = Annotated[
+    str | None,
+    typer.Option(
+        "--record",
+        metavar="PATH",
+        help="Saved plan or JSON answer of the conversion between A and B. What it left out counts as equal.",
+    ),
+]
+IgnoreDropped = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-dropped",
+        help="Exit with 0 if only state that a reshard leaves out differs: random states, positions of "
+        "data loaders.",
+    ),
+]
 RootNames = Annotated[
     list[str] | None,
     typer.Argument(metavar="ROOT", help="Names of watched roots. Default: all that are not paused."),
@@ -194,6 +210,7 @@ PART: Table = {
     "model": (Model, False),
     **declared("model_prefix", "include", "exclude", "rename", "keep_quantized", "weights"),
 }
+LEFT_OUT: Table = {"record": (Record, None), "ignore_dropped": (IgnoreDropped, False)}
 RUN: Table = declared(*MEANS, "device")
 WAIT: Table = {"wait": (Wait, None)}
 SAVE: Table = {"save": (Save, None)}

@@ -214,14 +214,17 @@ def difference(value: Difference, *, as_json: bool) -> None:
         gone = f"; {len(side.left_out)} left out" if side.left_out else ""
         bare = f"; {count(side.unverified, 'item')} without a checksum" if side.unverified else ""
         size = f"{count(side.tensors, 'tensor')}, {show_size(side.nbytes)}"
+        form = f"; {side.form}" if side.form else ""
         out.print(
-            terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{gone}{bare}"), soft_wrap=True
+            terminal.text(f"{label}: {side.url}: {side.format}, {size}{model}{form}{gone}{bare}"),
+            soft_wrap=True,
         )
     out.print(
         terminal.text(
             ("equal", "green") if value.equal else ("different", "red"),
             f": {count(value.equal_tensors, 'tensor')} and {count(value.equal_objects, 'value')} equal, "
-            f"{count(len(value.tensors), 'tensor')} and {count(len(value.objects), 'value')} different",
+            f"{count(len(value.tensors), 'tensor')} and {count(len(value.objects), 'value')} different"
+            + (f", {len(value.dropped)} left out by a conversion" if value.dropped else ""),
         )
     )
     rows = [(t.name, _what(t), *_both(t)) for t in value.tensors]
@@ -230,6 +233,11 @@ def difference(value: Difference, *, as_json: bool) -> None:
         print_table(out, ("name", "differs in", "A", "B"), rows[:_LIMIT])
     if len(rows) > _LIMIT:
         out.print(f"and {len(rows) - _LIMIT} more (--output json lists all)")
+    _print_pairs(out, "left out", [(d.name, f"{d.what}: {d.why}") for d in value.dropped])
+    if value.dropped and not (value.tensors or value.objects or value.equal):
+        out.print(
+            "only state that a reshard leaves out differs: --ignore-dropped, or --record PATH, accepts it"
+        )
     _print_pairs(out, "not compared", list(value.skipped))
     _findings(out, [*value.a.warnings, *value.b.warnings])
 
@@ -259,6 +267,7 @@ def fingerprint(value: Fingerprints, url: str, *, as_json: bool) -> None:
     out.print(value.fingerprint, soft_wrap=True)
     of_what = f"{url}: {count(len(value.tensors), 'tensor')}, map {value.map_digest[:16]}{bare}"
     out.print(terminal.text((of_what, "dim")), soft_wrap=True)
+    _findings(out, value.warnings)
 
 
 def export_proof(value: ExportProof, *, as_json: bool) -> None:

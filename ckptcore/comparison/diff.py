@@ -1,9 +1,11 @@
 """Compare two checkpoints, whatever their formats and topologies.
 
-1. Both must be complete (level ``coverage``). Names are aligned: the model part, renames, ties, globs.
+1. Both must be complete (level ``coverage``). Names are aligned: the model part, renames, ties, globs, and
+   two forms of one trainer (`ckptcore.naming.trainer_forms`).
 2. Names, dtypes, shapes and plain values are compared from metadata.
 3. Tensors that both have, with equal dtype and shape, are read side by side
    (`ckptcore.comparison.tensor_compare`).
+4. What a conversion leaves out is kept apart from what differs (`ckptcore.comparison.dropped_names`).
 """
 
 from __future__ import annotations
@@ -12,8 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptcore.checking.check import require_complete
+from ckptcore.comparison.dropped_names import OneSided, dropped_names
 from ckptcore.comparison.object_leaves import Leaves, as_tensor, compare, leaves
-from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE, Difference, Side, TensorDifference
+from ckptcore.comparison.result import (
+    DTYPE,
+    ONLY_A,
+    ONLY_B,
+    SHAPE,
+    Difference,
+    DroppedName,
+    ObjectDifference,
+    Side,
+    TensorDifference,
+)
 from ckptcore.comparison.tensor_compare import Opened, Pair, labelled, walk
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
@@ -21,6 +34,7 @@ from ckptcore.errors import Finding, UsageError
 from ckptcore.formats import by_name
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
+from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
 from ckptcore.planning.request import Settings
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
@@ -39,6 +53,8 @@ class DiffRules:
         tie: (gone, kept): a side that lacks ``gone`` is compared as if ``kept`` were stored there, too.
         include: Globs on the names that are compared.
         exclude: Globs on the names that are not compared.
+        recorded: (stored name, rule) of what a conversion of one side to the other left out.
+        ignore_dropped: Count what a conversion leaves out as equal without its record.
     """
 
     model: bool = False
@@ -47,6 +63,8 @@ class DiffRules:
     tie: tuple[tuple[str, str], ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    recorded: tuple[tuple[str, str], ...] = ()
+    ignore_dropped: bool = False
 
     def dropped(self, *names: str) -> str:
         """Return the rule that excludes a tensor or value with these names; empty if none does."""
@@ -78,7 +96,9 @@ def diff(
         The differences; see `ckptcore.diff`.
     """
     urls = urls or (a.root, b.root)
-    sides = (_prepare(a, "A", urls[0], rules, 0), _prepare(b, "B", urls[1], rules, 1))
+    own = rules.model or rules.rename  # then the user says which names are equal
+    forms = (AS_STORED, AS_STORED) if own else common_names(a, b)
+    sides = (_prepare(a, "A", urls[0], rules, 0, forms[0]), _prepare(b, "B", urls[1], rules, 1, forms[1]))
     _tie(sides, rules.tie)
     _pick(sides, rules)
     skipped = _without_objects(sides, rules)
@@ -94,14 +114,17 @@ def diff(
             reading.store.close()
     found = {d.name: d for d in [*tensors, *compared]}
     order = [*sides[0].rows, *(n for n in sides[1].rows if n not in sides[0].rows)]
+    gone = _dropped([found[name] for name in order if name in found], different, sides, rules)
     return Difference(
         sides[0].result(),
         sides[1].result(),
-        tuple(found[name] for name in order if name in found),
-        tuple(different),
+        tuple(found[name] for name in order if name in found and name not in gone),
+        tuple(o for o in different if o.name not in gone),
         len(pairs) - len(compared),
         equal_objects + arrays,
         (*skipped, *refused),
+        tuple(gone.values()),
+        rules.ignore_dropped,
     )
 
 
@@ -121,6 +144,7 @@ class _Side:
     unread: frozenset[str]  # compared names of tensors that cannot be read
     objects: Leaves = field(default_factory=dict)
     unverified: int = 0
+    form: str = ""
 
     def spec(self, name: str) -> TensorSpec:
         """Return a tensor under its stored name."""
@@ -138,10 +162,13 @@ class _Side:
             tuple(self.left_out),
             self.unverified,
             self.warnings,
+            self.form,
         )
 
 
-def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number: int) -> _Side:
+def _prepare(
+    manifest: Manifest, label: str, url: str, rules: DiffRules, number: int, form: FormNames
+) -> _Side:
     rename = rules.rename if number == 0 else ()
     prefix = rules.prefixes[number] if number < len(rules.prefixes) else None
 
@@ -150,9 +177,9 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number:
     def compared(name: str) -> str | None:
         """Return the name under which a stored tensor is compared; None if it is not compared."""
         inner = inside(name)
-        return (
-            None if inner is None else apply_renames(strip_wrappers(inner) if rules.model else inner, rename)
-        )
+        if inner is None:
+            return None
+        return form.name(apply_renames(strip_wrappers(inner) if rules.model else inner, rename))
 
     def selected(name: str) -> bool:
         known = compared(name)
@@ -168,22 +195,27 @@ def _prepare(manifest: Manifest, label: str, url: str, rules: DiffRules, number:
             unwrap=model is not None,
             rename=rename,
         )
-    new = [t.fqn for t in mapped.manifest.tensors]
-    old = dict(mapped.renamed)
-    stored = {n: n for n in new} | {n: o for o, n in old.items()}
+    before = [t.fqn for t in mapped.manifest.tensors]
+    new = [form.name(name) for name in before]
+    named = mapped.manifest if new == before else select(mapped.manifest, range(len(new)), new)
+    origin = {n: o for o, n in mapped.renamed}
+    stored = {n: origin.get(b, b) for n, b in zip(new, before, strict=True)}
     warnings = tuple(f for f in report.findings if f.severity == "warning")
     return _Side(
         f"{label} ({url})",
         url,
         manifest,
-        mapped.manifest,
+        named,
         stored,
         {n: i for i, n in enumerate(new)},
         model,
         [(d.fqn, d.rule) for d in mapped.dropped],
         warnings,
         frozenset(n for name in manifest.unread if (n := compared(name)) is not None),
-        {} if rules.model else leaves(manifest.blobs, lambda path: apply_renames(path, rename)),
+        {}
+        if rules.model
+        else leaves(manifest.blobs, lambda path: form.name(apply_renames(path, rename)), form.value),
+        form=form.because,
     )
 
 
@@ -223,8 +255,9 @@ def _pick(sides: tuple[_Side, _Side], rules: DiffRules) -> None:
             if not any(matches(name, [glob]) for name in names):
                 raise UsageError(
                     f"{option} {glob} matches nothing on either side",
-                    hint="globs apply to the names after --rename and --model; "
-                    "`ckptcore inspect` lists the stored names",
+                    hint="globs apply to the names after --rename and --model"
+                    + "".join(f", and as in {s.form}" for s in sides if s.form)
+                    + "; `ckptcore inspect` lists the stored names",
                 )
     for side in sides:
         for name in list(side.rows):
@@ -254,6 +287,37 @@ def _arrays(side: _Side, other: _Side, opened: Opened) -> int:
             del side.objects[name], other.rows[name]
             equal += 1
     return equal
+
+
+def _dropped(
+    tensors: Sequence[TensorDifference],
+    objects: Sequence[ObjectDifference],
+    sides: tuple[_Side, _Side],
+    rules: DiffRules,
+) -> dict[str, DroppedName]:
+    """Return what one side lacks because a conversion leaves it out, by compared name."""
+    by_kind = {ONLY_A: sides[0], ONLY_B: sides[1]}
+    missing = [
+        OneSided(t.name, t.what[0], by_kind[t.what[0]].stored[t.name])
+        for t in tensors
+        if t.what in ((ONLY_A,), (ONLY_B,))
+    ]
+    missing += [
+        OneSided(o.name, o.what, by_kind[o.what].objects[o.name].stored) for o in objects if o.what in by_kind
+    ]
+    stored = {
+        what: [*(t.fqn for t in side.source.tensors), *(b.key for b in side.source.blobs)]
+        for what, side in by_kind.items()
+    }
+    gone = dropped_names(missing, dict(rules.recorded), stored)
+    for lost in {d.what for d in gone.values()}:
+        output = sides[1 if lost == ONLY_A else 0]
+        for each in objects:
+            leaf = output.objects.get(each.name)
+            why = set_by_reshard(each.name, leaf.values) if leaf is not None else ""
+            if why:
+                gone[each.name] = DroppedName(each.name, each.what, why, bool(rules.recorded))
+    return gone
 
 
 def _match(a: _Side, b: _Side) -> tuple[list[TensorDifference], list[Pair]]:

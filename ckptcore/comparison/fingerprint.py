@@ -10,7 +10,7 @@ Peak memory: the interpreter, torch where tensors are computed or transposed, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckptcore.comparison.tensor_compare import Opened, labelled
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import UsageError
+from ckptcore.errors import Finding, UsageError, finding
 from ckptcore.execution.device import host_buffer, host_sum, lane_on
 from ckptcore.execution.tiles import Budget
 from ckptcore.fingerprints.sums import (
@@ -32,7 +32,7 @@ from ckptcore.fingerprints.sums import (
     tensor_fingerprint,
 )
 from ckptcore.naming.model_part import find_model, in_model
-from ckptcore.naming.rename import is_kept, remap
+from ckptcore.naming.rename import is_kept, matches, remap
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import tile_view
 from ckptcore.utils.workers import Progress, ProgressMeter
@@ -70,6 +70,7 @@ class Fingerprints:
         tensors: (FQN, dtype, shape, fingerprint) of each.
         renamed: (stored name, name).
         unverified: Number of stored items that were read and have no checksum.
+        warnings: Options that had no effect.
     """
 
     fingerprint: str
@@ -77,6 +78,7 @@ class Fingerprints:
     tensors: tuple[Fingerprinted, ...]
     renamed: tuple[tuple[str, str], ...]
     unverified: int
+    warnings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -89,6 +91,7 @@ class Fingerprints:
             "map_digest": self.map_digest,
             "unverified": self.unverified,
             "tensors": rows,
+            "warnings": [w.as_dict() for w in self.warnings],
         }
 
 
@@ -113,7 +116,7 @@ def fingerprint(
         UsageError: No tensor is selected.
         DamagedCheckpoint: A selected tensor is incomplete or does not match its checksum.
     """
-    include, exclude = rules.include, rules.exclude
+    include, exclude, warnings = _with_effect(manifest, rules)
     inside = in_model(manifest, rules.model_prefix) if rules.model else str
     require_complete(manifest, lambda name: is_kept(name, include, exclude) and inside(name) is not None)
     options: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rules.rename}
@@ -130,7 +133,41 @@ def fingerprint(
     finally:
         opened.store.close()
     done = map_digest(mapped.renamed, [d.fqn for d in mapped.dropped], ())
-    return Fingerprints(checkpoint_fingerprint(tensors), done, tensors, mapped.renamed, opened.unverified)
+    return Fingerprints(
+        checkpoint_fingerprint(tensors), done, tensors, mapped.renamed, opened.unverified, warnings
+    )
+
+
+def _with_effect(
+    manifest: Manifest, rules: FingerprintRules
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Finding, ...]]:
+    """Return the globs that match tensors, and a warning for each option that matches none.
+
+    Without a single --include that matches, nothing is selected, which is an error.
+    """
+    names = [*(t.fqn for t in manifest.tensors), *manifest.unread]
+    used = {g for g in (*rules.include, *rules.exclude) if any(matches(n, [g]) for n in names)}
+    idle = [(o, g) for o in ("include", "exclude") for g in getattr(rules, o) if g not in used]
+    if rules.include and not used & {*rules.include}:
+        raise UsageError(
+            f"no tensor is left: --include {rules.include[0]} matches nothing",
+            hint="`ckptcore inspect SRC` lists the names",
+        )
+    idle += [("rename", old) for old, new in rules.rename if not _renames(names, rules, old, new)]
+    warnings = tuple(
+        finding("unused-option", "files", f"--{option} {glob} matches no tensor", fqn=None)
+        for option, glob in idle
+    )
+    include, exclude = (tuple(g for g in gs if g in used) for gs in (rules.include, rules.exclude))
+    return include, exclude, warnings
+
+
+def _renames(names: Sequence[str], rules: FingerprintRules, old: str, new: str) -> bool:
+    """Report whether a rename has an effect; those of the model part have names without its prefix."""
+    head, star, tail = old.partition("*")
+    if rules.model or len(rules.rename) > 1:  # a rule may apply to what another makes
+        return True
+    return any(n.startswith(head) and (not star or n.endswith(tail)) for n in names) or old == new
 
 
 class _Summed(OpenTensor):

@@ -18,7 +18,8 @@ import numpy as np
 from ckptcore.comparison.result import ONLY_A, ONLY_B, VALUES, ObjectDifference
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob
-from ckptcore.core.object_tree import Named, Refused, decode
+from ckptcore.core.named_values import CONTAINERS, content_of, restated
+from ckptcore.core.object_tree import Named, Refused, decode, encode
 from ckptcore.utils.text import short_repr
 
 _TEXT_LENGTH = 60
@@ -28,22 +29,43 @@ _SPLIT = ("tensor", "ndarray")  # formats that store these separately split the 
 
 @dataclass(slots=True)
 class ObjectLeaf:
-    """The value at a path. root: the object it is stored in. values: JSON forms; several if paths collide."""
+    """The value at a path.
+
+    Attributes:
+        root: The object it is in, under its compared name.
+        stored: The object's stored name.
+        values: JSON forms; several if paths collide.
+    """
 
     root: str
+    stored: str
     values: list[Any] = field(default_factory=list)
 
 
 Leaves = dict[str, ObjectLeaf]
 
 
-def leaves(blobs: Iterable[Blob], named: Callable[[str], str]) -> Leaves:
-    """Return the plain values of objects by path. named: path -> name under which it is compared."""
+def _as_it_is(name: str, value: Any) -> Any:
+    return value
+
+
+def leaves(
+    blobs: Iterable[Blob], named: Callable[[str], str], valued: Callable[[str, Any], Any] = _as_it_is
+) -> Leaves:
+    """Return the plain values of objects by path.
+
+    Args:
+        blobs: The objects.
+        named: Path -> name under which it is compared.
+        valued: (that name, value) -> value that is compared.
+    """
     found: Leaves = {}
     for blob in blobs:
         tree = blob.tree if blob.known else {"$": "refused", "name": ", ".join(blob.refused) or "unreadable"}
         for path, value in _walk(tree, blob.key):
-            found.setdefault(named(path), ObjectLeaf(named(blob.key))).values.append(value)
+            name = named(path)
+            leaf = found.setdefault(name, ObjectLeaf(named(blob.key), blob.key))
+            leaf.values.append(valued(name, value))
     return found
 
 
@@ -57,7 +79,7 @@ def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tup
         if ours is None or theirs is None:
             what = ONLY_B if ours is None else ONLY_A
             different.append(ObjectDifference(name, what, _texts(ours), _texts(theirs)))
-        elif _canonical(ours) != _canonical(theirs):
+        elif _canonical(ours) != _canonical(theirs) and not _restated(ours, theirs):
             different.append(ObjectDifference(name, VALUES, _texts(ours), _texts(theirs)))
         elif refused := _first_refused(ours):
             skipped.append((name, f"the value is not built on either side: {refused}"))
@@ -100,9 +122,16 @@ def _children(tree: Any) -> list[tuple[Any, Any]]:
     if kind is None:
         return list(tree.items())
     if kind in ("dict", "odict"):
-        return [(decode(k), v) for k, v in tree["items"]]
+        return [(_key(decode(k)), v) for k, v in tree["items"]]
+    if kind in CONTAINERS:
+        return _children(content_of(kind, tree["value"]))
     # Other tuples are values, such as (0.9, 0.95).
     return list(enumerate(tree["items"])) if kind == "tuple" and _contains(tree, _SPLIT) else []
+
+
+def _key(value: Any) -> Any:
+    """Return a key as it is in a path: that of a library as its plain form."""
+    return restated(value.kind, value.value) if isinstance(value, Named) else value
 
 
 def _contains(tree: Any, kinds: Sequence[str]) -> bool:
@@ -122,6 +151,49 @@ def _first_refused(tree: Any) -> str:
     if tree.get("$") == "ndarray":
         return str(tree["value"].get("refused", ""))
     return str(tree["name"]) if tree.get("$") == "refused" else _first_refused(list(tree.values()))
+
+
+def _restated(ours: list[Any], theirs: list[Any]) -> bool:
+    """Report whether one side has the plain forms of the other's values, as a format without classes does."""
+    if len(ours) != len(theirs):
+        return False
+    for one, other in zip(ours, theirs, strict=True):
+        forms = {_canonical(one), _canonical(other)}
+        plain = {_canonical(_plain(one)), _canonical(_plain(other))}
+        # Two values of different classes are not equal, even if their plain forms are.
+        if len(forms) > 1 and (len(plain) > 1 or not forms & plain):
+            return False
+    return True
+
+
+def _plain(form: Any) -> Any:
+    """Return the JSON form of a value without the classes of libraries."""
+    if isinstance(form, list):
+        return [_plain(v) for v in form]
+    if not isinstance(form, dict):
+        return form
+    kind = form.get("$")
+    if kind is None:
+        return {k: _plain(v) for k, v in form.items()}
+    if kind in ("dict", "odict"):
+        items = [[_plain_key(k), _plain(v)] for k, v in form["items"]]
+        named = kind == "dict" and all(type(k) is str and k != "$" for k, _ in items)
+        return dict(items) if named else {"$": kind, "items": items}
+    if kind == "tuple":
+        return {"$": kind, "items": [_plain(v) for v in form["items"]]}
+    if kind in ("set", "frozenset"):
+        return {"$": "set", "items": sorted(map(_plain_key, form["items"]), key=repr)}
+    if "value" not in form or kind in ("int", "float", "bytes", "ndarray"):
+        return form
+    value = decode(form)
+    return _plain(encode(restated(kind, value.value))) if isinstance(value, Named) else form
+
+
+def _plain_key(form: Any) -> Any:
+    """Return the plain form of what must be hashed: a frozen set is a tuple there."""
+    plain = _plain(form)
+    frozen = isinstance(form, dict) and form.get("$") == "frozenset"
+    return {**plain, "$": "tuple"} if frozen else plain
 
 
 def _canonical(value: Any) -> str:

@@ -70,6 +70,25 @@ class ObjectDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class DroppedName:
+    """A tensor or plain value that one side lacks, because a conversion leaves it out by a rule.
+
+    A value that the conversion sets because of that is one, too.
+
+    Attributes:
+        name: The name under which it was compared.
+        what: ``only-in-a`` or ``only-in-b``; ``values`` for one that was set.
+        why: The rule.
+        recorded: Whether the conversion's record lists it; else its name fits the rule.
+    """
+
+    name: str
+    what: str
+    why: str
+    recorded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One of the two checkpoints.
 
@@ -82,6 +101,7 @@ class Side:
         left_out: (stored name, rule).
         unverified: Number of stored items that were read and have no checksum.
         warnings: Findings that do not stop a comparison.
+        form: Which names were moved, where the sides have two forms of one trainer.
     """
 
     url: str
@@ -92,6 +112,7 @@ class Side:
     left_out: tuple[tuple[str, str], ...] = ()
     unverified: int = 0
     warnings: tuple[Finding, ...] = ()
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +127,8 @@ class Difference:
         equal_tensors: Number of equal tensors.
         equal_objects: Number of equal plain values.
         skipped: (name, reason) of values that could not be compared.
+        dropped: What one side lacks because a conversion leaves it out, apart from those above.
+        ignore_dropped: Whether ``dropped`` counts as equal even where no record lists it.
     """
 
     a: Side
@@ -115,11 +138,17 @@ class Difference:
     equal_tensors: int
     equal_objects: int
     skipped: tuple[tuple[str, str], ...] = ()
+    dropped: tuple[DroppedName, ...] = ()
+    ignore_dropped: bool = False
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was compared is equal: names, dtypes, shapes, bits, plain values."""
-        return not self.tensors and not self.objects
+        """Whether everything that was compared is equal: names, dtypes, shapes, bits, plain values.
+
+        What the record of a conversion lists as left out is equal; without a record only if it is ignored.
+        """
+        accounted = self.ignore_dropped or all(d.recorded for d in self.dropped)
+        return accounted and not self.tensors and not self.objects
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `ckptcore diff --output json`."""
@@ -132,6 +161,9 @@ class Difference:
             "tensors": [_tensor(t) for t in self.tensors],
             "objects": [{"name": o.name, "what": o.what, "a": o.a, "b": o.b} for o in self.objects],
             "skipped": [{"name": name, "why": why} for name, why in self.skipped],
+            "dropped": [
+                {"name": d.name, "what": d.what, "why": d.why, "recorded": d.recorded} for d in self.dropped
+            ],
         }
 
 
@@ -145,6 +177,7 @@ def _side(side: Side) -> dict[str, Any]:
         "left_out": [{"name": name, "rule": rule} for name, rule in side.left_out],
         "unverified": side.unverified,
         "warnings": [w.as_dict() for w in side.warnings],
+        "form": side.form or None,
     }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
+from ckptcore.core.named_values import normal, restated
 
 # The version of the JSON form, where it is stored outside of this project's own files. A new kind that an
 # older reader would misread needs a new version.
@@ -24,6 +25,7 @@ SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str
 _AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has these types
 _NUMBERS: frozenset[type] = frozenset({bool, int})
 _WIDE = 1 << 53  # JSON readers that use doubles lose integers from here on
+_DIGITS = 160  # of the widest integer of a pickle that is read, 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,15 @@ class Named:
 
     Attributes:
         kind: ``size``, ``dtype``, ``path``, ... (``docs/reference/objects.md`` lists them).
-        value: A plain value.
+        value: A plain value, in the form of `ckptcore.core.named_values.normal`.
     """
 
     kind: str
     value: Any
+
+    def __str__(self) -> str:
+        """Return the text of the plain form, which is what a key of this value is called in a name."""
+        return str(restated(self.kind, self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +171,15 @@ def _weight_of(values: Collection[Any]) -> int:
     return SLOT * len(values) + (4 * sum(len(v) for v in values if type(v) is str) if texts else 0)
 
 
+def _wide(text: Any) -> int:
+    """Return the integer of a text of decimal digits; int() takes quadratic time for long ones."""
+    if type(text) is not str or len(text) > _DIGITS:
+        raise ValueError(f"an integer must be a text of at most {_DIGITS} digits")
+    return int(text)
+
+
 _DECODE: dict[str, Any] = {
-    "int": lambda v: int(v["value"]),
+    "int": lambda v: _wide(v["value"]),
     "float": lambda v: float(v["value"]),
     "complex": lambda v: complex(*(decode(x) for x in v["items"])),
     "bytes": lambda v: base64.b64decode(v["value"]),
@@ -181,10 +194,13 @@ _DECODE: dict[str, Any] = {
 
 
 def decode(form: Any) -> Any:
-    """Return the tree of `encode`'s JSON form.
+    """Return the tree of `encode`'s JSON form; no class is looked up by a name in it.
 
     >>> decode(encode({"a": (1, float("inf")), 2: b"x"}))
     {'a': (1, inf), 2: b'x'}
+
+    Raises:
+        ValueError: A value is none of its kind. KeyError and TypeError, too, mean that this is no such form.
     """
     if isinstance(form, list):
         return list(form) if set(map(type, form)) <= SCALARS else [decode(v) for v in form]
@@ -195,7 +211,7 @@ def decode(form: Any) -> Any:
     kind = form["$"]
     if kind in _DECODE:
         return _DECODE[kind](form)
-    return Named(kind, decode(form["value"]))
+    return Named(kind, normal(kind, decode(form["value"])))
 
 
 def references(form: Any) -> list[str]:

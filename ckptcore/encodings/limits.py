@@ -180,8 +180,11 @@ def refused_in(tree: Any, kinds: tuple[type[Any], ...] = (Refused,)) -> tuple[st
         v = queue.pop()
         if isinstance(v, kinds):
             found.add(v.name)
-        elif isinstance(v, Named) and v.kind == "ndarray" and "refused" in v.value:
-            found.add(v.value["refused"])
+        elif isinstance(v, Named):
+            if v.kind == "ndarray" and "refused" in v.value:
+                found.add(v.value["refused"])
+            elif type(v.value) not in SCALARS:
+                queue.append(v.value)
         elif isinstance(v, (dict, list, tuple, set, frozenset)) and id(v) not in seen:
             seen.add(id(v))
             inside = chain(v, v.values()) if isinstance(v, dict) else v

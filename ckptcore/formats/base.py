@@ -219,11 +219,18 @@ class Layout:
         arrange: The function that lays out the files.
         nests: Whether the layout needs the paths of names in the saved tree.
         place: Maps the paths of a source, for an output that only some sources fit; None keeps every path.
+        values: Which classes of plain values the files keep: "" for all, "trainers" for those of a pickle
+        that
+            trainers load, "libraries" for a pickle without classes of trainers, "plain" for one without any.
+        torch_load: Whether people open the files with `torch.load`, which needs weights_only=False for
+        classes.
     """
 
     arrange: Arrange
     nests: bool = False
     place: Place | None = None
+    values: str = ""
+    torch_load: bool = False
 
 
 @dataclass(frozen=True, slots=True)

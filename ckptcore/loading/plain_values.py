@@ -8,16 +8,20 @@ up.
 from __future__ import annotations
 
 import argparse
+import datetime
 import io
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PureWindowsPath
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
 
 from ckptcore.core.manifest import Blob
+from ckptcore.core.named_values import CONTAINERS, content_of, moment_of, uuid_of, zone_of
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
 
 Forms = Mapping[str, Blob]
@@ -49,7 +53,10 @@ def find(objects: Forms, fqn: str) -> tuple[str, Any] | None:
 
 def built(form: Any, read: ReadTensor) -> Any:
     """Build the value of a JSON form; ``read`` returns the tensor of a name. Raises `NotBuilt`."""
-    return _built(decode(form), read)
+    try:
+        return _built(decode(form), read)
+    except ValueError as error:
+        raise NotBuilt(f"a value that is none of its kind: {error}") from error
 
 
 def _within(form: Any, rest: str) -> Iterator[tuple[Any]]:
@@ -73,6 +80,8 @@ def _entries(form: Any) -> list[tuple[Any, Any]]:
         return list(form.items())
     if kind in ("dict", "odict"):
         return [(decode(k), v) for k, v in form["items"]]
+    if kind in CONTAINERS:
+        return _entries(content_of(kind, form["value"]))
     return list(enumerate(form["items"])) if kind == "tuple" else []
 
 
@@ -87,10 +96,10 @@ def _built(value: Any, read: ReadTensor) -> Any:
             raise NotBuilt(f"a value of kind {value.kind}")
         return make(_built(value.value, read))
     if isinstance(value, OrderedDict):
-        return OrderedDict((k, _built(v, read)) for k, v in value.items())
+        return OrderedDict((_built(k, read), _built(v, read)) for k, v in value.items())
     if isinstance(value, dict):
-        return {k: _built(v, read) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+        return {_built(k, read): _built(v, read) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(_built(v, read) for v in value)
     return value
 
@@ -99,6 +108,15 @@ def _torch(name: str) -> Any:
     import torch
 
     return getattr(torch, name.removeprefix("torch."))
+
+
+def _torch_layout(name: str) -> Any:
+    import torch
+
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise NotBuilt(f"the layout {name[:40]}")
+    return found
 
 
 def _torch_device(parts: list[str]) -> Any:
@@ -118,16 +136,66 @@ def _numpy_array(form: dict[str, Any]) -> Any:
     return flat.reshape(form["shape"], order=form.get("order", "C")).copy(order="K")
 
 
+def _scalar(value: tuple[str, bytes]) -> Any:
+    spelled, data = value
+    return np.frombuffer(data, spelled)[0] if data else np.zeros(1, spelled)[0]
+
+
+def _buffer(value: tuple[bytes, int]) -> io.BytesIO:
+    made = io.BytesIO(value[0])
+    made.seek(value[1])
+    return made
+
+
+def _default(value: dict[str, Any]) -> Any:
+    return defaultdict(None if value["factory"] is None else _FACTORIES[value["factory"]], value["items"])
+
+
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "list": list,
+    "set": set,
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "tuple": tuple,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "deque": deque,
+}
 _MAKERS: dict[str, Callable[[Any], Any]] = {
-    "size": lambda dims: _torch("Size")(dims),
-    "dtype": _torch,
-    "layout": _torch,
-    "device": _torch_device,
+    "range": lambda v: range(*v),
+    "slice": lambda v: slice(*v),
+    "ellipsis": lambda _: ...,
+    "bytearray": bytearray,
+    "bytesio": io.BytesIO,
+    "bytesioat": _buffer,
+    "deque": lambda v: deque(v["items"], v["maxlen"]),
+    "defaultdict": _default,
+    "counter": Counter,
+    "date": datetime.date.fromisoformat,
+    "time": lambda v: moment_of(datetime.time, v),
+    "datetime": lambda v: moment_of(datetime.datetime, v),
+    "timedelta": lambda v: datetime.timedelta(*v),
+    "timezone": zone_of,
+    "decimal": Decimal,
+    "fraction": lambda v: Fraction(*v),
+    "uuid": uuid_of,
     "path": Path,
+    "purepath": PurePosixPath,
     "winpath": PureWindowsPath,
-    "ndarray": _numpy_array,
+    "windowspath": PureWindowsPath,
     "namespace": lambda fields: argparse.Namespace(**fields),
     "simplenamespace": lambda fields: types.SimpleNamespace(**fields),
-    "bytesio": io.BytesIO,
+    "npscalar": _scalar,
+    "npdtype": lambda v: np.dtype("".join(reversed(v))),
+    "npclass": lambda name: getattr(np, name),  # one of a closed set
+    "ndarray": _numpy_array,
+    "size": lambda dims: _torch("Size")(dims),
+    "dtype": _torch,
+    "layout": _torch_layout,
+    "qscheme": _torch,
+    "device": _torch_device,
     "bytetensor": _byte_tensor,
 }

@@ -48,6 +48,7 @@ from ckptcore.planning.nesting import LEFT_OUT, nest, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
+from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
@@ -146,6 +147,7 @@ def compose(
     casts = _dtypes(request, mapped.manifest)
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
+    warnings += value_findings(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
     target = Target(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ckptcore.errors import UsageError
-from ckptcore.formats import registry
+from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import is_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
@@ -143,7 +143,7 @@ class Request:
             raise UsageError(
                 f"the ranks of a mesh do not write one file, {self.destination}", hint="name a folder"
             )
-        if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix]:
+        if self.to and suffix and self.to not in SUFFIX_FORMATS[suffix] and not _names_any_file(self.to):
             raise UsageError(
                 f"--to {self.to} does not fit the destination {self.destination}",
                 hint="change the suffix, or leave --to out",
@@ -238,6 +238,12 @@ def _is_one_file(format: str) -> bool:
     writers = (f.writer for f in registry().formats if f.name == format and f.writer is not None)
     writer = next(writers, None)  # as `by_name` chooses it
     return writer is not None and writer.single_file
+
+
+def _names_any_file(format: str) -> bool:
+    """Return whether a format of another package is always one file, which may have any suffix."""
+    own = any(f.name == format for f in FORMATS)
+    return not own and _is_one_file(format)
 
 
 def _lists(value: Any) -> Any:

@@ -49,14 +49,7 @@ def without_bound(
     degree = 1
     for axis in _DATA_AXES:
         degree *= sizes.get(axis, 1)
-    loaders = _loaders(names)
-    rules: dict[str, str] = {}
-    for name in names:
-        root = next((r for r in loaders if name.startswith(r)), None)
-        if _RANDOM.search(name):
-            rules[name] = "random state of a rank that saved it"
-        elif root is not None and loaders[root] != degree:
-            rules[name] = f"data loader of {loaders[root]} data-parallel ranks; the mesh has {degree}"
+    rules = bound_names(names, degree)
     for glob in keep:
         if not any(matches(name, [glob]) for name in rules):
             raise UsageError(
@@ -70,6 +63,25 @@ def without_bound(
     kept = select(manifest, rows, [manifest.tensors[n].fqn for n in rows])
     blobs = tuple(b for b in manifest.blobs if b.key not in rules)
     return replace(kept, blobs=blobs), tuple(rules.items())
+
+
+def bound_names(names: Sequence[str], degree: int | None = None) -> dict[str, str]:
+    """Return name -> rule of the state that is bound to the ranks that saved it.
+
+    Args:
+        names: All names of tensors and objects of a checkpoint.
+        degree: Number of data-parallel ranks whose data loaders may stay; None for none.
+    """
+    loaders = _loaders(names)
+    found: dict[str, str] = {}
+    for name in names:
+        root = next((r for r in loaders if name.startswith(r)), None)
+        if _RANDOM.search(name):
+            found[name] = "random state of a rank that saved it"
+        elif root is not None and loaders[root] != degree:
+            mesh = "" if degree is None else f"; the mesh has {degree}"
+            found[name] = f"data loader of {loaders[root]} data-parallel ranks{mesh}"
+    return found
 
 
 def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
@@ -88,7 +100,7 @@ def require_cut(manifest: Manifest, kept: Iterable[str]) -> None:
         )
 
 
-def _loaders(names: list[str]) -> dict[str, int]:
+def _loaders(names: Sequence[str]) -> dict[str, int]:
     """Return the container of per-rank loader states -> its number of ranks."""
     ranks: dict[str, set[int]] = {}
     for name in names:

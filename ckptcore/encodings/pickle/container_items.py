@@ -39,6 +39,8 @@ class Far:
 
 def set_items(target: Any, items: list[Any], far: Far, what: str) -> None:
     """Put alternating keys and values into a dict; raises `MalformedCheckpoint`."""
+    if type(target) is Named and target.kind == "defaultdict":
+        target = target.value["items"]
     if type(target) is dict or type(target) is OrderedDict:
         if len(items) % 2:
             raise MalformedCheckpoint(f"{what} has a key without a value")
@@ -57,6 +59,11 @@ def extend(target: Any, items: list[Any], what: str) -> None:
     """Append values to a list; raises `MalformedCheckpoint`."""
     if type(target) is list:
         target.extend(items)
+    elif type(target) is Named and target.kind == "deque":
+        target.value["items"].extend(items)
+        longest = target.value["maxlen"]
+        if longest is not None and len(target.value["items"]) > longest:
+            raise MalformedCheckpoint(f"{what}: a deque of at most {longest} values has more")
     elif type(target) is not Refused:
         raise MalformedCheckpoint(f"{what}: cannot append to a {type(target).__name__}")
 
@@ -83,7 +90,7 @@ def _check_key(key: Any, far: Far, what: str) -> None:
             continue
         if kind is Named:
             parts.append((part.value, depth + 1))
-        elif kind is tuple and len(part) <= left:
+        elif (kind is tuple or kind is frozenset) and len(part) <= left:
             parts += [(p, depth + 1) for p in part]
         else:
             raise MalformedCheckpoint(f"{what} uses a {kind.__name__} as a key")

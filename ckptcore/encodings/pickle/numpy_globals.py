@@ -9,17 +9,15 @@ arraydescr_reduce). Before numpy 2 the package was called ``numpy.core``.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 
+from ckptcore.core.named_values import NUMPY_CLASSES, NUMPY_CODE, normal
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.utils.text import short_repr
 
-# Numbers of fixed width, and fixed-width text; objects, records and dates are code or need more.
-_PLAIN = re.compile(r"^(?:b1|i[1248]|u[1248]|f[248]|c8|c16|[SU]\d{1,6})$")
 _MAX_ITEMS = 1 << 40
 _SCALAR = "numpy._core.multiarray.scalar"
 
@@ -38,7 +36,7 @@ def array_value(dtype: str, shape: tuple[int, ...], data: bytes, order: str = "C
 
 
 def _dtype(spelled: Any = "", align: Any = False, copy: Any = True) -> Named | Refused:
-    if type(spelled) is not str or not _PLAIN.match(spelled):
+    if type(spelled) is not str or not NUMPY_CODE.fullmatch(spelled):
         return Refused(f"numpy.dtype({short_repr(spelled, 40)})")
     return Named("npdtype", [spelled, "="])
 
@@ -94,27 +92,26 @@ def _set_array(target: Named, state: Any) -> None:
 def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Named | Refused:
     if isinstance(dtype, Refused):
         return dtype
+    if type(data) is Named and data.kind == "bytearray":  # of protocol 5, for an array that can be written to
+        data = data.value
     if order not in ("C", "F"):
         raise ValueError(f"numpy array in order {short_repr(order, 20)}")
     spelled = _dtype_string(dtype)
     return Named("ndarray", array_value(spelled, _fits(shape, spelled, data), data, order))
 
 
-def _scalar(dtype: Any, data: Any = None) -> Any:
-    """Return a scalar as Python's own number or text of the same value."""
+def _scalar(dtype: Any, data: Any = None) -> Named | Refused:
+    """Return a scalar as the spelling of its dtype and its bytes."""
     if isinstance(dtype, Refused):
         return Refused(f"{_SCALAR} of {dtype.name}")
     spelled = _dtype_string(dtype)
     _fits((), spelled, data)
-    if "U" in spelled:
-        # Not with numpy, which raises SystemError for a number beyond the last character.
-        return data.decode("utf-32-be" if spelled[0] == ">" else "utf-32-le", "surrogatepass").rstrip("\0")
-    return np.frombuffer(data, spelled)[0].item() if len(data) else b""
+    return Named("npscalar", normal("npscalar", (spelled, data)))
 
 
 # The key of a state setter has no dot, so that no pickle can name it.
 NUMPY_TABLE: dict[str, Any] = {
-    "numpy.ndarray": Named("npclass", "ndarray"),
+    **{f"numpy.{name}": Named("npclass", name) for name in sorted(NUMPY_CLASSES)},
     "numpy.dtype": Call("numpy.dtype", _dtype),
     **{
         f"numpy.{core}.{name}": Call(name, build)

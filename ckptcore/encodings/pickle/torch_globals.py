@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import PureWindowsPath
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
 from ckptcore.core.manifest import CONJ, NEG
+from ckptcore.core.named_values import QSCHEMES
 from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
-from ckptcore.encodings.pickle.container_items import Far, keys
+from ckptcore.encodings.pickle.library_globals import LIBRARY_TABLE
 from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
 from ckptcore.encodings.pickle.unpickler import Call, Record
 from ckptcore.utils.text import short_repr
@@ -44,6 +44,54 @@ class StoredView:
     offset: int
     strides: tuple[int, ...]
     flags: int = 0
+
+
+class StoredStorage(RefusedTensor):
+    """A storage that a pickle names. In the tree itself it is refused: its elements belong to no tensor.
+
+    One is made for each tensor, so that everything but the four attributes is computed when it is asked for.
+
+    Attributes:
+        key: Key of the storage's record ``data/<key>``.
+        dtype: Of its elements; empty for bytes without one.
+        numel: Elements.
+        nbytes: Bytes.
+    """
+
+    __slots__ = ("key", "nbytes", "numel")
+
+    def __init__(self, key: str, dtype: str, numel: int, nbytes: int) -> None:
+        put = object.__setattr__
+        put(self, "key", key)
+        put(self, "dtype", dtype)
+        put(self, "numel", numel)
+        put(self, "nbytes", nbytes)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # computed
+        """The class of the storage."""
+        known = BY_NAME.get(self.dtype)
+        return f"torch.{known.storage}" if known is not None else "torch.storage.UntypedStorage"
+
+    @property
+    def what(self) -> str:  # type: ignore[override]  # computed
+        """The reason as a text."""
+        return "a storage outside of a tensor"
+
+    @property
+    def foreign(self) -> bool:  # type: ignore[override]  # computed
+        """Whether the reason is a class that is not on the allow-list."""
+        return False
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # computed
+        """All elements."""
+        return (self.numel,)
+
+    @property
+    def storages(self) -> tuple[str, ...]:  # type: ignore[override]  # computed
+        """Its own key."""
+        return (self.key,)
 
 
 def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
@@ -76,9 +124,9 @@ def _dims(values: Any, what: str) -> tuple[int, ...]:
 
 
 def _rebuild(
-    storage: Any, offset: Any, size: Any, stride: Any, dtype: str, extra: Any
+    storage: StoredStorage, offset: Any, size: Any, stride: Any, dtype: str, extra: Any
 ) -> StoredView | RefusedTensor:
-    key, _, _, nbytes = storage
+    key = storage.key
     if dtype not in BY_NAME:
         return RefusedTensor(f"torch.{dtype}", "", False, dtype, _dims(size, "tensor shape"), (key,))
     shape, strides = _dims(size, "tensor shape"), _dims(stride, "tensor strides")
@@ -89,34 +137,34 @@ def _rebuild(
         if type(extra) is not dict or not set(extra) <= {"conj", "neg"}:
             raise ValueError(f"tensor metadata {short_repr(extra)}")
         flags = (CONJ if extra.get("conj") else 0) | (NEG if extra.get("neg") else 0)
-    return StoredView(key, nbytes, dtype, shape, offset, strides, flags)
+    return StoredView(key, storage.nbytes, dtype, shape, offset, strides, flags)
 
 
 def _rebuild_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, extra: Any = None
 ) -> StoredView | RefusedTensor:
-    if type(storage) is not tuple or not storage[1]:
+    if type(storage) is not StoredStorage or not storage.dtype:
         raise ValueError("tensor without a typed storage")
-    return _rebuild(storage, offset, size, stride, storage[1], extra)
+    return _rebuild(storage, offset, size, stride, storage.dtype, extra)
 
 
 def _rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
 ) -> StoredView | RefusedTensor:
-    if type(storage) is not tuple or type(dtype) is not Named or dtype.kind != "dtype":
+    if type(storage) is not StoredStorage or type(dtype) is not Named or dtype.kind != "dtype":
         raise ValueError("tensor without a storage or dtype")
     return _rebuild(storage, offset, size, stride, dtype.value, extra)
 
 
 def _quantized(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> RefusedTensor:
-    if type(storage) is not tuple:
+    if type(storage) is not StoredStorage:
         raise ValueError("quantised tensor without a storage")
-    keys = (storage[0], *sorted(storages_in(list(rest), refused=True)))  # scales and zero points as tensors
+    keys = (storage.key, *sorted(storages_in(list(rest), refused=True)))  # scales and zero points as tensors
     return RefusedTensor(
         "torch._utils._rebuild_qtensor",
         "a quantised tensor",
         False,
-        storage[1],
+        storage.dtype,
         _dims(size, "tensor shape"),
         keys,
     )
@@ -208,26 +256,6 @@ def _size(values: Any = ()) -> Named:
     return Named("size", _dims(values, "torch.Size"))
 
 
-def _plain_set(values: Any = ()) -> Any:
-    if type(values) not in (list, tuple):
-        raise ValueError(f"set of {short_repr(values, 40)}")
-    refused = next((v for v in values if type(v) is Refused), None)
-    if refused is None and any(type(v) not in (int, str, float, bool) for v in values):
-        refused = Refused("builtins.set")  # of tuples, for example: only this value is lost
-    return refused or set(keys(list(values), Far(100), "a set"))
-
-
-def _frozen_set(values: Any = ()) -> Any:
-    made = _plain_set(values)
-    return frozenset(made) if type(made) is set else made
-
-
-def _complex(real: Any, imag: Any) -> complex:
-    if type(real) is not float or type(imag) is not float:
-        raise ValueError("complex number of something else than floats")
-    return complex(real, imag)
-
-
 def _layout(name: Any) -> Named:
     if type(name) is not str:
         raise ValueError(f"layout {short_repr(name, 40)}")
@@ -238,35 +266,6 @@ def _device(*parts: Any) -> Named:
     if any(type(p) not in (str, int) for p in parts):
         raise ValueError(f"device {short_repr(parts, 40)}")
     return Named("device", [str(p) for p in parts])
-
-
-def _no_bytes(*args: Any) -> bytes:
-    # Protocol 2 encodes b"" like this.
-    if args:
-        raise ValueError("bytes with arguments")
-    return b""
-
-
-def _latin1(text: Any, encoding: Any) -> bytes:
-    # Protocol 2 encodes bytes like this: _codecs.encode(text, "latin1").
-    if type(text) is not str or encoding != "latin1":
-        raise ValueError("encode of something else than latin-1 text")
-    return text.encode("latin1")
-
-
-def _path(*parts: Any) -> Named:
-    if not all(type(p) is str for p in parts):
-        raise ValueError("path of something else than text")
-    # A path is pickled as its parts, the root being one: ("/", "data", "run").
-    return Named(
-        "path", ("/" if parts[0] == "/" else "") + "/".join(parts[parts[0] == "/" :]) if parts else "."
-    )
-
-
-def _windows_path(*parts: Any) -> Named:
-    if not parts or not all(type(p) is str for p in parts):
-        raise ValueError("path of something else than text")
-    return Named("winpath", str(PureWindowsPath(*parts)))
 
 
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
@@ -294,22 +293,7 @@ REFUSED_REBUILDS = {
     "torch._utils._rebuild_meta_tensor_no_storage": Call("_rebuild_meta_tensor_no_storage", _meta),
 }
 # torch/ao: how values of a quantised tensor are scaled.
-_QSCHEMES = {
-    f"torch.{name}": Named("qscheme", name)
-    for name in (
-        "per_tensor_affine",
-        "per_tensor_symmetric",
-        "per_channel_affine",
-        "per_channel_symmetric",
-        "per_channel_affine_float_qparams",
-    )
-}
-# pathlib's module moved in CPython 3.13 (pathlib._local) and moved back in 3.14.
-PATHS = {
-    f"{module}.{cls}": Call(cls, _windows_path if "Windows" in cls else _path)
-    for module in ("pathlib", "pathlib._local")
-    for cls in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
-}
+_QSCHEMES = {f"torch.{name}": Named("qscheme", name) for name in QSCHEMES}
 COMMON: dict[str, Any] = {
     "collections.OrderedDict": Call("OrderedDict", _ordered),
     "torch.Size": Call("torch.Size", _size),
@@ -346,17 +330,4 @@ TENSOR_TABLE: dict[str, Any] = {
     **_PLAIN,
     "torch._tensor._rebuild_from_type_v2": Call("_rebuild_from_type_v2", _with_attributes),
 }
-OBJECT_TABLE: dict[str, Any] = {
-    **TENSOR_TABLE,
-    **PATHS,
-    **NUMPY_TABLE,
-    "builtins.set": Call("set", _plain_set),
-    "__builtin__.set": Call("set", _plain_set),
-    "builtins.frozenset": Call("frozenset", _frozen_set),
-    "__builtin__.frozenset": Call("frozenset", _frozen_set),
-    "builtins.complex": Call("complex", _complex),
-    "__builtin__.complex": Call("complex", _complex),
-    "builtins.bytes": Call("bytes", _no_bytes),
-    "__builtin__.bytes": Call("bytes", _no_bytes),
-    "_codecs.encode": Call("_codecs.encode", _latin1),
-}
+OBJECT_TABLE: dict[str, Any] = {**TENSOR_TABLE, **LIBRARY_TABLE, **NUMPY_TABLE}

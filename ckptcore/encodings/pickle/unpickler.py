@@ -284,7 +284,10 @@ def _run(
             elif op in (0x8D, 0x8E, 0x96):  # BINUNICODE8, BINBYTES8, BYTEARRAY8
                 n = int.from_bytes(_take(data, at, 8), "little")
                 raw = _take(data, at + 8, n)
-                append(raw.decode("utf-8", "surrogatepass") if op == 0x8D else raw)
+                if op == 0x8D:
+                    append(raw.decode("utf-8", "surrogatepass"))
+                else:
+                    append(raw if op == 0x8E else Named("bytearray", raw))
                 spent += _CHAR * n
                 at += 8 + n
             elif op == 0x8F:  # EMPTY_SET

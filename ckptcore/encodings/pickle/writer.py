@@ -1,33 +1,46 @@
 """Write a tree of plain values as the data.pkl of `torch.save`.
 
 Protocol 2, like torch/serialization.py. By default it holds only what ``torch.load(weights_only=True)``
-permits, except for numpy arrays. With ``classes``, paths, namespaces and frozen sets keep their classes, like
-with Python's own pickler.
+permits, except for numpy arrays; other values are written in the plain form of
+`ckptcore.core.named_values.restated`. `Classes` says which keep their classes, like with Python's own
+pickler.
 """
 
 from __future__ import annotations
 
-import re
+import enum
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec, row_major
-from ckptcore.core.object_tree import Named, TensorRef
+from ckptcore.core.named_values import normal, restated
+from ckptcore.core.object_tree import Named, TensorRef, encode
+from ckptcore.encodings.pickle.library_values import OF_LIBRARIES, OF_TORCH, array
+from ckptcore.encodings.pickle.trainer_classes import require_class
+
+
+class Classes(enum.IntEnum):
+    """Whose classes a pickle may name: torch's own, those of Python's libraries, those of trainers, too."""
+
+    PLAIN = 0
+    LIBRARIES = 1
+    TRAINERS = 2
 
 
 class Pickled:
     """Builds one protocol 2 pickle."""
 
-    def __init__(self, tensor: Callable[[str], tuple[str, TensorSpec]], *, classes: bool = False) -> None:
-        """Begin a pickle; ``tensor`` maps FQN -> (storage key, spec), ``classes`` keeps library classes."""
+    def __init__(
+        self, tensor: Callable[[str], tuple[str, TensorSpec]], *, classes: Classes = Classes.PLAIN
+    ) -> None:
+        """Begin a pickle; ``tensor`` maps FQN -> (storage key, spec)."""
         self.tensor, self.classes = tensor, classes
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[str, int] = {}
+        self._keys = 0  # how many keys and sets are around the value
 
     def finish(self) -> bytes:
         """Return the complete pickle."""
@@ -39,6 +52,25 @@ class Pickled:
         if emit is None:
             raise TypeError(f"cannot pickle a {type(value).__name__}")
         emit(self, value)
+
+    def key(self, value: Any) -> None:
+        """Append a key of a dict or a value of a set, which can be hashed."""
+        self._keys += 1
+        self.value(value)
+        self._keys -= 1
+
+    @property
+    def in_key(self) -> bool:
+        """Whether the value must be one that can be hashed."""
+        return self._keys > 0
+
+    def items(self, value: dict[Any, Any]) -> None:
+        """Append the items of the dict before them."""
+        self.out += b"("
+        for k, v in value.items():
+            self.key(k) if type(k) is not str else self.value(k)
+            self.value(v)
+        self.out += b"u"
 
     def call(self, module: str, name: str, *args: Any) -> None:
         """Append ``name(*args)``."""
@@ -95,27 +127,27 @@ def _list(p: Pickled, value: list[Any]) -> None:
     p.out += b"e"
 
 
-def _items(p: Pickled, value: dict[Any, Any]) -> None:
-    p.out += b"("
-    for k, v in value.items():
-        p.value(k)
-        p.value(v)
-    p.out += b"u"
-
-
 def _dict(p: Pickled, value: dict[Any, Any]) -> None:
     p.out += b"}"
-    _items(p, value)
+    p.items(value)
 
 
 def _odict(p: Pickled, value: OrderedDict[Any, Any]) -> None:
     p.call("collections", "OrderedDict")
-    _items(p, value)
+    p.items(value)
 
 
 def _set(p: Pickled, value: set[Any] | frozenset[Any]) -> None:
-    kind = "frozenset" if p.classes and isinstance(value, frozenset) else "set"
-    p.call("__builtin__", kind, sorted(value, key=repr))
+    values = sorted(value, key=lambda v: repr(encode(v)) if p.in_key else repr(v))
+    frozen = isinstance(value, frozenset)
+    if frozen and not p.classes and p.in_key:  # a set has no place there
+        p.all(tuple(values))
+        return
+    p.name("__builtin__", "frozenset" if frozen and p.classes else "set")
+    p.out += b"(]("
+    for v in values:
+        p.key(v)
+    p.out += b"etR"
 
 
 def _tensor(p: Pickled, ref: TensorRef) -> None:
@@ -143,115 +175,49 @@ def _tensor(p: Pickled, ref: TensorRef) -> None:
     p.out += b"tR"
 
 
-# --- values with a name in torch, numpy or the standard library ---------------------------------------
-
-
-def _device(p: Pickled, value: Any) -> None:
-    parts = [int(v) if i and _NUMBER.fullmatch(str(v)) else v for i, v in enumerate(value)]
-    p.call("torch", "device", *parts)
-
-
-def _array(p: Pickled, array: Any) -> None:
-    """Write an array like array_reduce in numpy/_core/src/multiarray/methods.c."""
-    p.name("numpy._core.multiarray", "_reconstruct")
-    p.out += b"("
-    p.name("numpy", "ndarray")
-    p.value((0,))
-    p.value(b"b")
-    p.out += b"tR(K\x01"
-    p.value(tuple(array["shape"]))
-    _array_dtype(p, np.dtype(array["dtype"]))
-    p.value(array.get("order") == "F")
-    p.value(array["data"])
-    p.out += b"tb"
-
-
-def _array_dtype(p: Pickled, dtype: np.dtype[Any]) -> None:
-    """Write a dtype of numbers or fixed-width text like arraydescr_reduce in descriptor.c."""
-    p.call("numpy", "dtype", dtype.str[1:], False, True)
-    text = dtype.kind in "SU"
-    sizes = (dtype.itemsize, dtype.alignment, 8 if dtype.kind == "U" else 0) if text else (-1, -1, 0)
-    p.value((3, dtype.str[0], None, None, None, *sizes))
-    p.out += b"b"
-
-
-def _class(module: str, name: str) -> Callable[[Pickled, Any], None]:
-    """Return a writer of values made from one text; without classes it writes the text."""
-
-    def emit(p: Pickled, value: Any) -> None:
-        if p.classes:
-            p.call(module, name, value)
-        else:
-            p.value(value)
-
-    return emit
-
-
-def _namespace(module: str, name: str, make: bytes) -> Callable[[Pickled, Any], None]:
-    """Return a writer of attributes; without classes it writes a dict. ``make`` builds the empty object."""
-
-    def emit(p: Pickled, value: Any) -> None:
-        if p.classes:
-            p.name(module, name)
-            p.out += make
-        p.value(value)
-        if p.classes:
-            p.out += b"b"
-
-    return emit
-
-
-def _bytes_io(p: Pickled, value: bytes) -> None:
-    """Write a buffer like bytesio_getstate in Modules/_io/bytesio.c; without classes, its bytes."""
-    if not p.classes:
-        p.value(value)
-        return
-    p.name("_io", "BytesIO")
-    p.out += b")\x81"
-    p.value((value, 0, None))
-    p.out += b"b"
+# --- values with a name in torch, numpy, the standard library or a trainer --------------------------
 
 
 def _enum(p: Pickled, value: list[Any]) -> None:
-    """Write [class, value] like a member pickled by Lib/enum.py; without classes, its value."""
-    module, _, name = value[0].rpartition(".")
-    if p.classes:
-        p.call(module, name, value[1])
-    else:
-        p.value(value[1])
+    """Write [class, value] like a member pickled by Lib/enum.py."""
+    p.call(*require_class("enum", value), value[1])
 
 
 def _record(p: Pickled, value: list[Any]) -> None:
-    """Write [class, attributes] like an object without its own reduction; without classes, a dict."""
-    module, _, name = value[0].rpartition(".")
-    _namespace(module, name, b")\x81")(p, value[1])
+    """Write [class, attributes] like an object without its own reduction."""
+    p.name(*require_class("record", value))
+    p.out += b")\x81"
+    p.value(value[1])
+    p.out += b"b"
+
+
+_BY_CLASSES: tuple[tuple[Classes, dict[str, Callable[[Pickled, Any], None]]], ...] = (
+    (Classes.PLAIN, {**OF_TORCH, "ndarray": array}),
+    (Classes.LIBRARIES, OF_LIBRARIES),
+    (Classes.TRAINERS, {"enum": _enum, "record": _record}),
+)
+
+
+def keeps_class(kind: str, classes: Classes) -> bool:
+    """Report whether a pickle keeps the class of a kind of value; arrays are the format's own matter."""
+    if kind == "frozenset":
+        return classes >= Classes.LIBRARIES
+    return any(kind in kinds and classes >= needed for needed, kinds in _BY_CLASSES)
 
 
 def _named(p: Pickled, value: Named) -> None:
-    emit = _NAMED.get(value.kind)
-    if emit is None:  # another format's reader built it from its own classes
-        p.value(value.value)
-    else:
-        emit(p, value.value)
+    try:
+        content = normal(value.kind, value.value)
+    except ValueError as error:
+        raise TypeError(f"cannot pickle a value: {error}") from error
+    for needed, kinds in _BY_CLASSES:
+        if value.kind in kinds and p.classes >= needed:
+            kinds[value.kind](p, content)
+            return
+    # A kind of another format's own classes is written as its value.
+    p.value(restated(value.kind, content))
 
 
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_NAMED: dict[str, Callable[[Pickled, Any], None]] = {
-    "size": lambda p, v: p.call("torch", "Size", tuple(v)),
-    "dtype": lambda p, v: p.name("torch", v),
-    "device": _device,
-    "layout": lambda p, v: p.call("torch.serialization", "_get_layout", v),
-    "ndarray": _array,
-    "npdtype": lambda p, v: _array_dtype(p, np.dtype("".join(reversed(v)))),
-    "npclass": lambda p, v: p.name("numpy", v),
-    "path": _class("pathlib", "PosixPath"),
-    "winpath": _class("pathlib", "PureWindowsPath"),
-    "namespace": _namespace("argparse", "Namespace", b")\x81"),
-    "bytesio": _bytes_io,
-    "enum": _enum,
-    "record": _record,
-    "simplenamespace": _namespace("types", "SimpleNamespace", b")R"),
-}
 _VALUES: dict[type, Callable[[Pickled, Any], None]] = {
     type(None): lambda p, _: p.out.extend(b"N"),
     bool: lambda p, v: p.out.extend(b"\x88" if v else b"\x89"),

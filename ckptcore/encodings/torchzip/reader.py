@@ -24,7 +24,7 @@ from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings import limits as _bounds
 from ckptcore.encodings.limits import bound_tree as bound_tree
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, StoredView
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, StoredStorage, StoredView
 from ckptcore.encodings.pickle.unpickler import Call, loads
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.utils.crc32 import crc32
@@ -409,8 +409,8 @@ def _preamble(
     return order == b"big", read_record(window, records["data.pkl"], checked, what)
 
 
-def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
-    """Return (key, dtype or "", elements, bytes) of ('storage', type, key, location, numel)."""
+def _storage_fields(pid: Any) -> StoredStorage:
+    """Return the storage of ('storage', type, key, location, numel)."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise ValueError(f"unknown persistent id {short_repr(pid)}")
     _, kind, key, _, numel = pid
@@ -419,14 +419,14 @@ def _storage_fields(pid: Any) -> tuple[str, str, int, int]:
     if numel < 0 or numel >= 1 << 50:
         raise ValueError(f"storage {key!r} claims {numel} elements")
     if kind.value == "UntypedStorage":
-        return key, "", numel, numel
+        return StoredStorage(key, "", numel, numel)
     if kind.value in UNSUPPORTED_STORAGES:
         name, width = UNSUPPORTED_STORAGES[kind.value]
-        return key, name, numel, numel * width
+        return StoredStorage(key, name, numel, numel * width)
     found = BY_STORAGE.get(kind.value)
     if found is None:
         raise ValueError(f"unknown storage type {kind.value!r}")
-    return key, found.name, numel, numel * found.itemsize
+    return StoredStorage(key, found.name, numel, numel * found.itemsize)
 
 
 def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord, int]:

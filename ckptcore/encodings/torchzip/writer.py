@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import struct
 
-from ckptcore.encodings.pickle.writer import Pickled
+from ckptcore.encodings.pickle.writer import Classes, Pickled
 from ckptcore.utils.crc32 import crc32
 
-__all__ = ["ALIGN", "Pickled", "central_entry", "descriptor", "end_records", "local_header", "small_record"]
+__all__ = [
+    "ALIGN",
+    "Classes",
+    "Pickled",
+    "central_entry",
+    "descriptor",
+    "end_records",
+    "local_header",
+    "small_record",
+]
 ALIGN = 64
 _NONE32 = 0xFFFFFFFF
 _FLAGS = 0x0808  # bit 3: sizes and CRC follow the payload; bit 11: UTF-8 names

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckptcore.core.object_tree import SCALARS, RefusedTensor
+from ckptcore.core.named_values import CONTAINERS, content_of
+from ckptcore.core.object_tree import SCALARS, Named, RefusedTensor
 from ckptcore.core.tree_paths import Path
 from ckptcore.errors import NameMismatch
 
@@ -13,21 +14,27 @@ _MAX_GAP = 10_000  # list entries that may be missing before the next one
 
 
 def leaves_below(
-    tree: Any, name: str, tensor: type | tuple[type, ...]
+    tree: Any, name: str, tensor: type | tuple[type, ...], opened: list[tuple[str, str]] | None = None
 ) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """Yield (dotted name, path below ``tree``, value) of the leaves of a tree.
 
-    Only containers with a tensor inside, or a refused one, are taken apart. In a path, list positions are
+    Only containers with a tensor inside, or a refused one, are taken apart; those of libraries, such as a
+    defaultdict, are then a dict or list. In a path, list positions are
     ints and dict keys are text, as in DCP's ``planner_data``.
 
     Args:
         tree: Any value.
         name: Name of ``tree`` itself.
         tensor: Classes of tensors.
+        opened: Receives (name, kind) of the containers of libraries that are taken apart.
     """
     holds = _holders(tree, tensor)
+    if opened is not None:
+        opened += _taken_apart(tree, name, holds)
 
     def walk(value: Any, name: str, path: tuple[str | int, ...]) -> Iterator[Any]:
+        inside = _opened(value)
+        value = inside if id(inside) in holds else value
         if isinstance(value, (dict, list, tuple)) and id(value) in holds:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             is_dict = isinstance(value, dict)
@@ -109,6 +116,23 @@ def _require_lists(tree: Any, where: str) -> None:
             _require_lists(value, f"{where}.{n}")
 
 
+def _taken_apart(value: Any, name: str, holds: set[int]) -> list[tuple[str, str]]:
+    inside = _opened(value)
+    if not isinstance(inside, (dict, list, tuple)) or id(inside) not in holds:
+        return []
+    found = [(name, value.kind)] if isinstance(value, Named) else []
+    for key, below in inside.items() if isinstance(inside, dict) else enumerate(inside):
+        found += _taken_apart(below, f"{name}.{key}", holds)
+    return found
+
+
+def _opened(value: Any) -> Any:
+    """Return the dict or list inside a container of a library; any other value as it is."""
+    if isinstance(value, Named) and value.kind in CONTAINERS:
+        return content_of(value.kind, value.value)
+    return value
+
+
 def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     """Return the ids of the containers with a tensor anywhere below."""
     holds: set[int] = set()
@@ -118,6 +142,7 @@ def _holders(tree: Any, tensor: type | tuple[type, ...]) -> set[int]:
     def visit(value: Any, depth: int) -> bool:
         if isinstance(value, kinds):
             return True
+        value = _opened(value)
         if not isinstance(value, (dict, list, tuple)) or depth > 200:
             return False
         if id(value) in seen:  # shared through the memo: visited once

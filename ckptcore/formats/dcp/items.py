@@ -107,8 +107,8 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
 
 
 def object_zip(value: Any) -> bytes:
-    """Return the bytes that `torch.save` writes for an object without tensors."""
-    pickled = write.Pickled(_no_tensor)
+    """Return the bytes that `torch.save` writes for an object without tensors; DCP loads classes."""
+    pickled = write.Pickled(_no_tensor, classes=write.Classes.LIBRARIES)
     pickled.value(value)
     records = (("data.pkl", pickled.finish()), ("byteorder", b"little"), ("version", b"3\n"))
     body, rows = bytearray(), bytearray()

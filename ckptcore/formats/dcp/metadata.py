@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckptcore.core.metadata_budget import meter
-from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS, PATHS
+from ckptcore.encodings.pickle.library_globals import PATHS
+from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS
 from ckptcore.encodings.pickle.unpickler import Call, Record, loads, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source

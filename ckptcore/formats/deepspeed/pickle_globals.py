@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptcore.encodings.pickle.trainer_classes import DEEPSPEED_ENUMS, DEEPSPEED_RECORDS
 from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.encodings.torchzip.reader import Objects, SharedTrees, read_objects
 from ckptcore.errors import MalformedCheckpoint
@@ -23,23 +24,11 @@ def _stage(*args: Any) -> int:
     return args[0]
 
 
-_DATACLASSES = (
-    *(
-        f"deepspeed.runtime.fp16.loss_scaler.{n}"
-        for n in ("LossScaler", "DynamicLossScaler", "LossScalerBase")
-    ),
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",  # of universal folders
-)
-_ENUMS = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile",
-    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",  # in ds_config of some versions
-)
 TABLE: dict[str, Any] = {
     **MEGATRON_TABLE,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Call("ZeroStageEnum", _stage),
-    **{name: dataclass_global(name) for name in _DATACLASSES},
-    **{name: enum_global(name) for name in _ENUMS},
+    **{name: dataclass_global(name) for name in DEEPSPEED_RECORDS},
+    **{name: enum_global(name) for name in DEEPSPEED_ENUMS},
 }
 
 

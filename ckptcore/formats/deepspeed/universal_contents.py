@@ -235,7 +235,9 @@ class _ObjectKinds:
 def _require_pickled(key: str, value: Any) -> None:
     """Raise `UnsupportedFormat` for a value that has no pickled form."""
     try:
-        write.Pickled(lambda fqn: ("0", TensorSpec(fqn, "float32", ())), classes=True).value(value)
+        write.Pickled(
+            lambda fqn: ("0", TensorSpec(fqn, "float32", ())), classes=write.Classes.TRAINERS
+        ).value(value)
     except TypeError as error:
         raise UnsupportedFormat(
             f"cannot write {key} as client state: {error}", hint=f"leave it out: --exclude '{key}'", name=key

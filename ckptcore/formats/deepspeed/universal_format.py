@@ -26,7 +26,7 @@ STAGE2 = Format(
     recognised_by=_SEEN,
     detect=_never,
     reader=_READER,
-    writer=Writer(Layout(arrange_stage2, nests=True, place=place_universal)),
+    writer=Writer(Layout(arrange_stage2, nests=True, place=place_universal, values="trainers")),
 )
 STAGE3 = Format(
     name="deepspeed_universal_zero3",
@@ -34,5 +34,5 @@ STAGE3 = Format(
     recognised_by=_SEEN,
     detect=_never,
     reader=_READER,
-    writer=Writer(Layout(arrange_stage3, nests=True, place=place_universal)),
+    writer=Writer(Layout(arrange_stage3, nests=True, place=place_universal, values="trainers")),
 )

@@ -24,6 +24,7 @@ from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, TensorRef, tensors_in
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, natural
 from ckptcore.formats.deepspeed.optimizer_states import MASTER
@@ -142,7 +143,9 @@ def _states_file(request: Arrangement, contents: UniversalContents, stage: int) 
     tree: dict[str, Any] = {k: _scaler(v) for k, v in contents.states.items() if k not in _OF_STATES}
     tree |= {"zero_stage": stage, "ds_version": contents.states.get("ds_version") or _VERSION}
     if stage < 3:
-        return torch_file(_STATES, {**tree, "param_groups": groups}, request.tensors, [], classes=True)
+        return torch_file(
+            _STATES, {**tree, "param_groups": groups}, request.tensors, [], classes=Classes.TRAINERS
+        )
     first = next(iter(contents.parameters.values()))
     ref, inline, order = TensorRef(""), dict[str, Inline](), list[int]()
     if first.step is None:
@@ -151,7 +154,7 @@ def _states_file(request: Arrangement, contents: UniversalContents, stage: int) 
     else:
         ref, inline = _number(first.step)
     tree["optimizer_state_dict"] = {"state": {0: {STEP: ref}}, "param_groups": groups}
-    return torch_file(_STATES, tree, request.tensors, order, classes=True, inline=inline)
+    return torch_file(_STATES, tree, request.tensors, order, classes=Classes.TRAINERS, inline=inline)
 
 
 def _model_file(request: Arrangement, contents: UniversalContents, stage: int) -> FileLayout:
@@ -198,8 +201,8 @@ def _model_file(request: Arrangement, contents: UniversalContents, stage: int) -
     order = sorted(
         {position[name] for name in tensors_in(tree)}, key=lambda i: natural(request.tensors[i].fqn)
     )
-    path = _MODEL_FILE[stage]
-    return torch_file(path, tree, request.tensors, order, classes=ours)
+    classes = Classes.TRAINERS if ours else Classes.LIBRARIES
+    return torch_file(_MODEL_FILE[stage], tree, request.tensors, order, classes=classes)
 
 
 def _global_steps(client: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
 from ckptcore.core.object_tree import VERSION, decode
 from ckptcore.encodings.json_text import parse
+from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
@@ -227,8 +228,12 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
     try:
-        for _, tree in items:
-            decode(tree)
+        foreign = {key: foreign_classes(decode(tree)) for key, tree in items}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise MalformedCheckpoint(f"{path}: {OBJECTS} is not an object tree: {error}", file=path) from error
-    builder.blobs += [Blob(key, -1, tree) for key, tree in items]
+    for key, tree in items:
+        names = foreign[key]
+        if names:  # what loads an output would look this name up, and call it
+            message = f"object {key} needs {', '.join(names)}"
+            builder.findings.append(finding("refused-global", "files", message, fqn=key, file=path))
+        builder.blobs.append(Blob(key, -1, None, names, known=False) if names else Blob(key, -1, tree))

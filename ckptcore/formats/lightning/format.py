@@ -20,6 +20,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.encodings.torchzip.reader import head_holds, is_zip
 from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import (
@@ -155,7 +156,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     names = sorted([*alone, *trees], key=lambda n: rank.get(n, len(rank)))
     tree = built((n, request.paths.get(n, (n,)), trees.get(n, TensorRef(n))) for n in names)
     path = request.single or DEFAULT
-    return (torch_file(path, tree, request.tensors, order, commit=True, classes=True),)
+    return (torch_file(path, tree, request.tensors, order, commit=True, classes=Classes.TRAINERS),)
 
 
 def _file(source: Source) -> str | None:
@@ -204,8 +205,8 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item or record", objects=True),
     writer=Writer(
-        Layout(arrange, nests=True, place=place),
-        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place),
+        Layout(arrange, nests=True, place=place, values="trainers", torch_load=True),
+        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place, values="trainers"),
         single_file=True,
     ),
 )

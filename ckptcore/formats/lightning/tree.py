@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
 from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
@@ -28,35 +29,16 @@ _MAX_LISTED = 100
 _MODELS = ("state_dict", "model")
 
 
-def _namespace_call(kind: str) -> Call:
-    def build(*args: Any) -> Named:
-        if args:
-            raise ValueError(f"{kind} with arguments")
-        return Named(kind, {})
-
-    return Call(kind, build)
-
-
-def _set_attributes(target: Named, state: Any) -> None:
-    if type(state) is not dict or any(type(k) is not str for k in state):
-        raise ValueError(f"{target.kind} with attributes that are not text")
-    target.value.update(state)
-
-
 def _no_arguments(*args: Any) -> dict[Any, Any]:
     if args:
         raise ValueError("AttributeDict with arguments")
     return {}
 
 
-# Plain containers that often hold hyperparameters; Lightning's own is a dict with attributes
+# A container of hyperparameters, Lightning's own: a dict with attributes
 # (fabric/utilities/data.py; before 2.0 in the packages pytorch_lightning and lightning_fabric).
 TABLE: dict[str, Any] = {
     **OBJECT_TABLE,
-    "argparse.Namespace": _namespace_call("namespace"),
-    "types.SimpleNamespace": _namespace_call("simplenamespace"),
-    "BUILD namespace": _set_attributes,
-    "BUILD simplenamespace": _set_attributes,
     **{
         f"{module}.AttributeDict": Call("AttributeDict", _no_arguments)
         for module in (
@@ -191,9 +173,14 @@ def _kept(value: Any, path: tuple[Any, ...], lost: list[tuple[tuple[Any, ...], R
     if isinstance(value, Named):
         if value.kind == "ndarray" and "refused" in value.value:
             return Refused(value.value["refused"])
+        if value.kind in CONTAINERS:
+            inside = _kept(content_of(value.kind, value.value), path, lost)
+            if isinstance(inside, Refused):
+                return inside
+            return Named(value.kind, with_content(value.kind, value.value, inside))
         if isinstance(value.value, dict) and value.kind != "ndarray":
             return Named(value.kind, _kept(value.value, path, lost))
-        return value
+        return value.value if isinstance(value.value, Refused) else value
     if isinstance(value, dict):
         kept = type(value)()
         for k, v in value.items():

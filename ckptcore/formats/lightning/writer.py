@@ -15,6 +15,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import decode, references, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, natural
 from ckptcore.formats.dcp.writer import arrange_folder
@@ -82,4 +83,4 @@ def arrange_sharded(request: Arrangement) -> tuple[FileLayout, ...]:
     tree = {request.paths.get(key, (key,))[0]: decode(beside[key]) for key in keys}
     number = {t.fqn: i for i, t in enumerate(request.tensors)}
     order = [number[name] for name in sorted(tensors_in(tree), key=natural)]
-    return (*layouts, torch_file(META, tree, request.tensors, order, commit=True, classes=True))
+    return (*layouts, torch_file(META, tree, request.tensors, order, commit=True, classes=Classes.TRAINERS))

@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS
+from ckptcore.encodings.pickle.trainer_classes import MEGATRON_ENUMS, MEGATRON_RECORDS
 from ckptcore.encodings.pickle.unpickler import Call, Record, record
 from ckptcore.encodings.torchzip.reader import Objects, Reader, bound_tree, read_objects
 from ckptcore.errors import MalformedCheckpoint
@@ -67,7 +69,8 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
             return note(Refused(value.name))
         if type(value) is Named and value.kind == "ndarray" and "refused" in value.value:
             return note(Refused(value.value["refused"]))
-        if not isinstance(value, (dict, list, tuple, Record)):
+        kind = value.kind if type(value) is Named and value.kind in CONTAINERS else ""
+        if not kind and not isinstance(value, (dict, list, tuple, Record)):
             return value
         if id(value) in made:
             return made[id(value)]
@@ -80,6 +83,9 @@ def plain(tree: Any, nbytes: int, what: str, refused: list[str] | None = None) -
             except ValueError as error:
                 raise MalformedCheckpoint(f"{what}: {error}") from error
             new = note(new)
+        elif kind:
+            inside = visit(content_of(kind, value.value), depth + 1)
+            new = Named(kind, with_content(kind, value.value, inside))
         elif isinstance(value, dict):
             new = type(value)((k, visit(v, depth + 1)) for k, v in value.items())
         else:
@@ -130,7 +136,9 @@ def _dataclass(value: Record, visit: Any) -> Any:
 def _bytes_io(value: Record, visit: Any) -> Any:
     state = value.state
     if type(state) is tuple and state and type(state[0]) is bytes:
-        return Named("bytesio", state[0])
+        position = state[1] if len(state) > 1 else 0
+        if type(position) is int and 0 <= position < 1 << 62:
+            return Named("bytesioat", (state[0], position)) if position else Named("bytesio", state[0])
     return Refused("io.BytesIO")
 
 
@@ -162,7 +170,7 @@ def enum_global(name: str) -> Call:
 
 
 def _member(owner: Any, name: Any) -> Any:
-    if type(owner) is Call and owner.name in _ENUMS and type(name) is str:
+    if type(owner) is Call and owner.name in MEGATRON_ENUMS and type(name) is str:
         return Named("enum", [owner.name, name])
     return owner if type(owner) is Refused else Refused("builtins.getattr")
 
@@ -173,7 +181,7 @@ def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     if (
         type(kind) is not Named
         or kind.kind != "class"
-        or type(rebuild) is not Call
+        or not any(rebuild is call for call in REBUILDS.values())
         or type(args) is not tuple
     ):
         return kind if type(kind) is Refused else Refused("torch._tensor._rebuild_from_type_v2")
@@ -185,36 +193,6 @@ def dataclass_global(name: str) -> Call:
     return Call(name, lambda *args: Record("dataclass", (name,)))
 
 
-_ENUMS = frozenset(
-    {
-        # megatron/core/enums.py; megatron/core/transformer/enums.py (before 0.13: megatron/core/enums.py)
-        "megatron.core.enums.ModelType",
-        "megatron.core.transformer.enums.ModelType",
-        "megatron.model.enums.ModelType",
-        "megatron.core.enums.Fp8Recipe",
-        "megatron.core.enums.Fp4Recipe",
-        "megatron.core.transformer.enums.LayerType",
-        "megatron.core.transformer.enums.AttnType",
-        "megatron.core.transformer.enums.AttnMaskType",
-        "megatron.core.transformer.enums.AttnBackend",
-        "megatron.core.transformer.enums.CudaGraphModule",
-        "megatron.core.transformer.enums.CudaGraphScope",
-        "megatron.core.transformer.enums.InferenceCudaGraphScope",
-        # megatron/legacy/model/enums.py, megatron/model/enums.py
-        "megatron.model.enums.LayerType",
-        "megatron.model.enums.AttnType",
-        "megatron.model.enums.AttnMaskType",
-        "megatron.legacy.model.enums.LayerType",
-        "megatron.legacy.model.enums.AttnType",
-        "megatron.legacy.model.enums.AttnMaskType",
-        # megatron/core/rerun_state_machine.py
-        "megatron.core.rerun_state_machine.RerunDiagnostic",
-        "megatron.core.rerun_state_machine.RerunMode",
-        "megatron.core.rerun_state_machine.RerunState",
-        # Lib/signal.py: args.exit_signal
-        "signal.Signals",
-    }
-)
 MEGATRON_TABLE: dict[str, Any] = {
     **OBJECT_TABLE,
     # Lib/argparse.py, Lib/types.py: the parsed arguments (megatron/training/checkpointing.py)
@@ -231,15 +209,9 @@ MEGATRON_TABLE: dict[str, Any] = {
     # torch/csrc/Generator.cpp: the CUDA generators that `rng_tracker_states` keeps
     "torch._C.Generator": record("generator"),
     # Lib/enum.py
-    **{name: enum_global(name) for name in _ENUMS},
+    **{name: enum_global(name) for name in MEGATRON_ENUMS},
     "builtins.getattr": Call("getattr", _member),
     "__builtin__.getattr": Call("getattr", _member),
     # dataclasses and plain classes that `args` or the optimizer's state hold
-    **{
-        name: dataclass_global(name)
-        for name in (
-            "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-            "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
-        )
-    },
+    **{name: dataclass_global(name) for name in MEGATRON_RECORDS},
 }

@@ -113,7 +113,7 @@ def _folder_origin(folder: Manifest, config: MegatronConfig | None, sha256: dict
     return {**origin, "sha256": sha256} if sha256 else origin
 
 
-_LAYOUT = Layout(arrange_torch_dist)
+_LAYOUT = Layout(arrange_torch_dist, values="trainers")
 FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",

@@ -18,6 +18,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import Named, TensorRef, decode, tensors_in
 from ckptcore.encodings import zarr_v2 as _zarr
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
 from ckptcore.formats.common.write_assignment import Share
@@ -159,7 +160,7 @@ def _torch_file(path: str, value: Any, request: Arrangement, parts: Parts) -> Fi
     inline: dict[str, Inline] = {}
     tree = _with_bytes(value, inline)
     order = [parts.position[n] for n in sorted(tensors_in(value), key=natural)]
-    return torch_file(path, tree, request.tensors, order, classes=True, inline=inline)
+    return torch_file(path, tree, request.tensors, order, classes=Classes.TRAINERS, inline=inline)
 
 
 def _with_bytes(value: Any, inline: dict[str, Inline]) -> Any:

@@ -202,5 +202,5 @@ FORMAT = Format(
     recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
     detect=detect,
     reader=Reader(read, objects=True),
-    writer=Writer(Layout(arrange_zarr)),
+    writer=Writer(Layout(arrange_zarr, values="trainers")),
 )

@@ -165,7 +165,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return arrange_step(request, folder=DCP, marker=MARKER)
 
 
-_LAYOUT = Layout(arrange, nests=True)
+_LAYOUT = Layout(arrange, nests=True, values="libraries")
 FORMAT = Format(
     name=NAME,
     title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",

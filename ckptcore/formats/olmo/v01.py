@@ -173,7 +173,7 @@ _RENAMES: dict[str, Callable[[Callable[[str], str]], Callable[[str], str]]] = {
 }
 
 # It nests because the saving order is needed to rebuild groups from flattened parameter groups.
-_LAYOUT = Layout(arrange, nests=True)
+_LAYOUT = Layout(arrange, nests=True, values="plain")
 FORMAT = Format(
     name="olmo_v01",
     title="OLMo-core 0.1 checkpoint (safetensors a rank)",

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptcore.core.manifest import TensorSpec, row_major
 from ckptcore.core.object_tree import Named, TensorRef
-from ckptcore.encodings.pickle.writer import Pickled
+from ckptcore.encodings.pickle.writer import Classes, Pickled
 from ckptcore.topology.layout import Mesh, TensorLayout
 
 RANKS = "\0ranks"  # name of the tensor with a mesh's ranks: int32 [world size]
@@ -199,7 +199,7 @@ class RankPickled(Pickled):
             distributed: FQN -> (spec of the full tensor, its layout), for DTensors.
             meshes: Meshes of the rank.
         """
-        super().__init__(tensor)
+        super().__init__(tensor, classes=Classes.LIBRARIES)
         self._distributed, self._meshes = distributed, meshes
         self._alike: dict[Any, tuple[bytes, bytes]] = {}
         self._own: list[tuple[int, int, _Own]] = []  # (begin, end, value) in the pickle

@@ -132,5 +132,5 @@ FORMAT = Format(
     recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
-    writer=Writer(Layout(arrange)),
+    writer=Writer(Layout(arrange, values="plain", torch_load=True)),
 )

@@ -25,7 +25,7 @@ def torch_file(
     order: Sequence[int],
     *,
     commit: bool = False,
-    classes: bool = False,
+    classes: write.Classes = write.Classes.PLAIN,
     inline: Mapping[str, Inline] | None = None,
 ) -> FileLayout:
     """Lay out the file of a tree.

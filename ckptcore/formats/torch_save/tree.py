@@ -54,7 +54,10 @@ class TorchTree:
             MalformedCheckpoint: A tensor has no storage, or does not fit it.
             NameMismatch: Two values have one name.
         """
-        for path, _, leaf in leaves_below(value, name, StoredView):
+        opened: list[tuple[str, str]] = []
+        leaves = leaves_below(value, name, StoredView, opened)
+        note_opened(self._builder, opened, self._what)
+        for path, _, leaf in leaves:
             if path in self._names:
                 raise NameMismatch(f"{self._what}: two values have the name {path}")
             self._names.add(path)
@@ -114,6 +117,13 @@ class TorchTree:
             {path: (isinstance(v, Refused), refused_in(v), self._what) for path, v in self.refused.items()},
             unused,
         )
+
+
+def note_opened(builder: Builder, opened: Iterable[tuple[str, str]], file: str) -> None:
+    """Note containers of libraries, as (name, kind), that their tensors make plain dicts or lists."""
+    for name, kind in opened:
+        message = f"{name} ({kind}) holds tensors: it is a dict or list"
+        builder.findings.append(finding("restated-value", "files", message, fqn=name, file=file))
 
 
 def note_hidden(

@@ -167,6 +167,16 @@ for name in ("flat_old", "flat_new"):
         assert read.format == name, read.format
         assert sorted(t.fqn for t in read.tensors) == ["moved.a.w", "moved.n"]
         assert ckptcore.read(read, "moved.a.w").tolist() == [0, 1, 2, 3, 4, 5]
+for name in ("flat_old", "flat_new"):  # one file may have any suffix, also one that other formats use
+    target = root / f"{{name}}.bin"
+    ckptcore.convert(str(root / "model.safetensors"), str(target), to=name)
+    assert target.is_file() and ckptcore.open(str(target)).format == name
+    ckptcore.convert(str(root / "model.safetensors"), str(target), to=name, overwrite=True)
+for to, target in (("dcp", "x.safetensors"), ("lightning", "y.safetensors")):
+    try:
+        ckptcore.convert(str(root / "model.safetensors"), str(root / target), to=to, verb="consolidate")
+    except ckptcore.CkptError as error:
+        print(error.code, error.message.split(" the dest")[0])
 try:
     ckptcore.convert(str(root / "model.safetensors"), str(root / "x"), to="flat_old", verb="export")
 except ckptcore.CkptError as error:
@@ -179,7 +189,8 @@ except ckptcore.CkptError as error:
 """
     done = run(tmp_path / "site", code)
     assert done.returncode == 0, done.stderr
-    no_export, no_mesh = done.stdout.splitlines()
+    no_dcp, no_lightning, no_export, no_mesh = done.stdout.splitlines()
+    assert (no_dcp, no_lightning) == ("usage --to dcp does not fit", "usage --to lightning does not fit")
     assert no_export == "usage cannot export to flat_old: an export has only the model"
     assert no_mesh.startswith("usage one of: dcp, ")
     assert no_mesh.endswith("flat_old, flat_new")

@@ -110,7 +110,7 @@ def test_classes_and_object_arrays_are_left_out_by_name(tmp_path: Path) -> None:
         "known": OrderedDict,
         "unknown": torch.nn.GELU,
         "in a set": {torch.nn.ReLU, 1},
-        "frozen": frozenset({(1, 2)}),
+        "frozen": frozenset({torch.nn.ReLU}),
         "array": np.array([Namespace(a=torch.nn.GELU)], dtype=object),
         "kept": [1, 2],
     }

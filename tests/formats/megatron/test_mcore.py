@@ -198,22 +198,42 @@ def test_integrity(copy: Copy) -> None:
 def test_refused_global_leaves_the_rest(copy: Copy, tmp_path: Path) -> None:
     """A class off the allow-list is left out of the common state, by its path; the rest is kept."""
     import argparse
-    import fractions
+    import ast
 
     import torch
 
     folder = copy(OLD)
-    args = argparse.Namespace(
-        hidden_size=8, odd=fractions.Fraction(1, 3), deep={"x": [1, fractions.Fraction]}
-    )
+    args = argparse.Namespace(hidden_size=8, odd=ast.Constant(1), deep={"x": [1, ast.Constant]})
     torch.save({"args": args, "iteration": 7}, folder / "common.pt")
     manifest = ckptcore.open(str(folder))
     blob = next(b for b in manifest.blobs if b.key == "args")
     assert decode(blob.tree).value == {"hidden_size": 8, "deep": {}}
     refused = codes(folder)["refused-global"]
-    assert "fractions.Fraction" in refused.message
+    assert "ast.Constant" in refused.message
     assert "odd" in refused.message
     assert mcore.open(str(folder)).common_state["iteration"] == 7
+
+
+def test_values_of_libraries_come_back_in_the_common_state(copy: Copy, tmp_path: Path) -> None:
+    """They are in the arguments and beside them; `torch.load` of the output's common.pt builds them again."""
+    import argparse
+
+    import torch
+    from library_values import same, values
+
+    kept = {key: value for key, value in values().items() if key != "simple"}  # read as a Namespace
+    folder = copy(OLD)
+    state = {
+        "args": argparse.Namespace(hidden_size=8, kept=kept),
+        "iteration": 7,
+        "mine": tuple(kept.values()),
+    }
+    torch.save(state, folder / "common.pt")
+    assert "refused-global" not in codes(folder)
+    ckptcore.convert(str(folder), str(tmp_path / "out"), to="torch_dist")
+    back = torch.load(tmp_path / "out/common.pt", weights_only=False)
+    assert [key for key, value in kept.items() if not same(back["args"].kept[key], value)] == []
+    assert [key for key, value in zip(kept, back["mine"], strict=True) if not same(kept[key], value)] == []
 
 
 # --- zarr -----------------------------------------------------------------------------------------

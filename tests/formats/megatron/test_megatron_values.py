@@ -8,8 +8,9 @@ import enum
 import io
 import sys
 import types
+from ast import Constant as Unknown
+from collections import OrderedDict
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,11 @@ def test_bytes_io_is_its_bytes(tmp_path: Path) -> None:
 TYPED, PLAIN = torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an attribute": (lambda: Reduced(getattr, torch.Tensor, "tolist"), "getattr"),
-    "an attribute of what is refused": (lambda: Reduced(getattr, Fraction, "x"), "fractions.Fraction"),
-    "a tensor of a class": (lambda: Reduced(TYPED, PLAIN, Fraction, (), {}), "fractions.Fraction"),
+    "an attribute of what is refused": (lambda: Reduced(getattr, Unknown, "x"), "ast.Constant"),
+    "a tensor of a class": (lambda: Reduced(TYPED, PLAIN, Unknown, (), {}), "ast.Constant"),
     "a tensor of no class": (lambda: Reduced(TYPED, PLAIN, 5, (), {}), "torch._tensor._rebuild_from_type_v2"),
     "a tensor by no function": (
-        lambda: Reduced(TYPED, Fraction, torch.Tensor, (), {}),
+        lambda: Reduced(TYPED, OrderedDict, torch.Tensor, (), {}),
         "torch._tensor._rebuild_from_type_v2",
     ),
     "a function that is not called": (lambda: PLAIN, "_rebuild_tensor_v2"),

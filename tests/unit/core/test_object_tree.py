@@ -22,7 +22,7 @@ from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION
 
 PAGE = (ROOT / "docs/reference/objects.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (?:`(?P<kind>\w+)`)? ?\| `(?P<form>.+?)` \| (?P<value>.+) \|$", re.MULTILINE)
-KINDS, NAMED = (list(ROW.finditer(part)) for part in PAGE.split("\n## ")[2:])
+KINDS, NAMED = (list(ROW.finditer(part)) for part in PAGE.split("\n## ")[2:4])
 NAMES: dict[str, Any] = {"OrderedDict": OrderedDict, "TensorRef": TensorRef, "Refused": Refused}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ckptcore
+from ckptcore.core.named_values import number_of
 from ckptcore.core.object_tree import Named, decode, encode
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
 from ckptcore.encodings.pickle.unpickler import loads
@@ -71,11 +72,13 @@ def test_arrays_survive(name: str, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("value", SCALARS, ids=repr)
-def test_scalars_become_pythons_own(value: Any, protocol: int) -> None:
+def test_scalars_keep_their_class(value: Any, protocol: int) -> None:
     tree, refused = read(pickle.dumps(value, protocol))
     assert refused == ()
-    assert tree == value
-    assert type(tree) in (float, int, bool, str, bytes)
+    assert tree == Named("npscalar", (value.dtype.str, value.tobytes()))
+    plain = number_of(tree.value)
+    assert plain == value
+    assert type(plain) in (float, int, bool, str, bytes)
 
 
 def test_a_random_state_survives() -> None:

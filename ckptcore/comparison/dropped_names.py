@@ -1,0 +1,86 @@
+"""Tell what a conversion drops apart from what differs: names of one side that the other lacks by a rule.
+
+A reshard leaves out state that belongs to the ranks that saved it. The record of a conversion, its plan or
+its JSON answer, lists what was left out and why; without one the same rules are applied to the names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptcore.comparison.result import DroppedName
+from ckptcore.errors import CkptError, UsageError
+from ckptcore.planning.plan import load_head
+from ckptcore.store import open_store
+from ckptcore.topology.rank_local_state import bound_names
+
+_MAX_RECORD = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class OneSided:
+    """A tensor or value that one side lacks.
+
+    Attributes:
+        name: The name under which it was compared.
+        what: ``only-in-a`` or ``only-in-b``.
+        stored: The stored name of the tensor, or of the object that has the value.
+    """
+
+    name: str
+    what: str
+    stored: str
+
+
+def recorded_in(record: str) -> tuple[tuple[str, str], ...]:
+    """Return (stored name, rule) of what a conversion left out, by its record.
+
+    Args:
+        record: Folder of a saved plan, or a file with the JSON that plan, reshard or consolidate printed.
+
+    Raises:
+        UsageError: There is no such record.
+    """
+    path = Path(record)
+    if path.is_dir():
+        try:
+            with closing(open_store(record)) as store:
+                return load_head(store).dropped
+        except CkptError as error:
+            raise UsageError(f"cannot use {record} as a record: {error.message}") from error
+    try:
+        if path.stat().st_size > _MAX_RECORD:
+            raise UsageError(f"cannot use {record} as a record: it has more than {_MAX_RECORD} bytes")
+        form = json.loads(path.read_bytes())
+        rows = form["dropped"]
+        pairs = tuple((str(name), str(rule)) for name, rule in rows)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"cannot use {record} as a record: {error}",
+            hint="name the folder of `ckptcore plan --save DIR`, or what `--output json` printed",
+        ) from error
+    return pairs
+
+
+def dropped_names(
+    missing: Sequence[OneSided], recorded: Mapping[str, str], stored: Mapping[str, Sequence[str]]
+) -> dict[str, DroppedName]:
+    """Return what a rule drops, by compared name.
+
+    Args:
+        missing: What one side lacks.
+        recorded: Stored name -> rule, as a conversion recorded it.
+        stored: ``only-in-a`` and ``only-in-b`` -> all stored names of that side.
+    """
+    ruled = {what: bound_names(stored[what]) for what in {m.what for m in missing}}
+    found: dict[str, DroppedName] = {}
+    for each in missing:
+        rule = recorded.get(each.stored)
+        why = ruled[each.what].get(each.stored) if rule is None else rule
+        if why is not None:
+            found[each.name] = DroppedName(each.name, each.what, why, rule is not None)
+    return found

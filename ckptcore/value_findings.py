@@ -1,0 +1,25 @@
+"""Define the findings about plain values and about options without effect; `ckptcore.errors` adds its own.
+
+A module of its own, because the table of `ckptcore.errors` is as long as a file may be.
+"""
+
+from __future__ import annotations
+
+# code: (severity, meaning, default next step)
+VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
+    "restated-value": (
+        "warning",
+        "a value is written in a plain form of the same content, because the output names no class for it",
+        "write a format that keeps it, such as dcp or safetensors",
+    ),
+    "needs-classes": (
+        "info",
+        "a value keeps its class, so that torch.load opens the output with weights_only=False only",
+        "open it with weights_only=False, or leave the value out with --exclude",
+    ),
+    "unused-option": (
+        "warning",
+        "a glob or rename of a command matches no tensor",
+        "check its spelling: `ckptcore inspect SRC` lists the names",
+    ),
+}
