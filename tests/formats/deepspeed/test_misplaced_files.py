@@ -215,3 +215,30 @@ def test_placeholders_are_no_model(tmp_path: Path, name: str) -> None:
         with pytest.raises(CkptError) as error:
             ckptcore.convert(str(source), str(tmp_path / verb), verb=verb)
         assert "stage3_gather_16bit_weights_on_model_save" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "code"),
+    [
+        ("zero/ln_f.weight/step.pt", "zero/ln_f.weight/fp32.pt", "item-mismatch"),
+        ("zero/embed.weight/fp32.pt", "zero/ln_f.weight/fp32.pt", "item-mismatch"),
+        ("zero/optimizer_state.pt", "zero/ln_f.weight/exp_avg.pt", "malformed"),
+        ("zero/optimizer_state.pt", "mp_rank_00_model_states.pt", "malformed"),
+    ],
+)
+def test_files_of_a_universal_folder_in_the_place_of_others(
+    copied, path: str, source: str, code: str
+) -> None:
+    folder = copied("z1_bf16_gadfp32_ws2_universal")
+    shutil.copyfile(folder / source, folder / path)
+    with pytest.raises(CkptError) as error:
+        ckptcore.convert(str(folder), str(folder.parent / "out.safetensors"))
+    assert code in {error.value.code, *(f.code for f in getattr(error.value, "findings", ()))}
+    assert path in str(error.value)
+
+
+def test_a_universal_folder_without_the_optimizer_s_options_says_so(copied) -> None:
+    folder = copied("z1_bf16_gadfp32_ws2_universal")
+    (folder / "zero" / "optimizer_state.pt").unlink()
+    found = ckptcore.open(str(folder)).findings
+    assert [f.file for f in found if f.code == "missing-part"] == ["zero/optimizer_state.pt"]

@@ -14,10 +14,7 @@ import ckptcore
 MODEL = "mp_rank_{:02d}_model_states.pt"
 LAYER = "layer_{:02d}-model_states.pt"
 SHAPES = {"up": (8, 6), "down": (6, 4), "norm": (6,)}
-INFO = {
-    "tp_replicated_parameter_patterns": ["norm"],
-    "parameter_with_row_parallelism_patterns": ["down"],
-}
+INFO = {"tp_replicated_parameter_patterns": ["norm"], "parameter_with_row_parallelism_patterns": ["down"]}
 
 
 def state_of(values: dict[str, torch.Tensor], *, masters: bool) -> dict[str, Any]:
