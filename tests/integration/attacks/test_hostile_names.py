@@ -143,8 +143,8 @@ def test_no_name_of_a_parameter_is_an_internal_error(
         source, box = save(tmp_path / f"{number}", files), tmp_path / f"{number}.box"
         target = box / "in" / "out"
         target.parent.mkdir(parents=True)
-        words = ["consolidate", str(source), str(target), "--to", "deepspeed_universal", "--no-catalog"]
-        code = run(words)
+        command = ["consolidate", str(source), str(target), "--to", "deepspeed_universal", "--no-catalog"]
+        code = run(command)
         captured = capsys.readouterr()
         assert code in (0, 2, 13), (names, code, captured.err)
         assert "\x1b" not in captured.out + captured.err
