@@ -49,7 +49,6 @@ SHORT = frozenset(
         "z3_fp32_ws2",
         "moe_ep2_z2_ws2",
         "pipe2_z1_ws2",
-        "autotp2_z1_fp32",
         "z1_bf16_gadfp32_ws2_universal",
     }
 )
