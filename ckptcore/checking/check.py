@@ -199,6 +199,10 @@ def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
 
 
 _UNREADABLE = {"missing-file", "truncated-file"}
+_GATHER = (
+    "name the folder of DeepSpeed's own save (global_stepN), or save again with "
+    "stage3_gather_16bit_weights_on_model_save"
+)
 _OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
 
 
@@ -254,6 +258,19 @@ def _something(manifest: Manifest) -> Iterable[Finding]:
     """Report a checkpoint with no tensor and no object."""
     if not manifest.tensors and not manifest.blobs:
         yield finding("no-tensors", "coverage", "the metadata names no tensor and no object")
+
+
+def _emptied(manifest: Manifest) -> Iterable[Finding]:
+    """Report weights of which a writer stored the empty placeholder of ZeRO-3 alone.
+
+    DeepSpeed leaves a tensor of shape [0] in the place of each parameter that is cut over the ranks. A state
+    dict that was saved without gathering them has nothing else (`stage3_gather_16bit_weights_on_model_save`).
+    """
+    empty = [t for t in manifest.tensors if t.shape == (0,) and BY_NAME[t.dtype].is_float]
+    if any(t.fqn.rpartition(".")[2] == "weight" for t in empty):
+        for spec in empty:
+            message = f"{spec.fqn} is empty: ZeRO-3 leaves such a placeholder for weights that it partitions"
+            yield finding("lost-at-save", "coverage", message, fqn=spec.fqn, hint=_GATHER)
 
 
 def _lengths(manifest: Manifest) -> Iterable[Finding]:
@@ -347,6 +364,7 @@ RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
     ("files", _files),
     ("files", _unread),
     ("coverage", _something),
+    ("coverage", _emptied),
     ("coverage", coverage),
     ("coverage", _lengths),
     ("coverage", _item_overlaps),

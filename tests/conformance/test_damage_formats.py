@@ -45,6 +45,11 @@ SHORT = frozenset(
         "v3_bf16params_ws2",
         "olmo1_local_ws2",
         "olmo1_unsharded_safetensors",
+        "z2_bf16_ws4",
+        "z3_fp32_ws2",
+        "moe_ep2_z2_ws2",
+        "pipe2_z1_ws2",
+        "z1_bf16_gadfp32_ws2_universal",
     }
 )
 SEEDS = 12  # of places, until one is found that stays silent

@@ -79,7 +79,9 @@ def _folders(root: Path, limit: int) -> Iterator[Target]:
     samples += [p for family in families for p in family.iterdir() if p.is_dir()]
     for sample in sorted(samples):
         for inner in sorted(sample.iterdir()):
-            if inner.name.startswith(("expected", "fixture", "hf_export", "flat_meta", "logits")):
+            if inner.name.startswith(
+                ("expected", "fixture", "hf_export", "flat_meta", "logits", "ds_config", "config.json")
+            ):
                 continue
             files = load(inner, limit)
             if files:

@@ -18,6 +18,7 @@ FLIPS = 3  # a file
 _RANK = re.compile(r"(?<!\d)\d+(?!\d)")  # the numbers in a name
 _RANK_ARGUMENT = re.compile(rb"X\x04\x00\x00\x00rank(?:q.|r....)K(.)", re.DOTALL)  # in a pickle's arguments
 _STATE = re.compile(r"(?:^|/)(?:random_states|rng_state|extra_state|train/rank)[^/]*$")
+_ZERO = re.compile(r"_(?:model|optim)_states\.pt$|^zero/.+/\w+\.pt$")
 _OF_A_RANK = re.compile(
     r"^(.*?)(?:__(\d+)_\d+\.distcp|__(\d+)\.metadata|rank_?(\d+)(?:_\d+)*(?:\.\w+|/\w+\.pt)"
     r"|random_states_(\d+)\.pkl|shard-(\d+)-model.*"
@@ -197,10 +198,13 @@ def _swapped(root: Path, path: str, other: str) -> None:
 
 def exchangeable(tree: Tree, one: str, other: str) -> frozenset[str]:
     """``like``: whether two files tell nothing that sets them apart but values. ``unranked``: whether two of
-    Megatron's rank files tell no rank of their own. ``rankless``: whether both are a rank's random state."""
+    Megatron's rank files tell no rank of their own. ``zero``: whether two of DeepSpeed's differ in values.
+    ``rankless``: whether both are a rank's random state."""
     kind = tree.kinds[one]
     if tree.has_digests:
         return frozenset()
+    if _ZERO.search(one) and _ZERO.search(other):
+        return frozenset({"zero"} if _like_partitions(tree, one, other) else ())
     same = LIKE.get(kind, lambda *_: False)(tree, one, other)
     ranked = [_RANK_ARGUMENT.search(tree.read(p)) for p in (one, other)]
     unranked = "mp_rank_" in one and (None in ranked or len({m[1] for m in ranked if m}) == 1)
@@ -219,6 +223,17 @@ def _like_objects(tree: Tree, one: str, other: str) -> bool:
     a, b = (record_data(tree.read(p)) for p in (one, other))
     shards = all(re.search(r"/shard_[\d.]+_[\d.]+\.pt$", p) for p in (one, other))
     return shards or (a.keys() == b.keys() and a["data.pkl"] == b["data.pkl"])
+
+
+def _like_partitions(tree: Tree, one: str, other: str) -> bool:
+    """Whether two files of DeepSpeed have tensors of the same sizes under the same keys.
+
+    Copies, lists of slices and numbers of experts set most of them apart.
+    """
+    a, b = (record_data(tree.read(p)) for p in (one, other))
+    sizes = [{k: len(v) for k, v in x.items() if k.startswith("data/")} for x in (a, b)]
+    states = [re.search(r"/(\w+)\.pt$", p) for p in (one, other)]
+    return sizes[0] == sizes[1] and (a["data.pkl"] == b["data.pkl"] or None not in states)
 
 
 def _like_sizes(tree: Tree, one: str, other: str) -> bool:

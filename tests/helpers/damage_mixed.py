@@ -157,6 +157,7 @@ def file_of_another_checkpoint(tree: Tree, rng: random.Random) -> Iterator[Cut]:
 # Files of values that no other file speaks of.
 OBJECTS = re.compile(
     r"(?:^|/)(?:(?:common|meta|train)\.pt|scheduler\.bin|random_states_\d+\.pkl|train/rank|shard_[\d._]+\.pt)"
+    r"|^zero/.+\.pt$"  # of a universal folder: one tensor, or the optimizer's options
 )
 
 

@@ -165,6 +165,8 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind("file-first-page-lost", "unsummed", "a zarr chunk is bytes and nothing else"),
     Blind("file-of-a-peer", "like", "no file of the two tells its rank, place or save"),
     Blind("files-swapped-by-name", "like", "no file of the two tells its rank, place or save"),
+    Blind("file-of-a-peer", "zero", "ZeRO's files name no rank: values decide", sometimes=True),
+    Blind("files-swapped-by-name", "zero", "ZeRO's files name no rank: values decide", sometimes=True),
     Blind(
         "files-swapped-by-name",
         "unranked",
@@ -175,7 +177,7 @@ UNDETECTABLE: tuple[Blind, ...] = (
     Blind(
         "file-of-another-checkpoint",
         "rankless",
-        "a trainer's state tells neither rank nor model",
+        "a trainer's state tells neither rank nor model, nor does a file of a universal folder",
         sometimes=True,
     ),
     Blind(

@@ -30,7 +30,9 @@ class Resumed:
 
 STATE = "weights, optimizer state"
 STEPS = f"{STATE}, losses of the next 2 steps"
-LIGHTNING, OLMO, OLMO_3 = (f"`CKPTCORE_{n}_PYTHON`" for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3"))
+LIGHTNING, OLMO, OLMO_3, DEEPSPEED = (
+    f"`CKPTCORE_{n}_PYTHON`" for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3", "DEEPSPEED")
+)
 ROWS = (
     Resumed(
         "dcp",
@@ -65,6 +67,15 @@ ROWS = (
         "fsdp=2 tp=2, fsdp=3",
         "weights, loss",
         "formats/huggingface/test_hf_mesh.py::test_a_model_is_loaded_on_a_mesh",
+    ),
+    Resumed(
+        "dcp",
+        "torch 2.13: FSDP2, `set_state_dict`",
+        "ZeRO-2 and ZeRO-3 on 2 and 4 ranks",
+        "fsdp=2, fsdp=3, fsdp=4",
+        "masters, moments, losses of the next 3 steps",
+        "formats/deepspeed/test_resume.py::test_fsdp2_resumes_with_the_masters_and_moments",
+        "soak (one mesh by default)",
     ),
     Resumed(
         "torch_ranks",
@@ -147,6 +158,25 @@ ROWS = (
         "megatron-core",
     ),
     Resumed(
+        "deepspeed_universal, deepspeed_universal_zero3",
+        "DeepSpeed 0.19.8: `engine.load_checkpoint` with `load_universal`",
+        "ZeRO 1 to 3 on 2 ranks",
+        "4 ranks",
+        "masters, moments, options of groups, losses of the next 5 steps beside its own universal folder",
+        "formats/deepspeed/test_universal_in_deepspeed.py"
+        "::test_other_world_size_as_by_deepspeeds_own_converter",
+        f"soak, {DEEPSPEED}",
+    ),
+    Resumed(
+        "deepspeed_universal, deepspeed_universal_zero3",
+        "DeepSpeed 0.19.8: the same, at another stage, or from FSDP2 of torch",
+        "ZeRO-2, ZeRO-3 and fsdp=2",
+        "2 ranks",
+        "masters and moments",
+        "formats/deepspeed/test_universal_in_deepspeed.py::test_other_stage",
+        f"soak, {DEEPSPEED}",
+    ),
+    Resumed(
         "torch_dist, zarr",
         "Megatron-Core, the installed release: `dist_checkpointing.load`",
         "samples of 0.12.3 and 0.19.2",
@@ -166,7 +196,7 @@ MISSING = (
         "Accelerate, Hugging Face Trainer",
         "their folders are read and not written; `reshard --to dcp` is what they get",
     ),
-    ("DeepSpeed's engine", "folders are read and not written"),
+    ("DeepSpeed's engine, from rank files or on model-parallel ranks", "universal folders alone are written"),
     ("torch before 2.13, Lightning before 2.6", "are not installed in any job; formats of theirs are read"),
     ("more than 8 ranks", "jobs run on CPU; larger meshes are compared by placement, not by training"),
 )

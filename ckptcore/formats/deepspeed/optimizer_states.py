@@ -12,7 +12,7 @@ from typing import Any
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
-from ckptcore.errors import MalformedCheckpoint, finding
+from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor, PlacedBuffer
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
@@ -234,6 +234,12 @@ class Partitions:
         for number, group in enumerate(shapes):
             behind = _paddings(paddings, number, len(group), path)
             ranks = _count(state.get("partition_count"), number, self._world.dp, path)
+            if self._each and ranks != self._world.dp:
+                raise MalformedCheckpoint(
+                    f"{path} has parts of {ranks} ranks, {self._model.path} is of {self._world.dp} "
+                    "data-parallel ranks: they are of different saves",
+                    file=path,
+                )
             if self._world.dp % ranks:
                 raise MalformedCheckpoint(
                     f"{path}: group {number} has {ranks} partitions for {self._world.dp} data-parallel ranks",
@@ -301,6 +307,7 @@ class Partitions:
                     self._keep_raw(group, key, {of[n]: v for n, v in buffers.items()})
                     continue
                 path = self._files[of[next(iter(buffers))]].path
+                self._require_in_memory(path)
                 raise MalformedCheckpoint(
                     f"cannot find the parameters of group {group.number} in {key} of {path}: {error}. Its "
                     "files are of different saves, or cut",
@@ -329,6 +336,7 @@ class Partitions:
         """
         if config_value(self._model.tree, "zero_optimization", "round_robin_gradients") is True:
             return
+        names = {p.name for p in group.parameters}
         slices: dict[int, dict[str, tuple[int, int]]] = {n: {} for n in of}
         for f in fragments:
             slices[f.rank][f.parameter.name] = f.stop - f.start, f.at
@@ -336,11 +344,28 @@ class Partitions:
             listed = _listed_slices(self._state[dp].get("param_slice_mappings"), group.number)
             if not listed or listed == slices[n]:
                 continue
+            strange = next((name for name in listed if name not in names), None)
+            if strange is not None:
+                path = self._files[dp].path
+                message = f"{path} lists {short_repr(strange, 80)}, {self._model.path} has no such parameter"
+                self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
+                continue
             other = next((m for m, each in slices.items() if each == listed), None)
             if other is not None:
                 path = self._files[dp].path
                 message = f"{path} lists the slices of {self._files[of[other]].path} (group {group.number})"
                 self._assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path))
+
+    def _require_in_memory(self, path: str) -> None:
+        """Raise `UnsupportedFormat` where buffers are empty because they were offloaded to NVMe."""
+        for part in ("offload_optimizer", "offload_param"):
+            if config_value(self._model.tree, "zero_optimization", part, "device") == "nvme":
+                raise UnsupportedFormat(
+                    f"cannot read {path}: its optimizer is offloaded to NVMe ({part}), and the swap files in "
+                    "offloaded_tensors/ name no parameters",
+                    hint="save the model in the job: engine.save_16bit_model(DIR), with "
+                    "stage3_gather_16bit_weights_on_model_save",
+                )
 
     def _add_fragment(self, f: Fragment, names: Mapping[str, str], key: str, buffer: PlacedBuffer) -> None:
         placement = self._placements.get(f.parameter.name)

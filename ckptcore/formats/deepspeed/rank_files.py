@@ -111,6 +111,7 @@ def read_model_states(
                 f"cannot read {file.path}: its experts are partitioned by AutoEP",
                 hint="save the model with save_16bit_model in the job that wrote it",
             )
+    _require_all_ranks_partitioned(first, world)
     findings = [*_mixed(found), *_both_forms(found), *_missing(files, found, world, _stage(first))]
     kept = {rank: f for rank, f in found.items() if rank[0] < world.dp and rank[1] < world.mp}
     size = f"{world.dp} data-parallel x {world.mp} model-parallel ranks"
@@ -122,6 +123,17 @@ def read_model_states(
     if not kept:
         raise MalformedCheckpoint(f"no file of {source.store.url} is of a rank of the job that it records")
     return ModelStates(world, kept, _stage(first), tuple(findings))
+
+
+def _require_all_ranks_partitioned(file: StatesFile, world: RankGrid) -> None:
+    """Raise `UnsupportedFormat` for MiCS, an old form of ZeRO-3: groups of ranks each have all parts."""
+    size = config_value(file.tree, "zero_optimization", "mics_shard_size")
+    if type(size) is int and 0 < size < world.dp and _stage(file) == 3:
+        raise UnsupportedFormat(
+            f"cannot read {file.path}: MiCS partitions over {size} of {world.dp} data-parallel ranks "
+            "(mics_shard_size)",
+            hint="convert it with the script that DeepSpeed left beside it: python zero_to_fp32.py . OUT",
+        )
 
 
 def config_value(tree: Mapping[str, Any], *keys: str) -> Any:

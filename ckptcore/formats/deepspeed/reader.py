@@ -29,6 +29,13 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
+from ckptcore.formats.deepspeed.misplaced_files import (
+    copied_files,
+    misplaced_experts,
+    misplaced_first_ranks,
+    misplaced_layers,
+    misplaced_partitions,
+)
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
     Partitions,
@@ -106,6 +113,9 @@ class _Reader:
         self._opened: list[StatesFile] = [*states.files.values()]
         self._copies: list[tuple[str, FileTensor]] = []
         self._layer_names: set[str] = set()
+        self._partitions: dict[tuple[int, int], StatesFile] = {}
+        self._layers: dict[tuple[int, int], tuple[StatesFile, set[str]]] = {}
+        self._expert_keys: dict[tuple[int, int, int], tuple[str, list[str]]] = {}
         self._placeholders: dict[str, str] = {}
         # A folder that was converted in place keeps the buffers, which are the save itself.
         self._universal = bool(files.universal) and not files.optim
@@ -118,6 +128,7 @@ class _Reader:
         builder, states = self._builder, self._states
         builder.findings += [*states.findings, *self._missing_layers(), *self._missing_experts()]
         parts = list(self._parts())
+        builder.findings += misplaced_experts(self._expert_keys)
         placements = self._placements(parts)
         files = self._files
         partitioned = self._named and bool(files.optim or files.universal)
@@ -151,6 +162,7 @@ class _Reader:
                     finding("rank-object", "files", message, fqn=name, file=stored.file.path)
                 )
         self._require_values()
+        builder.findings += self._misplaced(placements)
         for file in states.files.values():
             self._add_objects(file)
         self._assembly.add_unused(self._opened)
@@ -177,11 +189,14 @@ class _Reader:
                 file = self._open(path)
                 values = {f"{layer}.{name}": value for name, value in _flat(file.tree, path).items()}
                 self._layer_names |= values.keys()
+                self._layers[layer, tp] = file, set(values)
                 yield _Part(file, tp, values)
-        for (_, _, mp), path in self._files.experts.items():
+        for (layer, expert, mp), path in self._files.experts.items():
             if self._has_rank(mp < world.mp, path):
                 file = self._open(path)
-                yield _Part(file, mp % world.tp, _flat(file.tree, path))
+                values = _flat(file.tree, path)
+                self._expert_keys[layer, expert, mp] = path, list(values)
+                yield _Part(file, mp % world.tp, values)
 
     def _has_rank(self, known: bool, path: str) -> bool:
         if not known:
@@ -274,7 +289,9 @@ class _Reader:
             add_universal(self._source, self._files, self._assembly, shapes, trained, target)
             return
         partitions = read_partitions(self._source, self._files, self._states, self._trees)
+        self._partitions = partitions
         self._opened += partitions.values()
+        self._builder.findings += misplaced_partitions(self._states, partitions)
         cuts: dict[str, list[int]] = {}
         made: list[Partitions] = []
         for mp, model in self._ranks.items():
@@ -286,7 +303,11 @@ class _Reader:
                 world = self._states.world
                 made.append(Partitions(self._assembly, world, of_rank, model, own_placements, target, cuts))
             elif isinstance(model.tree.get("optimizer"), dict):
-                add_unpartitioned(self._assembly, self._source, model, self._trainable(model), own)
+                weights, several = self._trainable(model), self._states.world.mp > 1
+                of_rank_placed = {n: placements.get(n, {}).get(mp % tp) for n in weights}
+                add_unpartitioned(
+                    self._assembly, self._source, model, weights, of_rank_placed, own, several=several
+                )
         often = Counter(name for shapes in self._trained.values() for name in shapes)
         shared = {name for name, n in often.items() if n > 1}
         found = {row for each in made for row in each.starts(shared)} if shared else set()
@@ -433,6 +454,26 @@ class _Reader:
             if key in LAYOUT_KEYS or value is None:
                 continue
             self._assembly.value(str(key), value, file, own=several)
+
+    def _misplaced(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> Iterator[Finding]:
+        """Findings for rank files in the place of others; tensor ranks that share everything may be equal."""
+        tp, models = self._states.world.tp, self._states.files
+        cut = any(len(set(each.values())) > 1 for each in placements.values())
+        listed = self._master_names()
+        yield from misplaced_layers(self._layers, listed)
+        # Both files of a tied layer hold the same: their names are those of `tied_modules`.
+        layers = {at: file for at, (file, names) in self._layers.items() if names & listed}
+        complete = {mp: file for (dp, mp), file in models.items() if dp < 0}
+        for rank in (None,) if cut or tp == 1 else range(tp):
+            for files in (
+                [f for (_, mp), f in self._partitions.items() if rank in (None, mp % tp)],
+                [f for mp, f in complete.items() if rank in (None, mp % tp)],
+                [f for (_, r), f in layers.items() if rank in (None, r)],
+            ):
+                yield from copied_files(self._source, files)
+        of_zero3 = [file for (dp, _), file in models.items() if dp >= 0]
+        yield from copied_files(self._source, of_zero3, "frozen_param_fragments")
+        yield from misplaced_first_ranks(models)
 
     def _note_stray(self) -> None:
         read = set(self._builder.file_names())

@@ -24,10 +24,12 @@ from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
 from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import config_value
 from ckptcore.formats.deepspeed.tensor_parallel import same
+from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
 _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
+_OF_OPTIMIZER = frozenset({"optimizer_state_dict", "param_groups", "ds_version", "clip_grad", "loss_scaler"})
 _READ_THE_OTHER = (
     "read the save that it was made of, whose flat buffers are right, or make another folder of it: "
     "ckptcore consolidate SAVE DST --to deepspeed_universal"
@@ -87,6 +89,9 @@ def add_universal(
             assembly.tree(file).require_all()
     if _OPTIMIZER in source.listing:
         _add_optimizer(source, assembly)
+    elif expected:
+        message = f"{_OPTIMIZER} is missing: the options of parameter groups and the loss scale are lost"
+        assembly.builder.findings.append(finding("missing-part", "files", message, file=_OPTIMIZER))
 
 
 def _mixed_up(source: Source, files: CheckpointFiles) -> bool:
@@ -113,7 +118,14 @@ def _add(
     assembly: Assembly, target: str, name: str, key: str, stored: FileTensor, shapes: Mapping[str, Shape]
 ) -> None:
     value, shape = stored.value, shapes.get(name)
-    if shape is None or key == _STEP or value.shape == shape:
+    if key == _STEP and value.shape not in ((), (1,)):
+        message = f"{stored.file.path} has shape {list(value.shape)}, a step count has none"
+        assembly.builder.findings.append(
+            finding("item-mismatch", "files", message, fqn=target, file=stored.file.path)
+        )
+        assembly.unread(target, "it is no step count", stored.file.path)
+        assembly.place(stored, target)
+    elif shape is None or key == _STEP or value.shape == shape:
         assembly.tensor(target, stored)
     elif len(value.shape) == 1 and value.shape[0] == prod(shape) and value.strides == row_major(value.shape):
         assembly.run(target, assembly.place(stored, target), 0, shape, 0, prod(shape), same(shape))
@@ -123,6 +135,7 @@ def _add(
             finding("item-mismatch", "files", message, fqn=target, file=stored.file.path)
         )
         assembly.unread(target, "its shape is not that of the model-state files", stored.file.path)
+        assembly.place(stored, target)
 
 
 def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
@@ -132,8 +145,17 @@ def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
 
 
 def _add_optimizer(source: Source, assembly: Assembly) -> None:
-    """Parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files."""
+    """Parameter groups and scalars of rank 0; its buffers (stage 3) are those of the parameters' files.
+
+    Raises:
+        MalformedCheckpoint: The file is another one: it has no value that an optimizer's state has.
+    """
     file = read_file(source, _OPTIMIZER)
+    if not file.tree.keys() & _OF_OPTIMIZER or "module" in file.tree:
+        raise MalformedCheckpoint(
+            f"{_OPTIMIZER} must hold an optimizer's state (got a dict with {short_repr([*file.tree], 80)})",
+            file=_OPTIMIZER,
+        )
     assembly.builder.file(file.path, file.size)
     inner: Any = file.tree
     while isinstance(inner.get("optimizer_state_dict"), dict):

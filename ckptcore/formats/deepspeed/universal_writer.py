@@ -31,7 +31,7 @@ from ckptcore.formats.deepspeed.optimizer_states import MASTER
 from ckptcore.formats.deepspeed.universal_contents import SCHEDULER, UniversalContents, universal_contents
 from ckptcore.formats.deepspeed.universal_names import MOMENTS, STEP
 from ckptcore.formats.torch_save.layout import Inline, torch_file
-from ckptcore.utils.text import count
+from ckptcore.utils.text import count, short_repr
 
 LATEST = "latest_universal"
 _STATES = "zero/optimizer_state.pt"
@@ -130,9 +130,11 @@ def _require_of_stage3(contents: UniversalContents) -> None:
 
 def _require_folder_name(name: str) -> None:
     parts = name.split("/")
-    if any(p in ("", ".", "..") for p in parts) or "\\" in name or "\0" in name or len(name.encode()) > 240:
+    # A lone surrogate is no text, and a folder like `fp32.pt` is in the way of a state's file.
+    odd = any(p in ("", ".", "..") or p.endswith(".pt") for p in parts) or "\\" in name or "\0" in name
+    if odd or len(name.encode(errors="surrogatepass")) > 240 or any("\ud800" <= c <= "\udfff" for c in name):
         raise NameMismatch(
-            f"cannot write {name[:80]!r}: a universal folder has a folder of each parameter's name",
+            f"cannot write {short_repr(name, 80)}: a universal folder has a folder of each parameter's name",
             hint="rename it with --rename",
         )
 

@@ -23,12 +23,20 @@ from ckptcore.formats.common.shape_matching import Row, forced_places
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.optimizer_states import STATE
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
+from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, same
 
 _COMPARED = 256  # elements of a tensor whose values are compared
 
 
 def add_unpartitioned(
-    assembly: Assembly, source: Source, file: StatesFile, weights: Mapping[str, StoredView], own: bool
+    assembly: Assembly,
+    source: Source,
+    file: StatesFile,
+    weights: Mapping[str, StoredView],
+    placements: Mapping[str, ShardPlacement | None],
+    own: bool,
+    *,
+    several: bool = False,
 ) -> None:
     """Add the optimizer of one model-parallel rank.
 
@@ -37,7 +45,9 @@ def add_unpartitioned(
         source: The folder; the first elements of masters and weights are read where shapes do not decide.
         file: The model-state file.
         weights: FQN -> stored weight, in the module's order; buffers are left out.
+        placements: FQN -> where this rank's shard is, or None for one that nothing says how to join.
         own: Whether masters are the model, and stored weights the low-precision copies.
+        several: Whether other model-parallel ranks have optimizers of their own.
     """
     state = file.tree["optimizer"]
     inner = state.get("optimizer_state_dict", state)
@@ -56,8 +66,23 @@ def add_unpartitioned(
                 file=file.path,
             )
         )
-        tree.add("optimizer", state)
+        stem = file.path.removesuffix(".pt")
+        tree.add(f"optimizer/{stem}" if several else "optimizer", state)
         return
+
+    def add(target: str, name: str, value: StoredView) -> None:
+        placement = placements[name]
+        if placement is None:
+            assembly.place(FileTensor(file, value), target)
+            assembly.unread(target, f"its shards cannot be joined: nothing says how {name} is cut", file.path)
+        elif value.shape == placement.shard:
+            assembly.tensor(target, FileTensor(file, value), placement)
+        elif value.shape == () or placement == same(placement.shard):
+            assembly.tensor(target, FileTensor(file, value))
+        else:
+            stem = file.path.removesuffix(".pt")
+            assembly.tensor(f"{target}/{stem}", FileTensor(file, value))
+
     for number, values in found.state.items():
         if not isinstance(values, dict):
             tree.add(f"{STATE}.{names[number]}", values)
@@ -65,17 +90,17 @@ def add_unpartitioned(
         for key, value in values.items():
             name = f"{STATE}.{names[number]}.{key}"
             if isinstance(value, StoredView):
-                assembly.tensor(name, FileTensor(file, value))
+                add(name, names[number], value)
             else:
-                assembly.value(name, value, file, own=False)
+                assembly.value(name, value, file, own=several)
     for number, value in zip(found.ids, flat, strict=bool(flat)):
         target = f"module.{names[number]}" if own else f"{STATE}.{names[number]}.fp32"
-        assembly.tensor(target, FileTensor(file, value))
+        add(target, names[number], value)
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in found.groups]
     assembly.value("optimizer.param_groups", groups, file, own=True)
     for key, value in state.items():
         if key not in ("optimizer_state_dict", "fp32_groups", "state", "param_groups"):
-            tree.add(f"optimizer.{key}", value)
+            assembly.value(f"optimizer.{key}", value, file, own=several)
 
 
 def has_masters(file: StatesFile) -> bool:

@@ -1,0 +1,170 @@
+"""Find files that are in the place of others: of another expert, rank, version, stage or batch size.
+
+What names a file's place: keys of expert files have the number of their expert (deepspeed/runtime/engine.py,
+`_save_moe_checkpoint`), only the first rank lists tied parameters (`_get_shared_params`), and every optimizer
+file repeats the configuration and the version. Two files whose tensors have equal checksums are one file
+twice, unless ranks may hold equal values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from ckptcore.encodings.pickle.torch_globals import storages_in
+from ckptcore.errors import Finding, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.deepspeed.pickle_globals import StatesFile
+from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
+from ckptcore.utils.text import short_repr
+
+_EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts)\.(?P<expert>[0-9]{1,9})\..*$", re.DOTALL)
+# Entries of ``ds_config`` that have one value in a job.
+_OF_JOB = (
+    ("zero_optimization", "stage"),
+    ("zero_optimization", "round_robin_gradients"),
+    ("train_batch_size",),
+    ("bf16", "enabled"),
+    ("fp16", "enabled"),
+)
+_SAMPLE = 1 << 16  # bytes of a tensor that are read to tell whether it is constant
+_DISTINCT = 16  # values of four bytes that a tensor has which is not
+
+
+def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[str]]]) -> Iterator[Finding]:
+    """Yield findings for files of experts whose keys are those of another expert or layer.
+
+    Args:
+        files: (MoE layer, or -1 for all; global expert; model-parallel rank) -> (path, keys).
+    """
+    layers: dict[int, dict[str, list[str]]] = {}
+    for (layer, expert, _), (path, names) in files.items():
+        found = {(m["layer"], int(m["expert"])) for n in names if (m := _EXPERT.match(n))}
+        others = sorted({number for _, number in found} - {expert})
+        if others:
+            listed = ", ".join(map(str, others[:3]))
+            yield _mixed(f"{path} holds expert {listed}: it is in the place of another file", path)
+        elif layer >= 0:
+            for name, _ in found:
+                layers.setdefault(layer, {}).setdefault(name, []).append(path)
+    owners: dict[str, int] = {}
+    for layer, named in layers.items():
+        usual = max(named, key=lambda name: len(named[name]))
+        for name, paths in named.items():
+            if name != usual:
+                text = (
+                    f"{short_repr(name, 80)}, and other files of MoE layer {layer} of {short_repr(usual, 80)}"
+                )
+                yield from (_mixed(f"{p} holds an expert of {text}", p) for p in paths)
+        if usual in owners:
+            path = named[usual][0]
+            text = f"{path} holds an expert of {short_repr(usual, 80)}, which is MoE layer {owners[usual]}"
+            yield _mixed(text, path)
+        owners.setdefault(usual, layer)
+
+
+def misplaced_layers(
+    files: Mapping[tuple[int, int], tuple[StatesFile, Set[str]]], listed: Iterable[str]
+) -> Iterator[Finding]:
+    """Yield findings for files of pipeline layers without parameters that are listed for the layer.
+
+    Args:
+        files: (layer, tensor-parallel rank) -> (file, its names in the model).
+        listed: Names that ``param_shapes`` has.
+    """
+    wanted: dict[str, set[str]] = {}
+    for name in listed:
+        wanted.setdefault(name.partition(".")[0], set()).add(name)
+    for (layer, _), (file, names) in files.items():
+        lost = min(wanted.get(str(layer), set()) - names, default=None)
+        if lost is not None:
+            yield _mixed(
+                f"{file.path} has no {short_repr(lost, 80)}: it is in the place of another file", file.path
+            )
+
+
+def misplaced_partitions(
+    states: ModelStates, partitions: Mapping[tuple[int, int], StatesFile]
+) -> Iterator[Finding]:
+    """Yield findings for optimizer files of another version or configuration than their model-state file."""
+    models = states.firsts()
+    for (_, mp), file in partitions.items():
+        model = models[mp]
+        pairs = [("ds_version", file.tree.get("ds_version"), model.tree.get("ds_version"))]
+        if isinstance(file.tree.get("ds_config"), dict):
+            pairs += [
+                (".".join(keys), config_value(file.tree, *keys), config_value(model.tree, *keys))
+                for keys in _OF_JOB
+            ]
+        for key, own, other in pairs:
+            if own != other and own is not None:
+                text = (
+                    f"{file.path} has {key} {short_repr(own, 40)}, {model.path} has {short_repr(other, 40)}"
+                )
+                yield _mixed(text, file.path)
+    stages = {f.path: _stage(f) for f in partitions.values()}
+    first = next(iter(stages), "")
+    for path, stage in stages.items():
+        if stage != stages[first]:
+            text = (
+                f"{path} has zero_stage {short_repr(stage, 20)}, {first} has {short_repr(stages[first], 20)}"
+            )
+            yield _mixed(text, path)
+
+
+def misplaced_first_ranks(files: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
+    """Yield findings for files of ZeRO-3 that list tied parameters where the first rank's file does not."""
+    ties = {dp: file for (dp, mp), file in files.items() if mp == 0 and dp >= 0 and _has_ties(file)}
+    if ties and (0, 0) in files and 0 not in ties:
+        dp, file = next(iter(ties.items()))
+        text = f"{file.path} lists tied parameters, which rank 0 does: it is in the place of rank {dp}'s file"
+        yield _mixed(text, file.path)
+
+
+def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = None) -> Iterator[Finding]:
+    """Yield findings for files of different ranks or layers that hold the same values.
+
+    Args:
+        source: The folder. Where checksums are equal, a part of a tensor is read: a constant proves nothing.
+        files: Of which no two may be equal.
+        key: The part of each file's dict that is compared, or None for all of it.
+    """
+    seen: dict[tuple[tuple[int, int | None], ...], StatesFile] = {}
+    for file in files:
+        stored = file.objects.storages
+        if key is not None:
+            inside = storages_in(file.tree.get(key))
+            stored = {k: row for k, row in stored.items() if k in inside}
+        rows = tuple((length, crc) for _, length, crc in stored.values())
+        if not rows or any(crc is None for _, crc in rows):
+            continue
+        first = seen.setdefault(rows, file)
+        if first is not file and _varies(source, file, max(stored.values(), key=lambda row: row[1])):
+            text = f"{file.path} and {first.path} hold the same values: one is in the place of another file"
+            yield _mixed(text, file.path)
+
+
+def _mixed(message: str, path: str) -> Finding:
+    hint = "copy the file again from the rank that wrote it, and keep its name"
+    return finding("mixed-saves", "files", message, file=path, hint=hint)
+
+
+def _stage(file: StatesFile) -> Any:
+    state = file.tree.get("optimizer_state_dict")
+    return state.get("zero_stage") if isinstance(state, dict) else None
+
+
+def _has_ties(file: StatesFile) -> bool:
+    shared = file.tree.get("shared_params")
+    return isinstance(shared, dict) and bool(shared)
+
+
+def _varies(source: Source, file: StatesFile, storage: tuple[int, int, int | None]) -> bool:
+    """Whether a storage of a file has several values."""
+    start, length, _ = storage
+    size = min(length, _SAMPLE) // 4 * 4
+    values = np.frombuffer(source.store.read(file.path, start, size), "<u4")
+    return len(np.unique(values)) >= _DISTINCT
