@@ -7,7 +7,8 @@ where it has ``multi_latent_attention``); ``model``, of GPTModel; ``ids``; ``sta
 of Megatron, or None for random ones, which all differ. ANSWER will hold a list of ``state`` and ``logits``.
 
 Megatron-Core means to run on GPUs. Replaced here: for `torch.cuda.current_device` the CPU, for
-`torch.cuda.Stream` nothing, and for the tracker of random states of GPUs none, as nothing is dropped out.
+`torch.cuda.Stream` nothing, for Triton, where it is not installed, a stand-in that defines kernels and runs none
+(mcore_job.py), and for the tracker of random states of GPUs none, as nothing is dropped out.
 Megatron's own attention of plain torch is given to latent attention, which hands it sizes of keys and values
 that it does not ask for; sparse attention, which is only built with Transformer Engine, is built with
 Megatron's own modules, and a plain linear layer where they have none. Nothing else of the model is changed.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mcore_job import stand_in
 
 
 class _NoStream:
@@ -115,6 +117,7 @@ def _activation(name: str) -> Any:
 def main() -> None:
     """Writes the answers."""
     every = torch.load(sys.argv[1], weights_only=True)
+    stand_in()
     _stand_in()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
