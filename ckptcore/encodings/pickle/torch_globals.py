@@ -269,6 +269,21 @@ def _windows_path(*parts: Any) -> Named:
     return Named("winpath", str(PureWindowsPath(*parts)))
 
 
+def _namespace_call(kind: str) -> Call:
+    def build(*args: Any) -> Named:
+        if args:
+            raise ValueError(f"{kind} with arguments")
+        return Named(kind, {})
+
+    return Call(kind, build)
+
+
+def _set_attributes(target: Named, state: Any) -> None:
+    if type(state) is not dict or any(type(k) is not str for k in state):
+        raise ValueError(f"{target.kind} with attributes that are not text")
+    target.value.update(state)
+
+
 # torch/storage.py: the legacy typed storages, and the untyped one of `_rebuild_tensor_v3`.
 STORAGES = {f"torch.{d.storage}": Named("storage", d.storage) for d in DTYPES if d.storage} | {
     "torch.storage.UntypedStorage": Named("storage", "UntypedStorage"),
@@ -359,4 +374,11 @@ OBJECT_TABLE: dict[str, Any] = {
     "builtins.bytes": Call("bytes", _no_bytes),
     "__builtin__.bytes": Call("bytes", _no_bytes),
     "_codecs.encode": Call("_codecs.encode", _latin1),
+}
+# Lib/argparse.py, Lib/types.py: containers that often hold a trainer's arguments, beside OBJECT_TABLE.
+NAMESPACES: dict[str, Any] = {
+    "argparse.Namespace": _namespace_call("namespace"),
+    "types.SimpleNamespace": _namespace_call("simplenamespace"),
+    "BUILD namespace": _set_attributes,
+    "BUILD simplenamespace": _set_attributes,
 }

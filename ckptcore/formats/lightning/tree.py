@@ -15,7 +15,7 @@ from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.core.tree_paths import Paths
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView
+from ckptcore.encodings.pickle.torch_globals import NAMESPACES, OBJECT_TABLE, StoredView
 from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
@@ -28,21 +28,6 @@ _MAX_LISTED = 100
 _MODELS = ("state_dict", "model")
 
 
-def _namespace_call(kind: str) -> Call:
-    def build(*args: Any) -> Named:
-        if args:
-            raise ValueError(f"{kind} with arguments")
-        return Named(kind, {})
-
-    return Call(kind, build)
-
-
-def _set_attributes(target: Named, state: Any) -> None:
-    if type(state) is not dict or any(type(k) is not str for k in state):
-        raise ValueError(f"{target.kind} with attributes that are not text")
-    target.value.update(state)
-
-
 def _no_arguments(*args: Any) -> dict[Any, Any]:
     if args:
         raise ValueError("AttributeDict with arguments")
@@ -53,10 +38,7 @@ def _no_arguments(*args: Any) -> dict[Any, Any]:
 # (fabric/utilities/data.py; before 2.0 in the packages pytorch_lightning and lightning_fabric).
 TABLE: dict[str, Any] = {
     **OBJECT_TABLE,
-    "argparse.Namespace": _namespace_call("namespace"),
-    "types.SimpleNamespace": _namespace_call("simplenamespace"),
-    "BUILD namespace": _set_attributes,
-    "BUILD simplenamespace": _set_attributes,
+    **NAMESPACES,
     **{
         f"{module}.AttributeDict": Call("AttributeDict", _no_arguments)
         for module in (
