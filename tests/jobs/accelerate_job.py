@@ -6,8 +6,8 @@
 ``resume`` prints a line of JSON: by FOLDER, a digest of every tensor of model and AdamW after `load_state`,
 the scheduler's state, the losses of two more steps, and the digests behind them.
 
-Accelerate means FSDP for accelerators alone: on the CPU its state is told so here, after it was made. Its own
-functions prepare, shard, save and load.
+Accelerate enables FSDP on accelerators alone: on the CPU this job sets the type of its state.
+Accelerate's own functions prepare, shard, save and load.
 """
 
 from __future__ import annotations

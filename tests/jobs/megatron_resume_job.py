@@ -3,9 +3,9 @@
     RANK=0 python megatron_resume_job.py ASKED OUT
 
 ASKED is a file of torch: ``tp``, ``pp``, ``vpp`` (model chunks of a rank, or None), and ``cases``. Each case
-has the question of megatron_logits_job.py (``config``, ``model``, ``ids``) and ``folders``, name -> torch_dist
-folder. Every rank builds the model of its stage, loads it with `dist_checkpointing.load` and, where one stage
-has all layers, makes two steps of SGD. OUT: where rank 0 puts the JSON of, by rank and case, for every folder:
+has the question of megatron_logits_job.py (``config``, ``model``, ``ids``) and ``folders``, name -> folder of
+torch_dist. Every rank builds the model of its stage, loads it with `dist_checkpointing.load` and, where one
+stage has all layers, makes two steps of SGD. OUT: where rank 0 puts the JSON of, by rank, case and folder:
 digests of the loaded tensors by name, the losses, and digests of the weights behind them.
 
 The replacements are those of mcore_job.py and megatron_logits_job.py.

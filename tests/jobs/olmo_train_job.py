@@ -4,8 +4,8 @@
 
 CONFIG: the config.json that OLMo-core's trainer wrote. For each STEP the job builds model and optimizer by
 it, shards them with OLMo-core's own FSDP over all ranks, loads them with its `load_model_and_optim_state`,
-and makes two steps. It prints one line of JSON: by STEP the digest of every tensor that was loaded, by name, and
-the losses.
+and makes two steps. It prints one line of JSON: by STEP the digest of every tensor that was loaded, by name,
+and the losses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def resumed(config: dict[str, Any], step: str, mesh: Any) -> dict[str, Any]:
     model: Any = TransformerConfig.from_dict(config["model"]).build(init_device="cpu")
     model.apply_fsdp(dp_mesh=mesh)
     optim: Any = OptimConfig.from_dict(config["train_module"]["optim"]).build(model)
-    load_model_and_optim_state(f"{step}/model_and_optim", model, optim)
+    load_model_and_optim_state(f"{step}/model_and_optim", model, optim, flatten_optimizer_state=True)
     found = {name: digest(p) for name, p in model.named_parameters()}
     names = {p: name for name, p in model.named_parameters()}
     for parameter, state in optim.state.items():
