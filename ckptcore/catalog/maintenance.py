@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sqlalchemy import and_, func, select, update
+from sqlalchemy import and_, func, or_, select, update
 
 from ckptcore.catalog.checkpoints import note_findings
 from ckptcore.catalog.claims import TAKEN
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
-from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, conversion_row, resolve_checkpoint
+from ckptcore.catalog.normalize import parents
+from ckptcore.catalog.query import (
+    checkpoint_row,
+    checkpoint_rows,
+    checkpoints_of,
+    conversion_row,
+    conversions_of,
+    resolve_checkpoint,
+)
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding
 
@@ -125,6 +133,42 @@ def ties(conn: Connection, now: datetime, public: str) -> Ties:
         tuple(conn.execute(select(Hold.reason).where(Hold.checkpoint_id == row, *in_force(now))).scalars()),
         (*conn.execute(reading).scalars(), *conn.execute(claimed).scalars()),
     )
+
+
+def retired_into(conn: Connection, uri: str) -> tuple[tuple[CheckpointRow, CheckpointRow], ...]:
+    """Return (source, child) of each source that `retire` deleted and whose child a location contains.
+
+    A child is contained if it is at the normal URI, inside it, or around it, and something should be there.
+    """
+    below = Checkpoint.uri.startswith(uri.rstrip("/") + "/", autoescape=True)
+    there = or_(Checkpoint.uri.in_([uri, *parents(uri)]), below)
+    wanted = checkpoint_rows().where(there, Checkpoint.state.in_(set(_ALIVE) - {State.GONE.value}))
+    found = []
+    for row in conn.execute(wanted.order_by(Checkpoint.id)).all():
+        for conversion in conversions_of(conn, row.id, Direction.OUT):
+            if conversion.state == Outcome.SUCCEEDED.value:
+                read = checkpoints_of(conn, conversion.id, Direction.IN)
+                deleted = (source for source in read if source.state == State.DELETED.value)
+                found += [(source, checkpoint_row(row)) for source in deleted]
+    return tuple(found)
+
+
+def with_fingerprints(conn: Connection, prints: Iterable[str]) -> tuple[CheckpointRow, ...]:
+    """Return the present checkpoints whose tensors have one of these fingerprints."""
+    wanted = checkpoint_rows().where(
+        Checkpoint.fingerprint.in_(list(prints)), Checkpoint.state == State.PRESENT.value
+    )
+    return tuple(checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
+
+
+def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
+    """Return the ids of conversions that are now writing to a normal URI, or to a folder around it."""
+    writing = select(Conversion.uuid).where(
+        Conversion.destination_uri.in_([uri, *parents(uri)]),
+        Conversion.state == Outcome.RUNNING.value,
+        Conversion.started_at > now - _STALE,
+    )
+    return tuple(conn.execute(writing).scalars())
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
     if local_path(request.destination) is None:
         return
     named = [url for url in (request.config, request.tokenizer) if url is not None and url != NONE]
-    read = _inodes(request.source).union(*map(_inodes, named))
+    read = inodes_of(request.source).union(*map(inodes_of, named))
     shared = [name or request.destination for name, e in there.items() if e.inode in read]
     if shared:
         raise UsageError(
@@ -195,7 +195,7 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
                 )
 
 
-def _inodes(url: str) -> set[tuple[int, int] | None]:
+def inodes_of(url: str) -> set[tuple[int, int] | None]:
     """Return (device, inode) of every file and folder of a place, and of its links' targets."""
     path = local_path(url)
     if path is None:

@@ -346,10 +346,12 @@ def _prepare(
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()
             if request.replaces:
-                # A late import: most conversions replace nothing.
+                # Late imports: most conversions replace nothing.
                 from ckptcore.conversion.foreign_files import require_accounted
+                from ckptcore.conversion.sole_copies import require_other_copies
 
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
+                require_other_copies(request.destination, replaced.inventory, catalog_url)
             note_replaced(staging, replaced)
         # Every time: the plan may be equal, and --overwrite may differ.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))

@@ -6,16 +6,19 @@ aside.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import CheckpointDetail
+from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import State
 from ckptcore.comparison.fingerprint import fingerprint
+from ckptcore.conversion.sole_copies import export_failed
 from ckptcore.core.used_files import used
 from ckptcore.errors import SourceChanged, UsageError
 from ckptcore.operations.distinct import files_of
 from ckptcore.operations.registered_files import compare, same_manifest
-from ckptcore.operations.replacement import Replacement, failed_as_export, failed_message
+from ckptcore.operations.replacement import Replacement, failed_message
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
@@ -29,15 +32,19 @@ def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
     """Return a child with its files, as the catalog has it now.
 
     Raises:
-        UsageError: It is not present, or it is an export that failed its verification.
+        UsageError: It is not present, an export that failed its verification, or about to be replaced.
     """
     detail = catalog.show(public, tensors=False)
     if not isinstance(detail, CheckpointDetail):
         raise UsageError(f"{public} is not a checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
-    if failed_as_export(detail):
+    if export_failed(detail):
         raise UsageError(failed_message(detail.checkpoint.uri))
+    with catalog.reading() as conn:
+        writers = tending.replacing(conn, datetime.now(UTC), detail.checkpoint.uri)
+    if writers:
+        raise UsageError(f"conversion {writers[0]} writes to {detail.checkpoint.uri}")
     return detail
 
 

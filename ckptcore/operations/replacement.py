@@ -24,6 +24,7 @@ from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
+from ckptcore.conversion.sole_copies import export_failed
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, UsageError
@@ -130,15 +131,6 @@ def find_replacement(
     return rejected
 
 
-def failed_as_export(detail: CheckpointDetail) -> bool:
-    """Return whether a checkpoint failed when it was last verified as an export.
-
-    An equal one that replaced it since has no verdict of its own yet, and does not cancel this one.
-    """
-    verdicts = (c.export_verdict for c in detail.written_by)
-    return next((v for v in verdicts if v in ("ok", "failed")), None) == "failed"
-
-
 def failed_message(uri: str) -> str:
     """Return why an export proves nothing of its source."""
     return f"{uri} failed when it was verified as an export. Try verify-export again"
@@ -183,7 +175,7 @@ def _check_child(
     """Return whether one child replaces a source."""
     detail = catalog.show(child.id, tensors=False)
     assert isinstance(detail, CheckpointDetail)
-    if failed_as_export(detail):
+    if export_failed(detail):
         return Replacement(None, None, failed_message(child.uri))
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:

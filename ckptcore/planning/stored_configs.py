@@ -76,8 +76,10 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
 def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | None:
     """Return the arguments of Megatron's training: a namespace, or a dict, which DCP stores value by value.
 
-    A dict may be of any trainer: it counts where names are Megatron's.
+    Both may be of any trainer: they count where names are Megatron's.
     """
+    if world != "megatron":
+        return None
     found: dict[str, Any] = {}
     for blob in source.blobs:
         if not blob.known:
@@ -89,7 +91,7 @@ def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | Non
             found |= blob.tree if "$" not in blob.tree else {}
         elif blob.key.startswith("args."):
             found[blob.key.removeprefix("args.")] = blob.tree
-    return found if found and world == "megatron" else None
+    return found or None
 
 
 def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:

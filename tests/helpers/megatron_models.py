@@ -1,6 +1,7 @@
 """Megatron-Core's own GPTModel, asked in an interpreter that has it: its names, and its logits.
 
-``CKPTCORE_MEGATRON_PYTHON`` names the interpreter (megatron-core 0.19.2 was tried; it needs Python 3.12).
+``CKPTCORE_MEGATRON_PYTHON`` names the interpreter: megatron-core 0.19.2, which asks for Python 3.12 and runs
+under 3.11 when it is installed with ``--ignore-requires-python``.
 `FAMILIES` is the table of what Megatron's config says where the hub's says something else.
 """
 

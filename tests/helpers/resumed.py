@@ -30,8 +30,8 @@ class Resumed:
 
 STATE = "weights, optimizer state"
 STEPS = f"{STATE}, losses of the next 2 steps"
-LIGHTNING, OLMO, OLMO_3, DEEPSPEED = (
-    f"`CKPTCORE_{n}_PYTHON`" for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3", "DEEPSPEED")
+LIGHTNING, OLMO, OLMO_3, TITAN, DEEPSPEED = (
+    f"`CKPTCORE_{n}_PYTHON`" for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3", "TORCHTITAN", "DEEPSPEED")
 )
 ROWS = (
     Resumed(
@@ -51,6 +51,24 @@ ROWS = (
         f"{STEPS}; chunks and files of the job's own save",
         "formats/dcp/test_decoders_mesh.py::test_jobs_resume",
         "soak (one mesh by default)",
+    ),
+    Resumed(
+        "dcp",
+        "torch 2.13 and torchdata 0.11: FSDP2 with a scheduler and a StatefulDataLoader for each rank",
+        "fsdp=4",
+        "fsdp=4, fsdp=1, fsdp=2 tp=2, dp_replicate=2 fsdp=2, pp=2 fsdp=2, pp=2 fsdp=4",
+        f"{STEPS}; scheduler; loaders where the mesh has as many data-parallel ranks",
+        "formats/dcp/test_stateful_resume.py::test_a_job_with_scheduler_and_loader_resumes",
+        f"soak, {TITAN}",
+    ),
+    Resumed(
+        "dcp (the two parts of a folder)",
+        "Accelerate 1.15: `load_state` under FSDP2",
+        "2",
+        "fsdp 1, 3 and 4",
+        f"{STEPS}; scheduler",
+        "formats/accelerate/test_accelerate_resume.py::test_load_state_resumes_from_resharded_parts",
+        "soak",
     ),
     Resumed(
         "dcp",
@@ -147,6 +165,33 @@ ROWS = (
         STATE,
         "formats/olmo/test_olmo_loader.py::test_steps_of_a_mesh_restored_by_olmo_core_3",
         OLMO_3,
+    ),
+    Resumed(
+        "olmo_core",
+        "OLMo-core 1.9.0 and 2.6.0: `Checkpointer`, into DTensors",
+        "2 (a sample of 3.0)",
+        "fsdp=4, on 1 and 3 ranks",
+        STATE,
+        "formats/olmo/test_olmo_loader.py::test_steps_of_a_mesh_restored_by_earlier_releases",
+        "`CKPTCORE_OLMO_CORE_1_PYTHON`, `CKPTCORE_OLMO_CORE_2_PYTHON`",
+    ),
+    Resumed(
+        "olmo_core",
+        "OLMo-core 3.0.0: its model and AdamW under its FSDP, `load_model_and_optim_state`",
+        "2 (a sample of 3.0)",
+        "fsdp=4, on 1 and 3 ranks",
+        STEPS,
+        "formats/olmo/test_olmo_loader.py::test_olmo_cores_own_model_trains_on",
+        f"soak, {OLMO_3}",
+    ),
+    Resumed(
+        "torch_dist",
+        "Megatron-Core 0.12.3, 0.15.3, 0.16.1, 0.19.2: GPTModel (dense, tied, MoE, latent attention)",
+        "tp=2 pp=2, ep=2 pp=2 (samples of 0.19.2)",
+        "tp 1, 2 and 4, pp=2 tp=1 and 2; on tp 1 and 2, pp=2 even, uneven and virtual",
+        "weights; losses of the next 2 steps of SGD without pp",
+        "formats/megatron/test_megatron_resume.py::test_megatrons_own_model_resumes",
+        "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
     ),
     Resumed(
         "torch_dist",

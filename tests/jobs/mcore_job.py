@@ -49,6 +49,11 @@ def stand_in() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *a: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[assignment,method-assign]
+    stand_in_for_triton()
+
+
+def stand_in_for_triton() -> None:
+    """Modules with which kernels can be defined, and not run, where Triton is not installed."""
     try:
         import triton  # noqa: F401
     except ImportError:

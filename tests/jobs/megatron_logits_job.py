@@ -7,7 +7,8 @@ where it has ``multi_latent_attention``); ``model``, of GPTModel; ``ids``; ``sta
 of Megatron, or None for random ones, which all differ. ANSWER will hold a list of ``state`` and ``logits``.
 
 Megatron-Core means to run on GPUs. Replaced here: for `torch.cuda.current_device` the CPU, for
-`torch.cuda.Stream` nothing, and for the tracker of random states of GPUs none, as nothing is dropped out.
+`torch.cuda.Stream` nothing, for Triton, where it is not installed, a module that defines kernels and runs
+none (mcore_job.py), and for the tracker of random states of GPUs none, as nothing is dropped out.
 Megatron's own attention of plain torch is given to latent attention, which hands it sizes of keys and values
 that it does not ask for; sparse attention, which is only built with Transformer Engine, is built with
 Megatron's own modules, and a plain linear layer where they have none. Nothing else of the model is changed.
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mcore_job import stand_in
 
 
 class _NoStream:
@@ -34,14 +36,15 @@ class _NoStream:
         pass
 
 
-def _stand_in() -> None:
+def stand_in_for_gpus() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.Stream = _NoStream
     cuda.current_stream = lambda *_: _NoStream()
 
 
-def _built(asked: dict[str, Any]) -> Any:
+def built(asked: dict[str, Any], **stage: Any) -> Any:
+    """GPTModel of a question. stage: more of its arguments, for a stage of a pipeline."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -68,13 +71,14 @@ def _built(asked: dict[str, Any]) -> Any:
             use_transformer_engine=False,
             normalization=config.normalization,
             qk_l2_norm=form.get("qk_l2_norm", False),
+            **{k: v for k, v in stage.items() if k == "vp_stage"},
         )
     mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     for layer in spec.layer_specs if config.multi_latent_attention else ():
         attention = layer.submodules.self_attention.submodules
         if not form.get("experimental_attention_variant"):
             attention.core_attention = _latent_attention()
-    return GPTModel(config, spec, mtp_block_spec=mtp, **asked["model"]).float().eval()
+    return GPTModel(config, spec, mtp_block_spec=mtp, **asked["model"], **stage).float().eval()
 
 
 class _Linear(torch.nn.Linear):
@@ -115,7 +119,8 @@ def _activation(name: str) -> Any:
 def main() -> None:
     """Writes the answers."""
     every = torch.load(sys.argv[1], weights_only=True)
-    _stand_in()
+    stand_in()
+    stand_in_for_gpus()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -130,7 +135,7 @@ def main() -> None:
 @torch.no_grad()
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = _built(asked)
+    model = built(asked)
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     given = asked["state"] or {n: _random(n, t) for n, t in own.items()}
     assert given.keys() == own.keys(), sorted(given.keys() ^ own.keys())

@@ -1,4 +1,4 @@
-"""One rank of a job in which OLMo-core (3.0) loads a step folder into DTensors of this world size.
+"""One rank of a job in which OLMo-core (1.9 to 3.0) loads a step folder into DTensors of this world size.
 
 python olmo_dcp_job.py STEP SAMPLE    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
 """
@@ -10,7 +10,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-from olmo_core.distributed.checkpoint import get_checkpoint_metadata, load_state_dict
+import torch.distributed.checkpoint as dcp
+from olmo_core.distributed.checkpoint import RemoteFileSystemReader, get_checkpoint_metadata
 from olmo_core.train.checkpoint import Checkpointer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,7 +35,8 @@ def main() -> None:
         state[name] = (
             zeros(value.shape, dtype=value.dtype, **rows) if value.dim() else torch.zeros_like(value)
         )
-    load_state_dict(inside, state)
+    # What OLMo-core's own functions call, which have other names in each release.
+    dcp.load(state, storage_reader=RemoteFileSystemReader(inside))
     equal = 0
     for name, value in truth.items():
         found = state[name]

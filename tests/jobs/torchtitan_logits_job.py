@@ -5,8 +5,9 @@ python torchtitan_logits_job.py ASKED ANSWER
 ASKED is a file of torch with a list of questions: ``config``, as the hub has it; ``ids``; ``zero``, ends of
 names whose tensors are 0. ANSWER will hold a list of ``state`` and ``logits``. torchtitan compiles its
 attention for GPUs: the same function of torch, not compiled, replaces it; and it multiplies by experts with a
-kernel of GPUs in bfloat16, which a loop in float32 replaces. What norms add to a variance is what the
-config says.
+kernel of GPUs in bfloat16, which a loop in float32 replaces. A module that defines kernels and runs none
+(mcore_job.py) replaces Triton, where it is not installed. What norms add to a variance is what the config
+says.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import sys
 from typing import Any
 
 import torch
+from mcore_job import stand_in_for_triton
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _stand_in() -> None:
+    stand_in_for_triton()
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torchtitan.models.common import attention
 

@@ -7,16 +7,16 @@ are read in a few large ranges and parsed in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Envelope, Item, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter, passing
-from ckptcore.core.object_tree import SCALARS, Named, TensorRef, encode, weight
+from ckptcore.core.object_tree import SCALARS, Named, Refused, TensorRef, encode, weight
 from ckptcore.encodings.codecs import decode_small
 from ckptcore.encodings.limits import bound_views
-from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Objects, Reader, check_view, read_objects
 from ckptcore.errors import (
     ChecksumMismatch,
@@ -31,6 +31,7 @@ from ckptcore.store import Readable
 _GAP, _RANGE = 64 << 10, 8 << 20
 _CODES = ((ChecksumMismatch, "crc-mismatch"), (UnsafeContent, "bad-path"))
 _SHARED = 4  # how many times the bytes of a file may be read for its objects
+_NAMESPACE_KINDS = ("namespace", "simplenamespace")
 _MAX_OBJECT = 64 << 20  # larger ones are read in place, never into memory at once
 
 
@@ -48,7 +49,33 @@ class ObjectRules:
     adapt: Callable[[str, Objects, Reader], tuple[Objects, tuple[str, ...]]] | None = None
 
 
-PLAIN = ObjectRules()
+def _without_refused(key: str, objects: Objects, read: Reader) -> tuple[Objects, tuple[str, ...]]:
+    """Leave out the attributes of a namespace that need refused globals; other objects stay complete."""
+    tree = objects.tree
+    if not objects.refused or not isinstance(tree, Named) or tree.kind not in _NAMESPACE_KINDS:
+        return objects, ()
+    lost = {name for name, value in tree.value.items() if _has_refused(value)}
+    kept_values = {name: value for name, value in tree.value.items() if name not in lost}
+    return replace(objects, tree=Named(tree.kind, kept_values)), tuple(
+        f"{key}.{name}" for name in sorted(lost)
+    )
+
+
+def _has_refused(tree: Any) -> bool:
+    queue, seen = [tree], set[int]()
+    while queue:
+        value = queue.pop()
+        if isinstance(value, Refused):
+            return True
+        if isinstance(value, Named):
+            queue.append(value.value)
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            queue += [*value, *value.values()] if isinstance(value, dict) else value
+    return False
+
+
+PLAIN = ObjectRules(adapt=_without_refused)
 
 
 def add_blobs(
@@ -172,7 +199,7 @@ def _compare_ranks(
 def _content(raw: bytes) -> Any:
     """Return the values of an item with its tensors' bytes, because zips of equal values may differ."""
     try:
-        found = read_objects(lambda start, n: raw[start : start + n], len(raw), "object")
+        found = read_objects(lambda start, n: raw[start : start + n], len(raw), "object", OBJECT_TABLE)
     except MetadataTooLarge:
         raise
     except CkptError:  # the copy in the manifest has its own finding; this one counts as another value

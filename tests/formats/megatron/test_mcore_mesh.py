@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_releases import RELEASES, release_folder
 from paths import JOBS
 from samples import SAMPLES, Sample, differences, value
 from torch.distributed.tensor import Shard
@@ -35,7 +36,6 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 # TP that does not divide the rows of the vocabulary (Megatron-LM pads them, its loader trims them) or others:
 # loaders do not depend on how a checkpoint is split.
 UNEVEN = [(3, 1), (5, 2)]
-RELEASES = ["0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"]
 
 
 def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> TensorLayout:
@@ -155,18 +155,8 @@ def test_other_states_keep_their_shape(found: dict[str, Sample], tmp_path: Path)
 
 @pytest.fixture(scope="module", params=RELEASES)
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release of megatron-core in a folder of its own: $CKPTCORE_MCORE/RELEASE, or installed by pip."""
-    ready = Path(os.environ.get("CKPTCORE_MCORE", "/nonexistent")) / request.param
-    if ready.is_dir():
-        return ready
-    folder = tmp_path_factory.mktemp("release")
-    line = ["-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python", "--target"]
-    done = subprocess.run(
-        [sys.executable, *line, str(folder), f"megatron-core=={request.param}"], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip(f"megatron-core {request.param} cannot be installed here")
-    return folder
+    """A release of megatron-core in a folder of its own."""
+    return release_folder(request.param, tmp_path_factory)
 
 
 @pytest.mark.soak

@@ -1,12 +1,13 @@
 """Load written checkpoints with OLMo-core's own loaders, at other world sizes than saved them.
 
 Each generation needs its own environment: `CKPTCORE_OLMO_CORE_PYTHON` names the interpreter of
-one with ai2-olmo-core==0.1.0, `CKPTCORE_OLMO_CORE_3_PYTHON` of one with 3.0.0. Without them these tests
-are skipped.
+one with ai2-olmo-core==0.1.0, `CKPTCORE_OLMO_CORE_1_PYTHON`, `CKPTCORE_OLMO_CORE_2_PYTHON` and
+`CKPTCORE_OLMO_CORE_3_PYTHON` of those with 1.9.0, 2.6.0 and 3.0.0. Without them these tests are skipped.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from olmo_samples import sample
 from paths import JOBS
+from samples import FIXTURES, unpack
 from torch.distributed.tensor import Shard
 
 import ckptcore
@@ -27,7 +29,12 @@ from ckptcore.planning.request import Request
 from ckptcore.topology.layout import Mesh, TensorLayout, Topology
 
 # release -> the variable that names its interpreter
-VARIABLES = {"0.1.0": "CKPTCORE_OLMO_CORE_PYTHON", "3.0.0": "CKPTCORE_OLMO_CORE_3_PYTHON"}
+VARIABLES = {
+    "0.1.0": "CKPTCORE_OLMO_CORE_PYTHON",
+    "1.9.0": "CKPTCORE_OLMO_CORE_1_PYTHON",
+    "2.6.0": "CKPTCORE_OLMO_CORE_2_PYTHON",
+    "3.0.0": "CKPTCORE_OLMO_CORE_3_PYTHON",
+}
 
 
 def interpreter(release: str) -> str:
@@ -110,8 +117,51 @@ def test_steps_of_a_mesh_restored_by_olmo_core_3(
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("release", ["1.9.0", "2.6.0"])
+def test_steps_of_a_mesh_restored_by_earlier_releases(
+    release: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """1.9.0 and 2.6.0 fill DTensors of another mesh from the same step folder."""
+    python = interpreter(release)
+    root = sample(request, "v3_bf16params_ws2")
+    step = next(p for p in root.iterdir() if p.name.startswith("step"))
+    asked = Request(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh="fsdp=4")
+    convert(asked, catalog_url=False)
+    assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_olmo_cores_own_model_trains_on(ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """3.0.0: its model and AdamW under its FSDP: loaded bit for bit, with the losses of a native resume."""
+    python = interpreter("3.0.0")
+    root = unpack(request.config.rootpath / ".pytest_cache/samples", FIXTURES / "maps/truths.tar.zst")
+    step, out = root / "olmo3/step3", tmp_path / "out"
+    asked = Request(str(step), str(out), verb="reshard", to="olmo_core", mesh="fsdp=4")
+    convert(asked, catalog_url=False)
+    given = (str(step / "config.json"), str(step), str(out))
+    found = [
+        json.loads(line.removeprefix("found: "))
+        for text in run_ranks(python, "olmo_train_job.py", ranks, *given)
+        for line in text.splitlines()
+        if line.startswith("found: ")
+    ]
+    assert len(found) == ranks
+    for rank in found:
+        assert rank[str(out)] == rank[str(step)]
+        assert len(set(rank[str(out)]["losses"])) == 2
+        assert sum("::exp_avg" in name for name in rank[str(out)]["loaded"]) >= 20
+
+
 def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
     """Run the ranks of a job; return the number of tensors that were equal, over all ranks."""
+    outputs = run_ranks(python, script, ranks, str(out), str(root))
+    return sum(int(line.split()[1]) for text in outputs for line in text.splitlines() if "equal:" in line)
+
+
+def run_ranks(python: str, script: str, ranks: int, *given: str) -> list[str]:
+    """Run the ranks of a job; return what each printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -124,7 +174,7 @@ def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
     }
     jobs = [
         subprocess.Popen(
-            [python, str(JOBS / script), str(out), str(root)],
+            [python, str(JOBS / script), *given],
             env=dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -134,4 +184,4 @@ def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
     ]
     outputs = [job.communicate(timeout=240)[0] for job in jobs]
     assert all(job.returncode == 0 for job in jobs), "\n".join(outputs)[-3000:]
-    return sum(int(line.split()[1]) for text in outputs for line in text.splitlines() if "equal:" in line)
+    return outputs

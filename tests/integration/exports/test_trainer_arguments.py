@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from export_sources import WRITERS, Tiny  # noqa: E402
 from trainer_names import WORLDS  # noqa: E402
 
 import ckptcore  # noqa: E402
-from ckptcore.errors import NameMismatch  # noqa: E402
+from ckptcore.errors import NameMismatch, UsageError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("asked_here")
 Tinies = Callable[[str], Tiny]
@@ -93,18 +94,30 @@ def test_the_same_scaling_is_exported(tinies: Tinies, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text())["rope_parameters"] == LLAMA3
 
 
-def test_arguments_in_a_plain_dcp_folder_decide_without_a_config(tinies: Tinies, tmp_path: Path) -> None:
-    """DCP stores a dict of arguments value by value."""
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+def test_arguments_in_a_plain_dcp_folder_decide_without_a_config(
+    tinies: Tinies, tmp_path: Path, kind: Callable[..., Any]
+) -> None:
+    """DCP stores a dict of arguments value by value, and a namespace as one pickle."""
     tiny = tinies("llama")
     state = {n: t.contiguous() for n, t in WORLDS["megatron"][0](tiny.config, tiny.state, "layers").items()}
     args = {"num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": True}
     args |= {"vocab_size": tiny.config["vocab_size"], "position_embedding_type": "rope"}
-    dcp.save({"model": state, "args": args}, checkpoint_id=tmp_path / "source", no_dist=True)
+    dcp.save({"model": state, "args": kind(**args)}, checkpoint_id=tmp_path / "source", no_dist=True)
     export(str(tmp_path / "source"), tmp_path / "out", config="none")
     dcp.save(
-        {"model": state, "args": args | {"position_embedding_type": "none"}},
+        {"model": state, "args": kind(**args | {"position_embedding_type": "none"})},
         checkpoint_id=tmp_path / "other",
         no_dist=True,
     )
     with pytest.raises(NameMismatch, match='"none"'):
         export(str(tmp_path / "other"), tmp_path / "again", config="none")
+
+
+def test_heads_of_a_pickled_namespace_limit_the_mesh(tinies: Tinies, tmp_path: Path) -> None:
+    tiny = tinies("llama")
+    state = {n: t.contiguous() for n, t in WORLDS["megatron"][0](tiny.config, tiny.state, "layers").items()}
+    args = argparse.Namespace(num_attention_heads=4, num_query_groups=2, group_query_attention=True)
+    dcp.save({"model": state, "args": args}, checkpoint_id=tmp_path / "source", no_dist=True)
+    with pytest.raises(UsageError, match=r"4 attention heads with tp=3: the checkpoint's `args`"):
+        ckptcore.convert(str(tmp_path / "source"), str(tmp_path / "out"), verb="reshard", mesh="tp=3")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.planning import transformers_process
 from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.stored_configs import stored_configs
+
+
+class Backend(Enum):
+    """As Megatron's enums are among its arguments."""
+
+    AUTO = 5
 
 
 @pytest.mark.parametrize(
@@ -118,4 +126,17 @@ def test_arguments_in_a_plain_dcp_folder_are_read(tmp_path: Path) -> None:
     (config,) = stored_configs(manifest, "megatron")
     assert (config.world, config.content) == ("megatron", args)
     assert {k: v for k, (v, _) in config.numbers.items()} == {"layer": 2, "heads": 4, "kv_heads": 4}
+    assert list(stored_configs(manifest, "hf-hub")) == []
+
+
+def test_a_pickled_namespace_in_a_plain_dcp_folder_is_read(tmp_path: Path) -> None:
+    """DCP pickles it as one object. An attribute of an unknown class is left out by name, the others stay."""
+    args = argparse.Namespace(num_layers=2, num_attention_heads=4, num_query_groups=2, backend=Backend.AUTO)
+    dcp.save({"model": {"w": torch.ones(2)}, "args": args}, checkpoint_id=tmp_path, no_dist=True)
+    manifest = ckptcore.open(str(tmp_path))
+    (config,) = stored_configs(manifest, "megatron")
+    assert config.content == {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2}
+    assert {k: v for k, (v, _) in config.numbers.items()} == {"layer": 2, "heads": 4, "kv_heads": 2}
+    (left,) = [f for f in manifest.findings if f.code == "refused-global"]
+    assert "args.backend" in left.message
     assert list(stored_configs(manifest, "hf-hub")) == []
