@@ -219,11 +219,17 @@ class Layout:
         arrange: The function that lays out the files.
         nests: Whether the layout needs the paths of names in the saved tree.
         place: Maps the paths of a source, for an output that only some sources fit; None keeps every path.
+        model_folder: Folder of the output for config and tokenizer, which are carried there; empty: none.
+        flattens: Whether tensors inside an object get names of their own, and the object is not stored.
+        repads: Whether loaders of the output accept a vocabulary that is padded for another tp.
     """
 
     arrange: Arrange
     nests: bool = False
     place: Place | None = None
+    model_folder: str = ""
+    flattens: bool = False
+    repads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +244,8 @@ class Writer:
         serializations: The supported values of `--serialization`.
         hub: What an export writes, when it differs from ``whole``.
         adapter: What an export of a LoRA adapter writes, or None.
+        like: Returns the layout of a source that is saved in another way than most of its format; None for
+            one that is not.
     """
 
     whole: Layout
@@ -246,6 +254,7 @@ class Writer:
     serializations: tuple[str, ...] = ("torch_save",)
     hub: Layout | None = None
     adapter: Layout | None = None
+    like: Callable[[Manifest], Layout | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable

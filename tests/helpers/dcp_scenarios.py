@@ -111,6 +111,13 @@ SCENARIOS = (
     Scenario(
         "optimizers", M, "state_dict", 4, "SGD, Adam (amsgrad), Adagrad, RMSprop, NAdam, Adamax; two groups"
     ),
+    Scenario(
+        "frozen_parameters",
+        M,
+        "state_dict",
+        4,
+        "an optimizer with parameters that have no gradient, no state",
+    ),
     Scenario("full_state", M, f"{DSD}", 4, "gathered states, on all ranks or one; broadcast from the first"),
     Scenario("tied_weights", M, "state_dict", 3, "one parameter under two names"),
     Scenario("extra_state", M, "state_dict", 2, "`get_extra_state` of values and of tensors, BatchNorm"),

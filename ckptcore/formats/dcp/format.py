@@ -53,7 +53,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return tuple(arrange_folder(request))
 
 
-_LAYOUT = Layout(arrange, nests=True)
+_LAYOUT = Layout(arrange, nests=True, flattens=True)
 FORMAT = Format(
     name="dcp",
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",

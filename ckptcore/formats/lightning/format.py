@@ -205,7 +205,7 @@ FORMAT = Format(
     reader=Reader(read, checksums="CRC-32 per item or record", objects=True),
     writer=Writer(
         Layout(arrange, nests=True, place=place),
-        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place),
+        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place, flattens=True),
         single_file=True,
     ),
 )
