@@ -62,8 +62,8 @@ def test_values_alone_are_read_and_checked(values: Path, cli: Cli) -> None:
 def test_values_alone_are_written(asked: dict[str, Any], values: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ckptcore.convert(str(values), str(out), **asked)
-    again = ckptcore.open(str(out))
-    assert ckptcore.check(again, "bytes").ok
+    written = ckptcore.open(str(out))
+    assert ckptcore.check(written, "bytes").ok
     assert ckptcore.diff(str(values), str(out)).equal
     if asked["to"] == "dcp":
         state = filled()

@@ -54,9 +54,9 @@ def test_config_and_tokenizer_go_along(actor: Path, tmp_path: Path) -> None:
         "model_world_size_2_rank_0.pt",
         "model_world_size_2_rank_1.pt",
     }
-    again = ckptcore.open(str(out))
-    assert ckptcore.check(again, "bytes").ok
-    assert tensors(again) == tensors(ckptcore.open(str(actor)))
+    written = ckptcore.open(str(out))
+    assert ckptcore.check(written, "bytes").ok
+    assert tensors(written) == tensors(ckptcore.open(str(actor)))
     # The next reshard finds them there.
     ckptcore.convert(str(out), str(tmp_path / "next"), verb="reshard", to="torch_ranks", mesh="fsdp=3")
     assert contents(tmp_path / "next" / "huggingface") == wanted
