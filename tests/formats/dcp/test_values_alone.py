@@ -54,7 +54,7 @@ def test_values_alone_are_read_and_checked(values: Path, cli: Cli) -> None:
     [
         {"verb": "consolidate", "to": "dcp"},
         {"verb": "reshard", "to": "dcp", "mesh": "fsdp=3"},
-        {"verb": "reshard", "to": "torch_ranks", "mesh": "fsdp=2"},
+        {"verb": "reshard", "to": "torch_ranks", "mesh": "pp=2,tp=2"},
         {"verb": "consolidate", "to": "torch_save"},
         {"verb": "consolidate", "to": "safetensors"},
     ],
