@@ -10,6 +10,8 @@
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table
 #   make soak    the long repeats that `make test` leaves out
+#   make versions VERSIONS="lowest python3.13"
+#                `make quick` with the lowest versions of pyproject.toml, or on another Python (downloads gigabytes)
 #   make fuzz    change real checkpoints a million times, guided by coverage and not
 #   make docs    write the generated tables of docs/ and CONTRIBUTING.md, and the picture of the rooms
 #   make site    build the documentation site from docs/, into build/site
@@ -37,7 +39,7 @@ stamp := .venv/.stamp
 torch := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 paths := ckptcore tasks flows deployments alembic tests docs
 
-.PHONY: help demo up down test quick check bench soak fuzz docs site clean \
+.PHONY: help demo up down test quick check bench soak versions fuzz docs site clean \
   check-types check-style check-layers check-migrations check-docs
 
 help:
@@ -87,6 +89,10 @@ bench: $(stamp)
 
 soak: $(stamp)
 	@$(python) -m pytest -m soak -n $(JOBS)
+
+VERSIONS ?= lowest
+versions: $(stamp)
+	@$(python) tests/versions/run.py --jobs $(JOBS) $(VERSIONS)
 
 INPUTS ?= 1000000
 fuzz: $(stamp)

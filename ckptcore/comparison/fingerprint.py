@@ -125,7 +125,10 @@ def fingerprint(
         options |= {"prefix": part.prefix, "also": part.foreign, "unwrap": True}
     mapped = remap(manifest, **options)
     if not mapped.manifest.tensors:
-        raise UsageError("no tensor is left", hint="check --include, --exclude and --model-prefix")
+        raise UsageError(
+            f"no tensor is left (got {len(manifest.tensors)} in the checkpoint)",
+            hint="check --include, --exclude and --model-prefix",
+        )
     opened = Opened(manifest.root, mapped.manifest)
     try:
         tensors = _tensors(opened, settings, progress)

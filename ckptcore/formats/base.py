@@ -220,10 +220,12 @@ class Layout:
         nests: Whether the layout needs the paths of names in the saved tree.
         place: Maps the paths of a source, for an output that only some sources fit; None keeps every path.
         values: Which classes of plain values the files keep: "" for all, "trainers" for those of a pickle
-        that
-            trainers load, "libraries" for a pickle without classes of trainers, "plain" for one without any.
-        torch_load: Whether people open the files with `torch.load`, which needs weights_only=False for
-        classes.
+            that trainers load, "libraries" for a pickle without classes of trainers, "plain" for one without any.
+        torch_load: Whether people open the files with `torch.load`, which needs weights_only=False
+            for classes.
+        model_folder: Folder of the output for config and tokenizer, which are carried there; empty: none.
+        flattens: Whether tensors inside an object get names of their own, and the object is not stored.
+        repads: Whether loaders of the output accept a vocabulary that is padded for another tp.
     """
 
     arrange: Arrange
@@ -231,6 +233,9 @@ class Layout:
     place: Place | None = None
     values: str = ""
     torch_load: bool = False
+    model_folder: str = ""
+    flattens: bool = False
+    repads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +250,8 @@ class Writer:
         serializations: The supported values of `--serialization`.
         hub: What an export writes, when it differs from ``whole``.
         adapter: What an export of a LoRA adapter writes, or None.
+        like: Returns the layout of a source that is saved in another way than most of its format; None for
+            one that is not.
     """
 
     whole: Layout
@@ -253,6 +260,7 @@ class Writer:
     serializations: tuple[str, ...] = ("torch_save",)
     hub: Layout | None = None
     adapter: Layout | None = None
+    like: Callable[[Manifest], Layout | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a plug-in's reader may be unhashable

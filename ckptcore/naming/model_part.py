@@ -76,6 +76,13 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
         AmbiguousModel: With the candidates.
     """
     names = [t.fqn for t in manifest.tensors]
+    if not names:
+        found = f"{len(manifest.blobs)} plain values"
+        raise AmbiguousModel(
+            f"cannot find the model: the checkpoint has no tensor (got {found})",
+            hint="try consolidate or reshard, which write plain values, too",
+            candidates=[],
+        )
     if prefix is not None:
         return _part_below(names, prefix)
     known = manifest.origin.get("model")

@@ -39,12 +39,13 @@ from ckptcore.naming.rename import (
     strip_wrappers,
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
+from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import ModelFiles, find_adapter_files, find_files, has_lora_of_its_own
-from ckptcore.planning.nesting import LEFT_OUT, nest, without
+from ckptcore.planning.nesting import LEFT_OUT, nest, split_objects, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
@@ -128,7 +129,8 @@ def compose(
     report = require_complete(manifest, selected, later=_BY_CONFIG if by_config else frozenset())
     checked = time.perf_counter()
     warnings = [f for f in report.findings if f.severity == "warning"]
-    layout = _output_layout(request, writer, adapter)
+    layout = _output_layout(request, manifest, writer, adapter)
+    carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if export else None
     free, bound = (
         without_bound(manifest, parse_mesh(request.mesh), request.keep_object) if reshard else (manifest, ())
@@ -140,14 +142,14 @@ def compose(
         mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
     if by_config and (doubts or beside.config is None):  # the model class proves nothing
         require_complete(manifest, selected)
-    warnings += [*doubts, *beside.findings]
+    warnings += [*doubts, *beside.findings, *found]
     if export:
         warnings += [*_other_parts(model), *_unopened(request, beside)]
     require_zero(free, mapped.dropped)
     casts = _dtypes(request, mapped.manifest)
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
-    warnings += value_findings(layout, objects)
+    warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
     casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
     target = Target(
@@ -160,7 +162,7 @@ def compose(
         request.sharding,
         request.serialization,
     )
-    if not mapped.manifest.tensors:
+    if not mapped.manifest.tensors and (manifest.tensors or not objects):
         raise UsageError("no tensor is left to write", hint="look at --include, --exclude and --model-prefix")
     if not reshard:
         topology = None
@@ -172,8 +174,9 @@ def compose(
             topology = lay_out(mapped.manifest, request.mesh, request.sharding, request.model_prefix)
         elif not isinstance(topology, Topology):
             topology = topology(mapped.manifest)
-        warnings += reshard_findings(request, manifest, mapped.manifest, bound, ruled=ruled)
-    extra = _extra(request, mapped, target, beside, manifest)
+        written, repads = mapped.manifest, layout.repads
+        warnings += reshard_findings(request, manifest, written, bound, ruled=ruled, repads=repads)
+    extra = {**carried, **_extra(request, mapped, target, beside, manifest)}
     plan, files = make_plan(
         replace(mapped, dropped=(*mapped.dropped, *dropped, *(Dropped(name, rule) for name, rule in bound))),
         target,
@@ -304,11 +307,13 @@ def _adapter_alone(
     return adapted(mapped, adapter), beside
 
 
-def _output_layout(request: Request, writer: Writer, adapter: Adapter | None) -> Layout:
+def _output_layout(request: Request, manifest: Manifest, writer: Writer, adapter: Adapter | None) -> Layout:
     """Return the layout of the output; raise `UsageError` if the format cannot be written so."""
     of_export = writer.hub if adapter is None else writer.adapter
     layouts = {"reshard": writer.for_mesh, "export": of_export or writer.whole}
     layout = layouts.get(request.verb, writer.whole)
+    if writer.like is not None and request.verb != "export":
+        layout = writer.like(manifest) or layout
     if layout is None:
         raise UsageError(
             f"{request.format} is not written for the ranks of a mesh",

@@ -6,7 +6,9 @@ unevenly, is a warning.
 
 - Megatron-Core (transformer/transformer_config.py, utils.py `divide`): heads and the hidden size of the
   feed-forward network must be multiples of tp. Query groups must be a multiple of tp, or, from 0.16 on, a
-  divisor: then ranks replicate a group. Layers must be a multiple of pp, unless options place them.
+  divisor: then ranks replicate a group. Layers must be a multiple of pp, unless options place them. Rows of
+  the vocabulary must be a multiple of tp; a job has as many as the tokenizer's, padded to a multiple of
+  make_vocab_size_divisible_by x tp (megatron/training/tokenizer, `_vocab_size_with_padding`).
 - torchtitan (models/*/model.py, `view(..., -1, head_dim)`): tp must divide heads and key-value heads.
 - Models of other names: different trainers run them, so these cases are warnings.
 """
@@ -26,6 +28,7 @@ from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.store import open_store, split_url
 from ckptcore.topology.layout import Mesh
 
+Shape = tuple[int, ...]
 _STRICT = frozenset({"megatron", "torchtitan"})  # worlds of one trainer
 _FEED_FORWARD = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _PLACED = (
@@ -35,6 +38,7 @@ _PLACED = (
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
 )
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MOST = 4 << 20  # bytes of a config
 
 
@@ -47,15 +51,21 @@ class ModelNumber:
 
 
 def require_possible(
-    source: Manifest, names: Sequence[str], mesh: Mesh, config: str | None = None
+    source: Manifest,
+    shapes: Mapping[str, Shape],
+    mesh: Mesh,
+    config: str | None = None,
+    *,
+    repads: bool = False,
 ) -> tuple[Finding, ...]:
     """Require that the model can run on the mesh, and return what is uneven or has a condition.
 
     Args:
         source: The checkpoint, for the configs that it stores.
-        names: The parameters' own names.
+        shapes: Shapes of the parameters, by their own names.
         mesh: The mesh of the reshard.
         config: A config file or its folder; None for the configs of the source, ``none`` for no config.
+        repads: Whether loaders of the output pad the vocabulary for their own tp.
 
     Raises:
         UsageError: The trainer of these names cannot run the model so; with the numbers.
@@ -63,12 +73,13 @@ def require_possible(
     """
     if config == "none":
         return ()
-    world = suspected(names) or HUB
+    world = suspected(shapes) or HUB
     configs = list(stored_configs(source, world)) if config is None else [_read(config, world)]
     numbers, doubts = _numbers(configs, required=config is not None)
     found = [*doubts]
     sizes = dict(mesh.axes)
     problems = [*_of_heads(world, numbers, sizes.get("tp", 1)), *_of_trainer(world, configs, numbers, sizes)]
+    problems += _of_vocabulary(world, configs, shapes, sizes.get("tp", 1), repads)
     for is_refused, message, hint in problems:
         if is_refused and world in _STRICT:
             raise UsageError(message, hint=hint)
@@ -118,6 +129,42 @@ def _of_trainer(
             f"{layers.value} layers on pp={pp} stages are uneven: {layers.source}",
             "Megatron-Core needs --pipeline-model-parallel-layout, or the options for first and last stage",
         )
+
+
+def _of_vocabulary(
+    world: str, configs: Sequence[Config], shapes: Mapping[str, Shape], tp: int, repads: bool
+) -> Iterator[_Problem]:
+    """Yield what rows that pad a vocabulary do not allow, or make the job's number of rows another one."""
+    own = next((c for c in configs if c.world == "megatron"), None) if world == "megatron" else None
+    if own is None:
+        return
+    found = {shape[0]: name for name, shape in shapes.items() if name.endswith(_VOCABULARY) and shape}
+    tokens, step = own.at("vocab_size"), own.at("make_vocab_size_divisible_by")
+    for rows, name in found.items():
+        known = type(tokens) is int and type(step) is int and tokens <= rows
+        padded = _padded(tokens, step, tp) if known else None
+        by = f"; {own.name} says vocab_size = {tokens}, make_vocab_size_divisible_by = {step}"
+        wanted = "" if padded is None else f": a job with tp={tp} has {padded} rows{by}"
+        if rows % tp and not repads:
+            message = f"cannot cut {rows} rows of {name} with tp={tp}{wanted}"
+            yield True, message, _divisors("tp", ModelNumber(rows, name))
+        elif repads and (rows % tp or padded not in (None, rows)):
+            hint = "Megatron-Core's loader adds or leaves out rows that pad the vocabulary"
+            yield False, f"{rows} rows of {name} are not those of tp={tp}{wanted}", hint
+        elif padded not in (None, rows):
+            hint = f"start the job with --make-vocab-size-divisible-by {rows // tp}"
+            yield False, f"{rows} rows of {name} are not those of tp={tp}{wanted}", hint
+
+
+def _padded(tokens: int, step: int, tp: int) -> int | None:
+    """Return the rows of a vocabulary in a job; None where the numbers are impossible.
+
+    >>> _padded(50257, 128, 1), _padded(50257, 128, 8)
+    (50304, 51200)
+    """
+    if tokens < 1 or step < 1:
+        return None
+    return -(-tokens // (step * tp)) * step * tp
 
 
 def _divisors(axis: str, *numbers: ModelNumber | None) -> str:

@@ -14,9 +14,10 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import references
 from ckptcore.core.subset import select
 from ckptcore.core.tree_paths import Path, Paths, renamed
-from ckptcore.errors import NameMismatch
+from ckptcore.errors import Finding, NameMismatch, finding
 from ckptcore.formats.base import Layout
 from ckptcore.naming.rename import Mapped
+from ckptcore.utils.text import count, some
 
 Objects = dict[str, Any]
 
@@ -52,6 +53,21 @@ def nest(
     names = [moved.get(t.fqn, t.fqn) for t in mapped.manifest.tensors]
     _require_distinct([*names, *(moved.get(k, k) for k in objects)])
     return _moved(source, mapped, names, moved), _trees(objects, moved), paths, moved
+
+
+def split_objects(layout: Layout, objects: Objects) -> list[Finding]:
+    """Return a warning about values with tensors inside that the output has as their parts.
+
+    torch stores a tuple with tensors as one object, and its loader asks for that.
+    """
+    keys = sorted(key for key, tree in objects.items() if references(tree)) if layout.flattens else []
+    if not keys:
+        return []
+    are = "are written as their parts" if keys[1:] else "is written as its parts"
+    message = f"{count(len(keys), 'object')} with tensors inside {are}: {some(keys)}"
+    first = references(objects[keys[0]])[0]
+    hint = f"a strict load must ask for the parts, such as {first}, or use ckptcore.load_into"
+    return [finding("dropped-keys", "coverage", message, hint=hint)]
 
 
 LEFT_OUT = object()

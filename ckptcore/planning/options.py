@@ -81,7 +81,7 @@ CONTENT = (
     "weights",
 )
 MODEL = ("model_prefix", "config", "tokenizer", "names", "arch")
-SHARDS = ("mesh", "sharding", "serialization", "model_prefix", "config", "keep_object")
+SHARDS = ("mesh", "sharding", "serialization", "model_prefix", "config", "tokenizer", "keep_object")
 MEANS = ("memory", "workers")
 PLACE = ("resume", "overwrite", "overwrite_foreign")
 PROOF = ("verify", "digest", "fingerprint")
@@ -158,8 +158,8 @@ class Options:
     config: Annotated[
         str | None,
         Option(
-            "config.json, or the folder with it. An export copies it and checks names and shapes, a reshard "
-            "checks heads and layers. Default: the source's own; none uses none.",
+            "config.json, or the folder with it. An export copies it and checks names and shapes; a reshard "
+            "checks heads and layers, and copies it for verl. Default: the source's own; none uses none.",
             "DIR|FILE",
         ),
     ] = None

@@ -16,7 +16,13 @@ from ckptcore.utils.text import count, some
 
 
 def reshard_findings(
-    request: Request, source: Manifest, written: Manifest, bound: Sequence[tuple[str, str]], *, ruled: bool
+    request: Request,
+    source: Manifest,
+    written: Manifest,
+    bound: Sequence[tuple[str, str]],
+    *,
+    ruled: bool,
+    repads: bool = False,
 ) -> list[Finding]:
     """Return the warnings of a reshard.
 
@@ -26,14 +32,15 @@ def reshard_findings(
         written: The tensors that are written.
         bound: (name, reason) of the state that is dropped.
         ruled: Whether rules on names decide the layout, and not the caller.
+        repads: Whether loaders of the output pad the vocabulary for their own tp.
 
     Raises:
         UsageError: The trainer cannot run the model on the mesh.
     """
     found: list[Finding] = []
     if ruled:
-        names = list(parameters(written, request.model_prefix)[0])
-        found += require_possible(source, names, parse_mesh(request.mesh), request.config)
+        shapes = parameters(written, request.model_prefix)[0]
+        found += require_possible(source, shapes, parse_mesh(request.mesh), request.config, repads=repads)
     if request.sharding is not None:
         from ckptcore.topology.unused_rules import unused_rules  # imports pydantic
 

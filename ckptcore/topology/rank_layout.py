@@ -60,6 +60,8 @@ def lay_out(
                 f"--mesh {mesh} must equal the [mesh] of --sharding (got {dict(recorded.axes)} there)",
                 hint="remove it from the file, or request that mesh",
             )
+    if not manifest.tensors:  # plain values alone need no rule
+        return Topology(target, {})
     shapes, owner = parameters(manifest, model_prefix)
     rules = placementrules.rules_for(list(shapes), own, _needs_rules(target))
     layouts = _placed(shapes, target, rules)

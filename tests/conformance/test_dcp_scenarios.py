@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from dcp_scenarios import NOT_REWRITTEN, SCENARIOS, TOPICS, TORCH_FAILS
+from dcp_scenarios import NOT_REWRITTEN, NOT_RUN, SCENARIOS, TOPICS, TORCH_FAILS, UPSTREAM
 from driver import REPOSITORY
 from paths import HELPERS, JOBS
 
@@ -47,6 +48,12 @@ def test_a_slice(tmp_path: Path) -> None:
     """Scenarios of every topic, and of everything that a program does with a checkpoint."""
     assert {s.topic for s in SCENARIOS if s.short} == {*TOPICS}
     passes(SHORT, tmp_path)
+
+
+def test_every_upstream_file_has_a_scenario_or_a_reason() -> None:
+    listed = [*(s.upstream for s in SCENARIOS), *(names for names, _ in NOT_RUN)]
+    named = {name for text in listed for name in re.sub(r"\(.*?\)", "", text).replace(",", " ").split()}
+    assert [name for name in UPSTREAM if name not in named] == []
 
 
 @pytest.mark.soak

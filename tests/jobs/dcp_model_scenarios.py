@@ -413,6 +413,20 @@ def optimizers(job: Job) -> None:
             part.conforms(made(job, fsdp2, **known), made(job, hsdp2, **known), rewritten=kinds_of_output)
 
 
+def frozen_parameters(job: Job) -> None:
+    """The optimizer has all parameters, and no state for those without a gradient."""
+
+    def net() -> nn.Module:
+        model = Net()
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+        return model
+
+    for flat in (False, True):
+        part = Job(job.name, job.rank, job.world, job.folder / f"{flat}", job.checks)
+        each_into(part, (plain, fsdp2), (fsdp2_tp, hsdp2), net=net, flat=flat)
+
+
 def full_state(job: Job) -> None:
     """A gathered state, full on every rank or on the first alone, and set again by broadcast."""
     for n, options in enumerate(
@@ -529,6 +543,7 @@ RUNS: dict[str, Callable[[Job], None]] = {
         pipeline,
         experts,
         optimizers,
+        frozen_parameters,
         full_state,
         tied_weights,
         extra_state,

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from forked import start_ranks
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -265,6 +265,8 @@ def write(rng: Random, seed: int, folder: Path, meshes: dict[str, DeviceMesh]) -
     )
     state, truth, made = make()
     if safetensors:
+        from torch.distributed.checkpoint.filesystem import SerializationFormat  # torch 2.8
+
         options["serialization_format"] = SerializationFormat.SAFETENSORS
         if any(how.endswith("shards") for how in made.values()):
             options.pop("serialization_format")  # torch loses shards of one rank there

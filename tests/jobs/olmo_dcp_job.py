@@ -1,4 +1,4 @@
-"""One rank of a job in which OLMo-core (1.9 to 3.0) loads a step folder into DTensors of this world size.
+"""One rank of a job in which OLMo-core loads a step folder, or its DCP folder alone, into DTensors.
 
 python olmo_dcp_job.py STEP SAMPLE    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
 """
@@ -22,11 +22,12 @@ def main() -> None:
     step, root = sys.argv[1:3]
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    assert Checkpointer.dir_is_checkpoint(step), "OLMo-core does not take it for a checkpoint"
+    bare = os.path.exists(f"{step}/.metadata")
+    assert bare or Checkpointer.dir_is_checkpoint(step), "OLMo-core does not take it for a checkpoint"
     truth = {f"model.{k}": v for k, v in load_file(f"{root}/expected.safetensors").items()}
     for key, value in load_file(f"{root}/expected_optim.safetensors").items():
         truth["optim.state." + key.replace("::", ".")] = value
-    inside = f"{step}/model_and_optim"
+    inside = step if bare else f"{step}/model_and_optim"
     missing = truth.keys() - get_checkpoint_metadata(inside).state_dict_metadata.keys()
     assert not missing, sorted(missing)[:3]
     state: dict[str, torch.Tensor] = {}

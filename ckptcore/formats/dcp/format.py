@@ -53,7 +53,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return tuple(arrange_folder(request))
 
 
-_LAYOUT = Layout(arrange, nests=True, values="libraries")
+_LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
 FORMAT = Format(
     name="dcp",
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",

@@ -206,7 +206,7 @@ FORMAT = Format(
     reader=Reader(read, checksums="CRC-32 per item or record", objects=True),
     writer=Writer(
         Layout(arrange, nests=True, place=place, values="trainers", torch_load=True),
-        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place, values="trainers"),
+        for_mesh=Layout(arrange_sharded, nests=True, place=keeps_its_place, values="trainers", flattens=True),
         single_file=True,
     ),
 )

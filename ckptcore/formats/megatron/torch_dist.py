@@ -120,5 +120,6 @@ FORMAT = Format(
     recognised_by="`metadata.json` with `sharded_backend` torch_dist, beside `.metadata`",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item, SHA-256 per file", objects=True),
-    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
+    # VocabParallelEmbedding and the output layer are loaded with `allow_shape_mismatch`.
+    writer=Writer(_LAYOUT, for_mesh=Layout(arrange_torch_dist, repads=True)),
 )

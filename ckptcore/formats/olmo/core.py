@@ -33,11 +33,13 @@ from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
+from ckptcore.core.used_files import placed
 from ckptcore.encodings.json_text import loads
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, read_folder
+from ckptcore.formats.dcp.writer import arrange_folder
 from ckptcore.formats.olmo.common import (
     DCP,
     TRAIN_FILE,
@@ -165,12 +167,19 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return arrange_step(request, folder=DCP, marker=MARKER)
 
 
-_LAYOUT = Layout(arrange, nests=True, values="libraries")
+def like_source(source: Manifest) -> Layout | None:
+    """Return the layout of a DCP folder alone for a source that is one: its loaders are called with it."""
+    is_bare = source.format == NAME and not any(p.startswith(f"{DCP}/") for p in placed(source))
+    return _BARE if is_bare else None
+
+
+_LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
+_BARE = Layout(arrange_folder, nests=True, values="libraries", flattens=True)
 FORMAT = Format(
     name=NAME,
     title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",
     recognised_by="`model_and_optim/` (and `.metadata.json`), or `.metadata` of OLMo-core's storage class",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
-    writer=Writer(_LAYOUT, for_mesh=_LAYOUT),
+    writer=Writer(_LAYOUT, for_mesh=_LAYOUT, like=like_source),
 )

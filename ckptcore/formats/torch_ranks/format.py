@@ -99,7 +99,7 @@ def _is_zip(source: Source, path: str) -> bool:
     return source.listing[path] >= 4 and is_zip(source.store.read(path, 0, 4))
 
 
-_LAYOUT = Layout(arrange, nests=True, values="libraries", torch_load=True)
+_LAYOUT = Layout(arrange, nests=True, values="libraries", torch_load=True, model_folder=_MODEL_FOLDER)
 FORMAT = Format(
     name=_NAME,
     title="torch.save file per rank (verl, Accelerate, OLMo, FSDP scripts)",

@@ -154,6 +154,20 @@ def test_olmo_cores_own_model_trains_on(ranks: int, tmp_path: Path, request: pyt
         assert sum("::exp_avg" in name for name in rank[str(out)]["loaded"]) >= 20
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_bare_folder_restored_by_olmo_core_3(
+    ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """3.0.0: what was a DCP folder without a step is loaded as one."""
+    python = interpreter("3.0.0")
+    root = sample(request, "v3_bf16params_ws2")
+    bare = next(p for p in root.iterdir() if p.name.startswith("step")) / "model_and_optim"
+    asked = Request(str(bare), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh="fsdp=4")
+    convert(asked, catalog_url=False)
+    assert (tmp_path / "out" / ".metadata").exists()
+    assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
+
+
 def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
     """Run the ranks of a job; return the number of tensors that were equal, over all ranks."""
     outputs = run_ranks(python, script, ranks, str(out), str(root))

@@ -32,7 +32,7 @@ OPTIONS = {
         --weights --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
-    "reshard": WRITE + " --config --keep-object --mesh --model-prefix --serialization --sharding",
+    "reshard": WRITE + " --config --keep-object --mesh --model-prefix --serialization --sharding --tokenizer",
     "verify-export": """--against --allow-incomplete --any-memory --catalog --device --dtype --dtype-for
         --exclude --include
         --keep-quantized --logits --logits-dtype --logits-tolerance --memory --model-prefix --near

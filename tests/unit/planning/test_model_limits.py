@@ -27,12 +27,19 @@ ARGS = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 2, "ffn_h
 
 
 def found(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], world: str, content: dict[str, Any], mesh: str
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str] | dict[str, tuple[int, ...]],
+    world: str,
+    content: dict[str, Any],
+    mesh: str,
+    *,
+    repads: bool = False,
 ) -> list[str]:
     configs = [Config("the checkpoint's `args`", world, content)]
     monkeypatch.setattr(model_limits, "stored_configs", lambda source, world: configs)
     source: Any = None  # only its configs are read
-    return [f.message for f in require_possible(source, names, parse_mesh(mesh))]
+    shapes = names if isinstance(names, dict) else dict.fromkeys(names, (8,))
+    return [f.message for f in require_possible(source, shapes, parse_mesh(mesh), repads=repads)]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,35 @@ def test_what_megatron_cuts_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "4 layers on pp=3 stages are uneven" in found(monkeypatch, MEGATRON, "megatron", ARGS, "pp=3")[0]
     placed = ARGS | {"num_layers_in_first_pipeline_stage": 2}
     assert found(monkeypatch, MEGATRON, "megatron", placed, "pp=3") == []
+
+
+# GPT-2's tokenizer, padded for tp=1: 50304 = 393 x 128 rows. Jobs with tp=8 have 51200 = 50 x 128 x 8.
+ROWS = {**dict.fromkeys(MEGATRON, (4, 16, 8)), "embedding.word_embeddings.weight": (50304, 8)}
+GPT2 = {"num_attention_heads": 40, "vocab_size": 50257, "make_vocab_size_divisible_by": 128}
+
+
+def test_rows_that_pad_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, ROWS, "megatron", GPT2, "tp=1") == []
+    with pytest.raises(UsageError) as error:
+        found(monkeypatch, ROWS, "megatron", GPT2, "tp=5")
+    assert "cannot cut 50304 rows of embedding.word_embeddings.weight with tp=5" in error.value.message
+    assert "a job with tp=5 has 50560 rows" in error.value.message
+    assert error.value.hint is not None
+    assert "use tp=1, 2, 3, 4, 6, 8" in error.value.hint
+    # A multiple of tp that is not what the job would have: the option that makes it so.
+    (message,) = found(monkeypatch, ROWS, "megatron", GPT2, "tp=8")
+    assert "50304 rows of embedding.word_embeddings.weight are not those of tp=8" in message
+    assert "has 51200 rows; the checkpoint's `args` says vocab_size = 50257" in message
+    step = 50304 // 8
+    assert -(-50257 // (step * 8)) * step * 8 == 50304
+    # Megatron-Core's own loader pads anew.
+    (message,) = found(monkeypatch, ROWS, "megatron", GPT2, "tp=5", repads=True)
+    assert "has 50560 rows" in message
+    # Without the tokenizer's number only the cut is judged.
+    unknown = {"num_attention_heads": 40, "padded_vocab_size": 50304}
+    assert found(monkeypatch, ROWS, "megatron", unknown, "tp=8") == []
+    with pytest.raises(UsageError, match="cannot cut 50304 rows"):
+        found(monkeypatch, ROWS, "megatron", unknown, "tp=5")
 
 
 def test_torchtitan_never_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
