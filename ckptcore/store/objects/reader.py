@@ -21,7 +21,7 @@ from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Stamped
 from ckptcore.store.ahead import ExpectedReads, Proof
 from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen
-from ckptcore.store.objects.blocks import BLOCK, BlockReader, block_size, cut_into_blocks
+from ckptcore.store.objects.blocks import BLOCK, BlockReader, plan_blocks
 from ckptcore.store.objects.ledger import Ledger, altered
 from ckptcore.store.objects.small_reads import LARGEST, SHARED, page_around
 
@@ -121,7 +121,7 @@ class FolderReader:
         self._ledger, self._bare = Ledger(), reads.bare
         if not len(reads) or not self._pinned:
             return
-        table = cut_into_blocks(reads, block_size(len(reads.paths), memory))
+        table = plan_blocks(reads, memory)
         self._ask_checksums(sorted(reads.bare & set(table.row)))
         self._blocks = BlockReader(table, self._fetch, self._arrived, lambda: self._client.answer_s, memory)
 
