@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 
 PAGE = 64 << 10  # the least that is asked for
-LARGEST = 8 << 20  # more is read directly, and not kept
+LARGEST = 32 << 20  # more is read directly, and not kept
 _KEPT = 64 << 20
 
 Version = tuple[str, str, str]  # bucket, key, ETag
