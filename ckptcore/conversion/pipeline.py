@@ -287,7 +287,8 @@ def convert(
             result = finish_staged(staging, settings, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
-            result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
+            result = replace(result, files=receipts, timings=timings)
+            result = replace(result, warnings=(*prepared.warnings, *result.warnings))
             report("register", result.nbytes, result.nbytes)
             result = register(registration, result, manifest)
             staging.remove()

@@ -98,7 +98,7 @@ class Records:
                 total = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
             if total is not None and total != payload.crc32 and payload.forget is not None:
                 # Its pieces are used already: they came altered, or the store has them like that.
-                self._read_again(payload, chunk)
+                self._retry_record(payload, chunk)
                 raise StorageTrouble(
                     f"{chunk.fqn}: bytes of {chunk.path} came altered; read again, they match their CRC-32",
                     hint="bits flip between the store and this machine: run the command again",
@@ -131,13 +131,13 @@ class Records:
                 return
             crc = _crc_of(payload)
             if crc != payload.crc32 and payload.forget is not None:
-                self._read_again(payload, chunk)
+                self._retry_record(payload, chunk)
             else:
                 self._require(crc, payload, chunk)
         finally:
             payload.close()
 
-    def _read_again(self, payload: Payload, chunk: StoredChunk) -> None:
+    def _retry_record(self, payload: Payload, chunk: StoredChunk) -> None:
         """Ask the store for a record once more; raise `DamagedCheckpoint` if it is what was damaged."""
         assert payload.forget is not None  # the caller has checked
         assert payload.path is not None

@@ -156,7 +156,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
 
 
 @dataclass(slots=True)
-class _Held:
+class _Loaded:
     """A block in memory, or on its way.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Held:
         future: Ends when the bytes have arrived.
         users: Readers that copy from it right now.
         counted: Whether `Arrived` was called.
-        lock: Held while it is called.
+        lock: Taken while it is called.
     """
 
     buffer: bytearray
@@ -195,7 +195,7 @@ class BlockReader:
         self._size = size
         self._capacity = max(1, min(memory // size, len(table)))
         self._lock = threading.Condition()  # reentrant: a request may end while it is begun
-        self._held: dict[int, _Held] = {}
+        self._loaded: dict[int, _Loaded] = {}
         self._free: list[bytearray] = []
         self._left = table.wanted.copy()
         self._next = 0
@@ -227,64 +227,64 @@ class BlockReader:
         for at in range(first, last):
             if self._table.start[at] < start + length and start < self._table.end[at]:
                 with self._lock:
-                    held = self._held.get(at)
-                    if held is not None and held.future.done() and not held.users:
+                    loaded = self._loaded.get(at)
+                    if loaded is not None and loaded.future.done() and not loaded.users:
                         self._drop(at)
 
     def close(self) -> None:
         """Give up what is in flight, and free the memory."""
         with self._lock:
             self._closed = True
-            for held in self._held.values():
-                held.future.cancel()
-            self._held.clear()
+            for loaded in self._loaded.values():
+                loaded.future.cancel()
+            self._loaded.clear()
             self._free.clear()
 
     def _copy(self, at: int, offset: int, into: Buffer) -> None:
-        held = self._take(at)
+        loaded = self._take(at)
         good = False
         try:
-            held.future.result()
-            with held.lock:
-                if not held.counted:
+            loaded.future.result()
+            with loaded.lock:
+                if not loaded.counted:
                     path = self._table.paths[int(self._table.file[at])]
-                    self._arrived(path, int(self._table.start[at]), held.view)
-                    held.counted = True
-            into[:] = held.view[offset : offset + len(into)]
+                    self._arrived(path, int(self._table.start[at]), loaded.view)
+                    loaded.counted = True
+            into[:] = loaded.view[offset : offset + len(into)]
             good = True
         finally:
             with self._lock:
-                held.users -= 1
+                loaded.users -= 1
                 self._left[at] -= len(into)
-                if not good and self._held.get(at) is held and not held.users:
+                if not good and self._loaded.get(at) is loaded and not loaded.users:
                     self._drop(at)
                 self._advance()
                 self._lock.notify_all()
 
-    def _take(self, at: int) -> _Held:
+    def _take(self, at: int) -> _Loaded:
         with self._lock:
             # Blocks that cannot be given up are on their way, or are copied from: both end.
             self._lock.wait_for(
-                lambda: at in self._held or len(self._held) < self._capacity or self._give_up()
+                lambda: at in self._loaded or len(self._loaded) < self._capacity or self._give_up()
             )
-            held = self._held.get(at) or self._begin(at)
-            held.users += 1
+            loaded = self._loaded.get(at) or self._begin(at)
+            loaded.users += 1
             self._advance()
-            return held
+            return loaded
 
     def _advance(self) -> None:
         """Fetch the next blocks as far as memory and window allow."""
         order = self._table.order
         while self._in_flight < self._window and self._next < len(order) and not self._closed:
             at = int(order[self._next])
-            missing = at not in self._held and self._left[at] > 0
-            if missing and len(self._held) >= self._capacity and not self._free_done():
+            missing = at not in self._loaded and self._left[at] > 0
+            if missing and len(self._loaded) >= self._capacity and not self._free_done():
                 return
             self._next += 1
             if missing:
                 self._begin(at)
 
-    def _begin(self, at: int) -> _Held:
+    def _begin(self, at: int) -> _Loaded:
         buffer = self._free.pop() if self._free else bytearray(self._size)
         length = int(self._table.end[at] - self._table.start[at])
         view = memoryview(buffer)[:length]
@@ -292,9 +292,9 @@ class BlockReader:
         self._in_flight += 1
         begun = time.perf_counter()
         future = self._fetch(path, int(self._table.start[at]), view)
-        held = self._held[at] = _Held(buffer, view, future)
+        loaded = self._loaded[at] = _Loaded(buffer, view, future)
         future.add_done_callback(lambda done: self._landed(done, begun))
-        return held
+        return loaded
 
     def _landed(self, future: Future[Any], begun: float) -> None:
         with self._lock:
@@ -310,8 +310,8 @@ class BlockReader:
 
     def _free_done(self) -> bool:
         """Free a block that is read to its end; return whether there is one."""
-        for at, held in self._held.items():
-            if self._left[at] <= 0 and not held.users and held.future.done():
+        for at, loaded in self._loaded.items():
+            if self._left[at] <= 0 and not loaded.users and loaded.future.done():
                 self._drop(at)
                 return True
         return False
@@ -320,7 +320,7 @@ class BlockReader:
         """Free a block for one that is needed now; return whether there is one."""
         if self._free_done():
             return True
-        idle = [at for at, held in self._held.items() if not held.users and held.future.done()]
+        idle = [at for at, loaded in self._loaded.items() if not loaded.users and loaded.future.done()]
         if not idle:
             return False
         self._drop(max(idle, key=self._next_use))
@@ -335,6 +335,6 @@ class BlockReader:
         return float(table.uses[turn]) if turn < last else float("inf")
 
     def _drop(self, at: int) -> None:
-        held = self._held.pop(at)
-        if len(self._free) + len(self._held) < self._capacity:
-            self._free.append(held.buffer)
+        loaded = self._loaded.pop(at)
+        if len(self._free) + len(self._loaded) < self._capacity:
+            self._free.append(loaded.buffer)

@@ -181,7 +181,7 @@ def test_a_flip_in_tensor_bytes_of_safetensors(keeps: str | None, tmp_path: Path
         assert got["flipped.safetensors"] == right["local.safetensors"]
 
 
-def test_a_flip_in_a_record_with_a_checksum_is_read_again(tmp_path: Path) -> None:
+def test_a_flip_in_a_record_with_a_checksum_is_mended(tmp_path: Path) -> None:
     right = local(DCP)
     with read_server() as server:
         url = upload(server, DCP)

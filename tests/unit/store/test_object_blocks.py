@@ -104,10 +104,10 @@ def test_random_reads_in_random_order_with_any_memory(seed: int) -> None:
             end = min(len(data), at + draw.randrange(1, 3000))
             rows.append((path, at, end))
             at = end + draw.choice((0, 0, 0, 50, 4000))
-    shown = rows[:]
+    declared = rows[:]
     draw.shuffle(rows)
     size = draw.choice((512, 4096, 20_000))
-    table = cut_into_blocks(expected(shown), size, gap=draw.choice((0, 100)))
+    table = cut_into_blocks(expected(declared), size, gap=draw.choice((0, 100)))
     blocks = reader(origin, table, draw.choice((1, 3 * size, 10**9)))
     read_all(origin, blocks, [*rows, *draw.sample(rows, len(rows) // 2)], draw.choice((1, 2, 8)))
     blocks.close()
@@ -129,7 +129,7 @@ def test_unexpected_reads_are_answered_too() -> None:
     read_all(origin, blocks, [("a", 0, 10_000), ("z", 3, 50)], 1)
 
 
-def test_a_request_that_failed_is_sent_again_for_the_next_reader() -> None:
+def test_a_request_that_failed_is_repeated_for_the_next_reader() -> None:
     origin = Origin({"a": 1000})
     origin.fails.add(1)
     blocks = reader(origin, cut_into_blocks(expected([("a", 0, 1000)]), 4096), 10**6)
