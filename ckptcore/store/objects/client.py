@@ -75,7 +75,7 @@ class S3Client:
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
         """Yield every object whose key starts with ``prefix``, page by page."""
-        for page in self._pages("list_objects_v2", self._name(prefix), _listing(Prefix=prefix)):
+        for page in self._pages("list_objects_v2", prefix, _listing(Prefix=prefix)):
             for row in page.get("Contents", ()):
                 yield _listed(row)
 
@@ -83,7 +83,7 @@ class S3Client:
         """Return what is directly below a prefix."""
         objects, prefixes = list[ObjectSeen](), list[str]()
         asked = _listing(Prefix=prefix, Delimiter="/")
-        for page in self._pages("list_objects_v2", self._name(prefix), asked):
+        for page in self._pages("list_objects_v2", prefix, asked):
             objects += map(_listed, page.get("Contents", ()))
             prefixes += [row["Prefix"] for row in page.get("CommonPrefixes", ())]
         return KeysBelow(tuple(objects), tuple(prefixes))
