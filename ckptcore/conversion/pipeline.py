@@ -40,7 +40,7 @@ from ckptcore.planning.compose import Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.workers import Progress
 
 __all__ = [
@@ -287,7 +287,8 @@ def convert(
             result = finish_staged(staging, settings, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
-            result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
+            result = replace(result, files=receipts, timings=timings)
+            result = replace(result, warnings=(*prepared.warnings, *result.warnings))
             report("register", result.nbytes, result.nbytes)
             result = register(registration, result, manifest)
             staging.remove()
@@ -326,7 +327,7 @@ def _prepare(
             torch_on(settings.device)
         if published is not None and published != plan.digest:
             refuse_existing(request)
-        with closing(open_store(manifest.root)) as source:
+        with closing(open_source_store(manifest.root)) as source:
             ctimes, stamps, listed = take_listed(manifest, source)
         if not listed:
             _require_unchanged(request, manifest)
@@ -427,7 +428,7 @@ def _execute(
         return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
     noted = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
-    with closing(open_store(plan.source)) as source, closing(staging.files):
+    with closing(open_source_store(plan.source, noted)) as source, closing(staging.files):
         require_same(noted, source)
         run = plan_run(staging, plan, source, noted)
         return execute_files(run, wanted, settings, part=part, progress=progress)

@@ -8,11 +8,11 @@ damage is detected must not depend on how the record was read.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.reading.gather import Seen
-from ckptcore.reading.payload import DecodedItems, Payload, StoredChunk, resolve
+from ckptcore.errors import DamagedCheckpoint, StorageTrouble, finding
+from ckptcore.reading.payload import DecodedItems, Payload, Seen, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
 
@@ -38,6 +38,7 @@ class Records:
         self._partly: dict[int, tuple[CrcPieces | None, StoredChunk]] = {}
         self._lock = threading.Lock()
         self._decoded = DecodedItems()
+        self._awaiting: set[int] = set()
 
     @property
     def unverified(self) -> int:
@@ -49,8 +50,20 @@ class Records:
         return self._state[index] == _VERIFIED
 
     def pending(self, index: int) -> bool:
-        """Report whether an item was read in part, so that `finish` has to read it."""
-        return index in self._partly
+        """Report whether something is still to be read before an item is verified, or cannot be."""
+        return index in self._partly or (index in self._awaiting and self._state[index] == _UNPROVEN)
+
+    def await_proof(self, numbers: Iterable[int]) -> None:
+        """Call these items pending until the store that they were read from has proven its files."""
+        self._awaiting.update(numbers)
+
+    def settle(self, proven: Iterable[int]) -> None:
+        """Call items verified whose files the store has proven, and no other item pending any more."""
+        with self._lock:
+            for index in self._awaiting.intersection(proven):
+                if self._state[index] == _UNPROVEN:
+                    self._state[index] = _VERIFIED
+            self._awaiting.clear()
 
     def resolve(self, chunk: StoredChunk) -> Payload:
         """Find a chunk's payload; see `ckptcore.reading.payload.resolve`."""
@@ -83,6 +96,13 @@ class Records:
                     chunk.index, (None if payload.strides else CrcPieces(payload.record_length), chunk)
                 )
                 total = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
+            if total is not None and total != payload.crc32 and payload.forget is not None:
+                # Its pieces are used already: they came altered, or the store has them like that.
+                self._retry_record(payload, chunk)
+                raise StorageTrouble(
+                    f"{chunk.fqn}: bytes of {chunk.path} came altered; read again, they match their CRC-32",
+                    hint="bits flip between the store and this machine: run the command again",
+                )
             if total is not None:
                 self._require(total, payload, chunk)
 
@@ -109,14 +129,20 @@ class Records:
                 with self._lock:
                     self._partly.pop(chunk.index, None)
                 return
-            crc, block = 0, bytearray(min(_BLOCK, payload.record_length))
-            for at in range(0, payload.record_length, _BLOCK):
-                view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
-                payload.read_into(payload.record_start + at, view)
-                crc = crc32(view, crc)
-            self._require(crc, payload, chunk)
+            crc = _crc_of(payload)
+            if crc != payload.crc32 and payload.forget is not None:
+                self._retry_record(payload, chunk)
+            else:
+                self._require(crc, payload, chunk)
         finally:
             payload.close()
+
+    def _retry_record(self, payload: Payload, chunk: StoredChunk) -> None:
+        """Ask the store for a record once more; raise `DamagedCheckpoint` if it is what was damaged."""
+        assert payload.forget is not None  # the caller has checked
+        assert payload.path is not None
+        payload.forget(payload.path, payload.record_start, payload.record_length)
+        self._require(_crc_of(payload), payload, chunk)
 
     def _require(self, crc: int, payload: Payload, chunk: StoredChunk) -> None:
         if crc != payload.crc32:
@@ -128,3 +154,12 @@ class Records:
         with self._lock:
             self._state[chunk.index] = _VERIFIED
             self._partly.pop(chunk.index, None)
+
+
+def _crc_of(payload: Payload) -> int:
+    crc, block = 0, bytearray(min(_BLOCK, payload.record_length))
+    for at in range(0, payload.record_length, _BLOCK):
+        view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
+        payload.read_into(payload.record_start + at, view)
+        crc = crc32(view, crc)
+    return crc
