@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ckptcore.conversion.publication_record import DONE, PUTTING, REMOVING, Publication, note
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import DestinationExists, OutputMismatch
-from ckptcore.execution.receipts import digest_of
+from ckptcore.execution.receipts import digest_of, has_digest
 from ckptcore.store import Store, join_url, open_store
 from ckptcore.store.inventory import Entry, take
 
@@ -112,7 +112,7 @@ class _Here:
                 return False
             digest = digest_of(self.staging.files, staged, nbytes)
         store, inner = self.store_of(name)
-        return digest_of(store, inner, nbytes) == digest
+        return has_digest(store, inner, nbytes, (digest,))
 
     def close(self) -> None:
         """Close the stores."""

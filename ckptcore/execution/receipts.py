@@ -7,7 +7,7 @@ digest and the file's BLAKE3 digest. A later run trusts it only after hashing th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from blake3 import blake3
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.store import Readable, Store
+from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.planning.plan import PlannedFile
@@ -140,17 +141,29 @@ def is_intact(files: Readable, receipt: Receipt) -> bool:
         return there and digest_of(files, path, receipt.nbytes, receipt.begin) == receipt.digest
     if files.size(receipt.path) != receipt.nbytes:
         return False
-    return digest_of(files, receipt.path, receipt.nbytes) == receipt.digest
+    return has_digest(files, receipt.path, receipt.nbytes, (receipt.digest,))
 
 
 def digest_of(files: Readable, path: str, nbytes: int, start: int = 0) -> str:
     """Return the BLAKE3 of ``nbytes`` of a file from ``start`` on, hex. Memory: one block."""
-    total, block = blake3(), bytearray(min(_BLOCK, max(nbytes, 1)))
+    return _digests(files, path, nbytes, start, [blake3()])[0]
+
+
+def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:
+    """Report whether the first ``nbytes`` of a file have one of these digests; the file is read once."""
+    kinds = {digest.rpartition(":")[0]: digest for digest in digests}
+    found = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
+    return not set(digests).isdisjoint(found)
+
+
+def _digests(files: Readable, path: str, nbytes: int, start: int, totals: Sequence[Hasher]) -> list[str]:
+    block = bytearray(min(_BLOCK, max(nbytes, 1)))
     for at in range(0, nbytes, len(block)):
         view = memoryview(block)[: min(len(block), nbytes - at)]
         files.read_into(path, start + at, view)
-        total.update(view)
-    return total.hexdigest()
+        for total in totals:
+            total.update(view)
+    return [total.hexdigest() for total in totals]
 
 
 def receipt_name(index: int, part: tuple[int, int] | None = None) -> str:
