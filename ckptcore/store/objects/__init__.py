@@ -1,0 +1,209 @@
+"""Send requests to an S3 object store: the one seam for reading, uploading, publishing and cleaning up.
+
+`client` sends requests (through s3fs and aiobotocore), `retry` repeats those that failed for a moment and
+turns the others into errors of ckptcore, `checksums` computes the checksums that a store can keep.
+
+Keys are complete: they start behind the bucket. ETags are texts as the store sends them, with their quotes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckptcore.store import Buffer
+
+PART_LIMIT = 10_000  # parts of one upload, on S3 and its relatives
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum as an object store keeps it.
+
+    Attributes:
+        algorithm: A name of `ckptcore.store.objects.checksums.ALGORITHMS`, such as "CRC64NVME".
+        value: Base64 of the big-endian digest.
+    """
+
+    algorithm: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSeen:
+    """An object at one moment.
+
+    Attributes:
+        key: Its key.
+        nbytes: Its size.
+        etag: Its ETag, with quotes; "" where the store sends none.
+        metadata: What the writer stored beside it; only `ObjectClient.head` asks for it.
+        checksums: Those of its complete bytes that the store keeps; only `ObjectClient.head` asks for them.
+        modified: When it was written, seconds since 1970, or None where the store does not say.
+    """
+
+    key: str
+    nbytes: int
+    etag: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    checksums: tuple[Checksum, ...] = ()
+    modified: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeysBelow:
+    """What is directly below a prefix: its objects, and the longer prefixes, each with its slash."""
+
+    objects: tuple[ObjectSeen, ...]
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedPart:
+    """One uploaded part.
+
+    Attributes:
+        number: From 1 to `PART_LIMIT`.
+        etag: What the store answered.
+        nbytes: Its size.
+        checksum: The checksum it was uploaded with, or None.
+    """
+
+    number: int
+    etag: str
+    nbytes: int
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An upload that was neither completed nor aborted.
+
+    Attributes:
+        key: The key it would appear under.
+        upload_id: Its id.
+        started: When it began, seconds since 1970, or None where the store does not say.
+    """
+
+    key: str
+    upload_id: str
+    started: float | None = None
+
+
+class ObjectClient(Protocol):
+    """Requests to one bucket. Safe to use from several threads.
+
+    Each method sends one request, repeats it after momentary failures until the deadline, and then raises
+    `StorageTrouble`. Final answers raise at once: `SourceUnreadable` or `DestinationUnwritable`. The answer's
+    kind is in ``error.values["kind"]`` (`ckptcore.store.objects.retry.Kind`), and
+    ``error.values["attempts"]`` counts the requests: with more than one, an earlier reply may have been lost.
+
+    Attributes:
+        url: The bucket's URL, without credentials.
+    """
+
+    url: str
+
+    def list(self, prefix: str) -> Iterator[ObjectSeen]:
+        """Yield every object whose key starts with ``prefix``, in the store's order, page by page."""
+
+    def below(self, prefix: str) -> KeysBelow:
+        """Return what is directly below a prefix that ends with a slash, or is empty."""
+
+    def head(self, key: str) -> ObjectSeen | None:
+        """Return one object with its metadata and checksums, or None."""
+
+    def get(self, key: str, start: int, etag: str | None, into: Buffer) -> ObjectSeen:
+        """Fill ``into`` with bytes of an object, from ``start``.
+
+        The ETag and the length of every response are compared, also where the store ignores conditions.
+
+        Returns:
+            The object, with its complete size.
+
+        Raises:
+            SourceChanged: The object's ETag is not ``etag``, or changed on the way.
+        """
+
+    def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
+        """Begin a `get`, and return without waiting for it."""
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | bytes,
+        *,
+        create: bool = False,
+        match: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        checksum: Checksum | None = None,
+    ) -> str:
+        """Write a small object in one request, and return its ETag.
+
+        Args:
+            key: Its key.
+            data: Its bytes.
+            create: Refuse to replace an object (kind EXISTS).
+            match: Replace only the object with this ETag (kind CHANGED).
+            metadata: Stored beside it.
+            checksum: Compared by the store; None to compute a CRC-32.
+        """
+
+    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> None:
+        """Copy an object on the server, to a key of this bucket; ``bucket`` is that of the source."""
+
+    def delete(self, key: str) -> None:
+        """Delete an object; a missing one is no error."""
+
+    def begin(
+        self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"
+    ) -> str:
+        """Begin an upload in parts, and return its id.
+
+        Args:
+            key: The key it will appear under.
+            metadata: Stored beside it.
+            algorithm: The checksum of each part, combined to that of the object; None for none.
+        """
+
+    def upload_part(
+        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
+    ) -> UploadedPart:
+        """Upload one part; any process may, in any order. The checksum is as for `put`."""
+
+    def start_part(
+        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
+    ) -> Future[UploadedPart]:
+        """Begin an `upload_part`, and return without waiting; ``data`` must stay as it is until it ends."""
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[UploadedPart]:
+        """Yield the parts that were uploaded, in order."""
+
+    def complete(
+        self,
+        key: str,
+        upload_id: str,
+        parts: Sequence[UploadedPart],
+        *,
+        create: bool = False,
+        match: str | None = None,
+        checksum: Checksum | None = None,
+    ) -> str:
+        """Make an upload the object, and return the ETag of the answer, which some stores leave empty.
+
+        Args:
+            key: Its key.
+            upload_id: Its id; one that has ended is kind NO_UPLOAD.
+            parts: All of its parts.
+            create: Refuse to replace an object (kind EXISTS), where the store knows that condition.
+            match: Replace only the object with this ETag (kind CHANGED).
+            checksum: That of the complete object, compared by the store.
+        """
+
+    def abort(self, key: str, upload_id: str) -> None:
+        """End an upload and free its parts; one that has ended is no error."""
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the uploads below a prefix that are neither completed nor aborted."""

@@ -1,0 +1,413 @@
+"""Send requests to S3 through s3fs and aiobotocore.
+
+s3fs supplies credentials, endpoint and options by its own conventions, and the event loop on its thread;
+requests are those of aiobotocore below it. Both libraries' own retries are off: `retry` has the one layer.
+A body is received straight into the caller's buffer, and a response that ends early is continued behind the
+last byte that arrived, of the same version of the object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ckptcore.errors import CkptError, MissingDependency, SourceChanged, SourceUnreadable, UsageError
+from ckptcore.redaction import bare_url, redacted_of
+from ckptcore.store import Buffer
+from ckptcore.store.objects import Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
+from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
+from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, repeated
+
+T = TypeVar("T")
+SCHEMES = ("s3://", "s3a://")
+_STALLED_S = 15  # without a byte
+_CONNECTIONS = 64
+_RECEIVED = 1 << 20  # bytes asked of a body at a time
+# botocore's own repeats and checks are off: they would multiply, and cost a second pass over the bytes.
+_CONFIG: Mapping[str, Any] = {
+    "retries": {"mode": "standard", "total_max_attempts": 1},
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+_DEFAULTS: Mapping[str, Any] = {"max_pool_connections": _CONNECTIONS, "read_timeout": _STALLED_S}
+_SECRETS = ("key", "secret", "token", "username", "password")
+
+
+class S3Client:
+    """Requests to one bucket; see `ckptcore.store.objects.ObjectClient`.
+
+    Attributes:
+        url: The bucket's URL, without credentials.
+        bucket: Its name.
+        requests: How many requests were sent, by the name of S3's operation.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """Prepare requests; nothing is sent yet.
+
+        Args:
+            url: The bucket, or anything in it.
+            options: What s3fs takes (``key``, ``profile``, ``endpoint_url``, ``client_kwargs``, ...), beside
+                its own environment variables and those that start with ``FSSPEC_S3_``.
+
+        Raises:
+            UsageError: The URL or an option is wrong.
+        """
+        self._fs, root = _file_system(url, options or {})
+        self.bucket, self.prefix = _split(root)
+        if not self.bucket:
+            raise UsageError(f"cannot open {bare_url(url)}: it names no bucket")
+        self.url = f"s3://{self.bucket}"
+        self.requests: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        given = {**self._fs.storage_options, **self._fs.storage_options.get("client_kwargs", {})}
+        names = (*_SECRETS, "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        self._secrets = tuple(str(given[name]) for name in names if given.get(name))
+
+    def list(self, prefix: str) -> Iterator[ObjectSeen]:
+        """Yield every object whose key starts with ``prefix``, page by page."""
+        for page in self._pages("list_objects_v2", self._name(prefix), _listing(Prefix=prefix)):
+            for row in page.get("Contents", ()):
+                yield _listed(row)
+
+    def below(self, prefix: str) -> KeysBelow:
+        """Return what is directly below a prefix."""
+        objects, prefixes = list[ObjectSeen](), list[str]()
+        asked = _listing(Prefix=prefix, Delimiter="/")
+        for page in self._pages("list_objects_v2", self._name(prefix), asked):
+            objects += map(_listed, page.get("Contents", ()))
+            prefixes += [row["Prefix"] for row in page.get("CommonPrefixes", ())]
+        return KeysBelow(tuple(objects), tuple(prefixes))
+
+    def head(self, key: str) -> ObjectSeen | None:
+        """Return one object with its metadata and checksums, or None."""
+        try:
+            found = self._ask("head_object", key, Key=key, ChecksumMode="ENABLED")
+        except CkptError as error:
+            if kind_of(error) is Kind.MISSING:
+                return None
+            raise
+        when = found.get("LastModified")
+        return ObjectSeen(
+            key,
+            int(found.get("ContentLength") or 0),
+            found.get("ETag") or "",
+            found.get("Metadata") or {},
+            kept_checksums(found),
+            when.timestamp() if when is not None else None,
+        )
+
+    def get(self, key: str, start: int, etag: str | None, into: Buffer) -> ObjectSeen:
+        """Fill ``into`` with bytes of an object, from ``start``; raises `SourceChanged` for another ETag."""
+        return _waited(self.start_get(key, start, etag, into))
+
+    def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
+        """Begin a `get`, and return without waiting for it."""
+        body = _Body(self, key, start, etag, into)
+        return self._begin(body.attempt, key)
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | bytes,
+        *,
+        create: bool = False,
+        match: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        checksum: Checksum | None = None,
+    ) -> str:
+        """Write a small object in one request, and return its ETag."""
+        asked = {
+            "Key": key,
+            "Body": _sendable(data),
+            **_conditions(create, match),
+            **_checked(data, checksum),
+        }
+        if metadata:
+            asked["Metadata"] = dict(metadata)
+        found = self._ask("put_object", key, writing=True, create=create, **asked)
+        return found.get("ETag") or ""
+
+    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> None:
+        """Copy an object on the server, to a key of this bucket."""
+        asked: dict[str, Any] = {"CopySource": {"Bucket": bucket or self.bucket, "Key": key}, "Key": target}
+        if match:
+            asked["CopySourceIfMatch"] = match
+        self._ask("copy_object", target, writing=True, **asked)
+
+    def delete(self, key: str) -> None:
+        """Delete an object; a missing one is no error."""
+        try:
+            self._ask("delete_object", key, writing=True, Key=key)
+        except CkptError as error:
+            if kind_of(error) is not Kind.MISSING:
+                raise
+
+    def begin(
+        self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"
+    ) -> str:
+        """Begin an upload in parts, and return its id."""
+        asked: dict[str, Any] = {"Key": key}
+        if metadata:
+            asked["Metadata"] = dict(metadata)
+        if algorithm:
+            known = ALGORITHMS[algorithm]
+            asked["ChecksumAlgorithm"] = known.name
+            # CRCs of parts add up to that of the object; digests do not.
+            asked["ChecksumType"] = "FULL_OBJECT" if known.combine is not None else "COMPOSITE"
+        found: str = self._ask("create_multipart_upload", key, writing=True, **asked)["UploadId"]
+        return found
+
+    def upload_part(
+        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
+    ) -> UploadedPart:
+        """Upload one part; any process may, in any order."""
+        return _waited(self.start_part(key, upload_id, number, data, checksum))
+
+    def start_part(
+        self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
+    ) -> Future[UploadedPart]:
+        """Begin an `upload_part`, and return without waiting for it."""
+        sent = checksum or checksum_of("CRC32", data)
+        asked = {"Key": key, "UploadId": upload_id, "PartNumber": number, **_checked(data, sent)}
+        asked["Body"] = _sendable(data)
+
+        async def attempt() -> UploadedPart:
+            found = await self._send("upload_part", asked)
+            return UploadedPart(number, found.get("ETag") or "", len(data), sent)
+
+        return self._begin(attempt, key, writing=True)
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[UploadedPart]:
+        """Yield the parts that were uploaded, in order."""
+        marker: dict[str, Any] = {}
+        while True:
+            page = self._ask("list_parts", key, writing=True, Key=key, UploadId=upload_id, **marker)
+            for row in page.get("Parts", ()):
+                kept = kept_checksums(row)
+                yield UploadedPart(
+                    int(row["PartNumber"]), row.get("ETag") or "", int(row["Size"]), kept[0] if kept else None
+                )
+            after = page.get("NextPartNumberMarker")
+            if not page.get("IsTruncated") or not after:
+                return
+            marker = {"PartNumberMarker": int(after)}
+
+    def complete(
+        self,
+        key: str,
+        upload_id: str,
+        parts: Sequence[UploadedPart],
+        *,
+        create: bool = False,
+        match: str | None = None,
+        checksum: Checksum | None = None,
+    ) -> str:
+        """Make an upload the object, and return the ETag of the answer, which some stores leave empty."""
+        rows = []
+        for part in sorted(parts, key=lambda each: each.number):
+            row: dict[str, Any] = {"PartNumber": part.number, "ETag": part.etag}
+            if part.checksum is not None:
+                row[ALGORITHMS[part.checksum.algorithm].field] = part.checksum.value
+            rows.append(row)
+        asked = {"Key": key, "UploadId": upload_id, "MultipartUpload": {"Parts": rows}}
+        asked |= _conditions(create, match)
+        if checksum is not None:
+            asked[ALGORITHMS[checksum.algorithm].field] = checksum.value
+            asked["ChecksumType"] = "FULL_OBJECT"
+        found = self._ask("complete_multipart_upload", key, writing=True, create=create, **asked)
+        return found.get("ETag") or ""
+
+    def abort(self, key: str, upload_id: str) -> None:
+        """End an upload and free its parts; one that has ended is no error."""
+        try:
+            self._ask("abort_multipart_upload", key, writing=True, Key=key, UploadId=upload_id)
+        except CkptError as error:
+            if kind_of(error) not in (Kind.NO_UPLOAD, Kind.MISSING):
+                raise
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the uploads below a prefix that are neither completed nor aborted."""
+        marker: dict[str, Any] = {}
+        while True:
+            page = self._ask(
+                "list_multipart_uploads", prefix, writing=True, Prefix=prefix, EncodingType="url", **marker
+            )
+            for row in page.get("Uploads", ()):
+                if row["Key"].startswith(prefix):  # some stores ignore it
+                    when = row.get("Initiated")
+                    started = when.timestamp() if when is not None else None
+                    yield OpenUpload(row["Key"], row["UploadId"], started)
+            after = page.get("NextKeyMarker")
+            if not page.get("IsTruncated") or not after:
+                return
+            marker = {"KeyMarker": after, "UploadIdMarker": page.get("NextUploadIdMarker") or ""}
+
+    def _pages(self, method: str, what: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        while True:
+            page = self._ask(method, what, **asked)
+            yield page
+            after = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or not after:
+                return
+            asked = {**asked, "ContinuationToken": after}
+
+    def _ask(
+        self, method: str, key: str, *, writing: bool = False, create: bool = False, **asked: Any
+    ) -> dict[str, Any]:
+        async def attempt() -> dict[str, Any]:
+            return await self._send(method, asked)
+
+        return _waited(self._begin(attempt, key, writing=writing, create=create))
+
+    def _begin(
+        self,
+        attempt: Callable[[], Coroutine[Any, Any, T]],
+        key: str,
+        *,
+        writing: bool = False,
+        create: bool = False,
+    ) -> Future[T]:
+        """Run a request, and its repeats, on the thread of the event loop."""
+        work = repeated(attempt, self._name(key), writing=writing, create=create, secrets=self._secrets)
+        return asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+
+    async def _send(self, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self.requests[method] += 1
+        await self._fs.set_session()
+        client = await self._fs.get_s3(self.bucket)
+        call = getattr(client, method)
+        # s3fs adds what its options say (the requester pays, encryption), and drops what the call has not.
+        given = self._fs._get_s3_method_kwargs(call, Bucket=self.bucket, **asked)
+        found: dict[str, Any] = await call(**given)
+        return found
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+
+class _Body:
+    """The bytes of one range, over all attempts to get them."""
+
+    def __init__(self, client: S3Client, key: str, start: int, etag: str | None, into: Buffer) -> None:
+        self._client, self._key, self._start, self._into = client, key, start, into
+        self._etag, self._filled = etag, 0
+
+    async def attempt(self) -> ObjectSeen:
+        """Receive what is still missing."""
+        first, last = self._start + self._filled, self._start + len(self._into) - 1
+        asked: dict[str, Any] = {"Key": self._key, "Range": f"bytes={first}-{last}"}
+        if self._etag:
+            asked["IfMatch"] = self._etag
+        answer = await self._client._send("get_object", asked)
+        body = answer["Body"]
+        try:
+            seen = self._checked(answer, first, last)
+            while self._filled < len(self._into):
+                count = await body.readinto(self._into[self._filled : self._filled + _RECEIVED])
+                if not count:
+                    break
+                self._filled += count
+        except BaseException:
+            body.close()  # what is left on this connection belongs to no other request
+            raise
+        left = len(self._into) - self._filled
+        if left:
+            raise ShortBody(f"the response ended {left} of {len(self._into)} bytes early")
+        return seen
+
+    def _checked(self, answer: Mapping[str, Any], first: int, last: int) -> ObjectSeen:
+        """Return the object of a response, if it is the range and the version that was asked for."""
+        name, length = self._client._name(self._key), int(answer.get("ContentLength") or 0)
+        etag = answer.get("ETag") or ""
+        if self._etag and etag and etag.strip('"') != self._etag.strip('"'):
+            raise SourceChanged(
+                f"{name} was replaced while it was being read (was ETag {self._etag}, got {etag})",
+                hint="the source is being written; run again when writing has ended",
+                kind=Kind.CHANGED.value,
+            )
+        self._etag = self._etag or etag or None  # what follows must be of the same version
+        place, _, total = (answer.get("ContentRange") or "").removeprefix("bytes ").partition("/")
+        wanted = last - first + 1
+        # Some stores answer a range with status 200 and without its place; then its length is compared.
+        if length != wanted or (place and place != f"{first}-{last}"):
+            got = f"{length} bytes" + (f", range {place}" if place else "")
+            raise SourceUnreadable(
+                f"{name} ends early or its store ignores ranges: {wanted} bytes needed at offset {first} "
+                f"(got {got})",
+                kind=Kind.RANGE.value,
+            )
+        return ObjectSeen(self._key, int(total) if total.isdigit() else first + length, etag)
+
+
+def is_s3(url: str) -> bool:
+    """Report whether a URL names a place on an S3 store, and no chain of file systems."""
+    return url.startswith(SCHEMES) and "::" not in url
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
+        given = {**fs.storage_options, **options, "use_listings_cache": False}
+        config = {**_DEFAULTS, **(given.pop("config_kwargs", None) or {}), **_CONFIG}
+        own = type(fs)(*fs.storage_args, **{**given, "config_kwargs": config})
+    except ImportError as error:
+        raise MissingDependency(f"cannot open {bare_url(url)}: {error}", hint="pip install s3fs") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(redacted_of(f"cannot open {bare_url(url)}: {error}", url)) from error
+    return own, root
+
+
+def _split(root: str) -> tuple[str, str]:
+    bucket, _, key = root.strip("/").partition("/")
+    return bucket, key
+
+
+def _listing(**asked: Any) -> dict[str, Any]:
+    return asked
+
+
+def _listed(row: Mapping[str, Any]) -> ObjectSeen:
+    when = row.get("LastModified")
+    return ObjectSeen(
+        row["Key"],
+        int(row.get("Size") or 0),
+        row.get("ETag") or "",
+        modified=when.timestamp() if when is not None else None,
+    )
+
+
+def _conditions(create: bool, match: str | None) -> dict[str, Any]:
+    if create:
+        return {"IfNoneMatch": "*"}
+    return {"IfMatch": match} if match else {}
+
+
+def _checked(data: Buffer | bytes, checksum: Checksum | None) -> dict[str, Any]:
+    sent = checksum or checksum_of("CRC32", data)
+    return {ALGORITHMS[sent.algorithm].field: sent.value}
+
+
+def _sendable(data: Buffer | bytes) -> bytes | bytearray:
+    """Return bytes as botocore takes them, which is no view: without a copy if it is of all of an array."""
+    if isinstance(data, bytes | bytearray):
+        return data
+    array = data.obj
+    if isinstance(array, bytes | bytearray) and len(array) == data.nbytes and data.contiguous:
+        return array
+    return bytes(data)
+
+
+def _waited(future: Future[T]) -> T:
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
