@@ -287,7 +287,9 @@ def convert(
             result = finish_staged(staging, settings, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
-            result = replace(result, files=receipts, timings=timings, warnings=prepared.warnings)
+            result = replace(
+                result, files=receipts, timings=timings, warnings=(*prepared.warnings, *result.warnings)
+            )
             report("register", result.nbytes, result.nbytes)
             result = register(registration, result, manifest)
             staging.remove()
@@ -353,6 +355,10 @@ def _prepare(
             note_replaced(staging, replaced)
         # Every time: the plan may be equal, and --overwrite may differ.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))
+        if staging.places is not None:
+            from ckptcore.conversion.staged_uploads import upload_budget
+
+            upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
         written = (read_receipt(staging.receipts, plan.digest, f.index) is not None for f in plan.files)
         staging.require_room(sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if not there))
     except CkptError:
@@ -427,7 +433,11 @@ def _execute(
     settings = settings.of(plan.target.mesh)
     with closing(open_store(plan.source)) as source, closing(staging.files):
         require_same(noted, source)
-        run = plan_run(staging, plan, source, noted)
+        run = plan_run(staging, plan, source, noted, settings)
+        if run.uploads is not None:
+            from ckptcore.conversion.staged_uploads import beside_uploads
+
+            settings = beside_uploads(plan.files, settings)
         return execute_files(run, wanted, settings, part=part, progress=progress)
 
 

@@ -18,6 +18,7 @@ from ckptcore.core.box import flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import UsageError
 from ckptcore.execution.parts import FilePart
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, joint_name
 from ckptcore.execution.tensor_filler import TensorFiller, Workspace
 from ckptcore.execution.tiles import Job, LiteralPart, TensorPart
@@ -27,17 +28,21 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.store import FileWriter, Store
 from ckptcore.utils.crc32 import Runs, crc32
+from ckptcore.utils.part_digest import Hasher, PartHasher
 
 _RUN = 64 << 10  # bytes: for less, a kernel copy costs more than a read and a write
 
 
-def open_writer(files: Store, plan: FilePlan, part: FilePart | None = None) -> FileWriter:
+def open_writer(run: PlanRun, plan: FilePlan, part: FilePart | None = None) -> FileWriter:
     """Return the writer of an output file, or of a part of it.
 
     Raises:
         UsageError: Several processes cannot write one file of this store.
     """
+    files = run.files
     if part is None:
+        if run.uploads is not None and plan.tensors:
+            return run.uploads.writer(plan.index, plan.path, plan.nbytes)
         return files.writer(plan.path, plan.nbytes)
     joint = files.joint(joint_name(plan.path), plan.nbytes)
     if joint is None:
@@ -69,14 +74,17 @@ class FileWork:
         settings: Settings,
         part: FilePart | None = None,
     ) -> None:
-        # Parts of a shared file are verified by digests, even where the complete file needs none.
-        settings = settings if part is None else replace(settings, digest=True)
+        # Parts of a file, and uploads, are verified by digests, even where a complete file needs none.
+        if part is not None or writer.part_size is not None:
+            settings = replace(settings, digest=True)
         self.plan, self.part = plan, part
         self._source, self._records, self.writer = source, records, writer
         self._tensors = TensorFiller(plan, settings, records)
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
-        self._digest = blake3() if settings.digest else None
+        self._digest: Hasher | None = None
+        if settings.digest:
+            self._digest = blake3() if writer.part_size is None else PartHasher(writer.part_size)
         # When no check needs the bytes, the kernel moves them.
         looked_at = settings.verify or settings.digest or settings.fingerprint
         self._direct = not (looked_at or self._patched or writer.sequential)
@@ -157,6 +165,7 @@ class FileWork:
             len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
             sums=self._tensors.sums,
+            uploaded=self.writer.uploaded,
         )
         if self.part is None:
             return receipt

@@ -20,6 +20,7 @@ from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.planning.plan import PlannedFile
+    from ckptcore.store.objects.uploads import Uploaded
 
 _BLOCK = 4 << 20
 
@@ -47,6 +48,7 @@ class Receipt:
         proven: A bit for each source record of the file's plan, hex: those that the writer of a part has
             verified.
         stamp: Stamp of the written file (`seen_as`); None in receipts of versions that took none.
+        uploaded: The upload of the file, or of its part; None for a file in the staging folder.
     """
 
     index: int
@@ -63,11 +65,12 @@ class Receipt:
     crcs: tuple[tuple[int, int, int, int], ...] = ()
     proven: str = ""
     stamp: str | None = field(default=None, compare=False)
+    uploaded: Uploaded | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; sums, parts and stamps are for receipts only."""
-        form = asdict(replace(self, sums=None))
-        for name in ("sums", "begin", "crcs", "proven", "stamp"):
+        form = asdict(replace(self, sums=None, uploaded=None))
+        for name in ("sums", "begin", "crcs", "proven", "stamp", "uploaded"):
             del form[name]
         return form
 
@@ -77,7 +80,13 @@ class Receipt:
         sums = form.get("sums")
         raw = None if sums is None else bytes.fromhex(sums)
         crcs = tuple((t, o, n, c) for t, o, n, c in form.get("crcs", ()))
-        return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs})
+        known: dict[str, Any] = {"pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs}
+        if form.get("uploaded") is not None:
+            # A late import: local files have no uploads.
+            from ckptcore.store.objects.uploads import Uploaded
+
+            known["uploaded"] = Uploaded.from_dict(form["uploaded"])
+        return cls(**{**form, **known})
 
 
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
@@ -85,6 +94,8 @@ def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
     form = {"plan": plan_digest, **receipt.as_dict()}
     if receipt.stamp is not None:
         form["stamp"] = receipt.stamp
+    if receipt.uploaded is not None:
+        form["uploaded"] = receipt.uploaded.as_dict()
     if receipt.sums is not None:
         form["sums"] = receipt.sums.hex()
     part = None
