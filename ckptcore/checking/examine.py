@@ -12,7 +12,7 @@ from ckptcore.checking.check import Report, check
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import LEVELS, current_level
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.workers import Progress
 
 
@@ -49,5 +49,5 @@ def validate(
     deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
     if not deep:
         return check(manifest, None, level)
-    with closing(open_store(manifest.root)) as store:
+    with closing(open_source_store(manifest.root, manifest.versions)) as store:
         return check(manifest, store, level, workers=workers, progress=progress)

@@ -27,6 +27,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.reading.equality import differing, index_in, mismatch
+from ckptcore.reading.expected_items import expect_items, item_reads
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk, resolve
@@ -36,6 +37,7 @@ from ckptcore.utils.workers import Progress, ProgressMeter
 
 SHA256 = "sha256"  # the key in `Manifest.origin`: file -> hex
 _BLOCK = 4 << 20
+_AHEAD = 256 << 20  # bytes of blocks of a remote store
 
 
 def scan(
@@ -70,6 +72,8 @@ def scan(
     bare: set[str] = set()
     for each in manifests:
         state = _Scan(each, store, skip_files, values, meter)
+        rows = each.chunks.item[each.chunks.item >= 0]
+        expect_items(store, item_reads(each.items, each.files, rows), _AHEAD)
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
             for found in pool.map(state.chunk, range(len(each.chunks)), chunksize=1):
                 findings += found

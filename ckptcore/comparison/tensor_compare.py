@@ -30,7 +30,7 @@ from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import beside, tile_view
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 _SMALL = 1 << 20
@@ -51,7 +51,7 @@ class Opened:
 
     def __init__(self, label: str, manifest: Manifest) -> None:
         self.label, self.manifest = label, manifest
-        self.store = open_store(manifest.root)
+        self.store = open_source_store(manifest.root, manifest.versions)
         self.records = Records(self.store, len(manifest.items))
         self._noted = take(manifest, self.store)
 

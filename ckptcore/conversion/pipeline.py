@@ -40,7 +40,7 @@ from ckptcore.planning.compose import Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.workers import Progress
 
 __all__ = [
@@ -328,7 +328,7 @@ def _prepare(
             torch_on(settings.device)
         if published is not None and published != plan.digest:
             refuse_existing(request)
-        with closing(open_store(manifest.root)) as source:
+        with closing(open_source_store(manifest.root)) as source:
             ctimes, stamps, listed = take_listed(manifest, source)
         if not listed:
             _require_unchanged(request, manifest)
@@ -431,7 +431,7 @@ def _execute(
         return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
     noted = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
-    with closing(open_store(plan.source)) as source, closing(staging.files):
+    with closing(open_source_store(plan.source, noted)) as source, closing(staging.files):
         require_same(noted, source)
         run = plan_run(staging, plan, source, noted, settings)
         if run.uploads is not None:

@@ -28,7 +28,7 @@ from ckptcore.execution import source_stamps as stamps
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.plan import file_name, load_head, save_head
 from ckptcore.planning.request import Request
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.store.sealed import SealedFolder, SealedStore
 
 
@@ -64,7 +64,7 @@ def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
     try:
         composed = compose(request, manifest, lambda p: store.put(file_name(p.index), p.dumped))
         store.put(REQUEST, canonical_json(request.as_dict()))
-        with closing(open_store(composed.plan.source)) as source:
+        with closing(open_source_store(composed.plan.source)) as source:
             stamps.save(store, stamps.take(manifest, source))
         save_head(store, composed.plan)
     except BaseException:
@@ -101,7 +101,7 @@ def load_request(folder: Path) -> Request:
             f"{request.source} changed since the plan was made: its manifest digest is "
             f"{manifest.digest[:16]}, the plan was made from {head.manifest_digest[:16]}"
         )
-    with closing(open_store(manifest.root)) as source:
+    with closing(open_source_store(manifest.root)) as source:
         stamps.require_same(stamps.load(store) or {}, source)
     if compose(request, manifest).plan.digest != head.digest:
         raise SourceChanged(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
@@ -17,6 +17,7 @@ from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import Store
+from ckptcore.store.ahead import ReadsAhead
 
 REQUEST = "request.json"
 
@@ -107,12 +108,21 @@ def plan_run(
         total=plan.bytes_out,
         source=source,
         items=plan.items,
-        unchanged=lambda paths: require_same(noted, source, paths),
+        # Where every request is for the version that was noted, each read proves it.
+        unchanged=_ignore if isinstance(source, ReadsAhead) else partial(_require_same, noted, source),
         files=staging.files,
         receipts=staging.receipts,
         scratch=str(staging.root.local) if staging.root.local is not None else None,
         uploads=places.uploads(plan, settings) if places is not None else None,
     )
+
+
+def _require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str]) -> None:
+    require_same(noted, source, paths)
+
+
+def _ignore(paths: Sequence[str]) -> None:
+    """Do nothing."""
 
 
 def saved_digest(staging: Staging) -> str | None:

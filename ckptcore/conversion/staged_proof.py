@@ -29,7 +29,7 @@ from ckptcore.execution.source_stamps import (
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.workers import Progress
 
 _TRIES = 3  # a backup that runs meanwhile changes the ctime of every file once
@@ -47,7 +47,7 @@ def require_source(staging: Staging, plan: Plan, settings: Settings, progress: P
         raise SourceChanged(
             f"the plan in {staging.plan.url} has no stamps of its source", hint="prepare the conversion again"
         )
-    with closing(open_store(plan.source)) as source:
+    with closing(open_source_store(plan.source, noted)) as source:
         require_same(noted, source)
         now = take_ctimes(noted, source)
         if untouched(before, now):

@@ -314,6 +314,11 @@ class Manifest:
         return f"<Manifest {self.format} {self.root}: {sizes}>"
 
     @property
+    def versions(self) -> dict[str, str | None]:
+        """Return the stamp of each file when it was listed, for `ckptcore.store.open_source_store`."""
+        return {path: stamp for path, (stamp, _) in self.stamps.items()}
+
+    @property
     def num_tensors(self) -> int:
         """Count the logical tensors."""
         return len(self.tensors)

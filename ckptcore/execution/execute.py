@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
 from ckptcore.execution.device import host_buffer, lane_on
+from ckptcore.execution.expected_reads import expect_files, prove_files
 from ckptcore.execution.file_writer import FileWork, open_writer, proven
 from ckptcore.execution.parts import FilePart, jobs_of
 from ckptcore.execution.plan_run import PlanRun
@@ -30,6 +31,7 @@ from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
+from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
 
 _log = logging.getLogger("ckptcore")
@@ -61,7 +63,9 @@ def execute_files(
     """
     records = Records(run.source, run.items, settings.verify, run.scratch)
     old = earlier(run, indices, settings, part)
-    done = dict(old.kept)
+    # What an interrupted run read over a network was not proven, and cannot be any more.
+    remote = isinstance(run.source, ReadsAhead)
+    done = {index: receipt for index, receipt in old.kept.items() if not (remote and receipt.pending)}
     for index, receipt in done.items():
         if receipt.pending and settings.verify:
             expect(run.load(index), receipt.pending, records)
@@ -70,14 +74,17 @@ def execute_files(
     if kept:
         meter.add(kept)
     if old.doubted:
-        made, _ = _Run(run, settings, records, meter, compare=True).finish(list(old.doubted))
+        budget = expect_files(run, list(old.doubted), settings, records)
+        made, _ = _Run(run, settings, records, meter, budget=budget, compare=True).finish(list(old.doubted))
         for index, receipt in made.items():
             done[index] = confirmed(old.doubted[index], receipt)
             write_receipt(run.receipts, run.digest, done[index])
     todo = [i for i in indices if i not in done]
     if todo:
-        done |= _Run(run, settings, records, meter, part=part).finish(todo)[0]
+        budget = expect_files(run, todo, settings, records, part)
+        done |= _Run(run, settings, records, meter, budget=budget, part=part).finish(todo)[0]
     records.finish(settings.threads)
+    prove_files(run, indices, records)
     for index, receipt in done.items():
         if receipt.pending:  # verified now by the reads for other files
             more = sum(map(records.verified, receipt.pending))
@@ -106,10 +113,12 @@ def recompute_files(
     records = Records(run.source, run.items, settings.verify, run.scratch)
     means = replace(settings, digest=False, fingerprint=False)
     meter = ProgressMeter(progress, "verify", run.total)
-    _, differing = _Run(run, means, records, meter, compare=True).finish(indices)
+    budget = expect_files(run, indices, means, records)
+    _, differing = _Run(run, means, records, meter, budget=budget, compare=True).finish(indices)
     for writer in differing:
         raise writer.mismatch()
     records.finish(settings.threads)
+    prove_files(run, indices, records)
 
 
 class _Run:
@@ -125,12 +134,13 @@ class _Run:
         records: Records,
         meter: ProgressMeter,
         *,
+        budget: Budget,
         part: FilePart | None = None,
         compare: bool = False,
     ) -> None:
         self._run, self._settings, self._records, self._meter = run, settings, records, meter
         self._part, self._compare = part, compare
-        self._budget = Budget.of(settings)
+        self._budget = budget
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}

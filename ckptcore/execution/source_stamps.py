@@ -11,9 +11,10 @@ file beside the stamps. Where only the ctime differs, the source is read again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from blake3 import blake3
@@ -21,15 +22,26 @@ from blake3 import blake3
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
-from ckptcore.errors import SourceChanged
+from ckptcore.errors import SourceChanged, SourceUnreadable
 from ckptcore.store import YOUNG, Store
+from ckptcore.store.ahead import ReadsAhead
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
 
 
 def take(manifest: Manifest, source: Store) -> dict[str, str | None]:
     """Return the stamp of every file that stores the manifest's items."""
-    return {path: source.stamp(path) for path in placed(manifest)}
+    return stamps_now(placed(manifest), source)
+
+
+def stamps_now(paths: Collection[str], source: Store) -> dict[str, str | None]:
+    """Return the stamps of files as they are now: on S3 from one listing, and not one by one."""
+    if isinstance(source, ReadsAhead) and len(paths) > 1:
+        # Without the right to list, or without any file left, they are looked at one by one.
+        with contextlib.suppress(SourceUnreadable):
+            found = source.stamped()
+            return {path: found[path].stamp if path in found else None for path in paths}
+    return {path: source.stamp(path) for path in paths}
 
 
 def take_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
@@ -119,8 +131,11 @@ def _load(plan: Store, name: str) -> dict[str, Any] | None:
 
 def require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:
     """Raise `SourceChanged` when a file (one of ``paths``, or any) differs from its recorded stamp."""
-    for path in noted if paths is None else paths:
-        now = source.stamp(path)
+    asked = list(noted if paths is None else paths)
+    # A folder of this machine stops at the first file that changed; a listing has them all.
+    seen = stamps_now(asked, source) if source.local is None else None
+    for path in asked:
+        now = source.stamp(path) if seen is None else seen[path]
         if now != noted.get(path):
             raise SourceChanged(
                 f"{source.url}/{path} changed since it was first read (was {noted.get(path)}, got {now})",

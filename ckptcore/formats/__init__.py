@@ -70,7 +70,7 @@ from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
-from ckptcore.store import Stamped, Store, hub_hint, join_url, open_store, split_url
+from ckptcore.store import Stamped, Store, hub_hint, join_url, open_source_store, split_url
 from ckptcore.store.subfolder import Noting
 
 accept_old_fields()
@@ -171,7 +171,7 @@ def open_source(
     Raises:
         SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.
     """
-    store = open_store(url)
+    store = open_source_store(url)
     if store.local is not None:
         try:
             is_folder = store.local.is_dir()
@@ -180,7 +180,7 @@ def open_source(
         if is_folder:
             return _source(store, None, store.stamped(), recover, keep_quantized, weights)
         parent, name = split_url(url)
-        store = open_store(parent)
+        store = open_source_store(parent)
         seen = store.look(name)
         if seen is None:
             hint = hub_hint(url) or None
@@ -188,7 +188,7 @@ def open_source(
         return _source(store, name, {name: seen}, recover, keep_quantized, weights)
     parent, name = split_url(url)
     if "." in name:  # an object store cannot tell a folder from a file; a name with a suffix may be a file
-        above = open_store(parent)
+        above = open_source_store(parent)
         seen = above.look(name)
         if seen is not None:
             return _source(above, name, {name: seen}, recover, keep_quantized, weights)

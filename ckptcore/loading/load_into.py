@@ -20,7 +20,7 @@ from ckptcore.loading.live_state import LiveLeaf, LiveState, live_state
 from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.reading.state_dict import Filler, require_cover, require_readable
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.text import some
 
 _log = logging.getLogger("ckptcore")
@@ -54,7 +54,7 @@ def load_into(
     _require_fit(manifest, plan)
     fresh = {id(leaf): on_memory(leaf.value) for leaf, _ in plan.tensors if on_meta(leaf.value)}
     parts = [(row, pieces(leaf.fqn, fresh.get(id(leaf), leaf.value))) for leaf, row in plan.tensors]
-    store = open_store(manifest.root)
+    store = open_source_store(manifest.root, manifest.versions)
     filler = Filler(manifest, store, verify)
     try:
         # New values come first: until then, a wrong checksum has changed nothing.

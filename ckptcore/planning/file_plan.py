@@ -90,7 +90,16 @@ class FilePlan:
         """Source bytes of the elements it reads."""
         if not len(self.reads):
             return 0
-        of, rank = self.reads.tensor, self.reads.lo.shape[1]
+        of = self.reads.tensor
+        lo, hi, width = self.boxes
+        begin = np.maximum(self.reads.lo, lo[of])
+        end = np.minimum(self.reads.lo + self.reads.shape, hi[of])
+        return int((width[of] * np.prod(end - begin, axis=1)).sum())
+
+    @cached_property
+    def boxes(self) -> tuple[Ints, Ints, Ints]:
+        """First and last corners of its tensors and inputs, and the bytes of an element of each."""
+        rank = self.reads.lo.shape[1]
         count = len(self.columns) + len(self.inputs)
         lo, hi = np.zeros((count, rank), np.int64), np.ones((count, rank), np.int64)
         width = np.ones(count, np.int64)
@@ -103,9 +112,7 @@ class FilePlan:
         for n, t in enumerate(self.inputs, kept):
             lo[n, : len(t.shape)], hi[n, : len(t.shape)] = t.offset, t.box.end
             width[n] = BY_NAME[t.source_dtype].itemsize
-        begin = np.maximum(self.reads.lo, lo[of])
-        end = np.minimum(self.reads.lo + self.reads.shape, hi[of])
-        return int((width[of] * np.prod(end - begin, axis=1)).sum())
+        return lo, hi, width
 
     @cached_property
     def requests(self) -> int:

@@ -18,7 +18,7 @@ from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.plain_yaml import MOST as MOST_YAML
 from ckptcore.planning.plain_yaml import plain_yaml
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
     args = _megatron_arguments(source, world)
     if args is not None:
         yield Config("the checkpoint's `args`", "megatron", args)
-    with closing(open_store(source.root)) as store:
+    with closing(open_source_store(source.root)) as store:
         for path, spelled, key in _CONFIGS:
             try:
                 size = store.size(path)

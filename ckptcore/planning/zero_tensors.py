@@ -20,7 +20,7 @@ from ckptcore.naming.rename import Dropped
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes, tile_view
-from ckptcore.store import open_store
+from ckptcore.store import open_source_store
 from ckptcore.utils.text import listed
 
 _TILE = 1 << 20  # bytes that are read at a time
@@ -63,7 +63,7 @@ def not_zero(source: Manifest, dropped: Iterable[Dropped]) -> Iterator[tuple[Dro
     asked = [d for d in dropped if d.only_zero]
     if not asked:
         return
-    with closing(open_store(source.root)) as store:
+    with closing(open_source_store(source.root, source.versions)) as store:
         records = Records(store, len(source.items))
         for each in asked:
             row = source.index[each.fqn]

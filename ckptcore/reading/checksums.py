@@ -8,6 +8,7 @@ damage is detected must not depend on how the record was read.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptcore.errors import DamagedCheckpoint, finding
@@ -38,6 +39,7 @@ class Records:
         self._partly: dict[int, tuple[CrcPieces | None, StoredChunk]] = {}
         self._lock = threading.Lock()
         self._decoded = DecodedItems()
+        self._awaiting: set[int] = set()
 
     @property
     def unverified(self) -> int:
@@ -49,8 +51,20 @@ class Records:
         return self._state[index] == _VERIFIED
 
     def pending(self, index: int) -> bool:
-        """Report whether an item was read in part, so that `finish` has to read it."""
-        return index in self._partly
+        """Report whether something is still to be read before an item is verified, or cannot be."""
+        return index in self._partly or (index in self._awaiting and self._state[index] == _UNPROVEN)
+
+    def await_proof(self, numbers: Iterable[int]) -> None:
+        """Call these items pending until the store that they were read from has proven its files."""
+        self._awaiting.update(numbers)
+
+    def settle(self, proven: Iterable[int]) -> None:
+        """Call items verified whose files the store has proven, and no other item pending any more."""
+        with self._lock:
+            for index in self._awaiting.intersection(proven):
+                if self._state[index] == _UNPROVEN:
+                    self._state[index] = _VERIFIED
+            self._awaiting.clear()
 
     def resolve(self, chunk: StoredChunk) -> Payload:
         """Find a chunk's payload; see `ckptcore.reading.payload.resolve`."""

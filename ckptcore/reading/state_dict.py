@@ -16,7 +16,7 @@ from ckptcore.errors import DamagedCheckpoint, UnreadablePart
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import tile_view
-from ckptcore.store import Store, open_store
+from ckptcore.store import Store, open_source_store
 from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
         raise ValueError(f"box must be inside {fqn} {list(spec.shape)} (got {want})")
     require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
-    store = open_store(manifest.root)
+    store = open_source_store(manifest.root, manifest.versions)
     try:
         Filler(manifest, store, verify).fill(row, want, out)
     finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -171,9 +172,35 @@ def open_store(url: str) -> Store:
         from ckptcore.store.local import LocalStore
 
         return LocalStore(path)
+    if is_s3(url):
+        from ckptcore.store.s3 import S3Store
+
+        return S3Store(url)
     from ckptcore.store.remote import FsspecStore
 
     return FsspecStore(url)
+
+
+def open_source_store(url: str, versions: Mapping[str, str | None] | None = None) -> Store:
+    """Return the store of a folder that is read and not written here; nothing is read yet.
+
+    On an object store every file is read in one version, from the first look at it to its last byte: another
+    one is `SourceChanged`.
+
+    Args:
+        url: The folder's URL.
+        versions: File -> stamp of what was seen of it before, and must still be the same.
+    """
+    if local_path(url) is None and is_s3(url):
+        from ckptcore.store.s3 import S3Store
+
+        return S3Store(url, pinned=True, versions=versions)
+    return open_store(url)
+
+
+def is_s3(url: str) -> bool:
+    """Report whether a URL names a place on an S3 store, and no chain of file systems."""
+    return url.startswith(("s3://", "s3a://")) and "::" not in url
 
 
 def local_path(url: str) -> Path | None:

@@ -102,9 +102,11 @@ class ObjectClient(Protocol):
 
     Attributes:
         url: The bucket's URL, without credentials.
+        answer_s: How long the store takes until an answer begins, seconds: a moving average of reads.
     """
 
     url: str
+    answer_s: float
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
         """Yield every object whose key starts with ``prefix``, in the store's order, page by page."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,9 +24,9 @@ from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_check
 from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, repeated
 
 T = TypeVar("T")
-SCHEMES = ("s3://", "s3a://")
 _STALLED_S = 15  # without a byte
 _CONNECTIONS = 64
+_SMOOTH = 0.2  # weight of the latest answer
 _RECEIVED = 1 << 20  # bytes asked of a body at a time
 # botocore's own repeats and checks are off: they would multiply, and cost a second pass over the bytes.
 _CONFIG: Mapping[str, Any] = {
@@ -44,6 +45,8 @@ class S3Client:
         url: The bucket's URL, without credentials.
         bucket: Its name.
         requests: How many requests were sent, by the name of S3's operation.
+        answer_s: How long the store takes until an answer begins, seconds: a moving average of reads.
+        file_system: That of s3fs, which is the same for equal options and environment.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -63,7 +66,9 @@ class S3Client:
             raise UsageError(f"cannot open {bare_url(url)}: it names no bucket")
         self.url = f"s3://{self.bucket}"
         self.requests: Counter[str] = Counter()
+        self.answer_s = 0.0
         self._lock = threading.Lock()
+        self.file_system = self._fs
         given = {**self._fs.storage_options, **self._fs.storage_options.get("client_kwargs", {})}
         names = (*_SECRETS, "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         self._secrets = tuple(str(given[name]) for name in names if given.get(name))
@@ -247,6 +252,10 @@ class S3Client:
                 return
             marker = {"KeyMarker": after, "UploadIdMarker": page.get("NextUploadIdMarker") or ""}
 
+    def answered(self, seconds: float) -> None:
+        """Count the time until an answer began."""
+        self.answer_s += (seconds - self.answer_s) * (_SMOOTH if self.answer_s else 1.0)
+
     def _pages(self, method: str, what: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         while True:
             page = self._ask(method, what, **asked)
@@ -304,7 +313,9 @@ class _Body:
         asked: dict[str, Any] = {"Key": self._key, "Range": f"bytes={first}-{last}"}
         if self._etag:
             asked["IfMatch"] = self._etag
+        asked_at = time.perf_counter()
         answer = await self._client._send("get_object", asked)
+        self._client.answered(time.perf_counter() - asked_at)
         body = answer["Body"]
         try:
             seen = self._checked(answer, first, last)
@@ -343,11 +354,6 @@ class _Body:
                 kind=Kind.RANGE.value,
             )
         return ObjectSeen(self._key, int(total) if total.isdigit() else first + length, etag)
-
-
-def is_s3(url: str) -> bool:
-    """Report whether a URL names a place on an S3 store, and no chain of file systems."""
-    return url.startswith(SCHEMES) and "::" not in url
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -1,0 +1,320 @@
+"""Fetch expected ranges of objects in few large requests, a limited number ahead of their readers.
+
+1. Ranges of one object that touch, or almost touch, are one span; spans are cut into blocks of at most
+   16 MiB. A block is one request. With many files and little memory blocks are smaller: two of each file fit.
+2. Blocks are fetched in the order of their first use, as long as memory is left. How many requests are in
+   flight depends on how long the store takes to answer, compared with how long a block takes to arrive.
+3. A block whose readers are done is replaced first. If no memory is left, the block whose use is farthest
+   away is given up, and fetched again later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptcore.store import Buffer
+from ckptcore.store.ahead import ExpectedReads, Floats, Ints
+
+BLOCK = 16 << 20
+_LEAST_BLOCK = 256 << 10
+_ALIGNED = 64 << 10
+GAP = 256 << 10  # bytes between two ranges that cost less than another request
+_FIRST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 32
+
+Fetch = Callable[[str, int, Buffer], "Future[Any]"]  # (path, first byte, buffer to fill)
+Arrived = Callable[[str, int, Buffer], None]  # called once for each block that was fetched
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The blocks of expected reads, sorted by file and place.
+
+    Attributes:
+        paths: Files.
+        file: Index into ``paths``, per block.
+        start: First byte.
+        end: Byte behind the last.
+        order: Numbers of blocks in the order of their first use.
+        first_use: When a block is read first.
+        wanted: Bytes of it that will be read.
+        row: Path -> the slice of its blocks, as (first, behind the last).
+    """
+
+    paths: tuple[str, ...]
+    file: Ints
+    start: Ints
+    end: Ints
+    order: Ints
+    first_use: Floats
+    wanted: Ints
+    row: dict[str, tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def over_read(self) -> int:
+        """Count the bytes that are fetched and not asked for."""
+        return int((self.end - self.start).sum()) - int(self.wanted.sum())
+
+
+def block_size(files: int, memory: int) -> int:
+    """Return the bytes of a block, so that two blocks of each file fit the memory.
+
+    >>> block_size(8, 512 << 20) >> 20, block_size(1024, 512 << 20) >> 10
+    (16, 256)
+    """
+    fits = memory // max(1, 2 * files) // _ALIGNED * _ALIGNED
+    return max(_LEAST_BLOCK, min(BLOCK, fits))
+
+
+def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTable:
+    """Coalesce expected reads into blocks of at most ``size`` bytes."""
+    keep = reads.end > reads.start
+    file, start, end = reads.file[keep], reads.start[keep], reads.end[keep]
+    begins, ends = reads.begins[keep], reads.ends[keep]
+    order = np.lexsort((end, start, file))
+    file, start, end = file[order], start[order], end[order]
+    begins, ends = begins[order], ends[order]
+    if not len(file):
+        none = np.zeros(0, np.int64)
+        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, {})
+    # One coordinate for all files, far enough apart that none touch.
+    stride = int(end.max()) + gap + 1
+    base = file * stride
+    first, last = base + start, base + end
+    reach = np.maximum.accumulate(last)
+    fresh = np.ones(len(first), bool)
+    fresh[1:] = first[1:] > reach[:-1] + gap
+    span_first = first[fresh]
+    span_last = np.append(reach[np.flatnonzero(fresh)[1:] - 1], reach[-1])
+    counts = -(-(span_last - span_first) // size)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    block_first = span_first[owner] + nth * size
+    block_last = np.minimum(block_first + size, span_last[owner])
+    # Every (read, block) that overlap.
+    lowest = np.searchsorted(block_first, first, "right") - 1
+    highest = np.searchsorted(block_first, last - 1, "right") - 1
+    pairs = highest - lowest + 1
+    read = np.repeat(np.arange(len(first)), pairs)
+    block = np.repeat(lowest, pairs) + np.arange(len(read)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
+    part_first = np.maximum(first[read], block_first[block])
+    part = np.minimum(last[read], block_last[block]) - part_first
+    share = (part_first - first[read]) / (last[read] - first[read])
+    when = begins[read] + share * (ends[read] - begins[read])
+    first_use = np.full(len(block_first), np.inf)
+    np.minimum.at(first_use, block, when)
+    wanted = np.zeros(len(block_first), np.int64)
+    np.add.at(wanted, block, part)
+    wanted = np.minimum(wanted, block_last - block_first)  # overlapping reads
+    owner_file = block_first // stride
+    row = {}
+    for number in np.unique(owner_file).tolist():
+        row[reads.paths[number]] = (
+            int(np.searchsorted(owner_file, number, "left")),
+            int(np.searchsorted(owner_file, number, "right")),
+        )
+    return BlockTable(
+        reads.paths,
+        owner_file,
+        block_first - owner_file * stride,
+        block_last - owner_file * stride,
+        np.argsort(first_use, kind="stable"),
+        first_use,
+        wanted,
+        row,
+    )
+
+
+@dataclass(slots=True)
+class _Held:
+    """A block in memory, or on its way.
+
+    Attributes:
+        buffer: Its memory; a block may use less than all of it.
+        view: The bytes of the block.
+        future: Ends when the bytes have arrived.
+        users: Readers that copy from it right now.
+        used: When a reader asked for it last, or 0.
+        counted: Whether `Arrived` was called.
+        lock: Held while it is called.
+    """
+
+    buffer: bytearray
+    view: Buffer
+    future: Future[Any]
+    users: int = 0
+    used: int = 0
+    counted: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class BlockReader:
+    """Serves reads of expected ranges from blocks. Safe for threads.
+
+    Args:
+        table: The blocks.
+        fetch: Begins one request.
+        arrived: Called with every block, before it is read.
+        answer_s: Returns how long the store takes until an answer begins, seconds.
+        memory: The most bytes of blocks.
+    """
+
+    def __init__(
+        self, table: BlockTable, fetch: Fetch, arrived: Arrived, answer_s: Callable[[], float], memory: int
+    ) -> None:
+        self._table, self._fetch, self._arrived, self._answer_s = table, fetch, arrived, answer_s
+        size = int((table.end - table.start).max()) if len(table) else 1
+        self._size = size
+        self._capacity = max(1, min(memory // size, len(table)))
+        self._lock = threading.Condition()  # reentrant: a request may end while it is begun
+        self._held: dict[int, _Held] = {}
+        self._free: list[bytearray] = []
+        self._left = table.wanted.copy()
+        self._next, self._tick = 0, 0
+        self._in_flight = 0
+        self._window = _FIRST_IN_FLIGHT
+        self._closed = False
+
+    def read_into(self, path: str, start: int, into: Buffer, direct: Callable[[int, Buffer], None]) -> None:
+        """Fill ``into``; what is in no block is asked of ``direct``."""
+        row = self._table.row.get(path)
+        if row is None:
+            direct(start, into)
+            return
+        starts, ends = self._table.start, self._table.end
+        while len(into):
+            at = int(np.searchsorted(starts[row[0] : row[1]], start, "right")) - 1 + row[0]
+            if at < row[0] or start >= ends[at]:  # before, between or behind the blocks
+                behind = at + 1
+                count = min(len(into), int(starts[behind]) - start) if behind < row[1] else len(into)
+                direct(start, into[:count])
+            else:
+                count = min(len(into), int(ends[at]) - start)
+                self._copy(at, start - int(starts[at]), into[:count])
+            start, into = start + count, into[count:]
+
+    def forget(self, path: str, start: int, length: int) -> None:
+        """Drop the blocks of a range."""
+        first, last = self._table.row.get(path, (0, 0))
+        for at in range(first, last):
+            if self._table.start[at] < start + length and start < self._table.end[at]:
+                with self._lock:
+                    held = self._held.get(at)
+                    if held is not None and held.future.done() and not held.users:
+                        self._drop(at)
+
+    def close(self) -> None:
+        """Give up what is in flight, and free the memory."""
+        with self._lock:
+            self._closed = True
+            for held in self._held.values():
+                held.future.cancel()
+            self._held.clear()
+            self._free.clear()
+
+    def _copy(self, at: int, offset: int, into: Buffer) -> None:
+        held = self._take(at)
+        good = False
+        try:
+            held.future.result()
+            with held.lock:
+                if not held.counted:
+                    path = self._table.paths[int(self._table.file[at])]
+                    self._arrived(path, int(self._table.start[at]), held.view)
+                    held.counted = True
+            into[:] = held.view[offset : offset + len(into)]
+            good = True
+        finally:
+            with self._lock:
+                held.users -= 1
+                self._left[at] -= len(into)
+                if not good and self._held.get(at) is held and not held.users:
+                    self._drop(at)
+                self._advance()
+                self._lock.notify_all()
+
+    def _take(self, at: int) -> _Held:
+        with self._lock:
+            # Blocks that cannot be given up are on their way, or are copied from: both end.
+            self._lock.wait_for(
+                lambda: at in self._held or len(self._held) < self._capacity or self._give_up()
+            )
+            held = self._held.get(at) or self._begin(at)
+            held.users += 1
+            self._tick += 1
+            held.used = self._tick
+            self._advance()
+            return held
+
+    def _advance(self) -> None:
+        """Fetch the next blocks as far as memory and window allow."""
+        order = self._table.order
+        while self._in_flight < self._window and self._next < len(order) and not self._closed:
+            at = int(order[self._next])
+            missing = at not in self._held and self._left[at] > 0
+            if missing and len(self._held) >= self._capacity and not self._free_done():
+                return
+            self._next += 1
+            if missing:
+                self._begin(at)
+
+    def _begin(self, at: int) -> _Held:
+        buffer = self._free.pop() if self._free else bytearray(self._size)
+        length = int(self._table.end[at] - self._table.start[at])
+        view = memoryview(buffer)[:length]
+        path = self._table.paths[int(self._table.file[at])]
+        self._in_flight += 1
+        begun = time.perf_counter()
+        future = self._fetch(path, int(self._table.start[at]), view)
+        held = self._held[at] = _Held(buffer, view, future)
+        future.add_done_callback(lambda done: self._landed(done, begun))
+        return held
+
+    def _landed(self, future: Future[Any], begun: float) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            if not future.cancelled() and future.exception() is None:
+                answered, done = self._answer_s(), time.perf_counter() - begun
+                moving = max(done - answered, 1e-3)
+                # Enough requests that the store's answers never keep the line waiting.
+                wanted = _FIRST_IN_FLIGHT * (1 + answered / moving)
+                self._window = int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, wanted)))
+            self._advance()
+            self._lock.notify_all()
+
+    def _free_done(self) -> bool:
+        """Free a block that is read to its end; return whether there is one."""
+        for at, held in self._held.items():
+            if self._left[at] <= 0 and not held.users and held.future.done():
+                self._drop(at)
+                return True
+        return False
+
+    def _give_up(self) -> bool:
+        """Free a block for one that is needed now; return whether there is one."""
+        if self._free_done():
+            return True
+        idle = [at for at, held in self._held.items() if not held.users and held.future.done()]
+        if not idle:
+            return False
+        unused = [at for at in idle if not self._held[at].used]
+        if unused:
+            at = max(unused, key=lambda a: float(self._table.first_use[a]))
+        else:
+            at = min(idle, key=lambda a: self._held[a].used)
+        self._drop(at)
+        return True
+
+    def _drop(self, at: int) -> None:
+        held = self._held.pop(at)
+        if len(self._free) + len(self._held) < self._capacity:
+            self._free.append(held.buffer)

@@ -1,0 +1,278 @@
+"""Read the folder of a bucket: each object is of one version from the first look at it to the last byte.
+
+A *pinned* folder is a source. One listing gives size and ETag of every object; from then on every request is
+for that ETag, and another version is `SourceChanged`. A folder that is not pinned is one that this process
+writes: it is looked at anew every time.
+
+Expected reads come from blocks (`blocks`), small ones from pages that the process keeps (`small_reads`), and
+all others directly, 16 MiB a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+
+from ckptcore.errors import SourceUnreadable
+from ckptcore.store import Buffer, Stamped
+from ckptcore.store.ahead import ExpectedReads, Proof
+from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen
+from ckptcore.store.objects.blocks import BLOCK, BlockReader, block_size, cut_into_blocks
+from ckptcore.store.objects.ledger import Ledger, altered
+from ckptcore.store.objects.small_reads import LARGEST, SHARED, page_around
+
+_SMALL = 1 << 20
+_DIRECT_IN_FLIGHT = 4
+_FEW = 4  # objects that are asked for one by one; more are listed
+
+
+class FolderReader:
+    """Reads the objects below a prefix. Safe for threads.
+
+    Args:
+        client: Requests to the bucket.
+        prefix: Of all keys, with its slash; "" for the bucket itself.
+        url: The folder's URL, for messages.
+        pinned: Whether the objects must stay as they are first seen.
+        versions: Path -> stamp of objects that were seen before; they are pinned to that.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        prefix: str,
+        url: str,
+        *,
+        pinned: bool,
+        versions: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self._client, self._prefix, self._url, self._pinned = client, prefix, url, pinned
+        self._lock = threading.Lock()
+        self._seen: dict[str, ObjectSeen] = {}  # of a pinned folder
+        self._missing: set[str] = set()
+        self._listed = False
+        self._blocks: BlockReader | None = None
+        self._bare: frozenset[str] = frozenset()
+        self._ledger = Ledger()
+        self._checksums: dict[str, tuple[Checksum, ...]] = {}
+        for path, stamp in (versions or {}).items():
+            seen = _of_stamp(prefix + path, stamp)
+            if seen is not None and pinned:
+                self._seen[path] = seen
+
+    def stamped(self) -> dict[str, Stamped]:
+        """List the objects as they are now; the first listing of a pinned folder pins them."""
+        found: dict[str, ObjectSeen] = {}
+        for seen in self._client.list(self._prefix):
+            path = seen.key[len(self._prefix) :]
+            if path and not path.endswith("/"):  # markers of folders, which some tools create
+                found[path] = seen
+        if self._pinned:
+            with self._lock:
+                self._seen = {**found, **self._seen}
+                self._listed = True
+        return {path: _stamped(found[path]) for path in sorted(found)}
+
+    def listed(self) -> dict[str, int] | None:
+        """Return the objects of a pinned folder that was listed, path -> bytes, sorted; else None."""
+        if not self._listed:
+            return None
+        with self._lock:
+            return {path: seen.nbytes for path, seen in sorted(self._seen.items())}
+
+    def now(self, path: str) -> Stamped | None:
+        """Return size and version of one object as it is now, or None when there is no such object."""
+        seen = self._client.head(self._prefix + path)
+        return None if seen is None else _stamped(seen)
+
+    def look(self, path: str) -> Stamped | None:
+        """Return size and version of one object, or None when there is no such object."""
+        seen = self._known(path)
+        return None if seen is None else _stamped(seen)
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes."""
+        if not length:
+            return b""
+        if self._blocks is None and length <= LARGEST and self._pinned:
+            return self._small(path, start, length)
+        data = bytearray(length)
+        self.read_into(path, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into`` exactly."""
+        blocks = self._blocks
+        if blocks is not None:
+            blocks.read_into(path, start, into, lambda at, part: self._unexpected(path, at, part))
+        else:
+            self._unexpected(path, start, into)
+
+    def expect(self, reads: ExpectedReads, memory: int) -> None:
+        """Read ahead what is expected, with at most ``memory`` bytes of blocks."""
+        self.close()
+        if self._pinned and sum(path not in self._seen for path in reads.paths) > _FEW:
+            with contextlib.suppress(SourceUnreadable):  # without the right to list, each is asked for once
+                self.stamped()
+        self._ledger, self._bare = Ledger(), reads.bare
+        if not len(reads) or not self._pinned:
+            return
+        table = cut_into_blocks(reads, block_size(len(reads.paths), memory))
+        self._ask_checksums(sorted(reads.bare & set(table.row)))
+        self._blocks = BlockReader(table, self._fetch, self._arrived, lambda: self._client.answer_s, memory)
+
+    def forget(self, path: str, start: int, length: int) -> bool:
+        """Drop what is kept of a range, so that the next read asks the store again."""
+        seen = self._seen.get(path)
+        if seen is not None:
+            SHARED.forget(self._version(seen), start, length)
+        if self._blocks is not None:
+            self._blocks.forget(path, start, length)
+        self._ledger.forget(path, start, length)
+        return True
+
+    def prove(self) -> Proof:
+        """Compare what was read of the expected bare files with the store's checksums."""
+        proven, unproven = set[str](), set[str]()
+        for path in sorted(self._bare):
+            seen = self._known(path)
+            if seen is None:
+                continue
+            good = self._ledger.proves(
+                path,
+                seen.nbytes,
+                self._checksums.get(path, ()),
+                partial(self._receive, seen),
+                f"{self._url}/{path}",
+            )
+            (proven if good else unproven).add(path)
+        return Proof(frozenset(proven), frozenset(unproven))
+
+    def close(self) -> None:
+        """Give up what is in flight, and free the blocks."""
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
+
+    def _known(self, path: str) -> ObjectSeen | None:
+        """Return an object as it is pinned, or as it is now."""
+        if not self._pinned:
+            return self._client.head(self._prefix + path)
+        seen = self._seen.get(path)
+        if seen is not None or self._listed:
+            return seen
+        if path in self._missing:
+            return None
+        found = self._client.head(self._prefix + path)
+        with self._lock:
+            if found is None:
+                self._missing.add(path)
+                return None
+            return self._seen.setdefault(path, found)
+
+    def _pinned_to(self, path: str) -> ObjectSeen:
+        seen = self._known(path)
+        if seen is None:
+            raise SourceUnreadable(f"{self._url}/{path} does not exist", hint="check the path", file=path)
+        return seen
+
+    def _small(self, path: str, start: int, length: int) -> bytes:
+        """Return a few bytes, from a page that is kept or from a page that is kept from now on."""
+        seen = self._pinned_to(path)
+        _require_inside(f"{self._url}/{path}", path, start, length, seen.nbytes)
+        version = self._version(seen)
+        known = SHARED.find(version, start, length)
+        if known is not None:
+            return known
+        first, count = page_around(start, length, seen.nbytes)
+        data = bytearray(count)
+        self._client.get(seen.key, first, seen.etag or None, memoryview(data))
+        SHARED.keep(version, first, bytes(data))
+        return bytes(data[start - first : start - first + length])
+
+    def _unexpected(self, path: str, start: int, into: Buffer) -> None:
+        """Read what is in no block."""
+        if self._pinned and len(into) < _SMALL:
+            into[:] = self._small(path, start, len(into))
+            return
+        if path in self._bare:
+            self._ledger.doubt(path)
+        etag, key = None, self._prefix + path
+        if self._pinned:
+            seen = self._pinned_to(path)
+            _require_inside(f"{self._url}/{path}", path, start, len(into), seen.nbytes)
+            etag = seen.etag or None
+        elif len(into) > BLOCK:
+            # The first answer says which version the others must be of.
+            etag = self._client.get(key, start, None, into[:BLOCK]).etag or None
+            start, into = start + BLOCK, into[BLOCK:]
+        self._directly(key, start, etag, into)
+
+    def _directly(self, key: str, start: int, etag: str | None, into: Buffer) -> None:
+        waiting: deque[Future[ObjectSeen]] = deque()
+        try:
+            for at in range(0, len(into), BLOCK):
+                waiting.append(self._client.start_get(key, start + at, etag, into[at : at + BLOCK]))
+                if len(waiting) >= _DIRECT_IN_FLIGHT:
+                    waiting.popleft().result()
+            while waiting:
+                waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _receive(self, seen: ObjectSeen, start: int, into: Buffer) -> None:
+        """Read past every cache, and compare with the pages that were used."""
+        self._client.get(seen.key, start, seen.etag or None, into)
+        for first, page in SHARED.pieces(self._version(seen)):
+            begin, end = max(first, start), min(first + len(page), start + len(into))
+            if begin < end and page[begin - first : end - first] != into[begin - start : end - start]:
+                SHARED.forget(self._version(seen), first, len(page))
+                raise altered(f"{self._client.url}/{seen.key}", begin, end - begin)
+
+    def _fetch(self, path: str, start: int, into: Buffer) -> Future[ObjectSeen]:
+        seen = self._pinned_to(path)
+        _require_inside(f"{self._url}/{path}", path, start, len(into), seen.nbytes)
+        return self._client.start_get(seen.key, start, seen.etag or None, into)
+
+    def _arrived(self, path: str, start: int, data: Buffer) -> None:
+        self._ledger.add(path, start, data, f"{self._url}/{path}")
+
+    def _ask_checksums(self, paths: list[str]) -> None:
+        """Ask once which checksums the store keeps of files that have none of their own."""
+        for path in paths:
+            if path not in self._checksums:
+                found = self._client.head(self._prefix + path)
+                pinned = self._pinned_to(path)
+                if found is not None and found.etag.strip('"') == pinned.etag.strip('"'):
+                    self._checksums[path] = found.checksums
+            self._ledger.prefer(path, self._checksums.get(path, ()))
+
+    def _version(self, seen: ObjectSeen) -> tuple[str, str, str]:
+        return self._client.url, seen.key, seen.etag or f"{seen.nbytes} bytes"
+
+
+def _stamped(seen: ObjectSeen) -> Stamped:
+    # As `ckptcore.store.remote` has it: stamps are recorded, and compared with those of later versions.
+    version = seen.etag or (str(seen.modified) if seen.modified is not None else "unknown")
+    return Stamped(seen.nbytes, f"{seen.nbytes} bytes, version {version}", None)
+
+
+def _of_stamp(key: str, stamp: str | None) -> ObjectSeen | None:
+    """Return the object that a stamp describes; None if it has no ETag."""
+    size, mark, version = (stamp or "").partition(" bytes, version ")
+    if not mark or not size.isdigit() or not version.startswith(('"', 'W/"')):
+        return None
+    return ObjectSeen(key, int(size), version)
+
+
+def _require_inside(what: str, path: str, start: int, length: int, size: int) -> None:
+    if start < 0 or start + length > size:
+        raise SourceUnreadable(
+            f"{what} ends early: {length} bytes needed at offset {start} (got {max(0, size - start)})",
+            file=path,
+        )
