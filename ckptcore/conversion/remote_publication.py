@@ -95,8 +95,9 @@ def publish_remote(
             publication = replace(publication, step=PUTTING)
             note(staging, publication)
         uploaded = completing.handles if completing is not None else {}
-        data = [name for name in puts if name not in commit]
-        for name in sorted(data, key=lambda name: name not in uploaded):  # tensors first
+        beside = [name for name in puts if name not in commit and name not in uploaded]
+        tensors = [name for name in puts if name not in commit and name in uploaded]
+        for name in tensors if uploaded else beside:
             _put(here, name)
         for name in old.inventory:
             if name not in old.first and name not in puts:
@@ -107,17 +108,16 @@ def publish_remote(
                 _put(here, name)
         if completing is not None and read is not None:
             completing.written = read(_as_it_will_be(here, completing))
-        for name in puts:
-            if name in commit and name not in uploaded:
-                _put(here, name)
+        for name in [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]:
+            _put(here, name)
         there = take(staging.destination)
         lost = [n for n, (nbytes, _) in puts.items() if n not in there or there[n].nbytes != nbytes]
         if lost:
             raise OutputMismatch(f"{here.url_of(lost[0])} was written, but is missing", hint="run again")
         note(staging, replace(publication, step=DONE, there={n: there[n] for n in puts}))
         if completing is not None:
-            for receipt in publication.receipts:
-                completing.uploads.forget(receipt.index)
+            ended = {r.index: r.uploaded for r in publication.receipts if r.uploaded is not None}
+            completing.uploads.forget(ended)
 
 
 def is_published(staging: Staging, publication: Publication) -> bool:

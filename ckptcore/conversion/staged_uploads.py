@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import fsspec
+
 from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
+from ckptcore.store import is_s3
 from ckptcore.store.objects import ObjectClient
-from ckptcore.store.objects.client import S3Client, is_s3
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.lease import Lease
 from ckptcore.store.objects.part_plan import UploadBudget
 from ckptcore.store.objects.uploads import Uploads
+from ckptcore.store.s3 import client_of
 
 UPLOADS, LEASE = "uploads", "lease.json"
 _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
@@ -65,9 +68,13 @@ def object_places(destination: str, staging: str) -> ObjectPlaces | None:
     """Return the keys of a destination, or None on stores without upload handles."""
     if not is_s3(destination):
         return None
-    target = S3Client(destination)
-    # The same options and bucket: the destination and its staging prefix are beside each other.
-    return ObjectPlaces(target, destination, target.prefix, S3Client(staging).prefix)
+    return ObjectPlaces(client_of(destination), destination, _key(destination), _key(staging))
+
+
+def _key(url: str) -> str:
+    """Return the key of a URL; its bucket is that of the client."""
+    root: str = fsspec.url_to_fs(url, use_listings_cache=False)[1]
+    return root.strip("/").partition("/")[2]
 
 
 def is_uploaded(file: PlannedFile) -> bool:

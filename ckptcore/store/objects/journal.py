@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from ckptcore.store.objects.retry import Kind, kind_of
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
 _TRIES = 5
+_SKEW_S = 300.0  # that clocks of machines and stores may differ by
 _log = logging.getLogger("ckptcore")
 
 
@@ -99,28 +101,49 @@ class UploadJournal:
         self._put(entry)
         return entry
 
-    def forget(self, entry: UploadEntry) -> None:
-        """Remove an entry whose upload has ended."""
-        self.client.delete(self._key(entry.index))
+    def forget(self, index: int) -> None:
+        """Remove the entry of a file whose upload has ended."""
+        self.client.delete(self._key(index))
 
     def abort(self, entry: UploadEntry) -> None:
         """Abort the upload of an entry, whether its id is known or not, and remove the entry."""
         if entry.upload_id:
             self.client.abort(entry.key, entry.upload_id)
-        else:
-            for upload in list(self.client.list_uploads(entry.key)):
-                if upload.key == entry.key:
-                    self.client.abort(entry.key, upload.upload_id)
-        self.forget(entry)
+        self.abort_strays(entry.key, {entry.key: entry.started})
+        self.forget(entry.index)
 
     def abort_all(self) -> int:
         """Abort every upload in the journal; return how many there were."""
         found = self.entries()
         for entry in found:
-            self.abort(entry)
+            if entry.upload_id:
+                self.client.abort(entry.key, entry.upload_id)
         if found:
+            keys = {entry.key: entry.started for entry in found}
+            self.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
             _log.info("aborted %d uploads of %s", len(found), self.prefix)
+        for entry in found:
+            self.forget(entry.index)
         return len(found)
+
+    def abort_strays(self, prefix: str, keys: Mapping[str, float]) -> None:
+        """Abort open uploads of our keys whose ids no entry has, because the replies were lost.
+
+        Args:
+            prefix: What all the keys start with.
+            keys: Key -> when its entry was written. An earlier upload is not ours.
+        """
+        try:
+            there = list(self.client.list_uploads(prefix))
+        except CkptError as error:
+            if kind_of(error) not in (Kind.DENIED, Kind.UNSUPPORTED):
+                raise
+            _log.info("cannot look for uploads without an owner: %s", error.message)
+            return
+        for upload in there:
+            since = keys.get(upload.key)
+            if since is not None and (upload.started is None or upload.started >= since - _SKEW_S):
+                self.client.abort(upload.key, upload.upload_id)
 
     def _adopted(self, wanted: UploadEntry) -> UploadEntry:
         """Return the entry that another worker wrote, once it has its upload's id."""

@@ -73,7 +73,7 @@ class Lease:
         client: The store.
         key: Key of the lease object.
         destination: URL of what it protects, for messages.
-        ttl_s: How long it is valid without being renewed.
+        ttl_s: How long it is valid without being renewed; None for the default.
         clock: Seconds since 1970.
     """
 
@@ -83,11 +83,11 @@ class Lease:
         key: str,
         destination: str,
         *,
-        ttl_s: float = TTL_S,
+        ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client, self._key, self._destination = client, key, destination
-        self._ttl_s, self._clock = ttl_s, clock
+        self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
         self._held: Holder | None = None
         self._etag: str | None = None
         self._conditions = True

@@ -50,13 +50,12 @@ class PartPlan:
         return ((n, *self.bounds(n)) for n in range(1, self.count + 1))
 
 
-def plan_parts(nbytes: int, path: str = "the file", *, part: int = PART) -> PartPlan:
+def plan_parts(nbytes: int, path: str = "the file") -> PartPlan:
     """Return the parts of a file of ``nbytes``.
 
     Args:
         nbytes: Bytes of the file.
         path: Its name, for the message.
-        part: The smallest size of a part.
 
     Raises:
         UsageError: No object can be that large.
@@ -69,7 +68,7 @@ def plan_parts(nbytes: int, path: str = "the file", *, part: int = PART) -> Part
             limit=LARGEST,
         )
     whole = -(-nbytes // MOST_PARTS)
-    return PartPlan(nbytes, max(part, -(-whole // _MIB) * _MIB))
+    return PartPlan(nbytes, PART if whole <= PART else -(-whole // _MIB) * _MIB)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ CRC-32, and the store is asked for that of the complete object where it keeps on
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +39,7 @@ class Uploaded:
         token: Of its entry in the journal.
         nbytes: Bytes of the object, or of a range of its parts.
         part: Bytes of a part.
+        started: When its entry was written, seconds since 1970.
         first: Number of its first part.
         etags: ETag of each part.
         crcs: CRC-32 of each part.
@@ -50,6 +52,7 @@ class Uploaded:
     part: int
     etags: tuple[str, ...]
     crcs: tuple[int, ...]
+    started: float
     first: int = 1
 
     @property
@@ -80,6 +83,7 @@ class Uploaded:
             "token": self.token,
             "nbytes": self.nbytes,
             "part": self.part,
+            "started": self.started,
             "first": self.first,
             "etags": list(self.etags),
             "crcs": list(self.crcs),
@@ -96,6 +100,7 @@ class Uploaded:
             int(form["part"]),
             tuple(map(str, form["etags"])),
             tuple(map(int, form["crcs"])),
+            float(form["started"]),
             int(form["first"]),
         )
 
@@ -221,6 +226,7 @@ class UploadWriter:
             self._plan.part,
             tuple(etag for etag, _ in rows),
             tuple(crc for _, crc in rows),
+            self._entry.started,
             numbers.start,
         )
 
@@ -317,7 +323,7 @@ class Uploads:
         entry = self.entry(index, path, nbytes)
         present = self._present(entry)
         if present is None:  # completed or aborted meanwhile, or its entry was lost
-            self._journal.forget(entry)
+            self._journal.forget(index)
             entry, present = self._journal.begin(entry), {}
         return UploadWriter(
             self._client,
@@ -407,11 +413,12 @@ class Uploads:
                 raise self._exists(uploaded)
         raise self._lost(uploaded, refused)
 
-    def forget(self, index: int) -> None:
-        """Remove the entry of an upload that was completed."""
-        entry = self._journal.find(index)
-        if entry is not None:
-            self._journal.forget(entry)
+    def forget(self, completed: Mapping[int, Uploaded]) -> None:
+        """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
+        keys = {uploaded.key: uploaded.started for uploaded in completed.values()}
+        self._journal.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
+        for index in completed:
+            self._journal.forget(index)
 
     def _is_taken(self, uploaded: Uploaded) -> bool:
         """Report whether another object has the key: some stores ignore the condition on a Complete."""
@@ -483,6 +490,7 @@ def joined(parts: Sequence[Uploaded]) -> Uploaded:
         first.part,
         tuple(etag for p in parts for etag in p.etags),
         tuple(crc for p in parts for crc in p.crcs),
+        first.started,
         first.first,
     )
 
