@@ -206,9 +206,9 @@ def _put(here: _Here, name: str) -> None:
 
 def _complete(here: _Here, completing: Completing, name: str) -> None:
     """Complete an upload, if its name is free, or has the recorded object or the upload's own."""
-    uploaded, now = completing.handles[name], here.look(name)
-    free = now is None or now == here.publication.replaces.inventory.get(name)
-    if not free and completing.uploads.find(uploaded) is None:
+    uploaded, old = completing.handles[name], here.publication.replaces.inventory.get(name)
+    now = here.look(name) if old is not None else None
+    if now is not None and now != old and completing.uploads.find(uploaded) is None:
         raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
     completing.seen[name] = completing.uploads.complete(uploaded, create=now is None)
 

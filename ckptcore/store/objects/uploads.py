@@ -390,7 +390,10 @@ class Uploads:
         """
         refused: CkptError | None = None
         for _ in range(_TRIES):
-            if create and refused is None and self._is_taken(uploaded):
+            # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
+            if refused is None and (seen := self.find(uploaded)) is not None:
+                return seen
+            if create and refused is None and self._client.head(uploaded.key) is not None:
                 raise self._exists(uploaded)
             try:
                 self._client.complete(
@@ -419,10 +422,6 @@ class Uploads:
         self._journal.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
         for index in completed:
             self._journal.forget(index)
-
-    def _is_taken(self, uploaded: Uploaded) -> bool:
-        """Report whether another object has the key: some stores ignore the condition on a Complete."""
-        return self._client.head(uploaded.key) is not None and self.find(uploaded) is None
 
     def _exists(self, uploaded: Uploaded) -> CkptError:
         return DestinationExists(
