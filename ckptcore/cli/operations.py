@@ -107,9 +107,9 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
     output: As = Output.TEXT,
 ) -> None:
-    """Remove what killed conversions left on an object store: open uploads and staging prefixes.
+    """Remove what killed conversions left on S3.
 
-    Only what a conversion recorded is removed. Other open uploads are listed.
+    That is open uploads and staging prefixes. Only what a conversion recorded is removed. Other open uploads are listed.
     """
     from ckptcore.operations.abandoned import collect
     from ckptcore.utils.units import parse_duration

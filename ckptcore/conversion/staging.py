@@ -260,7 +260,7 @@ class Staging:
             self.places.journal.abort_all()
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
-        if publication:
+        if publication and self.root.size(PUBLISHING) is not None:  # removing nothing needs a right, too
             self.root.remove(PUBLISHING)
 
     def sweep_parts(self, *, joints: bool = False) -> None:
@@ -279,16 +279,7 @@ class Staging:
         It is renamed first: if this run is killed here, no later run resumes in a partly removed folder.
         """
         if self._home is None:
-            if self.places is not None:
-                self.places.journal.abort_all()
-            if self.lease is not None:
-                self.lease.release()
-            for part in (self.files, self.plan, self.receipts):
-                part.remove_all()
-            for name in ("request.json", "replaces.json"):
-                self.root.remove(name)
-            self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
-            self.root.remove_all()
+            self._remove_remote()
             return
         for store in (self.root, self.plan, self.receipts, self.files):
             store.close()
@@ -300,6 +291,22 @@ class Staging:
             self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
+
+    def _remove_remote(self) -> None:
+        """Remove the staging prefix, if these credentials may: its output does not need it any more."""
+        try:
+            if self.places is not None:
+                self.places.journal.abort_all()
+            if self.lease is not None:
+                self.lease.release()
+            for part in (self.files, self.plan, self.receipts):
+                part.remove_all()
+            for name in ("request.json", "replaces.json"):
+                self.root.remove(name)
+            self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
+            self.root.remove_all()
+        except DestinationUnwritable as error:
+            _log.warning("%s is kept: %s", self.url, error.message)
 
     def _remove_but_odd(self, home: SealedFolder) -> bool:
         """Remove only the run's own files if the folder has foreign ones; return whether it has."""

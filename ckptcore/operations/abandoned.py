@@ -1,9 +1,9 @@
 """Find and remove what killed conversions left on an object store: open uploads and staging prefixes.
 
-Only what a conversion of ours recorded is removed: a staging prefix whose every object has a name that a
-conversion writes, and the uploads in its journal. Other uploads below the place are listed, and stay. A prefix
-stays, too, if its lease is held, if it changed lately, or if its output is partly published: the same
-conversion, run again, completes that.
+Only what a conversion recorded is removed: a staging prefix whose every object has a name that a conversion
+writes, and the uploads in its journal. Other uploads below the place are listed, and stay. A prefix stays,
+too, if its lease is held, if it changed lately, or if its output is partly published: the same conversion,
+run again, completes that.
 """
 
 from __future__ import annotations

@@ -102,8 +102,13 @@ class UploadJournal:
         return entry
 
     def forget(self, index: int) -> None:
-        """Remove the entry of a file whose upload has ended."""
-        self.client.delete(self._key(index))
+        """Remove the entry of a file whose upload has ended, if these credentials may."""
+        try:
+            self.client.delete(self._key(index))
+        except CkptError as error:
+            if kind_of(error) is not Kind.DENIED:
+                raise
+            _log.info("the record of an upload that has ended is kept: %s", error.message)
 
     def abort(self, entry: UploadEntry) -> None:
         """Abort the upload of an entry, whether its id is known or not, and remove the entry."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from safetensors.torch import load, save_file
 import ckptcore
 from ckptcore.cli.main import main
 from ckptcore.conversion.staging import Staging
-from ckptcore.errors import CkptError, UsageError
+from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.abandoned import collect
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore leaves its session
@@ -57,7 +58,7 @@ def test_abandoned_uploads_are_removed_and_those_of_others_are_kept(
         found = {i.url: i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)}
     assert found["s3://bucket/runs/.a.ckptcore"] == "in-use"
     assert found["s3://bucket/runs/b/.c.ckptcore"] == "removed"
-    assert main(["gc", "s3://bucket", "--older-than", "0s", "--output", "json"]) == 0
+    assert not main(["gc", "s3://bucket", "--older-than", "0s", "--output", "json"])
     fates = {row["url"]: row["fate"] for row in json.loads(capsys.readouterr().out)}
     assert fates == {
         "s3://bucket/runs/.a.ckptcore": "removed",
@@ -141,10 +142,8 @@ def require_right_after_a_rerun(
     if "model.safetensors.index.json" in names or "model.safetensors" in names:
         ckptcore.convert("s3://bucket/out", str(tmp_path / "early"), verb="export")
     server.calm()
-    try:
+    with contextlib.suppress(DestinationExists):  # the stopped run had published, and cleaned up
         ckptcore.convert(str(folder), "s3://bucket/out", verb="export")
-    except CkptError as error:
-        assert error.code == "destination-exists"  # the stopped run had published, and cleaned up
     assert server.uploads == {}
     found = server.below("bucket/out/")
     data = {k: v for n, raw in found.items() if n.endswith(".safetensors") for k, v in load(raw).items()}
@@ -155,7 +154,6 @@ def require_right_after_a_rerun(
         time.sleep(0.01)
         collect("s3://bucket", older_than_s=0)
     assert [name for name in server.below("bucket/") if not name.startswith("out/")] == []
-    assert sorted((tmp_path / "sharded").iterdir())
 
 
 @pytest.mark.timeout(200)

@@ -238,3 +238,46 @@ def test_many_small_files(server: fault_s3.FaultyS3, tmp_path: Path) -> None:
     assert len(made.files) > 20
     assert server.uploads == {}
     assert ckptcore.check(ckptcore.open("s3://bucket/models/out"), "bytes").ok
+
+
+def test_a_folder_is_replaced_in_place_only_on_request(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes
+) -> None:
+    convert(source, max_file_size=80_000)
+    before = server.below("bucket/")
+    with pytest.raises(DestinationExists, match="one object at a time") as caught:
+        convert(source, overwrite=True)
+    assert "--overwrite-in-place" in caught.value.hint
+    assert server.below("bucket/") == before
+    states: list[list[str]] = []
+    for method, path in (("POST", "out/model.safetensors$"), ("PUT", "out/README.md$"), ("DELETE", "out/")):
+        server.fault(
+            method, path=path, action="", times=99, call=lambda: states.append(list(server.below(OUT)))
+        )
+    convert(source, overwrite=True, overwrite_in_place=True)
+    require_right(server, tensors)
+    assert len(states) > 5
+    # A reader with the old index finds all of the old files; otherwise it finds no index.
+    old = {name.removeprefix("models/out/") for name in before if name.endswith(".safetensors")}
+    for names in states:
+        assert "model.safetensors.index.json" not in names or old == {n for n in names if n[-4:] == "sors"}
+
+
+def test_one_file_is_replaced_at_once(server: fault_s3.FaultyS3, source: str) -> None:
+    for n in range(2):
+        made = ckptcore.convert(source, "s3://bucket/model.pt", overwrite=bool(n))
+        assert made.files[0].nbytes == len(server.objects["bucket/model.pt"].data)
+    assert server.uploads == {}
+    assert ckptcore.check(ckptcore.open("s3://bucket/model.pt"), "bytes").ok
+
+
+@pytest.mark.parametrize("what", ["DELETE", "list-uploads"])
+def test_with_fewer_rights(server: fault_s3.FaultyS3, source: str, what: str) -> None:
+    server.denied += [("DELETE", "^$") if what == "DELETE" else ("GET", "^uploads")]
+    convert(source)
+    assert sorted(server.below(OUT)) == ["README.md", "model.safetensors"]
+    assert server.uploads == {}
+    if what == "DELETE":
+        server.calm()
+        convert(source)  # it is published: only the staging prefix is removed
+        assert not [name for name in server.below("bucket/") if ".ckptcore" in name]
