@@ -109,7 +109,8 @@ def gc(
 ) -> None:
     """Remove what killed conversions left on S3.
 
-    That is open uploads and staging prefixes. Only what a conversion recorded is removed. Other open uploads are listed.
+    That is open uploads and staging prefixes. Only what a conversion recorded is removed; other open uploads
+    are listed.
     """
     from ckptcore.operations.abandoned import collect
     from ckptcore.utils.units import parse_duration
@@ -124,7 +125,7 @@ def gc(
     if as_json:
         write_json([item.as_dict() for item in found])
         return
-    removed = sum(item.fate.value.endswith("remove") or item.fate.value == "removed" for item in found)
+    removed = sum(item.fate.value in ("removed", "would-remove") for item in found)
     what = "would be removed" if dry_run else "removed"
     terminal.line(f"{count(len(found), 'place')} found, {removed} {what}")
 

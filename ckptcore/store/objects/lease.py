@@ -88,16 +88,16 @@ class Lease:
     ) -> None:
         self._client, self._key, self._destination = client, key, destination
         self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
-        self._held: Holder | None = None
+        self._mine: Holder | None = None
         self._etag: str | None = None
         self._conditions = True
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._renewer: threading.Thread | None = None
 
     @property
-    def held(self) -> Holder | None:
+    def holder(self) -> Holder | None:
         """Return this process as the holder, or None."""
-        return self._held
+        return self._mine
 
     def take(self) -> None:
         """Take the lease, and renew it in the background until `release`.
@@ -119,7 +119,7 @@ class Lease:
             if not self._is_exclusive(mine):
                 mine, etag = self._settled(mine)
         with self._lock:
-            self._held, self._etag = mine, etag or None
+            self._mine, self._etag = mine, etag or None
         self._stop.clear()
         self._renewer = threading.Thread(target=self._renewing, name="ckptcore-lease", daemon=True)
         self._renewer.start()
@@ -133,11 +133,11 @@ class Lease:
     def require(self) -> None:
         """Raise `Busy` unless this process still holds the lease."""
         with self._lock:
-            held = self._held
-        if held is not None and self._clock() < held.until - self._ttl_s / 4:
+            holder = self._mine
+        if holder is not None and self._clock() < holder.until - self._ttl_s / 4:
             return  # renewed a moment ago
         there = self._there()
-        if held is None or there is None or there.token != held.token:
+        if holder is None or there is None or there.token != holder.token:
             raise self._lost(there)
         if self._clock() > there.until:
             self.renew()
@@ -145,27 +145,27 @@ class Lease:
     def renew(self) -> None:
         """Extend the lease; raise `Busy` if another process has it."""
         with self._lock:
-            held, etag = self._held, self._etag
-            if held is None:
+            holder, etag = self._mine, self._etag
+            if holder is None:
                 raise self._lost(None)
-            later = replace(held, until=self._clock() + self._ttl_s)
+            later = replace(holder, until=self._clock() + self._ttl_s)
             try:
                 if not self._conditions:
                     there = self._there()
-                    if there is None or there.token != held.token:
+                    if there is None or there.token != holder.token:
                         raise self._lost(there)
                 found = self._client.put(self._key, _packed(later), match=etag if self._conditions else None)
             except CkptError as error:
                 if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
                     raise
                 there = self._there()
-                if there is None or there.token != held.token:
-                    self._held = None
+                if there is None or there.token != holder.token:
+                    self._mine = None
                     raise self._lost(there) from error
                 seen = self._client.head(self._key)  # the reply to an earlier renewal was lost
-                self._held, self._etag = there, seen.etag if seen is not None else None
+                self._mine, self._etag = there, seen.etag if seen is not None else None
                 return
-            self._held, self._etag = later, found or None
+            self._mine, self._etag = later, found or None
 
     def release(self) -> None:
         """End the lease, if this process still holds it."""
@@ -174,19 +174,19 @@ class Lease:
             self._renewer.join()
             self._renewer = None
         with self._lock:
-            held, self._held = self._held, None
-        if held is None:
+            holder, self._mine = self._mine, None
+        if holder is None:
             return
         try:
             there = self._there()
-            if there is None or there.token != held.token:
+            if there is None or there.token != holder.token:
                 return
             try:
                 self._client.delete(self._key)
             except CkptError as error:
                 if kind_of(error) is not Kind.DENIED:
                     raise
-                self._client.put(self._key, _packed(replace(held, until=0.0)))
+                self._client.put(self._key, _packed(replace(holder, until=0.0)))
         except CkptError as error:  # it ends by itself; what was done under it is done
             _log.warning("cannot end the lease of %s: %s", self._destination, error.message)
 

@@ -67,8 +67,8 @@ def plan_parts(nbytes: int, path: str = "the file") -> PartPlan:
             nbytes=nbytes,
             limit=LARGEST,
         )
-    whole = -(-nbytes // MOST_PARTS)
-    return PartPlan(nbytes, PART if whole <= PART else -(-whole // _MIB) * _MIB)
+    least = -(-nbytes // MOST_PARTS)
+    return PartPlan(nbytes, PART if least <= PART else -(-least // _MIB) * _MIB)
 
 
 @dataclass(frozen=True, slots=True)

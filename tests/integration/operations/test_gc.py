@@ -92,7 +92,7 @@ plan.PART = 64 << 10
 from ckptcore.cli.main import main
 sys.exit(main(["export", sys.argv[1], sys.argv[2], "--no-catalog"]))
 """
-# Requests of a conversion, in order: a signal at the one befalls what stands before and behind it.
+# Requests of a conversion, in order: a signal befalls what comes before and behind it.
 MOMENTS = {
     "begin": {"method": "POST", "query": "uploads"},
     "part": {"method": "PUT", "query": "partNumber", "skip": 1},
@@ -137,7 +137,7 @@ def require_right_after_a_rerun(
     folder = tmp_path / "sharded"
     ckptcore.convert(str(tmp_path / "model.safetensors"), str(folder), verb="export", max_file_size=130_000)
     stopped_at(server, str(folder), MOMENTS[moment], number, "")
-    # Half-published: a reader would accept it. The index stands for the whole.
+    # Half-published: a reader would accept it. The index names every file.
     names = server.below("bucket/out/")
     if "model.safetensors.index.json" in names or "model.safetensors" in names:
         ckptcore.convert("s3://bucket/out", str(tmp_path / "early"), verb="export")

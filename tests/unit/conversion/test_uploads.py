@@ -136,8 +136,8 @@ def test_a_run_that_stops_while_it_uploads_sends_no_part_twice(
     server.calm()
     convert(source)
     require_right(server, tensors)
-    again = [q for m, _, q, _ in server.log if m == "PUT" and "partNumber" in q]
-    assert len(again) == 3 - len(sent)
+    rest = [q for m, _, q, _ in server.log if m == "PUT" and "partNumber" in q]
+    assert len(rest) == 3 - len(sent)
 
 
 def test_an_upload_that_a_lifecycle_rule_ended(
@@ -192,7 +192,7 @@ def test_a_budget_that_no_part_fits_is_refused_before_anything_is_sent(
     assert not server.uploads
 
 
-def test_a_second_run_is_told_who_writes(server: fault_s3.FaultyS3, source: str, tensors: bytes) -> None:
+def test_a_second_run_learns_who_writes(server: fault_s3.FaultyS3, source: str, tensors: bytes) -> None:
     staging = Staging("s3://bucket/models/out")
     with staging.lock(make=True):
         with pytest.raises(Busy, match=r"process \d+ on .* is writing s3://bucket/models/out"):

@@ -73,6 +73,6 @@ def test_a_digest_of_parts_depends_on_the_bytes_alone(nbytes: int, part: int, se
         assert total.hexdigest() == blake3(data).hexdigest()
     else:
         assert total.hexdigest() == f"blake3-parts-{part}:{blake3(b''.join(own)).hexdigest()}"
-    again = hasher_like(total.hexdigest())
-    again.update(data)
-    assert again.hexdigest() == total.hexdigest()
+    other = hasher_like(total.hexdigest())
+    other.update(data)
+    assert other.hexdigest() == total.hexdigest()
