@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 
 import fsspec
 
+from ckptcore.execution.parts import FilePart, cut_upload
+from ckptcore.execution.tiles import Budget
+from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
 from ckptcore.store import is_s3
 from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.lease import Lease
-from ckptcore.store.objects.part_plan import UploadBudget
+from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 from ckptcore.store.objects.uploads import Uploads
 from ckptcore.store.s3 import client_of
 
@@ -91,3 +94,20 @@ def upload_budget(files: tuple[PlannedFile, ...], settings: Settings) -> UploadB
 def beside_uploads(files: tuple[PlannedFile, ...], settings: Settings) -> Settings:
     """Return the settings with the memory that uploads leave."""
     return replace(settings, memory=max(settings.memory - upload_budget(files, settings).nbytes, 1 << 20))
+
+
+def cut_file(
+    places: ObjectPlaces, plan: Plan, file: FilePlan, nbytes: int, settings: Settings
+) -> tuple[FilePart, ...]:
+    """Cut a file into parts of its upload, for workers that write them at once, and begin the upload.
+
+    Returns:
+        The parts; empty if one worker must write the file.
+    """
+    if not file.tensors:
+        return ()
+    budget = Budget.of(beside_uploads(plan.files, settings))
+    found = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
+    if len(found) > 1:  # before any worker starts, so that all of them find the same upload
+        places.uploads(plan).entry(file.index, file.path, file.nbytes)
+    return found

@@ -28,7 +28,6 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.store import FileWriter, Store
 from ckptcore.utils.crc32 import Runs, crc32
-from ckptcore.utils.part_digest import Hasher, PartHasher
 
 _RUN = 64 << 10  # bytes: for less, a kernel copy costs more than a read and a write
 
@@ -40,6 +39,12 @@ def open_writer(run: PlanRun, plan: FilePlan, part: FilePart | None = None) -> F
         UsageError: Several processes cannot write one file of this store.
     """
     files = run.files
+    if part is not None and part.budget is not None:
+        if run.uploads is None:
+            raise UsageError(
+                f"part {part.number} of {plan.path} belongs to an upload", hint="prepare it anew"
+            )
+        return run.uploads.writer(plan.index, plan.path, plan.nbytes, begin=part.begin, end=part.end)
     if part is None:
         if run.uploads is not None and plan.tensors:
             return run.uploads.writer(plan.index, plan.path, plan.nbytes)
@@ -74,17 +79,15 @@ class FileWork:
         settings: Settings,
         part: FilePart | None = None,
     ) -> None:
-        # Parts of a file, and uploads, are verified by digests, even where a complete file needs none.
-        if part is not None or writer.part_size is not None:
-            settings = replace(settings, digest=True)
+        # Parts of a shared file are verified by digests, even where the complete file needs none.
+        settings = settings if part is None else replace(settings, digest=True)
         self.plan, self.part = plan, part
         self._source, self._records, self.writer = source, records, writer
         self._tensors = TensorFiller(plan, settings, records)
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
-        self._digest: Hasher | None = None
-        if settings.digest:
-            self._digest = blake3() if writer.part_size is None else PartHasher(writer.part_size)
+        # Uploads have a digest of their parts, which their writer computes.
+        self._digest = blake3() if settings.digest and writer.part_size is None else None
         # When no check needs the bytes, the kernel moves them.
         looked_at = settings.verify or settings.digest or settings.fingerprint
         self._direct = not (looked_at or self._patched or writer.sequential)
@@ -104,7 +107,7 @@ class FileWork:
                 data = self.plan.literals[part.literal].data
                 target[:] = np.frombuffer(data, np.uint8)[part.begin : part.end]
             else:
-                self._tensors.fill(part, target, own)
+                self._tensors.fill(part, target, own, counts=self._counts(job))
                 if self._patched:
                     crc = crc32(target.data)
                     with self._lock:
@@ -131,9 +134,10 @@ class FileWork:
             oldest, filled, free = ready
             if self._patched and self.part is None:
                 self._patch(oldest, filled)
-            view = filled[: oldest.nbytes].data
-            if self.writer.sequential and oldest.nbytes:
-                self.writer.write(oldest.start, view)
+            first, last = self._inside(oldest)
+            view = filled[first:last].data
+            if self.writer.sequential and last > first:
+                self.writer.write(oldest.start + first, view)
             if self._digest is not None:
                 self._digest.update(view)
             free(filled)
@@ -155,17 +159,19 @@ class FileWork:
         self.writer.commit()
         numbers = self.plan.number.tolist()
         verified = sum(map(self._records.verified, numbers))
+        uploaded = self.writer.uploaded
+        digest = self._digest.hexdigest() if self._digest is not None else None
         receipt = Receipt(
             self.plan.index,
             self.plan.path,
             self.plan.nbytes,
-            self._digest.hexdigest() if self._digest is not None else None,
+            uploaded.digest if uploaded is not None else digest,
             round(time.perf_counter() - self._began, 6),
             verified,
             len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
             sums=self._tensors.sums,
-            uploaded=self.writer.uploaded,
+            uploaded=uploaded,
         )
         if self.part is None:
             return receipt
@@ -183,6 +189,16 @@ class FileWork:
         self._tensors.close()
         if not self._closed:
             self.writer.abort()
+
+    def _inside(self, job: Job) -> tuple[int, int]:
+        """Return which bytes of a job are written: at the ends of a part of an upload, not all."""
+        if self.part is None or self.part.budget is None:
+            return 0, job.nbytes
+        return max(self.part.begin - job.start, 0), min(self.part.end - job.start, job.nbytes)
+
+    def _counts(self, job: Job) -> bool:
+        """Report whether a job counts for the fingerprint here: in the part where it begins."""
+        return self.part is None or job.start >= self.part.begin
 
     def _copied(self, part: LiteralPart | TensorPart, at: int) -> bool:
         """Report whether the kernel has copied a part from the source to byte ``at`` of the file."""

@@ -146,12 +146,12 @@ class DigestWriter:
     """
 
     sequential = True
+    part_size = None
     uploaded = None
 
     def __init__(self, receipt: Receipt) -> None:
         assert receipt.uploaded is not None  # the caller has looked
         self._receipt = receipt
-        self.part_size: int | None = receipt.uploaded.part
         self._digest = PartHasher(receipt.uploaded.part)
         self._same = False
 

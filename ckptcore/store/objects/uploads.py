@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from blake3 import blake3
 
 from ckptcore.errors import CkptError, DestinationExists, OutputMismatch, StorageTrouble
 from ckptcore.store import Buffer, Store
@@ -24,6 +26,7 @@ from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
 from ckptcore.store.objects.part_plan import PartPlan, plan_parts
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.crc32 import combine, crc32
+from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4
 _CRC32 = ALGORITHMS["CRC32"]
@@ -41,6 +44,7 @@ class Uploaded:
         part: Bytes of a part.
         started: When its entry was written, seconds since 1970.
         first: Number of its first part.
+        blake3: BLAKE3 of each part, hex.
         etags: ETag of each part.
         crcs: CRC-32 of each part.
     """
@@ -54,6 +58,12 @@ class Uploaded:
     crcs: tuple[int, ...]
     started: float
     first: int = 1
+    blake3: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of all bytes (`ckptcore.utils.part_digest`)."""
+        return join_digests(self.part, map(bytes.fromhex, self.blake3))
 
     @property
     def parts(self) -> list[UploadedPart]:
@@ -87,6 +97,7 @@ class Uploaded:
             "first": self.first,
             "etags": list(self.etags),
             "crcs": list(self.crcs),
+            "blake3": list(self.blake3),
         }
 
     @classmethod
@@ -102,6 +113,7 @@ class Uploaded:
             tuple(map(int, form["crcs"])),
             float(form["started"]),
             int(form["first"]),
+            tuple(map(str, form["blake3"])),
         )
 
 
@@ -148,7 +160,6 @@ class UploadWriter:
         in_flight: Parts on their way at once; 0 to wait for each.
         begin: First byte, at the beginning of a part.
         end: Behind the last byte; None for the end of the file.
-        withheld: Numbers of parts that are not sent.
     """
 
     sequential = True
@@ -163,10 +174,9 @@ class UploadWriter:
         *,
         begin: int = 0,
         end: int | None = None,
-        withheld: Collection[int] = (),
     ) -> None:
         self._client, self._entry, self._present = client, entry, present
-        self._buffers, self._in_flight, self._withheld = buffers, in_flight, withheld
+        self._buffers, self._in_flight = buffers, in_flight
         self._plan = PartPlan(entry.nbytes, entry.part)
         self._begin, self._end = begin, entry.nbytes if end is None else end
         self._number = self._plan.number_at(begin)
@@ -174,6 +184,7 @@ class UploadWriter:
         self._filled = 0
         self._flying: deque[tuple[Future[UploadedPart], bytearray, int]] = deque()
         self._done: dict[int, tuple[str, int]] = {}  # number -> (ETag, CRC-32)
+        self._digests: list[str] = []
         self._uploaded: Uploaded | None = None
 
     @property
@@ -217,7 +228,7 @@ class UploadWriter:
         )
         if self._buffer is not None or (len(numbers) and numbers[-1] != expected):
             raise OutputMismatch(f"{self._entry.key} was not written to its end")
-        rows = [self._done.get(n, ("", 0)) for n in numbers]
+        rows = [self._done[n] for n in numbers]
         self._uploaded = Uploaded(
             self._entry.key,
             self._entry.upload_id,
@@ -228,6 +239,7 @@ class UploadWriter:
             tuple(crc for _, crc in rows),
             self._entry.started,
             numbers.start,
+            tuple(self._digests),
         )
 
     def abort(self) -> None:
@@ -262,11 +274,10 @@ class UploadWriter:
         data = memoryview(buffer)[: self._filled]
         self._buffer, self._filled, self._number = None, 0, number + 1
         crc = crc32(data)
+        self._digests.append(blake3(data).hexdigest())
         there = self._present.get(number)
         checksum = _CRC32.encoded(crc)
-        if number in self._withheld:
-            self._buffers.give_back(buffer)
-        elif there is not None and there.nbytes == len(data) and there.checksum == checksum:
+        if there is not None and there.nbytes == len(data) and there.checksum == checksum:
             self._done[number] = there.etag, crc
             self._buffers.give_back(buffer)
         else:
@@ -310,14 +321,7 @@ class Uploads:
         self._buffers, self._in_flight = PartBuffers(buffers), in_flight
 
     def writer(
-        self,
-        index: int,
-        path: str,
-        nbytes: int,
-        *,
-        begin: int = 0,
-        end: int | None = None,
-        withheld: Collection[int] = (),
+        self, index: int, path: str, nbytes: int, *, begin: int = 0, end: int | None = None
     ) -> UploadWriter:
         """Start or continue the upload of a file, or of its parts from byte ``begin`` to ``end``."""
         entry = self.entry(index, path, nbytes)
@@ -326,14 +330,7 @@ class Uploads:
             self._journal.forget(index)
             entry, present = self._journal.begin(entry), {}
         return UploadWriter(
-            self._client,
-            entry,
-            present,
-            self._buffers,
-            self._in_flight,
-            begin=begin,
-            end=end,
-            withheld=withheld,
+            self._client, entry, present, self._buffers, self._in_flight, begin=begin, end=end
         )
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
@@ -355,8 +352,8 @@ class Uploads:
             if kind_of(error) is not Kind.NO_UPLOAD:
                 raise
             return self.find(uploaded) is not None
-        wanted = [(p.number, p.nbytes, _bare(p.etag)) for p in uploaded.parts]
-        return [(p.number, p.nbytes, _bare(p.etag)) for p in there] == wanted
+        wanted = {(p.number, p.nbytes, _bare(p.etag)) for p in uploaded.parts}
+        return wanted <= {(p.number, p.nbytes, _bare(p.etag)) for p in there}
 
     def find(self, uploaded: Uploaded) -> ObjectSeen | None:
         """Return the object that an upload became; None if it is another object, or there is none.
@@ -491,6 +488,7 @@ def joined(parts: Sequence[Uploaded]) -> Uploaded:
         tuple(crc for p in parts for crc in p.crcs),
         first.started,
         first.first,
+        tuple(digest for p in parts for digest in p.blake3),
     )
 
 

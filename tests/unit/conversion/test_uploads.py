@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fault_s3
@@ -11,8 +12,17 @@ import torch
 from safetensors.torch import load, save_file
 
 import ckptcore
+from ckptcore.conversion import pipeline
 from ckptcore.conversion.staging import Staging
-from ckptcore.errors import BudgetTooSmall, Busy, CkptError, DestinationExists, OutputMismatch, StorageTrouble
+from ckptcore.errors import (
+    BudgetTooSmall,
+    Busy,
+    CkptError,
+    DestinationExists,
+    OutputMismatch,
+    StorageTrouble,
+    UsageError,
+)
 from ckptcore.planning.request import Settings
 from ckptcore.utils.part_digest import hasher_like
 
@@ -21,6 +31,7 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 PART = 64 << 10
+MEANS = Settings(memory=1 << 20, workers=2, fingerprint=True)
 OUT = "bucket/models/out/"
 
 
@@ -281,3 +292,51 @@ def test_with_fewer_rights(server: fault_s3.FaultyS3, source: str, what: str) ->
         server.calm()
         convert(source)  # it is published: only the staging prefix is removed
         assert not [name for name in server.below("bucket/") if ".ckptcore" in name]
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_parts_of_one_file_are_uploaded_in_any_order(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes, order: str
+) -> None:
+    """Digest and fingerprint are those of one worker; a part that is there is not sent twice."""
+    alone = ckptcore.convert(source, "s3://bucket/alone", verb="export", settings=MEANS)
+    server.log.clear()
+    prepared = ckptcore.prepare(source, "s3://bucket/models/out", verb="export", settings=MEANS)
+    cut = pipeline.parts(prepared.plan_uri, 0, 2 * PART, MEANS)
+    assert [(p.begin, p.end) for p in cut] == [(0, 2 * PART), (2 * PART, prepared.files[0].nbytes)]
+    with pytest.raises(UsageError, match="cut with tiles"):
+        pipeline.execute_part(prepared.plan_uri, cut[1], replace(MEANS, memory=9 << 20))
+    for part in cut[:: 1 if order == "forward" else -1]:
+        pipeline.execute_part(prepared.plan_uri, part, MEANS)
+    assert pipeline.execute_part(prepared.plan_uri, cut[0], MEANS).reused
+    with pytest.raises(UsageError):
+        pipeline.finish(prepared.plan_uri, MEANS)
+    pipeline.join(prepared.plan_uri, 0)
+    result = pipeline.finish(prepared.plan_uri, MEANS)
+    pipeline.settle(prepared.plan_uri)
+    assert server.count("PUT", "partNumber") == 3
+    assert (result.files[0].digest, result.fingerprint) == (alone.files[0].digest, alone.fingerprint)
+    found = server.below("bucket/alone/")
+    assert server.below(OUT)["model.safetensors"] == found["model.safetensors"]
+    for name in found:
+        del server.objects[f"bucket/alone/{name}"]
+    require_right(server, tensors)
+
+
+def test_parts_of_several_uploads_are_not_joined(server: fault_s3.FaultyS3, source: str) -> None:
+    prepared = ckptcore.prepare(source, "s3://bucket/models/out", verb="export", settings=MEANS)
+    first, second = pipeline.parts(prepared.plan_uri, 0, 2 * PART, MEANS)
+    pipeline.execute_part(prepared.plan_uri, first, MEANS)
+    server.uploads.clear()  # a lifecycle rule
+    pipeline.execute_part(prepared.plan_uri, second, MEANS)
+    with pytest.raises(OutputMismatch, match="several uploads"):
+        pipeline.join(prepared.plan_uri, 0)
+    for part in (first, second):
+        pipeline.execute_part(prepared.plan_uri, part, MEANS)
+    pipeline.join(prepared.plan_uri, 0)
+    pipeline.finish(prepared.plan_uri, MEANS)
+
+
+def test_files_with_checksums_behind_their_data_are_one_task(server: fault_s3.FaultyS3, source: str) -> None:
+    prepared = ckptcore.prepare(source, "s3://bucket/out.pt", settings=MEANS)
+    assert pipeline.parts(prepared.plan_uri, 0, PART, MEANS) == ()
