@@ -256,19 +256,18 @@ class Catalog:
         Raises:
             UsageError: the catalog knows no such file, digest or URI.
         """
-        digest = None
         with self.reading() as conn:
             found = lineage.which(conn, what)
-        if not found:
-            digest = lineage.digest_of_file(what)
-        if digest is not None:
-            with self.reading() as conn:
-                found = lineage.which(conn, digest)
+            kinds = [] if found else lineage.kinds_of(conn, what)
+        digests = lineage.digests_of_file(what, kinds)
+        with self.reading() as conn:
+            for digest in digests:
+                found = found or lineage.which(conn, digest)
         if not found:
             raise UsageError(
                 f"cannot find {what} in the catalog",
                 hint="`ckptcore catalog list` shows the recorded checkpoints",
-                digest=digest,
+                digest=digests[0] if digests else None,
             )
         return tuple(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
@@ -24,11 +25,12 @@ from ckptcore.catalog.query import (
 )
 from ckptcore.catalog.types import Direction, FileRow, Lineage, LineageStep, Origin, State
 from ckptcore.errors import SourceUnreadable
+from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-_DIGEST = re.compile(r"(?:blake3:)?[0-9a-f]{8,64}")
+_DIGEST = re.compile(r"(?:blake3(?:-parts-[0-9]+)?:)?[0-9a-f]{8,64}")
 _DIGEST_LENGTH = 64
 _READ = 1 << 20  # bytes per read; larger fresh buffers are slower
 
@@ -72,26 +74,37 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text.lower()) is not None
 
 
-def digest_of_file(path: str) -> str | None:
-    """Return the BLAKE3 digest of a local file, or None if there is no such file."""
-    import blake3
+def kinds_of(conn: Connection, path: str) -> list[str]:
+    """Return one digest of each kind that the catalog has of files with the size of a local file.
 
+    Empty if there is no such file. A file that was uploaded in parts has a digest of its parts.
+    """
     if not os.path.isfile(path):
-        return None
-    digest, buffer = blake3.blake3(), bytearray(_READ)
+        return []
+    rows = select(CheckpointFile.digest).where(CheckpointFile.nbytes == os.path.getsize(path)).distinct()
+    kinds = {digest.rpartition(":")[0]: digest for (digest,) in conn.execute(rows) if digest}
+    return list(({"": ""} | kinds).values())
+
+
+def digests_of_file(path: str, kinds: Iterable[str]) -> list[str]:
+    """Return the digests of a local file, of the kinds of these digests. The file is read once."""
+    hashers, buffer = [hasher_like(digest) for digest in kinds], bytearray(_READ)
+    if not hashers:
+        return []
     try:
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
+                for hasher in hashers:
+                    hasher.update(memoryview(buffer)[:count])
     except OSError as error:
         raise SourceUnreadable(f"cannot read {path}: {error.strerror}", path=path) from error
-    return digest.hexdigest()
+    return [hasher.hexdigest() for hasher in hashers]
 
 
 def _by_digest(conn: Connection, digest: str) -> list[Origin]:
     same = (
         CheckpointFile.digest == digest
-        if len(digest) == _DIGEST_LENGTH
+        if len(digest.rpartition(":")[2]) == _DIGEST_LENGTH
         else begins(CheckpointFile.digest, digest)
     )
     wanted = (

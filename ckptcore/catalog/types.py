@@ -162,7 +162,7 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One file of a checkpoint; digest is BLAKE3 in hex, or None. role: see `Role`."""
+    """One file of a checkpoint; digest as in `ckptcore.utils.part_digest`, or None. role: see `Role`."""
 
     path: str
     nbytes: int

@@ -77,6 +77,7 @@ for command in (
     operations.sweep,
     operations.scrub,
     operations.retire,
+    operations.gc,
 ):
     app.command()(command)
 app.command("prune", hidden=True)(operations.retire)

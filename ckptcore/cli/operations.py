@@ -1,4 +1,4 @@
-"""Run `ckptcore sweep`, `scrub`, `retire` and `catalog rebuild`, which maintain folders of checkpoints.
+"""Run `ckptcore sweep`, `scrub`, `retire`, `gc` and `catalog rebuild`, which maintain folders of checkpoints.
 
 They do what the scheduled flows do, with the same options (`ckptcore.operations.options`). Commands parse,
 call and print; `ckptcore.cli.main` handles errors.
@@ -96,6 +96,38 @@ def retire(
             on_retired=show.fate(as_json),
         )
     show.retired(outcome, as_json=as_json)
+
+
+def gc(
+    place: Annotated[str, typer.Argument(metavar="URL", help="A bucket, or a prefix in it.")],
+    older_than: Annotated[
+        str,
+        typer.Option("--older-than", metavar="TIME", help="Keep what changed in this time (30m, 12h, 2d)."),
+    ] = "1d",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
+    output: As = Output.TEXT,
+) -> None:
+    """Remove what killed conversions left on S3.
+
+    That is open uploads and staging prefixes. Only what a conversion recorded is removed; other open uploads
+    are listed.
+    """
+    from ckptcore.operations.abandoned import collect
+    from ckptcore.utils.units import parse_duration
+
+    as_json = output is Output.JSON
+    found = collect(
+        place,
+        older_than_s=parse_duration(older_than),
+        dry_run=dry_run,
+        on_item=None if as_json else lambda i: terminal.line(f"{i.fate.value:12} {i.url}: {i.why}"),
+    )
+    if as_json:
+        write_json([item.as_dict() for item in found])
+        return
+    removed = sum(item.fate.value in ("removed", "would-remove") for item in found)
+    what = "would be removed" if dry_run else "removed"
+    terminal.line(f"{count(len(found), 'place')} found, {removed} {what}")
 
 
 def rebuild(

@@ -165,6 +165,21 @@ def refuse_existing(request: Request) -> None:
         )
     if not request.replaces and not is_free(request.destination, single=request.single is not None):
         raise DestinationExists(f"{request.destination} exists")
+    if request.replaces and path is None and not request.overwrite_in_place:
+        _require_atomic(request)
+
+
+def _require_atomic(request: Request) -> None:
+    """Raise `DestinationExists` for a folder on an object store: only one object is replaced at once."""
+    there = take(request.destination)
+    if there and not (request.single is not None and set(there) == {""}):
+        raise DestinationExists(
+            f"cannot replace {request.destination} at once: an object store replaces one object at a time, "
+            f"and {len(there)} are there",
+            hint="write to another destination and move what points to it (`ckptcore catalog alias`), or add "
+            "--overwrite-in-place: until it ends, readers find no index, or no config.json",
+            count=len(there),
+        )
 
 
 def _is_link(path: Path) -> bool:

@@ -22,7 +22,7 @@ from ckptcore.conversion.destination import require_unprotected
 from ckptcore.conversion.publication_record import Publication, Replaced
 from ckptcore.core.used_files import placed, used
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError
-from ckptcore.execution.receipts import digest_of
+from ckptcore.execution.receipts import has_digest
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.hub_files import NONE
 from ckptcore.planning.model_card import is_untouched
@@ -153,7 +153,7 @@ def _is_known(store: Readable, name: str, entry: Entry, proofs: _Proofs, request
     if entry.kind != FILE or not name:
         return False
     digests = {digest for nbytes, digest in proofs.get(name, ()) if nbytes == entry.nbytes}
-    if digests and digest_of(store, name, entry.nbytes) in digests:
+    if digests and has_digest(store, name, entry.nbytes, digests):
         return True
     if name != _CARD or entry.nbytes > _MAX_CARD:
         return False

@@ -172,14 +172,19 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
     """Cut an output file into parts of about ``nbytes``, for `execute_part` with the same settings.
 
     Returns:
-        The parts; empty if the file is finished, or is on an object store and must be written in one go.
+        The parts; empty if the file is finished, or must be written in one go: on object stores without
+        upload handles, and on others where it stores checksums behind its data.
     """
     staging = Staging.of_plan(plan_uri)
     plan = load_head(staging.plan)
     done = published_plan(staging) == plan.digest or read_receipt(staging.receipts, plan.digest, index)
-    if staging.files.local is None or done:
+    if done or (staging.files.local is None and staging.places is None):
         return ()
     settings = settings.of(plan.target.mesh)
+    if staging.places is not None:
+        from ckptcore.conversion.staged_uploads import cut_file
+
+        return cut_file(staging.places, plan, load_file_plan(staging.plan, index), nbytes, settings)
     return cut(load_file_plan(staging.plan, index), nbytes, Budget.of(settings))
 
 
@@ -205,8 +210,12 @@ def join(plan_uri: str, index: int) -> Receipt:
     """
     staging = Staging.of_plan(plan_uri)
     with staging.lock(shared=True), closing(staging.files):
-        plan = load_head(staging.plan)
-        return join_parts(load_file_plan(staging.plan, index), plan.digest, staging.files, staging.receipts)
+        plan, file = load_head(staging.plan), load_file_plan(staging.plan, index)
+        if staging.places is not None:
+            from ckptcore.execution.join_uploads import join_uploads
+
+            return join_uploads(file, plan.digest, staging.places.uploads(plan), staging.receipts)
+        return join_parts(file, plan.digest, staging.files, staging.receipts)
 
 
 def finish(plan_uri: str, settings: Settings | None = None, progress: Progress | None = None) -> Result:
@@ -287,8 +296,9 @@ def convert(
             result = finish_staged(staging, settings, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
-            result = replace(result, files=receipts, timings=timings)
-            result = replace(result, warnings=(*prepared.warnings, *result.warnings))
+            result = replace(
+                result, files=receipts, timings=timings, warnings=(*prepared.warnings, *result.warnings)
+            )
             report("register", result.nbytes, result.nbytes)
             result = register(registration, result, manifest)
             staging.remove()
@@ -356,6 +366,10 @@ def _prepare(
             note_replaced(staging, replaced)
         # Every time: the plan may be equal, and --overwrite may differ.
         staging.root.put(REQUEST, canonical_json(request.as_dict()))
+        if staging.places is not None:
+            from ckptcore.conversion.staged_uploads import upload_budget
+
+            upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
         written = (read_receipt(staging.receipts, plan.digest, f.index) is not None for f in plan.files)
         staging.require_room(sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if not there))
     except CkptError:
@@ -430,7 +444,11 @@ def _execute(
     settings = settings.of(plan.target.mesh)
     with closing(open_source_store(plan.source, noted)) as source, closing(staging.files):
         require_same(noted, source)
-        run = plan_run(staging, plan, source, noted)
+        run = plan_run(staging, plan, source, noted, settings)
+        if run.uploads is not None:
+            from ckptcore.conversion.staged_uploads import beside_uploads
+
+            settings = beside_uploads(plan.files, settings)
         return execute_files(run, wanted, settings, part=part, progress=progress)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.checking.check import check
 from ckptcore.checking.export_proof import ExportProof
@@ -20,7 +20,7 @@ from ckptcore.conversion.card_fingerprint import with_fingerprint
 from ckptcore.conversion.file_fingerprints import fingerprints
 from ckptcore.conversion.local_publication import conclude, is_in_place, publish_local
 from ckptcore.conversion.publication_record import DONE, Publication, Replaced, noted, noted_replaced
-from ckptcore.conversion.remote_publication import ITSELF, is_published, publish_remote
+from ckptcore.conversion.remote_publication import ITSELF, Completing, is_published, publish_remote
 from ckptcore.conversion.staged_plan import planned_paths, staged_request
 from ckptcore.conversion.staged_proof import require_source
 from ckptcore.conversion.staging import Staging
@@ -38,6 +38,9 @@ from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, is_s3
 from ckptcore.utils.workers import Progress
+
+if TYPE_CHECKING:
+    from ckptcore.store.objects.uploads import Uploads
 
 _log = logging.getLogger("ckptcore")
 
@@ -156,23 +159,43 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
     if found is not None:
         begun = publishing_plan(staging) == plan.digest
         plan = with_fingerprint(staging, plan, checkpoint_fingerprint(found), published=there, begun=begun)
+    unproven: tuple[Finding, ...] = ()
     if there:
         written, published = _published_output(staging, plan, receipts)
         verified = time.perf_counter()
     else:
         staging.sweep_parts(joints=True)
-        written, commit = _read_back(staging, plan, receipts)
-        published = _published_files(staging.files, plan.extra, receipts, written)
+        single = plan.target.single is not None
+        uploads = _uploads(staging, plan, receipts)
+        _require_written(staging, plan, receipts, uploads)
+        specs, commit = _planned(staging, plan)
+        if uploads is None:
+            written = _read_back(staging, plan, staging.files, specs)
+            published = _published_files(staging.files, plan.extra, receipts, written)
         verified = time.perf_counter()
         if publishing_plan(staging) != plan.digest:  # else it was verified, and may no longer exist
             require_source(staging, plan, settings, progress)
-        _log.info("verified %d tensors of %s, publishing", len(written.tensors), staging.destination)
         publication = _publication(staging, plan, receipts)
+        _log.info("verified %s, publishing", staging.destination)
         if staging.root.local is not None:
-            with staging.moving(single=plan.target.single is not None):
-                publish_local(staging, publication, single=plan.target.single is not None)
+            with staging.moving(single=single):
+                publish_local(staging, publication, single=single)
+        elif uploads is None:
+            publish_remote(staging, publication, (ITSELF,) if single else commit)
         else:
-            publish_remote(staging, publication, (ITSELF,) if plan.target.single is not None else commit)
+            handles = {ITSELF if single else r.path: r.uploaded for r in receipts if r.uploaded is not None}
+            completing = Completing(uploads, handles)
+            publish_remote(
+                staging,
+                publication,
+                (ITSELF,) if single else commit,
+                completing,
+                lambda files: _read_back(staging, plan, files, specs),
+            )
+            assert completing.written is not None  # it was read before the last files were written
+            written = completing.written
+            unproven = completing.unproven
+            published = _published_files(staging.files, plan.extra, receipts, written)
     timings = {
         "write": sum(r.seconds for r in receipts),
         "verify": verified - began,
@@ -200,6 +223,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         source_stamp=stamps_digest(load_stamps(staging.plan)),
         source_ctime=stamps_digest(load_ctimes(staging.plan)),
         published=published,
+        warnings=unproven,
     )
 
 
@@ -315,7 +339,8 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
         specs.update(one.columns.specs())
         if one.commit:
             commit.append(one.path)
-    return sorted(specs), commit
+    # These make a folder loadable, too: they are written last, with the index.
+    return sorted(specs), [*(path for path, _ in plan.extra if path in (CONFIG, ADAPTER)), *commit]
 
 
 def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) -> Publication:
@@ -339,13 +364,32 @@ def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) ->
     return Publication(plan.digest, None, "", replaces or Replaced(), puts, receipts=receipts)
 
 
-def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> None:
+def _uploads(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Uploads | None:
+    """Return the uploads of the output; None if it is staged as a whole."""
+    if staging.places is None or all(r.uploaded is None for r in receipts):
+        return None
+    return staging.places.uploads(plan)
+
+
+def _require_written(
+    staging: Staging, plan: Plan, receipts: Sequence[Receipt], uploads: Uploads | None
+) -> None:
     """Compare every staged file with its receipt, or with the plan.
 
-    A file whose stamp shows that it is unchanged is not read again.
+    A file whose stamp shows that it is unchanged is not read again. Of an upload, the store lists its parts.
     """
     staging.require_planned(planned_paths(plan))
     for planned, receipt in zip(plan.files, receipts, strict=True):
+        if receipt.uploaded is not None:
+            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or uploads is None:
+                raise OutputMismatch(f"{planned.path} was not uploaded as planned")
+            if not uploads.holds(receipt.uploaded):
+                raise OutputMismatch(
+                    f"the upload of {planned.path} was ended by another process or a lifecycle rule",
+                    hint="run the command again: the file is uploaded again",
+                    file=planned.path,
+                )
+            continue
         size = staging.files.size(receipt.path)
         if (receipt.path, receipt.nbytes, size) != (planned.path, planned.nbytes, planned.nbytes):
             raise OutputMismatch(
@@ -371,15 +415,25 @@ def _require_written(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) 
             )
 
 
-def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tuple[Manifest, tuple[str, ...]]:
-    """Read the staged output; return its manifest, if it equals the plan, and its commit files."""
-    _require_written(staging, plan, receipts)
-    source = Source(staging.files, plan.target.single, staging.files.list())
+def _read_back(
+    staging: Staging, plan: Plan, files: Readable, wanted: list[tuple[str, str, tuple[int, ...]]]
+) -> Manifest:
+    """Read the output with its own reader, and return its manifest if it equals the plan.
+
+    Args:
+        staging: The staging folder.
+        plan: The plan.
+        files: Where the output is.
+        wanted: (name, dtype, shape) of each planned tensor.
+
+    Raises:
+        OutputMismatch: It differs from the plan.
+    """
+    source = Source(files, plan.target.single, files.list())
     form = by_name(plan.target.format)
     assert form.reader is not None  # by_name returns formats with a reader
     written = form.reader.read(source)
     report = check(written, None, "coverage")
-    wanted, last = _planned(staging, plan)
     found = sorted(_specs(written))
     unplanned = {name for name, *_ in found} - {name for name, *_ in wanted}
     if unplanned:
@@ -390,9 +444,7 @@ def _read_back(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> tup
             f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
             f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}"
         )
-    # These make a folder loadable, too: they are written last, with the index.
-    commit = [path for path, _ in plan.extra if path in (CONFIG, ADAPTER)]
-    return _as_found(written, source, form), (*commit, *last)
+    return _as_found(written, source, form)
 
 
 def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:

@@ -13,35 +13,77 @@ one nor the new one is foreign: it stays, and the publication stops.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptcore.conversion.publication_record import DONE, PUTTING, REMOVING, Publication, note
 from ckptcore.conversion.staging import Staging
-from ckptcore.errors import DestinationExists, OutputMismatch
-from ckptcore.execution.receipts import digest_of
-from ckptcore.store import Store, join_url, open_store
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import DestinationExists, Finding, OutputMismatch, finding
+from ckptcore.execution.receipts import digest_of, has_digest
+from ckptcore.store import Readable, Store, join_url, open_store
 from ckptcore.store.inventory import Entry, take
+
+if TYPE_CHECKING:
+    from ckptcore.store.objects import ObjectSeen
+    from ckptcore.store.objects.uploads import Uploaded, Uploads
 
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 _HINT = "inspect it, move it away, and run the same command again"
 
 
-def publish_remote(staging: Staging, publication: Publication, commit: Collection[str]) -> None:
-    """Copy the staged files into place, and remove the files that they replace.
+class Completing:
+    """The uploads that a publication completes.
+
+    Attributes:
+        uploads: The uploads of the plan.
+        handles: Name below the destination -> upload.
+        seen: Name -> object, of those that are completed.
+        written: The output's manifest, once it was read.
+    """
+
+    def __init__(self, uploads: Uploads, handles: Mapping[str, Uploaded]) -> None:
+        self.uploads, self.handles = uploads, handles
+        self.seen: dict[str, ObjectSeen] = {}
+        self.written: Manifest | None = None
+
+    @property
+    def unproven(self) -> tuple[Finding, ...]:
+        """Return a finding if the store keeps no checksums of what it received."""
+        from ckptcore.store.objects.uploads import require_checksum
+
+        without = [name for name, seen in self.seen.items() if not require_checksum(seen, self.handles[name])]
+        if not without:
+            return ()
+        message = f"unproven: the store keeps no checksum of {len(without)} uploaded files"
+        hint = "compare them with the source: ckptcore diff SRC DST, or ckptcore scrub"
+        return (finding("no-checksum", "bytes", message, file=without[0] or None, hint=hint),)
+
+
+def publish_remote(
+    staging: Staging,
+    publication: Publication,
+    commit: Collection[str],
+    completing: Completing | None = None,
+    read: Callable[[Readable], Manifest] | None = None,
+) -> None:
+    """Complete the uploads, copy the staged files into place, and remove the files that they replace.
 
     Args:
         staging: The staging folder.
         publication: New, or as an earlier run recorded it.
         commit: The files that make the folder loadable.
+        completing: The uploads.
+        read: Reads and checks the output after its tensors are in place, before the last files are written.
 
     Raises:
         DestinationExists: There is a foreign object, which stays. Replaceable objects may be removed by
             then; the same command resumes.
         OutputMismatch: A written object is missing or has another size.
     """
-    with closing(_Here(staging, publication)) as here:
+    with closing(_Here(staging, publication, completing)) as here:
         if publication.step not in (REMOVING, PUTTING):
             _require_as_judged(here)
             publication = replace(publication, step=REMOVING)
@@ -52,21 +94,30 @@ def publish_remote(staging: Staging, publication: Publication, commit: Collectio
                 _remove(here, name)
             publication = replace(publication, step=PUTTING)
             note(staging, publication)
-        for name in puts:
-            if name not in commit:
-                _put(here, name)
+        uploaded = completing.handles if completing is not None else {}
+        beside = [name for name in puts if name not in commit and name not in uploaded]
+        tensors = [name for name in puts if name not in commit and name in uploaded]
+        for name in tensors if uploaded else beside:
+            _put(here, name)
         for name in old.inventory:
             if name not in old.first and name not in puts:
                 _remove(here, name)
         _require_only_ours(here)
         for name in puts:
-            if name in commit:
+            if name in commit and name in uploaded:
                 _put(here, name)
+        if completing is not None and read is not None:
+            completing.written = read(_as_it_will_be(here, completing))
+        for name in [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]:
+            _put(here, name)
         there = take(staging.destination)
         lost = [n for n, (nbytes, _) in puts.items() if n not in there or there[n].nbytes != nbytes]
         if lost:
             raise OutputMismatch(f"{here.url_of(lost[0])} was written, but is missing", hint="run again")
         note(staging, replace(publication, step=DONE, there={n: there[n] for n in puts}))
+        if completing is not None:
+            ended = {r.index: r.uploaded for r in publication.receipts if r.uploaded is not None}
+            completing.uploads.forget(ended)
 
 
 def is_published(staging: Staging, publication: Publication) -> bool:
@@ -85,6 +136,7 @@ class _Here:
 
     staging: Staging
     publication: Publication
+    completing: Completing | None = None
 
     def store_of(self, name: str) -> tuple[Store, str]:
         """Return (store, name in it) of a name of the destination."""
@@ -112,7 +164,7 @@ class _Here:
                 return False
             digest = digest_of(self.staging.files, staged, nbytes)
         store, inner = self.store_of(name)
-        return digest_of(store, inner, nbytes) == digest
+        return has_digest(store, inner, nbytes, (digest,))
 
     def close(self) -> None:
         """Close the stores."""
@@ -138,7 +190,11 @@ def _remove(here: _Here, name: str) -> None:
 
 
 def _put(here: _Here, name: str) -> None:
-    """Copy one file into place: if the name is free or has the recorded object, but not over its equal."""
+    """Put one file into place: if the name is free or has the recorded object, but not over its equal."""
+    here.staging.require_lease()
+    if here.completing is not None and name in here.completing.handles:
+        _complete(here, here.completing, name)
+        return
     now = here.look(name)
     if now is not None and now != here.publication.replaces.inventory.get(name):
         if here.holds(name, now):
@@ -146,6 +202,25 @@ def _put(here: _Here, name: str) -> None:
         raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
     store, inner = here.store_of(name)
     here.staging.files.copy_to(name or here.staging.name, store, inner)
+
+
+def _complete(here: _Here, completing: Completing, name: str) -> None:
+    """Complete an upload, if its name is free, or has the recorded object or the upload's own."""
+    uploaded, old = completing.handles[name], here.publication.replaces.inventory.get(name)
+    now = here.look(name) if old is not None else None
+    if now is not None and now != old and completing.uploads.find(uploaded) is None:
+        raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
+    completing.seen[name] = completing.uploads.complete(uploaded, create=now is None)
+
+
+def _as_it_will_be(here: _Here, completing: Completing) -> Readable:
+    """Return the output: completed objects, by their ETags, and the files that are still staged."""
+    from ckptcore.store.objects.pinned import PinnedFiles
+
+    places, staged = here.staging.places, here.staging.files
+    assert places is not None  # there are uploads
+    objects = {name or here.staging.name: seen for name, seen in completing.seen.items()}
+    return PinnedFiles(places.client, objects, staged, here.staging.staged())
 
 
 def _require_only_ours(here: _Here) -> None:

@@ -15,7 +15,7 @@ from ckptcore.execution.source_stamps import require_same
 from ckptcore.execution.source_stamps import save as save_stamps
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
-from ckptcore.planning.request import Request
+from ckptcore.planning.request import Request, Settings
 from ckptcore.store import Store
 from ckptcore.store.ahead import ReadsAhead
 
@@ -85,8 +85,23 @@ def restore(
             write_receipt(staging.receipts, done.plan, receipt)
 
 
-def plan_run(staging: Staging, plan: Plan, source: Store, noted: Mapping[str, str | None]) -> PlanRun:
-    """Return the inputs for carrying out a staged plan. noted: the stamps of the source's files."""
+def plan_run(
+    staging: Staging,
+    plan: Plan,
+    source: Store,
+    noted: Mapping[str, str | None],
+    settings: Settings | None = None,
+) -> PlanRun:
+    """Return the inputs for carrying out a staged plan.
+
+    Args:
+        staging: The staging folder.
+        plan: The plan.
+        source: The checkpoint's folder.
+        noted: The stamps of the source's files.
+        settings: Memory of a run that writes.
+    """
+    places = staging.places
     return PlanRun(
         digest=plan.digest,
         load=partial(load_file_plan, staging.plan),
@@ -98,6 +113,7 @@ def plan_run(staging: Staging, plan: Plan, source: Store, noted: Mapping[str, st
         files=staging.files,
         receipts=staging.receipts,
         scratch=str(staging.root.local) if staging.root.local is not None else None,
+        uploads=places.uploads(plan, settings) if places is not None else None,
     )
 
 

@@ -19,7 +19,9 @@ import stat
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptcore.errors import (
     Busy,
@@ -35,6 +37,10 @@ from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tre
 from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
+
+if TYPE_CHECKING:
+    from ckptcore.conversion.staged_uploads import ObjectPlaces
+    from ckptcore.store.objects.lease import Lease
 
 PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
 REPLACED = "replaced"  # the old output that a new one replaced
@@ -74,10 +80,21 @@ class Staging:
             raise UsageError(f"cannot write to {destination!r}: it has no name")
         self.destination, self.name, self.parent = destination.rstrip("/") or "/", name, parent
         self.url = join_url(parent, f".{name}.ckptcore")
+        self.lease: Lease | None = None
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()
         self.plan, self.receipts, self.files = map(self._store, PARTS)
+
+    @cached_property
+    def places(self) -> ObjectPlaces | None:
+        """The keys of the destination on a store with upload handles; None on other stores."""
+        if self._home is not None:
+            return None
+        # A late import: local conversions need no object store.
+        from ckptcore.conversion.staged_uploads import object_places
+
+        return object_places(self.destination, self.url)
 
     @property
     def plan_uri(self) -> str:
@@ -108,7 +125,8 @@ class Staging:
             DestinationUnwritable: A file system call failed.
         """
         if self._home is None:
-            yield  # object stores have no locks; equal runs write equal bytes
+            with self._leased(shared=shared):
+                yield
             return
         fd = self._lock_file(self._home, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
         try:
@@ -118,6 +136,29 @@ class Staging:
         finally:
             if fd is not None:
                 os.close(fd)
+
+    @contextlib.contextmanager
+    def _leased(self, *, shared: bool) -> Iterator[None]:
+        """Hold the lease of a destination on an object store, or check that no other process does."""
+        lease = self.places.lease() if self.places is not None else None
+        if lease is None:
+            yield  # this store has no conditions; equal runs write equal bytes
+        elif shared:
+            lease.require_free()
+            yield
+        else:
+            lease.take()
+            self.lease = lease
+            try:
+                yield
+            finally:
+                self.lease = None
+                lease.release()
+
+    def require_lease(self) -> None:
+        """Raise `Busy` if another process took over the lease of the destination."""
+        if self.lease is not None:
+            self.lease.require()
 
     def require_ours(self, *, published: bool) -> None:
         """Raise `StagingForeign` if anything in the staging folder is a link, or another user's.
@@ -142,10 +183,17 @@ class Staging:
                 free=free,
             )
 
+    def staged(self) -> dict[str, int]:
+        """Return the files that are staged as a whole: path -> size. With uploads there may be none."""
+        if self.places is None:
+            return self.files.list()
+        prefix = f"{self.places.staging}/files/"
+        return {seen.key[len(prefix) :]: seen.nbytes for seen in self.places.client.list(prefix)}
+
     def require_planned(self, planned: Collection[str]) -> None:
         """Raise `OutputMismatch` for staged files and folders that are not in the plan."""
         if not isinstance(self.files, SealedStore):
-            odd = sorted(set(self.files.list()) - set(planned))
+            odd = sorted(set(self.staged()) - set(planned))
         elif not self.files.is_there():
             return
         else:
@@ -204,10 +252,15 @@ class Staging:
             require(now, target)
 
     def clear(self, *, publication: bool = True) -> None:
-        """Remove everything but the lock from the folder. publication: also the record of a publication."""
+        """Remove everything but the lock from the folder, and abort its uploads.
+
+        publication: also remove the record of a publication.
+        """
+        if self.places is not None:
+            self.places.journal.abort_all()
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
-        if publication:
+        if publication and self.root.size(PUBLISHING) is not None:  # removing nothing needs a right, too
             self.root.remove(PUBLISHING)
 
     def sweep_parts(self, *, joints: bool = False) -> None:
@@ -226,12 +279,7 @@ class Staging:
         It is renamed first: if this run is killed here, no later run resumes in a partly removed folder.
         """
         if self._home is None:
-            for part in (self.files, self.plan, self.receipts):
-                part.remove_all()
-            for name in ("request.json", "replaces.json"):
-                self.root.remove(name)
-            self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
-            self.root.remove_all()
+            self._remove_remote()
             return
         for store in (self.root, self.plan, self.receipts, self.files):
             store.close()
@@ -243,6 +291,22 @@ class Staging:
             self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
+
+    def _remove_remote(self) -> None:
+        """Remove the staging prefix, if these credentials may: its output does not need it any more."""
+        try:
+            if self.places is not None:
+                self.places.journal.abort_all()
+            if self.lease is not None:
+                self.lease.release()
+            for part in (self.files, self.plan, self.receipts):
+                part.remove_all()
+            for name in ("request.json", "replaces.json"):
+                self.root.remove(name)
+            self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
+            self.root.remove_all()
+        except DestinationUnwritable as error:
+            _log.warning("%s is kept: %s", self.url, error.message)
 
     def _remove_but_odd(self, home: SealedFolder) -> bool:
         """Remove only the run's own files if the folder has foreign ones; return whether it has."""

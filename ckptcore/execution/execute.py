@@ -25,7 +25,7 @@ from ckptcore.execution.file_writer import FileWork, open_writer, proven
 from ckptcore.execution.parts import FilePart, jobs_of
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, seen_as, write_receipt
-from ckptcore.execution.reuse import CompareWriter, confirmed, earlier
+from ckptcore.execution.reuse import CompareWriter, DigestWriter, compare_writer, confirmed, earlier
 from ckptcore.execution.tensor_filler import Workspace, expect
 from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.request import Settings
@@ -144,10 +144,10 @@ class _Run:
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
-        self._differing: list[CompareWriter] = []
+        self._differing: list[CompareWriter | DigestWriter] = []
         self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
 
-    def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter]]:
+    def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
         """Run to the end; return (receipts of the files, differing files). Raises the first error."""
         tasks = self._tasks(indices)
         try:
@@ -183,9 +183,7 @@ class _Run:
         run = self._run
         plan = run.load(index)
         run.require_unchanged(plan)
-        writer = (
-            CompareWriter(run.files, plan.path) if self._compare else open_writer(run.files, plan, self._part)
-        )
+        writer = compare_writer(run, plan) if self._compare else open_writer(run, plan, self._part)
         work = FileWork(plan, run.source, self._records, writer, self._settings, self._part)
         with self._lock:
             self._open[index] = work
@@ -211,14 +209,15 @@ class _Run:
         # Once more behind the last read: a file that was rewritten meanwhile proves nothing.
         run.require_unchanged(work.plan)
         writer = work.writer
-        if isinstance(writer, CompareWriter):
+        if isinstance(writer, CompareWriter | DigestWriter):
             if writer.differs:
                 with self._lock:
                     self._differing.append(writer)
                     del self._open[receipt.index]
                 return
         else:
-            receipt = replace(receipt, stamp=seen_as(run.files, receipt))
+            if receipt.uploaded is None:
+                receipt = replace(receipt, stamp=seen_as(run.files, receipt))
             write_receipt(run.receipts, run.digest, receipt)
             _log.info("%s", _described(work, receipt))
         with self._lock:

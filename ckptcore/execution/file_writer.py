@@ -18,6 +18,7 @@ from ckptcore.core.box import flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import UsageError
 from ckptcore.execution.parts import FilePart
+from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, joint_name
 from ckptcore.execution.tensor_filler import TensorFiller, Workspace
 from ckptcore.execution.tiles import Job, LiteralPart, TensorPart
@@ -31,13 +32,22 @@ from ckptcore.utils.crc32 import Runs, crc32
 _RUN = 64 << 10  # bytes: for less, a kernel copy costs more than a read and a write
 
 
-def open_writer(files: Store, plan: FilePlan, part: FilePart | None = None) -> FileWriter:
+def open_writer(run: PlanRun, plan: FilePlan, part: FilePart | None = None) -> FileWriter:
     """Return the writer of an output file, or of a part of it.
 
     Raises:
         UsageError: Several processes cannot write one file of this store.
     """
+    files = run.files
+    if part is not None and part.budget is not None:
+        if run.uploads is None:
+            raise UsageError(
+                f"part {part.number} of {plan.path} belongs to an upload", hint="prepare it anew"
+            )
+        return run.uploads.writer(plan.index, plan.path, plan.nbytes, begin=part.begin, end=part.end)
     if part is None:
+        if run.uploads is not None and plan.tensors:
+            return run.uploads.writer(plan.index, plan.path, plan.nbytes)
         return files.writer(plan.path, plan.nbytes)
     joint = files.joint(joint_name(plan.path), plan.nbytes)
     if joint is None:
@@ -76,7 +86,8 @@ class FileWork:
         self._tensors = TensorFiller(plan, settings, records)
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
-        self._digest = blake3() if settings.digest else None
+        # Uploads have a digest of their parts, which their writer computes.
+        self._digest = blake3() if settings.digest and writer.part_size is None else None
         # When no check needs the bytes, the kernel moves them.
         looked_at = settings.verify or settings.digest or settings.fingerprint
         self._direct = not (looked_at or self._patched or writer.sequential)
@@ -96,7 +107,7 @@ class FileWork:
                 data = self.plan.literals[part.literal].data
                 target[:] = np.frombuffer(data, np.uint8)[part.begin : part.end]
             else:
-                self._tensors.fill(part, target, own)
+                self._tensors.fill(part, target, own, counts=self._counts(job))
                 if self._patched:
                     crc = crc32(target.data)
                     with self._lock:
@@ -123,9 +134,10 @@ class FileWork:
             oldest, filled, free = ready
             if self._patched and self.part is None:
                 self._patch(oldest, filled)
-            view = filled[: oldest.nbytes].data
-            if self.writer.sequential and oldest.nbytes:
-                self.writer.write(oldest.start, view)
+            first, last = self._inside(oldest)
+            view = filled[first:last].data
+            if self.writer.sequential and last > first:
+                self.writer.write(oldest.start + first, view)
             if self._digest is not None:
                 self._digest.update(view)
             free(filled)
@@ -147,16 +159,19 @@ class FileWork:
         self.writer.commit()
         numbers = self.plan.number.tolist()
         verified = sum(map(self._records.verified, numbers))
+        uploaded = self.writer.uploaded
+        digest = self._digest.hexdigest() if self._digest is not None else None
         receipt = Receipt(
             self.plan.index,
             self.plan.path,
             self.plan.nbytes,
-            self._digest.hexdigest() if self._digest is not None else None,
+            uploaded.digest if uploaded is not None else digest,
             round(time.perf_counter() - self._began, 6),
             verified,
             len(numbers) - verified,
             pending=tuple(filter(self._records.pending, numbers)),
             sums=self._tensors.sums,
+            uploaded=uploaded,
         )
         if self.part is None:
             return receipt
@@ -174,6 +189,16 @@ class FileWork:
         self._tensors.close()
         if not self._closed:
             self.writer.abort()
+
+    def _inside(self, job: Job) -> tuple[int, int]:
+        """Return which bytes of a job are written: at the ends of a part of an upload, not all."""
+        if self.part is None or self.part.budget is None:
+            return 0, job.nbytes
+        return max(self.part.begin - job.start, 0), min(self.part.end - job.start, job.nbytes)
+
+    def _counts(self, job: Job) -> bool:
+        """Report whether a job counts for the fingerprint here: in the part where it begins."""
+        return self.part is None or job.start >= self.part.begin
 
     def _copied(self, part: LiteralPart | TensorPart, at: int) -> bool:
         """Report whether the kernel has copied a part from the source to byte ``at`` of the file."""

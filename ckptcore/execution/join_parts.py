@@ -42,7 +42,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     there = read_receipt(receipts, plan_digest, plan.index)
     if there is not None and files.size(plan.path) == there.nbytes:
         return there
-    parts = _part_receipts(plan, plan_digest, receipts)
+    parts = part_receipts(plan, plan_digest, receipts)
     path = joint_name(plan.path)
     if files.size(path) != plan.nbytes:
         raise OutputMismatch(
@@ -60,7 +60,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         writer.abort()
         raise
     writer.name(plan.path)
-    verified = _verified(parts)
+    verified = verified_records(parts)
     found = Receipt(
         plan.index,
         plan.path,
@@ -69,7 +69,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
         round(sum(p.seconds for p in parts), 6),
         verified,
         len(plan.number) - verified,
-        sums=_sums(parts),
+        sums=joined_sums(parts),
     )
     found = replace(found, stamp=seen_as(files, found))
     write_receipt(receipts, plan_digest, found)
@@ -79,7 +79,7 @@ def join_parts(plan: FilePlan, plan_digest: str, files: Store, receipts: Store) 
     return found
 
 
-def _part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
+def part_receipts(plan: FilePlan, plan_digest: str, receipts: Store) -> list[Receipt]:
     """Return the receipts that tile the file. The folder may have parts of another cut, too."""
     known: dict[int, list[Receipt]] = {}
     for name in receipts.list():
@@ -157,7 +157,7 @@ def _joined_digest(files: Store, path: str, parts: Sequence[Receipt], patches: d
     return total.hexdigest()
 
 
-def _sums(parts: Sequence[Receipt]) -> bytes | None:
+def joined_sums(parts: Sequence[Receipt]) -> bytes | None:
     """Return the sum of what the parts add to the fingerprints, mod 2^64 (`ckptcore.fingerprints.sums`)."""
     total = np.zeros(0, "<u8")
     for n, part in enumerate(parts):
@@ -168,7 +168,7 @@ def _sums(parts: Sequence[Receipt]) -> bytes | None:
     return total.tobytes()
 
 
-def _verified(parts: Sequence[Receipt]) -> int:
+def verified_records(parts: Sequence[Receipt]) -> int:
     """Count the source records that at least one part has verified."""
     bits = [np.frombuffer(bytes.fromhex(part.proven), np.uint8) for part in parts]
     return int(np.unpackbits(np.bitwise_or.reduce(bits)).sum())

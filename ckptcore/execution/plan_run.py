@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.store import Store
+
+if TYPE_CHECKING:
+    from ckptcore.store.objects.uploads import Uploads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,7 @@ class PlanRun:
         files: Where output files are staged.
         receipts: Where finished files are recorded.
         scratch: Folder for decoded items, None for the default.
+        uploads: Where files with tensors are uploaded by handles instead; None on other stores.
     """
 
     digest: str
@@ -37,6 +42,7 @@ class PlanRun:
     files: Store
     receipts: Store
     scratch: str | None = None
+    uploads: Uploads | None = None
 
     def require_unchanged(self, plan: FilePlan) -> None:
         """Raise `SourceChanged` unless the source files of an output file are unchanged since the plan."""

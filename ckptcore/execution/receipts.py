@@ -7,7 +7,7 @@ digest and the file's BLAKE3 digest. A later run trusts it only after hashing th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,11 @@ from blake3 import blake3
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.store import Readable, Store
+from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.planning.plan import PlannedFile
+    from ckptcore.store.objects.uploads import Uploaded
 
 _BLOCK = 4 << 20
 
@@ -46,6 +48,7 @@ class Receipt:
         proven: A bit for each source record of the file's plan, hex: those that the writer of a part has
             verified.
         stamp: Stamp of the written file (`seen_as`); None in receipts of versions that took none.
+        uploaded: The upload of the file, or of its part; None for a file in the staging folder.
     """
 
     index: int
@@ -62,11 +65,12 @@ class Receipt:
     crcs: tuple[tuple[int, int, int, int], ...] = ()
     proven: str = ""
     stamp: str | None = field(default=None, compare=False)
+    uploaded: Uploaded | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; sums, parts and stamps are for receipts only."""
-        form = asdict(replace(self, sums=None))
-        for name in ("sums", "begin", "crcs", "proven", "stamp"):
+        form = asdict(replace(self, sums=None, uploaded=None))
+        for name in ("sums", "begin", "crcs", "proven", "stamp", "uploaded"):
             del form[name]
         return form
 
@@ -76,7 +80,13 @@ class Receipt:
         sums = form.get("sums")
         raw = None if sums is None else bytes.fromhex(sums)
         crcs = tuple((t, o, n, c) for t, o, n, c in form.get("crcs", ()))
-        return cls(**{**form, "pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs})
+        known: dict[str, Any] = {"pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs}
+        if form.get("uploaded") is not None:
+            # A late import: local files have no uploads.
+            from ckptcore.store.objects.uploads import Uploaded
+
+            known["uploaded"] = Uploaded.from_dict(form["uploaded"])
+        return cls(**{**form, **known})
 
 
 def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
@@ -84,6 +94,8 @@ def write_receipt(store: Store, plan_digest: str, receipt: Receipt) -> None:
     form = {"plan": plan_digest, **receipt.as_dict()}
     if receipt.stamp is not None:
         form["stamp"] = receipt.stamp
+    if receipt.uploaded is not None:
+        form["uploaded"] = receipt.uploaded.as_dict()
     if receipt.sums is not None:
         form["sums"] = receipt.sums.hex()
     part = None
@@ -140,17 +152,29 @@ def is_intact(files: Readable, receipt: Receipt) -> bool:
         return there and digest_of(files, path, receipt.nbytes, receipt.begin) == receipt.digest
     if files.size(receipt.path) != receipt.nbytes:
         return False
-    return digest_of(files, receipt.path, receipt.nbytes) == receipt.digest
+    return has_digest(files, receipt.path, receipt.nbytes, (receipt.digest,))
 
 
 def digest_of(files: Readable, path: str, nbytes: int, start: int = 0) -> str:
     """Return the BLAKE3 of ``nbytes`` of a file from ``start`` on, hex. Memory: one block."""
-    total, block = blake3(), bytearray(min(_BLOCK, max(nbytes, 1)))
+    return _digests(files, path, nbytes, start, [blake3()])[0]
+
+
+def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:
+    """Report whether the first ``nbytes`` of a file have one of these digests; the file is read once."""
+    kinds = {digest.rpartition(":")[0]: digest for digest in digests}
+    found = _digests(files, path, nbytes, 0, [hasher_like(digest) for digest in kinds.values()])
+    return not set(digests).isdisjoint(found)
+
+
+def _digests(files: Readable, path: str, nbytes: int, start: int, totals: Sequence[Hasher]) -> list[str]:
+    block = bytearray(min(_BLOCK, max(nbytes, 1)))
     for at in range(0, nbytes, len(block)):
         view = memoryview(block)[: min(len(block), nbytes - at)]
         files.read_into(path, start + at, view)
-        total.update(view)
-    return total.hexdigest()
+        for total in totals:
+            total.update(view)
+    return [total.hexdigest() for total in totals]
 
 
 def receipt_name(index: int, part: tuple[int, int] | None = None) -> str:

@@ -17,8 +17,10 @@ from ckptcore.errors import OutputMismatch
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, is_intact, read_receipt, seen_as
+from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.store import Buffer, Readable, Store
+from ckptcore.utils.part_digest import PartHasher
 
 _BLOCK = 4 << 20
 
@@ -56,6 +58,12 @@ def earlier(
         # Without sums, a file is written again if fingerprints are on: only its elements give its sums.
         if receipt is None or (receipt.sums is None and settings.fingerprint):
             continue
+        if receipt.uploaded is not None:  # the store lists the parts that it has; nothing is read back
+            if run.uploads is not None and run.uploads.holds(receipt.uploaded):
+                found.kept[index] = replace(receipt, reused=True)
+            continue
+        if run.uploads is not None and run.load(index).tensors:
+            continue  # an older version staged it
         seen = seen_as(run.files, receipt)  # before it is read, so that a later change is detected
         if not is_intact(run.files, receipt):
             continue
@@ -71,6 +79,15 @@ def confirmed(doubted: Receipt, made: Receipt) -> Receipt:
     return replace(made, reused=True, stamp=doubted.stamp)
 
 
+def compare_writer(run: PlanRun, plan: FilePlan) -> CompareWriter | DigestWriter:
+    """Return the writer that compares a file's bytes with the existing file, or with its upload."""
+    if run.uploads is not None and plan.tensors:
+        receipt = read_receipt(run.receipts, run.digest, plan.index)
+        if receipt is not None and receipt.uploaded is not None:
+            return DigestWriter(receipt)
+    return CompareWriter(run.files, plan.path)
+
+
 class CompareWriter:
     """A writer that compares bytes with the existing file instead of writing them.
 
@@ -80,6 +97,8 @@ class CompareWriter:
     """
 
     sequential = True  # late bytes, such as checksums behind the data, are filled in before `write`
+    part_size = None
+    uploaded = None
 
     def __init__(self, files: Readable, path: str) -> None:
         self._files, self._path = files, path
@@ -114,6 +133,48 @@ class CompareWriter:
 
     def commit(self) -> None:
         """Do nothing: nothing was written."""
+
+    def abort(self) -> None:
+        """Do nothing: nothing was written."""
+
+
+class DigestWriter:
+    """A writer that compares the digest of bytes with that of an upload, which cannot be read back yet.
+
+    Args:
+        receipt: Of the upload.
+    """
+
+    sequential = True
+    part_size = None
+    uploaded = None
+
+    def __init__(self, receipt: Receipt) -> None:
+        assert receipt.uploaded is not None  # the caller has looked
+        self._receipt = receipt
+        self._digest = PartHasher(receipt.uploaded.part)
+        self._same = False
+
+    @property
+    def differs(self) -> bool:
+        """Report whether the bytes are others than those of the upload."""
+        return not self._same
+
+    def mismatch(self) -> OutputMismatch:
+        """Return the error of a file that differs."""
+        return OutputMismatch(f"{self._receipt.path} differs from what the source gives now")
+
+    def write(self, at: int, data: Buffer | bytes) -> None:
+        """Add bytes in file order."""
+        self._digest.update(data)
+
+    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Return False: bytes are not compared in the kernel."""
+        return False
+
+    def commit(self) -> None:
+        """Compare the digests."""
+        self._same = self._digest.hexdigest() == self._receipt.digest
 
     def abort(self) -> None:
         """Do nothing: nothing was written."""

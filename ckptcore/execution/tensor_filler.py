@@ -57,8 +57,14 @@ class TensorFiller:
         """Return what the file adds to the fingerprint of each tensor, packed; None when they are off."""
         return pack(self._sums) if self._sums is not None else None
 
-    def fill(self, part: TensorPart, target: Bytes, own: Workspace) -> None:
+    def fill(self, part: TensorPart, target: Bytes, own: Workspace, *, counts: bool = True) -> None:
         """Write the bytes of a part, as in the output file, into ``target``.
+
+        Args:
+            part: The part.
+            target: Where its bytes go.
+            own: The worker's buffers.
+            counts: Add the part to the fingerprint.
 
         Raises:
             DamagedCheckpoint: There are holes, wrong checksums, or copies that differ.
@@ -68,14 +74,14 @@ class TensorFiller:
         if part.tensor in self._plan.derived:
             self._derive(part, target, own)
         elif own.lane is not None and (changes or self._scatters(part)):
-            self._on_device(part, target, own, own.lane)
+            self._on_device(part, target, own, own.lane, counts=counts)
             return
         else:
             tile = tile_view(own.cast if changes else target, part.box.shape, tensor.source_dtype)
             self._chunks.read(self._stored(part.tensor), part.box, tile, own.scratch)
             if changes:
                 cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._device)
-        if self._sums is not None:
+        if self._sums is not None and counts:
             self._sum(part, own.cast if changes else target, own)
 
     def runs(self, part: TensorPart) -> list[tuple[Payload, Overlap]] | None:
@@ -136,12 +142,14 @@ class TensorFiller:
             at += nbytes
         derive_into(node, part.box, inputs, target, tensor.dtype, self._device, own.cast[:room])
 
-    def _on_device(self, part: TensorPart, target: Bytes, own: Workspace, lane: Lane) -> None:
+    def _on_device(
+        self, part: TensorPart, target: Bytes, own: Workspace, lane: Lane, *, counts: bool
+    ) -> None:
         """Scatter, sum and cast a part on the device; copies are compared here, before the cast."""
         tensor, stored = self._plan.tensors[part.tensor], self._stored(part.tensor)
         tile = lane.tile(part.box.shape, stored.dtype)
         copies = self._chunks.fill(stored, part.box, tile, own.scratch)
-        if self._sums is not None:
+        if self._sums is not None and counts:
             self._add(part, lane.sum(tile, stored.dtype, tensor.full, part.box))
         if copies:
             here = tile_view(own.cast, part.box.shape, stored.dtype)

@@ -220,7 +220,8 @@ class Layout:
         nests: Whether the layout needs the paths of names in the saved tree.
         place: Maps the paths of a source, for an output that only some sources fit; None keeps every path.
         values: Which classes of plain values the files keep: "" for all, "trainers" for those of a pickle
-            that trainers load, "libraries" for a pickle without classes of trainers, "plain" for one without any.
+            that trainers load, "libraries" for a pickle without classes of trainers, "plain" for one
+            without any.
         torch_load: Whether people open the files with `torch.load`, which needs weights_only=False
             for classes.
         model_folder: Folder of the output for config and tokenizer, which are carried there; empty: none.

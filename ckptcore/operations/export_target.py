@@ -40,7 +40,15 @@ FIELDS = ("root", "run", "step", "name", "path")
 _DISTINGUISH = ("step", "name", "path")
 _OF_REQUEST = frozenset(f.name for f in fields(Request)) - {"source", "destination", "resume"}
 # Fields that do not change the output.
-_NOT_OUTPUT = ("source", "destination", "overwrite", "overwrite_foreign", "resume", "recover")
+_NOT_OUTPUT = (
+    "source",
+    "destination",
+    "overwrite",
+    "overwrite_foreign",
+    "overwrite_in_place",
+    "resume",
+    "recover",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from fnmatch import fnmatchcase
 
-from blake3 import blake3
-
 from ckptcore.catalog.types import FileRow
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
+from ckptcore.execution.receipts import has_digest
 from ckptcore.store import Store, open_store, split_url
 from ckptcore.store.contents import NameKind, Thing
 
@@ -40,7 +39,6 @@ _HARMLESS = frozenset(
         "unusual-layout",
     }
 )
-_BLOCK = 8 << 20
 
 
 def not_proven(
@@ -82,7 +80,7 @@ def not_proven(
                     lost[name] = "empty folder"
             elif thing.kind is not NameKind.FILE:
                 lost[name] = thing.kind.value
-            elif name not in proven and _digest_of(store, name, thing, known) is None:
+            elif name not in proven and not _is_known(store, name, thing, known):
                 lost[name] = "file"
     return tuple(lost.items())
 
@@ -120,12 +118,6 @@ def _lost_objects(source: Manifest, child: Manifest) -> list[str]:
     return lost
 
 
-def _digest_of(store: Store, name: str, thing: Thing, known: Mapping[int, Collection[str]]) -> str | None:
-    """Return the digest of a file, if it is one of the known ones for its size."""
-    if thing.nbytes not in known:
-        return None
-    hasher = blake3()
-    for at in range(0, thing.nbytes, _BLOCK):
-        hasher.update(store.read(name, at, min(_BLOCK, thing.nbytes - at)))
-    found: str = hasher.hexdigest()
-    return found if found in known[thing.nbytes] else None
+def _is_known(store: Store, name: str, thing: Thing, known: Mapping[int, Collection[str]]) -> bool:
+    """Report whether a file has one of the known digests for its size."""
+    return thing.nbytes in known and has_digest(store, name, thing.nbytes, known[thing.nbytes])

@@ -11,8 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from blake3 import blake3
-
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow, FileRow, Role, State
@@ -22,6 +20,7 @@ from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.store import Store, local_path, open_store, split_url
+from ckptcore.utils.part_digest import Hasher, hasher_like, short_digest
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -62,13 +61,14 @@ def compare(uri: str, files: Sequence[FileRow], in_time: Callable[[], bool] = la
                 continue
             wrong = _size_finding(store, file)
             if wrong is None:
-                digest = _file_digest(store, file, in_time)
+                digest = _file_digest(store, file, hasher_like(file.digest), in_time)
                 nbytes += file.nbytes
                 if digest == file.digest:
                     proven.add(file.path)
                     continue
                 message = (
-                    f"{file.path} has BLAKE3 {digest[:16]}..., the catalog records {file.digest[:16]}..."
+                    f"{file.path} has BLAKE3 {short_digest(digest)}, "
+                    f"the catalog records {short_digest(file.digest)}"
                 )
                 wrong = finding("digest-mismatch", "bytes", message, file=file.path, hint=_HINT)
             found.append(wrong)
@@ -205,8 +205,7 @@ def _size_finding(store: Store, file: FileRow) -> Finding | None:
     return finding(code, "files", message, file=file.path)
 
 
-def _file_digest(store: Store, file: FileRow, in_time: Callable[[], bool]) -> str:
-    hasher = blake3()
+def _file_digest(store: Store, file: FileRow, hasher: Hasher, in_time: Callable[[], bool]) -> str:
     for at in range(0, file.nbytes, _BLOCK):
         if not in_time():
             raise NoTime

@@ -83,7 +83,7 @@ CONTENT = (
 MODEL = ("model_prefix", "config", "tokenizer", "names", "arch")
 SHARDS = ("mesh", "sharding", "serialization", "model_prefix", "config", "tokenizer", "keep_object")
 MEANS = ("memory", "workers")
-PLACE = ("resume", "overwrite", "overwrite_foreign")
+PLACE = ("resume", "overwrite", "overwrite_foreign", "overwrite_in_place")
 PROOF = ("verify", "digest", "fingerprint")
 RECORD = ("catalog", "no_catalog")
 _EVERY = (*CONTENT, *MEANS, "device", *PLACE, *PROOF, *RECORD)
@@ -204,6 +204,12 @@ class Options:
     overwrite_foreign: Annotated[
         bool, Option("Replace DST completely, including files that ckptcore did not write.")
     ] = False
+    overwrite_in_place: Annotated[
+        bool,
+        Option(
+            "On an object store, replace a folder object by object. Readers cannot load it until that ends."
+        ),
+    ] = False
     verify: Annotated[bool, Option("Verify stored CRC-32 checksums and replicas while reading.")] = True
     digest: Annotated[bool, Option("Compute the BLAKE3 digest of every output file.")] = True
     fingerprint: Annotated[
@@ -262,6 +268,7 @@ class Options:
             sharding=self.sharding,
             serialization=self.serialization,
             overwrite_foreign=self.overwrite_foreign,
+            overwrite_in_place=self.overwrite_in_place,
             names=self.names,
             arch=self.arch,
             keep_object=tuple(self.keep_object or ()),

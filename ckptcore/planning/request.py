@@ -38,6 +38,7 @@ _LATER: dict[str, Any] = {
     "arch": "auto",
     "weights": "auto",
     "keep_object": [],
+    "overwrite_in_place": False,
 }
 WEIGHTS = ("auto", "master", "module")
 STORED = "stored"  # a world of names: those of the checkpoint
@@ -71,6 +72,8 @@ class Request:
         sharding: TOML text with sharding rules, or None for the built-in ones.
         serialization: How items of a DCP folder are written: torch_save or safetensors.
         overwrite_foreign: Replace a destination also where files in it are not accounted for.
+        overwrite_in_place: Replace a folder on an object store, object by object; no reader can use it
+            meanwhile.
         tokenizer: Folder with the tokenizer; None and ``none`` as in ``config``.
         names: For export, the world whose names tensors get, or ``stored``.
         arch: The architecture whose names are mapped, or ``auto``.
@@ -105,6 +108,7 @@ class Request:
     arch: str = "auto"
     weights: str = "auto"
     keep_object: tuple[str, ...] = ()
+    overwrite_in_place: bool = False
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:

@@ -16,9 +16,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
+
+if TYPE_CHECKING:
+    from ckptcore.store.objects.uploads import Uploaded
 
 Buffer = memoryview
 # org/name, as huggingface_hub's `validate_repo_id` has it.
@@ -47,6 +50,14 @@ class FileWriter(Protocol):
     """
 
     sequential: bool
+
+    @property
+    def part_size(self) -> int | None:
+        """Return the bytes of a part of an upload by handles, whose digest is by parts; else None."""
+
+    @property
+    def uploaded(self) -> Uploaded | None:
+        """Return, after `commit`, what an object store holds of an upload by handles; else None."""
 
     def write(self, at: int, data: Buffer | bytes) -> None:
         """Write ``data`` at byte ``at``."""

@@ -31,6 +31,8 @@ class LocalWriter:
     """A file being written under a temporary name beside its final one."""
 
     sequential = False
+    part_size = None
+    uploaded = None
     _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
     def __init__(self, folder: int, path: Path, nbytes: int, replaced: Callable[[], None]) -> None:

@@ -187,6 +187,8 @@ class FsspecWriter:
     """One upload."""
 
     sequential = True
+    part_size = None
+    uploaded = None
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._url = url

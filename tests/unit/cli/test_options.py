@@ -22,7 +22,7 @@ from ckptcore.operations.sweep import Swept
 WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
     --include
     --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
-    --no-verify --output --overwrite --overwrite-foreign --rename --resume --tie
+    --no-verify --output --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --tie
     --to --verify --wait --weights --workers"""
 OPTIONS = {
     "inspect": "--allow-incomplete --exclude --include --keep-quantized --output --weights",
@@ -40,7 +40,7 @@ OPTIONS = {
     "plan": """--allow-incomplete --arch --config --dtype --dtype-for --exclude --include
         --keep-object --keep-quantized --max-file-size --memory --mesh --model-prefix --names
         --no-catalog --no-resume --output
-        --overwrite --overwrite-foreign --rename --resume --save --serialization
+        --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --save --serialization
         --sharding --tie --to --tokenizer --verb --weights --workers""",
     "apply": """--catalog --device --digest --fingerprint --memory --no-catalog --no-digest --no-fingerprint
         --no-verify --output --verify --workers""",
@@ -49,6 +49,7 @@ OPTIONS = {
     "find": "--catalog --fingerprint --output",
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
+    "gc": "--dry-run --older-than --output",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --min-age --output --retry-failed

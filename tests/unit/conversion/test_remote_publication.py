@@ -74,14 +74,18 @@ def test_overlap_is_refused_both_ways_under_every_name(root: str, model: str, tm
         for n, dst in enumerate(spellings(where)):
             for word in ("overwrite", "overwrite_foreign"):
                 with pytest.raises(UsageError) as caught:
-                    ckptcore.convert(source, dst, **verbs[n % 3], **{word: True})  # type: ignore[arg-type]
+                    ckptcore.convert(source, dst, **verbs[n % 3], **{word: True, "overwrite_in_place": True})  # type: ignore[arg-type]
                 assert caught.value.hint
             assert content(root) == before, dst
     for dst in (f"{root}/config", f"{root}//config/"):
         with pytest.raises(UsageError, match="config"):
-            ckptcore.convert(source, dst, verb="export", config=f"{root}/config", overwrite=True)
+            ckptcore.convert(
+                source, dst, verb="export", config=f"{root}/config", overwrite=True, overwrite_in_place=True
+            )
     with pytest.raises(UsageError, match="staging folder"):
-        ckptcore.convert(f"{root}/.out.ckptcore/files", f"{root}/out", overwrite=True)
+        ckptcore.convert(
+            f"{root}/.out.ckptcore/files", f"{root}/out", overwrite=True, overwrite_in_place=True
+        )
     assert content(root) == before
 
 
@@ -92,10 +96,12 @@ def test_overlap_on_this_machine(tmp_path: Path, model: str) -> None:
     (tmp_path / "link").symlink_to(run)
     for dst in (run, tmp_path / "link", f"file://{run}", run / "step-1.safetensors", f"{run}/../run"):
         with pytest.raises((UsageError, DestinationExists)):
-            ckptcore.convert(str(source), str(dst), overwrite_foreign=True)
+            ckptcore.convert(str(source), str(dst), overwrite_foreign=True, overwrite_in_place=True)
     for dst in (model, f"{model}/config.json", str(Path(model).parent)):
         with pytest.raises(UsageError):
-            ckptcore.convert(str(source), dst, verb="export", config=model, overwrite_foreign=True)
+            ckptcore.convert(
+                str(source), dst, verb="export", config=model, overwrite_foreign=True, overwrite_in_place=True
+            )
     assert sorted(p.name for p in run.iterdir()) == ["step-1.safetensors"]
     assert sorted(p.name for p in Path(model).iterdir()) == ["config.json", "tokenizer.json"]
 
@@ -107,7 +113,7 @@ def test_a_plan_is_saved_apart(tmp_path: Path) -> None:
     source, dst = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     save_file({"weight": torch.arange(6.0)}, source / "model.safetensors")
-    request = Request(str(source), str(dst), overwrite_foreign=True)
+    request = Request(str(source), str(dst), overwrite_foreign=True, overwrite_in_place=True)
     for folder in (source / "plan", dst, dst / "plan", tmp_path):
         with pytest.raises(UsageError):
             plan_into(folder, request, ckptcore.open(str(source)))
@@ -135,10 +141,14 @@ def test_strangers_are_listed_and_kept(stranger: str, root: str) -> None:
     if stranger == "/precious" and "/precious" not in content(dst):
         pytest.skip("this store folds slashes")
     with pytest.raises(DestinationExists, match="nothing accounts for 1 ") as caught:
-        ckptcore.convert(source, dst, verb="export", max_file_size=2_000, overwrite=True)
+        ckptcore.convert(
+            source, dst, verb="export", max_file_size=2_000, overwrite=True, overwrite_in_place=True
+        )
     assert "--overwrite-foreign" in caught.value.hint
     assert {k: v for k, v in content(root).items() if not k.startswith(".out.ckptcore")} == before
-    ckptcore.convert(source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True)
+    ckptcore.convert(
+        source, dst, verb="export", max_file_size=2_000, overwrite_foreign=True, overwrite_in_place=True
+    )
     assert content(dst).keys() == {"model.safetensors.index.json", "README.md", *content(dst)}
     assert content(dst).get(stranger) != b"precious"
 
@@ -149,10 +159,10 @@ def test_an_object_and_a_folder_replace_each_other(root: str) -> None:
     put(f"{root}/out")
     with pytest.raises(DestinationExists):
         ckptcore.convert(source, f"{root}/out")
-    ckptcore.convert(source, f"{root}/out", overwrite=True)
+    ckptcore.convert(source, f"{root}/out", overwrite=True, overwrite_in_place=True)
     assert content(f"{root}/out") == content(f"{root}/fresh")
     put(f"{root}/one.pt")
-    ckptcore.convert(source, f"{root}/one.pt", overwrite=True)
+    ckptcore.convert(source, f"{root}/one.pt", overwrite=True, overwrite_in_place=True)
     assert ckptcore.open(f"{root}/one.pt").tensors
 
 
@@ -214,7 +224,9 @@ def test_a_rerun_after_a_kill_at_every_change(
             ckptcore.convert(f"{root}/old", f"{place}/out", **old)
 
     def work(place: str) -> object:
-        return ckptcore.convert(f"{root}/new", f"{place}/out", overwrite=True, **options)  # type: ignore[arg-type]
+        return ckptcore.convert(
+            f"{root}/new", f"{place}/out", overwrite=True, overwrite_in_place=True, **options
+        )  # type: ignore[arg-type]
 
     begin(f"{root}/fresh")
     work(f"{root}/fresh")
@@ -253,7 +265,12 @@ def test_another_run_finishes_a_killed_replacement(
 
     def work(place: str, nbytes: int) -> object:
         return ckptcore.convert(
-            f"{root}/new", f"{place}/out", verb="export", max_file_size=nbytes, overwrite=True
+            f"{root}/new",
+            f"{place}/out",
+            verb="export",
+            max_file_size=nbytes,
+            overwrite=True,
+            overwrite_in_place=True,
         )
 
     def begin(place: str) -> None:
@@ -350,7 +367,7 @@ def test_objects_that_appear_meanwhile_are_kept(
     source, dst = f"{root}/source/step-3", f"{root}/out"
     save_file({"other": torch.arange(600.0)}, tmp_path / "old.safetensors")
     put(f"{dst}/old.safetensors", (tmp_path / "old.safetensors").read_bytes())
-    prepared = ckptcore.prepare(source, dst, verb="export", overwrite=True)
+    prepared = ckptcore.prepare(source, dst, verb="export", overwrite=True, overwrite_in_place=True)
     ckptcore.execute(prepared)
     if when == "prepared":
         put(f"{dst}/{name}")
@@ -367,10 +384,10 @@ def test_objects_that_appear_meanwhile_are_kept(
     monkeypatch.undo()
     assert content(dst)[name] == b"precious"
     with pytest.raises(DestinationExists):
-        ckptcore.convert(source, dst, verb="export", overwrite=True)
+        ckptcore.convert(source, dst, verb="export", overwrite=True, overwrite_in_place=True)
     assert content(dst)[name] == b"precious"
     fsspec.url_to_fs(dst)[0].rm_file(fsspec.url_to_fs(f"{dst}/{name}")[1])
-    ckptcore.convert(source, dst, verb="export", overwrite=True)
+    ckptcore.convert(source, dst, verb="export", overwrite=True, overwrite_in_place=True)
     ckptcore.convert(source, f"{root}/fresh/out", verb="export")
     assert content(dst) == content(f"{root}/fresh/out")
 

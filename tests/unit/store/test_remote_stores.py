@@ -75,7 +75,7 @@ def test_existing_output_is_refused_and_replaced_completely(root: str) -> None:
     with pytest.raises(DestinationExists):
         ckptcore.convert(source, f"{root}/out", verb="export")
     assert content(f"{root}/out") == before
-    ckptcore.convert(source, f"{root}/out", verb="export", overwrite=True)
+    ckptcore.convert(source, f"{root}/out", verb="export", overwrite=True, overwrite_in_place=True)
     assert names(f"{root}/out") == ["README.md", "model.safetensors"]
 
 

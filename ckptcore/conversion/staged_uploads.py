@@ -1,0 +1,113 @@
+"""Upload the files with tensors of an output to the keys where they are published, without completing them.
+
+An object store with multipart uploads needs no staged copy of these files. The staging prefix has the plan,
+the receipts, the small files, the journal of the uploads (``uploads/``), and the lease of the destination.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import fsspec
+
+from ckptcore.execution.parts import FilePart, cut_upload
+from ckptcore.execution.tiles import Budget
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.plan import Plan, PlannedFile
+from ckptcore.planning.request import Settings
+from ckptcore.store import is_s3
+from ckptcore.store.objects import ObjectClient
+from ckptcore.store.objects.journal import UploadJournal
+from ckptcore.store.objects.lease import Lease
+from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
+from ckptcore.store.objects.uploads import Uploads
+from ckptcore.store.s3 import client_of
+
+UPLOADS, LEASE = "uploads", "lease.json"
+_LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPlaces:
+    """The keys of a destination and of its staging prefix on a store with upload handles.
+
+    Attributes:
+        client: The store.
+        destination: URL of the destination, for messages.
+        target: Key of the destination.
+        staging: Key of the staging prefix.
+    """
+
+    client: ObjectClient
+    destination: str
+    target: str
+    staging: str
+
+    @property
+    def journal(self) -> UploadJournal:
+        """Return the journal of the uploads."""
+        return UploadJournal(self.client, f"{self.staging}/{UPLOADS}/")
+
+    def lease(self) -> Lease:
+        """Return the lease of the destination; nobody has taken it yet."""
+        return Lease(self.client, f"{self.staging}/{LEASE}", self.destination)
+
+    def uploads(self, plan: Plan, settings: Settings | None = None) -> Uploads:
+        """Return the uploads of a plan; ``settings`` bound the memory of those who write."""
+        single = plan.target.single is not None
+        target = self.target
+        budget = UploadBudget(0, 0) if settings is None else upload_budget(plan.files, settings)
+        return Uploads(
+            self.client,
+            self.journal,
+            lambda path: target if single else f"{target}/{path}",
+            plan.digest,
+            buffers=budget.in_flight + 1,
+            in_flight=budget.in_flight,
+        )
+
+
+def object_places(destination: str, staging: str) -> ObjectPlaces | None:
+    """Return the keys of a destination, or None on stores without upload handles."""
+    if not is_s3(destination):
+        return None
+    return ObjectPlaces(client_of(destination), destination, _key(destination), _key(staging))
+
+
+def _key(url: str) -> str:
+    """Return the key of a URL; its bucket is that of the client."""
+    root: str = fsspec.url_to_fs(url, use_listings_cache=False)[1]
+    return root.strip("/").partition("/")[2]
+
+
+def is_uploaded(file: PlannedFile) -> bool:
+    """Report whether a file is uploaded by handles. Files without tensors are small, and are staged."""
+    return file.tensors > 0
+
+
+def upload_budget(files: tuple[PlannedFile, ...], settings: Settings) -> UploadBudget:
+    """Return what uploads take of the memory budget; raise `BudgetTooSmall` if a part does not fit."""
+    sizes = (file.nbytes for file in files if is_uploaded(file))
+    return UploadBudget.of(sizes, settings.memory, _LEAST * settings.threads)
+
+
+def beside_uploads(files: tuple[PlannedFile, ...], settings: Settings) -> Settings:
+    """Return the settings with the memory that uploads leave."""
+    return replace(settings, memory=max(settings.memory - upload_budget(files, settings).nbytes, 1 << 20))
+
+
+def cut_file(
+    places: ObjectPlaces, plan: Plan, file: FilePlan, nbytes: int, settings: Settings
+) -> tuple[FilePart, ...]:
+    """Cut a file into parts of its upload, for workers that write them at once, and begin the upload.
+
+    Returns:
+        The parts; empty if one worker must write the file.
+    """
+    if not file.tensors:
+        return ()
+    budget = Budget.of(beside_uploads(plan.files, settings))
+    found = cut_upload(file, nbytes, plan_parts(file.nbytes, file.path).part, budget)
+    if len(found) > 1:  # before any worker starts, so that all of them find the same upload
+        places.uploads(plan).entry(file.index, file.path, file.nbytes)
+    return found

@@ -1,0 +1,171 @@
+"""Find and remove what killed conversions left on an object store: open uploads and staging prefixes.
+
+Only what a conversion recorded is removed: a staging prefix whose every object has a name that a conversion
+writes, and the uploads in its journal. Other uploads below the place are listed, and stay. A prefix stays,
+too, if its lease is held, if it changed lately, or if its output is partly published: the same conversion,
+run again, completes that.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from ckptcore.conversion.publication_record import DONE, noted
+from ckptcore.conversion.staged_uploads import LEASE, UPLOADS
+from ckptcore.conversion.staging import PARTS, PUBLISHING, RECORDS, Staging
+from ckptcore.errors import Busy, UsageError
+from ckptcore.store import is_s3, join_url
+from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
+from ckptcore.store.objects.journal import UploadJournal
+from ckptcore.store.s3 import client_of
+
+_STAGING = re.compile(r"((?:.*/)?\.([^/]+)\.ckptcore)/(.+)", re.DOTALL)
+_OURS = re.compile(
+    rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
+)
+
+
+class Fate(StrEnum):
+    """What happens to something that was left."""
+
+    REMOVED = "removed"
+    WOULD_REMOVE = "would-remove"
+    IN_USE = "in-use"
+    YOUNG = "young"
+    PUBLISHING = "publishing"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A staging prefix, or an open upload without one.
+
+    Attributes:
+        url: Its URL.
+        kind: ``staging`` or ``upload``.
+        fate: What happened to it.
+        why: The reason, for people.
+        nbytes: Bytes of its objects; parts of uploads are not counted.
+        uploads: Open uploads of it.
+        age_s: Seconds since it changed; None where the store does not say.
+    """
+
+    url: str
+    kind: str
+    fate: Fate
+    why: str
+    nbytes: int
+    uploads: int
+    age_s: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def collect(
+    url: str, *, older_than_s: float, dry_run: bool = False, on_item: Callable[[Left], object] | None = None
+) -> tuple[Left, ...]:
+    """Remove what conversions left below a place.
+
+    Args:
+        url: A bucket, or a prefix in it.
+        older_than_s: Keep what changed in that many seconds.
+        dry_run: Remove nothing.
+        on_item: Called with each thing.
+
+    Returns:
+        Everything that was found.
+
+    Raises:
+        UsageError: It is no place on an S3 store.
+    """
+    if not is_s3(url):
+        raise UsageError(
+            f"cannot collect in {url!r}: it is not on an S3 store",
+            hint="elsewhere the same conversion, run again, resumes or removes what a killed run left",
+        )
+    found = []
+    for item in _each(client_of(url), url, older_than_s, dry_run):
+        found.append(item)
+        if on_item is not None:
+            on_item(item)
+    return tuple(found)
+
+
+def _each(client: ObjectClient, url: str, older_than_s: float, dry_run: bool) -> Iterator[Left]:
+    _, _, key = url.partition("://")[2].strip("/").partition("/")
+    prefix = f"{key}/" if key else ""
+    folders: dict[str, dict[str, ObjectSeen]] = defaultdict(dict)
+    for seen in client.list(prefix):
+        inside = _STAGING.fullmatch(seen.key)
+        if inside is not None:
+            folders[inside[1]][inside[3]] = seen
+    uploads = list(client.list_uploads(prefix))
+    known: set[tuple[str, str]] = set()
+    for folder, objects in sorted(folders.items()):
+        keys = {entry.key for entry in UploadJournal(client, f"{folder}/{UPLOADS}/").entries()}
+        own = [upload for upload in uploads if upload.key in keys]
+        known |= {(upload.key, upload.upload_id) for upload in own}
+        yield _staging(client, folder, objects, own, older_than_s, dry_run)
+    for upload in uploads:
+        if (upload.key, upload.upload_id) not in known:
+            why = "no conversion recorded it; abort it by hand if it is yours"
+            age = _age(upload.started)
+            yield Left(f"{client.url}/{upload.key}", "upload", Fate.FOREIGN, why, 0, 1, age)
+
+
+def _staging(
+    client: ObjectClient,
+    folder: str,
+    objects: Mapping[str, ObjectSeen],
+    uploads: list[OpenUpload],
+    older_than_s: float,
+    dry_run: bool,
+) -> Left:
+    times = [seen.modified for seen in objects.values() if seen.modified is not None]
+    times += [upload.started for upload in uploads if upload.started is not None]
+    age = _age(max(times, default=None))
+    nbytes = sum(seen.nbytes for seen in objects.values())
+
+    def left(fate: Fate, why: str) -> Left:
+        return Left(f"{client.url}/{folder}", "staging", fate, why, nbytes, len(uploads), age)
+
+    strange = sorted(name for name in objects if not _OURS.fullmatch(name))
+    if strange:
+        return left(Fate.FOREIGN, f"it has objects that no conversion writes: {strange[0]!r}")
+    if age is None or age < older_than_s:
+        return left(Fate.YOUNG, "it changed lately")
+    above, _, name = folder.rpartition("/")
+    staging = Staging(join_url(f"{client.url}/{above}".rstrip("/"), name[1 : -len(".ckptcore")]))
+    try:
+        return _removed(staging, left, has_record=PUBLISHING in objects, dry_run=dry_run)
+    except Busy as error:
+        return left(Fate.IN_USE, error.message)
+
+
+def _removed(staging: Staging, left: Callable[[Fate, str], Left], *, has_record: bool, dry_run: bool) -> Left:
+    begun = noted(staging) if has_record else None
+    if begun is not None and begun.step != DONE:
+        return left(
+            Fate.PUBLISHING, "its output is partly published; run the same conversion again to complete it"
+        )
+    what = (
+        "left by a run that published its output" if begun is not None else "left by a run that ended early"
+    )
+    if dry_run:
+        with staging.lock(shared=True):
+            return left(Fate.WOULD_REMOVE, what)
+    with staging.lock():
+        staging.remove()
+    return left(Fate.REMOVED, what)
+
+
+def _age(when: float | None) -> float | None:
+    return None if when is None else max(time.time() - when, 0.0)

@@ -1,0 +1,217 @@
+"""Record uploads under the staging prefix, so that another process can resume, complete or abort them.
+
+An upload that was begun and lost costs storage for ever, and no reader sees it. So an entry is written before
+its upload is begun, and once more with the upload's id. An entry without an id means: an upload of this key
+may be open. Entries hold keys, ids and sizes, never a credential.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ckptcore.errors import CkptError, StorageTrouble
+from ckptcore.store.objects import ObjectClient
+from ckptcore.store.objects.retry import Kind, kind_of
+
+TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
+_TRIES = 5
+_SKEW_S = 300.0  # that clocks of machines and stores may differ by
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadEntry:
+    """One upload.
+
+    Attributes:
+        index: Index of the file in the plan.
+        key: Key of the object.
+        token: Stored beside the object: it tells this upload's object from any other.
+        nbytes: Size of the object.
+        part: Bytes of a part.
+        plan: Digest of the plan.
+        upload_id: Id of the upload; "" before it is known.
+        started: When the entry was written, seconds since 1970.
+    """
+
+    index: int
+    key: str
+    token: str
+    nbytes: int
+    part: int
+    plan: str
+    upload_id: str = ""
+    started: float = 0.0
+
+    def fits(self, other: UploadEntry) -> bool:
+        """Report whether another entry is for the same bytes in the same parts at the same key."""
+        return (self.index, self.key, self.nbytes, self.part, self.plan) == (
+            other.index,
+            other.key,
+            other.nbytes,
+            other.part,
+            other.plan,
+        )
+
+
+class UploadJournal:
+    """The entries of one destination.
+
+    Args:
+        client: The store.
+        prefix: Prefix of the entries' keys, with a slash at its end.
+    """
+
+    def __init__(self, client: ObjectClient, prefix: str) -> None:
+        self.client, self.prefix = client, prefix
+
+    def find(self, index: int) -> UploadEntry | None:
+        """Return the entry of a file, or None."""
+        return self._read(self._key(index))
+
+    def entries(self) -> list[UploadEntry]:
+        """Return all entries."""
+        found = (self._read(seen.key) for seen in list(self.client.list(self.prefix)))
+        return [entry for entry in found if entry is not None]
+
+    def begin(self, wanted: UploadEntry) -> UploadEntry:
+        """Begin an upload, and return its entry.
+
+        Several workers may begin one file at once: the first entry wins, where the store knows create-only
+        requests, and the others adopt it.
+        """
+        entry = replace(wanted, token=uuid.uuid4().hex, upload_id="", started=time.time())
+        try:
+            self._put(entry, create=True)
+        except CkptError as error:
+            if kind_of(error) is not Kind.EXISTS:
+                raise
+            return self._adopted(wanted)
+        entry = replace(
+            entry, upload_id=self.client.begin(entry.key, {TOKEN: entry.token}, algorithm="CRC32")
+        )
+        self._put(entry)
+        return entry
+
+    def forget(self, index: int) -> None:
+        """Remove the entry of a file whose upload has ended, if these credentials may."""
+        try:
+            self.client.delete(self._key(index))
+        except CkptError as error:
+            if kind_of(error) is not Kind.DENIED:
+                raise
+            _log.info("the record of an upload that has ended is kept: %s", error.message)
+
+    def abort(self, entry: UploadEntry) -> None:
+        """Abort the upload of an entry, whether its id is known or not, and remove the entry."""
+        if entry.upload_id:
+            self.client.abort(entry.key, entry.upload_id)
+        self.abort_strays(entry.key, {entry.key: entry.started})
+        self.forget(entry.index)
+
+    def abort_all(self) -> int:
+        """Abort every upload in the journal; return how many there were."""
+        found = self.entries()
+        for entry in found:
+            if entry.upload_id:
+                self.client.abort(entry.key, entry.upload_id)
+        if found:
+            keys = {entry.key: entry.started for entry in found}
+            self.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
+            _log.info("aborted %d uploads of %s", len(found), self.prefix)
+        for entry in found:
+            self.forget(entry.index)
+        return len(found)
+
+    def abort_strays(self, prefix: str, keys: Mapping[str, float]) -> None:
+        """Abort open uploads of our keys whose ids no entry has, because the replies were lost.
+
+        Args:
+            prefix: What all the keys start with.
+            keys: Key -> when its entry was written. An earlier upload is not ours.
+        """
+        try:
+            there = list(self.client.list_uploads(prefix))
+        except CkptError as error:
+            if kind_of(error) not in (Kind.DENIED, Kind.UNSUPPORTED):
+                raise
+            _log.info("cannot look for uploads without an owner: %s", error.message)
+            return
+        for upload in there:
+            since = keys.get(upload.key)
+            if since is not None and (upload.started is None or upload.started >= since - _SKEW_S):
+                self.client.abort(upload.key, upload.upload_id)
+
+    def _adopted(self, wanted: UploadEntry) -> UploadEntry:
+        """Return the entry that another worker wrote, once it has its upload's id."""
+        for n in range(_TRIES):
+            if n:
+                time.sleep(0.2 * 2**n)
+            there = self.find(wanted.index)
+            if there is not None and there.upload_id:
+                return there
+        raise StorageTrouble(
+            f"cannot upload {wanted.key}: another process began the same upload and has not recorded it",
+            hint="run the command again when that process has ended",
+        )
+
+    def _put(self, entry: UploadEntry, *, create: bool = False) -> None:
+        data = json.dumps(asdict(entry), sort_keys=True).encode()
+        try:
+            self.client.put(self._key(entry.index), data, create=create)
+        except CkptError as error:
+            # A lost reply: what is there may be this very entry.
+            there = self._read(self._key(entry.index)) if kind_of(error) is Kind.EXISTS else None
+            if there is None or there.token != entry.token:
+                raise
+
+    def _read(self, key: str) -> UploadEntry | None:
+        data = read_object(self.client, key)
+        if data is None:
+            return None
+        with suppress(ValueError, TypeError, KeyError):
+            form: Mapping[str, Any] = json.loads(data)
+            return UploadEntry(
+                int(form["index"]),
+                str(form["key"]),
+                str(form["token"]),
+                int(form["nbytes"]),
+                int(form["part"]),
+                str(form["plan"]),
+                str(form["upload_id"]),
+                float(form["started"]),
+            )
+        raise StorageTrouble(
+            f"cannot read the record of an upload in {self.client.url}: {key} is not an entry",
+            hint=f"abort the uploads below {self.prefix} by hand, then remove {key}",
+        )
+
+    def _key(self, index: int) -> str:
+        return f"{self.prefix}file-{index:05d}.json"
+
+
+def read_object(client: ObjectClient, key: str) -> bytes | None:
+    """Return the bytes of a small object, of one version, or None if there is no such object."""
+    for _ in range(_TRIES):
+        seen = client.head(key)
+        if seen is None:
+            return None
+        data = bytearray(seen.nbytes)
+        if not data:
+            return b""
+        try:
+            client.get(key, 0, seen.etag, memoryview(data))
+        except CkptError as error:
+            if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
+                raise
+            continue
+        return bytes(data)
+    raise StorageTrouble(f"cannot read {client.url}/{key}: it is replaced again and again")

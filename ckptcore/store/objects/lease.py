@@ -1,0 +1,319 @@
+"""Let one process at a time write a destination on an object store.
+
+A lease is a small object that is created only where there is none. Its holder renews it; a lease that was not
+renewed in time, or whose process on this machine has ended, is taken over with a condition on its ETag, so
+that one of several successors gets it. Each holder has a higher fencing number than the one before.
+
+A process that was stopped past its lease may go on later. Two things keep it from harm: its successor aborts
+or completes the uploads in the journal, and `Lease.require` is called before each change that readers see.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ckptcore.errors import Busy, CkptError
+from ckptcore.store.objects import ObjectClient
+from ckptcore.store.objects.journal import read_object
+from ckptcore.store.objects.retry import Kind, kind_of
+
+TTL_S = 60.0
+_SKEW_S = 15.0  # that clocks of machines may differ by
+_SETTLE_S = 1.0  # after a write to a store without conditions
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease.
+
+    Attributes:
+        token: Differs for every lease that was ever taken.
+        fence: One more than that of the holder before.
+        host: Name of the machine.
+        process: (pid, its start time, its pid namespace, boot id): the process, on its machine.
+        until: When the lease ends, seconds since 1970.
+    """
+
+    token: str
+    fence: int
+    host: str
+    process: tuple[str, ...]
+    until: float
+
+    def is_alive(self, now: float, here: Holder) -> bool:
+        """Report whether the lease is still valid, as far as ``here``, a process, can see."""
+        if now > self.until + _SKEW_S:
+            return False
+        if self.host == here.host and self.process[2:] == here.process[2:]:
+            pid, started = self.process[:2]
+            return _started(pid) == started
+        return True
+
+    @property
+    def name(self) -> str:
+        """Return the holder for people."""
+        return f"process {self.process[0]} on {self.host}"
+
+
+class Lease:
+    """The lease of one destination.
+
+    Args:
+        client: The store.
+        key: Key of the lease object.
+        destination: URL of what it protects, for messages.
+        ttl_s: How long it is valid without being renewed; None for the default.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        key: str,
+        destination: str,
+        *,
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client, self._key, self._destination = client, key, destination
+        self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
+        self._mine: Holder | None = None
+        self._etag: str | None = None
+        self._conditions = True
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._renewer: threading.Thread | None = None
+
+    @property
+    def holder(self) -> Holder | None:
+        """Return this process as the holder, or None."""
+        return self._mine
+
+    def take(self) -> None:
+        """Take the lease, and renew it in the background until `release`.
+
+        Raises:
+            Busy: Another process has it.
+        """
+        mine = self._new(1)
+        try:
+            etag = self._client.put(self._key, _packed(mine), create=True)
+        except CkptError as error:
+            if kind_of(error) is Kind.EXISTS:
+                mine, etag = self._taken_over(mine)
+            elif kind_of(error) is Kind.UNSUPPORTED:
+                mine, etag = self._settled(mine)
+            else:
+                raise
+        else:
+            if not self._is_exclusive(mine):
+                mine, etag = self._settled(mine)
+        with self._lock:
+            self._mine, self._etag = mine, etag or None
+        self._stop.clear()
+        self._renewer = threading.Thread(target=self._renewing, name="ckptcore-lease", daemon=True)
+        self._renewer.start()
+
+    def require_free(self) -> None:
+        """Raise `Busy` if another process holds the lease."""
+        there = self._there()
+        if there is not None and there.is_alive(self._clock(), self._new(0)):
+            raise self._busy(there)
+
+    def require(self) -> None:
+        """Raise `Busy` unless this process still holds the lease."""
+        with self._lock:
+            holder = self._mine
+        if holder is not None and self._clock() < holder.until - self._ttl_s / 4:
+            return  # renewed a moment ago
+        there = self._there()
+        if holder is None or there is None or there.token != holder.token:
+            raise self._lost(there)
+        if self._clock() > there.until:
+            self.renew()
+
+    def renew(self) -> None:
+        """Extend the lease; raise `Busy` if another process has it."""
+        with self._lock:
+            holder, etag = self._mine, self._etag
+            if holder is None:
+                raise self._lost(None)
+            later = replace(holder, until=self._clock() + self._ttl_s)
+            try:
+                if not self._conditions:
+                    there = self._there()
+                    if there is None or there.token != holder.token:
+                        raise self._lost(there)
+                found = self._client.put(self._key, _packed(later), match=etag if self._conditions else None)
+            except CkptError as error:
+                if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
+                    raise
+                there = self._there()
+                if there is None or there.token != holder.token:
+                    self._mine = None
+                    raise self._lost(there) from error
+                seen = self._client.head(self._key)  # the reply to an earlier renewal was lost
+                self._mine, self._etag = there, seen.etag if seen is not None else None
+                return
+            self._mine, self._etag = later, found or None
+
+    def release(self) -> None:
+        """End the lease, if this process still holds it."""
+        self._stop.set()
+        if self._renewer is not None:
+            self._renewer.join()
+            self._renewer = None
+        with self._lock:
+            holder, self._mine = self._mine, None
+        if holder is None:
+            return
+        try:
+            there = self._there()
+            if there is None or there.token != holder.token:
+                return
+            try:
+                self._client.delete(self._key)
+            except CkptError as error:
+                if kind_of(error) is not Kind.DENIED:
+                    raise
+                self._client.put(self._key, _packed(replace(holder, until=0.0)))
+        except CkptError as error:  # it ends by itself; what was done under it is done
+            _log.warning("cannot end the lease of %s: %s", self._destination, error.message)
+
+    def _new(self, fence: int) -> Holder:
+        pid = str(os.getpid())
+        process = (
+            pid,
+            _started(pid),
+            _read_link("/proc/self/ns/pid"),
+            _read("/proc/sys/kernel/random/boot_id"),
+        )
+        until = self._clock() + self._ttl_s
+        return Holder(uuid.uuid4().hex, fence, socket.gethostname(), process, until)
+
+    def _there(self) -> Holder | None:
+        data = read_object(self._client, self._key)
+        return None if data is None else _unpacked(data)
+
+    def _is_exclusive(self, mine: Holder) -> bool:
+        """Report whether the store refuses to create an object twice: some ignore that condition."""
+        try:
+            self._client.put(self._key, _packed(mine), create=True)
+        except CkptError as error:
+            if kind_of(error) is Kind.EXISTS:
+                return True
+            raise
+        return False
+
+    def _taken_over(self, mine: Holder) -> tuple[Holder, str]:
+        """Take the lease of a process that has ended."""
+        seen = self._client.head(self._key)
+        there = self._there()
+        if there is None or seen is None:
+            raise Busy(f"another process has just finished {self._destination}", hint="run the command again")
+        if there.token == mine.token:
+            return there, seen.etag  # the reply was lost
+        if there.is_alive(self._clock(), mine):
+            raise self._busy(there)
+        mine = replace(mine, fence=there.fence + 1)
+        try:
+            etag = self._client.put(self._key, _packed(mine), match=seen.etag)
+        except CkptError as error:
+            if kind_of(error) is Kind.UNSUPPORTED:
+                return self._settled(mine)
+            now = self._there() if kind_of(error) in (Kind.CHANGED, Kind.MISSING) else None
+            if now is None or now.token != mine.token:
+                raise (self._busy(now) if now is not None else error) from error
+            etag = ""
+        _log.info("the lease of %s ended with %s; it is taken over", self._destination, there.name)
+        return mine, etag or (self._client.head(self._key) or seen).etag
+
+    def _settled(self, mine: Holder) -> tuple[Holder, str]:
+        """Take the lease on a store without conditions: of several writers, the last one has it."""
+        self._conditions = False
+        there = self._there()
+        if there is not None and there.token != mine.token and there.is_alive(self._clock(), mine):
+            raise self._busy(there)
+        mine = replace(mine, fence=1 if there is None else there.fence + (there.token != mine.token))
+        _log.warning(
+            "the store of %s ignores create-only requests: runs that start within %g s may miss each other",
+            self._destination,
+            _SETTLE_S,
+        )
+        etag = self._client.put(self._key, _packed(mine))
+        time.sleep(_SETTLE_S)
+        now = self._there()
+        if now is None or now.token != mine.token:
+            raise self._lost(now)
+        return mine, etag
+
+    def _renewing(self) -> None:
+        while not self._stop.wait(self._ttl_s / 4):
+            try:
+                self.renew()
+            except Busy:
+                return  # `require` finds that, too, before anything is published
+            except CkptError as error:
+                _log.warning("cannot renew the lease of %s: %s", self._destination, error.message)
+
+    def _busy(self, there: Holder) -> Busy:
+        left = max(there.until - self._clock(), 0)
+        return Busy(
+            f"{there.name} is writing {self._destination} (its lease ends in {left:.0f} s, unless renewed)",
+            holder=there.name,
+            until=there.until,
+        )
+
+    def _lost(self, there: Holder | None) -> Busy:
+        by = f": {there.name} has it" if there is not None else ""
+        return Busy(
+            f"this run was stopped for longer than its lease of {self._destination}{by}",
+            hint="run the same command again when no other run writes there",
+        )
+
+
+def _packed(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder), sort_keys=True).encode()
+
+
+def _unpacked(data: bytes) -> Holder | None:
+    with suppress(ValueError, TypeError, KeyError):
+        form: dict[str, Any] = json.loads(data)
+        process = tuple(map(str, form["process"]))
+        if len(process) == 4:
+            return Holder(
+                str(form["token"]), int(form["fence"]), str(form["host"]), process, float(form["until"])
+            )
+    return None
+
+
+def _started(pid: str) -> str:
+    """Return when a process was started, in ticks; "" if there is none. It may be called anything."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    # A zombie has ended; its parent has not asked yet.
+    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

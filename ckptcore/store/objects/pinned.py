@@ -1,0 +1,77 @@
+"""Read an output that is partly published: completed objects by ETag, other files where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckptcore.errors import SourceUnreadable
+from ckptcore.store import Buffer, Readable
+from ckptcore.store.objects import ObjectClient, ObjectSeen
+
+
+class PinnedFiles:
+    """A folder of objects of certain ETags, and of the files of another store.
+
+    Args:
+        client: The store of the objects.
+        objects: Path -> object.
+        others: The other files.
+        paths: Path -> size of each of them.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        objects: Mapping[str, ObjectSeen],
+        others: Readable,
+        paths: Mapping[str, int],
+    ) -> None:
+        self._client, self._objects, self._others = client, objects, others
+        self._sizes = dict(sorted({**paths, **{p: seen.nbytes for p, seen in objects.items()}}.items()))
+        self.url = others.url
+        self.local: Path | None = None
+
+    def list(self) -> dict[str, int]:
+        """Return every file: path -> size in bytes."""
+        return dict(self._sizes)
+
+    def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None when there is no such file."""
+        return self._sizes.get(path)
+
+    def stamp(self, path: str) -> str | None:
+        """Return a text that names the version of a file, or None when there is no such file."""
+        seen = self._objects.get(path)
+        if seen is not None:
+            return f"{seen.nbytes} bytes, version {seen.etag}"
+        return self._others.stamp(path) if path in self._sizes else None
+
+    def ctime(self, path: str) -> int | None:
+        """Return None: objects have no ctime."""
+        return None
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes; raise `SourceChanged` if the object was replaced."""
+        if path not in self._objects:
+            return self._others.read(path, start, length)
+        data = bytearray(length)
+        self.read_into(path, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into`` exactly; raise `SourceChanged` if the object was replaced."""
+        seen = self._objects.get(path)
+        if seen is None:
+            self._others.read_into(path, start, into)
+            return
+        if start + len(into) > seen.nbytes:
+            raise SourceUnreadable(
+                f"{path} ends early: {len(into)} bytes needed at offset {start} (it has {seen.nbytes})",
+                file=path,
+            )
+        if len(into):
+            self._client.get(seen.key, start, seen.etag, into)
+
+    def close(self) -> None:
+        """Do nothing: the stores belong to the caller."""

@@ -1,0 +1,501 @@
+"""Upload the files of a plan to the keys where they are published, part by part, and complete them later.
+
+Nothing that is uploaded can be seen before `Uploads.complete`. Any worker uploads any parts in any order; a
+part that the store has already, with the same checksum, is not sent again. Every part is sent with its
+CRC-32, and the store is asked for that of the complete object where it keeps one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from ckptcore.errors import CkptError, DestinationExists, OutputMismatch, StorageTrouble
+from ckptcore.store import Buffer, Store
+from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen, UploadedPart
+from ckptcore.store.objects.checksums import ALGORITHMS
+from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
+from ckptcore.store.objects.part_plan import PartPlan, plan_parts
+from ckptcore.store.objects.retry import Kind, kind_of
+from ckptcore.utils.crc32 import combine, crc32
+from ckptcore.utils.part_digest import join_digests
+
+_TRIES = 4
+_CRC32 = ALGORITHMS["CRC32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """An upload with all its parts, complete or not yet.
+
+    Attributes:
+        key: Key of the object.
+        upload_id: Id of the upload.
+        token: Of its entry in the journal.
+        nbytes: Bytes of the object, or of a range of its parts.
+        part: Bytes of a part.
+        started: When its entry was written, seconds since 1970.
+        first: Number of its first part.
+        blake3: BLAKE3 of each part, hex.
+        etags: ETag of each part.
+        crcs: CRC-32 of each part.
+    """
+
+    key: str
+    upload_id: str
+    token: str
+    nbytes: int
+    part: int
+    etags: tuple[str, ...]
+    crcs: tuple[int, ...]
+    started: float
+    first: int = 1
+    blake3: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of all bytes (`ckptcore.utils.part_digest`)."""
+        return join_digests(self.part, map(bytes.fromhex, self.blake3))
+
+    @property
+    def parts(self) -> list[UploadedPart]:
+        """Return the parts as `ObjectClient.complete` needs them."""
+        return [
+            UploadedPart(n, etag, self.size_of(n), _CRC32.encoded(crc))
+            for n, (etag, crc) in enumerate(zip(self.etags, self.crcs, strict=True), self.first)
+        ]
+
+    @property
+    def crc(self) -> int:
+        """Return the CRC-32 of all bytes."""
+        total = 0
+        for n, crc in enumerate(self.crcs, self.first):
+            total = combine(total, crc, self.size_of(n))
+        return total
+
+    def size_of(self, number: int) -> int:
+        """Return the bytes of a part."""
+        return min(self.part, self.nbytes - (number - self.first) * self.part)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "key": self.key,
+            "upload_id": self.upload_id,
+            "token": self.token,
+            "nbytes": self.nbytes,
+            "part": self.part,
+            "started": self.started,
+            "first": self.first,
+            "etags": list(self.etags),
+            "crcs": list(self.crcs),
+            "blake3": list(self.blake3),
+        }
+
+    @classmethod
+    def from_dict(cls, form: Mapping[str, Any]) -> Uploaded:
+        """Read the form of `as_dict`."""
+        return cls(
+            str(form["key"]),
+            str(form["upload_id"]),
+            str(form["token"]),
+            int(form["nbytes"]),
+            int(form["part"]),
+            tuple(map(str, form["etags"])),
+            tuple(map(int, form["crcs"])),
+            float(form["started"]),
+            int(form["first"]),
+            tuple(map(str, form["blake3"])),
+        )
+
+
+class PartBuffers:
+    """Buffers of parts for all writers of a run.
+
+    Args:
+        count: How many may be in use. A writer without any gets one beyond that: it could wait for ever.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._lock, self._left = threading.Lock(), count
+        self._free: list[bytearray] = []
+
+    def take(self, nbytes: int, *, must: bool) -> bytearray | None:
+        """Return a buffer of at least ``nbytes``; None when all are in use, unless ``must``."""
+        with self._lock:
+            if self._left <= 0 and not must:
+                return None
+            self._left -= 1
+            at = next((n for n, b in enumerate(self._free) if len(b) >= nbytes), None)
+            if at is not None:
+                return self._free.pop(at)
+            if self._free:  # too short for this file: it makes room
+                self._free.pop()
+        return bytearray(nbytes)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """Return a buffer."""
+        with self._lock:
+            self._left += 1
+            if self._left > len(self._free):
+                self._free.append(buffer)
+
+
+class UploadWriter:
+    """Uploads the bytes of a file, or of some of its parts, in file order.
+
+    Args:
+        client: The store.
+        entry: The upload.
+        present: Parts that the store has, by number.
+        buffers: Where parts are collected.
+        in_flight: Parts on their way at once; 0 to wait for each.
+        begin: First byte, at the beginning of a part.
+        end: Behind the last byte; None for the end of the file.
+    """
+
+    sequential = True
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        entry: UploadEntry,
+        present: Mapping[int, UploadedPart],
+        buffers: PartBuffers,
+        in_flight: int,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        self._client, self._entry, self._present = client, entry, present
+        self._buffers, self._in_flight = buffers, in_flight
+        self._plan = PartPlan(entry.nbytes, entry.part)
+        self._begin, self._end = begin, entry.nbytes if end is None else end
+        self._number = self._plan.number_at(begin)
+        self._buffer: bytearray | None = None
+        self._filled = 0
+        self._flying: deque[tuple[Future[UploadedPart], bytearray, int]] = deque()
+        self._done: dict[int, tuple[str, int]] = {}  # number -> (ETag, CRC-32)
+        self._digests: list[str] = []
+        self._uploaded: Uploaded | None = None
+
+    @property
+    def part_size(self) -> int | None:
+        """Return the bytes of a part."""
+        return self._plan.part
+
+    @property
+    def uploaded(self) -> Uploaded | None:
+        """Return the upload after `commit`."""
+        return self._uploaded
+
+    def write(self, at: int, data: Buffer | bytes) -> None:
+        """Add bytes; ``at`` is the current end. Full parts are on their way when it returns."""
+        view = memoryview(data).cast("B")
+        while view:
+            size = self._size()
+            if self._buffer is None:
+                self._buffer = self._taken(size)
+            now = view[: size - self._filled]
+            self._buffer[self._filled : self._filled + len(now)] = now
+            self._filled += len(now)
+            view = view[len(now) :]
+            if self._filled == size:
+                self._send()
+
+    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Return False: no copy inside the kernel."""
+        return False
+
+    def commit(self) -> None:
+        """Wait until the store has every part. The object is not complete yet: see `Uploads.complete`."""
+        if not self._entry.nbytes and self._buffer is None:  # an empty object has one empty part
+            self._buffer = self._taken(0)
+            self._send()
+        while self._flying:
+            self._land()
+        numbers = range(self._plan.number_at(self._begin), self._number)
+        expected = (
+            self._plan.count if self._end == self._entry.nbytes else self._plan.number_at(self._end) - 1
+        )
+        if self._buffer is not None or (len(numbers) and numbers[-1] != expected):
+            raise OutputMismatch(f"{self._entry.key} was not written to its end")
+        rows = [self._done[n] for n in numbers]
+        self._uploaded = Uploaded(
+            self._entry.key,
+            self._entry.upload_id,
+            self._entry.token,
+            self._end - self._begin,
+            self._plan.part,
+            tuple(etag for etag, _ in rows),
+            tuple(crc for _, crc in rows),
+            self._entry.started,
+            numbers.start,
+            tuple(self._digests),
+        )
+
+    def abort(self) -> None:
+        """Stop. The upload stays open and in the journal: the next run resumes or aborts it."""
+        for future, _, _ in self._flying:
+            future.cancel()
+        for future, buffer, _ in self._flying:
+            with suppress(Exception):  # the run ends with the error that came first
+                future.result()
+            self._buffers.give_back(buffer)
+        self._flying.clear()
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+            self._buffer = None
+
+    def _size(self) -> int:
+        begin, end = self._plan.bounds(self._number)
+        return min(end, self._end) - begin
+
+    def _taken(self, size: int) -> bytearray:
+        while self._flying and self._flying[0][0].done():
+            self._land()
+        while len(self._flying) > max(self._in_flight - 1, 0):
+            self._land()
+        while (buffer := self._buffers.take(size, must=not self._flying)) is None:
+            self._land()
+        return buffer
+
+    def _send(self) -> None:
+        buffer, number = self._buffer, self._number
+        assert buffer is not None  # the caller has filled it
+        data = memoryview(buffer)[: self._filled]
+        self._buffer, self._filled, self._number = None, 0, number + 1
+        crc = crc32(data)
+        self._digests.append(blake3(data).hexdigest())
+        there = self._present.get(number)
+        checksum = _CRC32.encoded(crc)
+        if there is not None and there.nbytes == len(data) and there.checksum == checksum:
+            self._done[number] = there.etag, crc
+            self._buffers.give_back(buffer)
+        else:
+            future = self._client.start_part(self._entry.key, self._entry.upload_id, number, data, checksum)
+            self._flying.append((future, buffer, crc))
+            if not self._in_flight:
+                self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest part on its way."""
+        future, buffer, crc = self._flying[0]
+        part = future.result()
+        self._flying.popleft()
+        self._done[part.number] = part.etag, crc
+        self._buffers.give_back(buffer)
+
+
+class Uploads:
+    """The uploads of one plan.
+
+    Args:
+        client: The store.
+        journal: Where they are recorded.
+        key_of: Path of a file of the plan -> key of its object.
+        plan: Digest of the plan.
+        buffers: Part buffers of all writers together.
+        in_flight: Parts of one writer on their way at once.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        journal: UploadJournal,
+        key_of: Callable[[str], str],
+        plan: str,
+        *,
+        buffers: int = 1,
+        in_flight: int = 0,
+    ) -> None:
+        self._client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
+        self._buffers, self._in_flight = PartBuffers(buffers), in_flight
+
+    def writer(
+        self, index: int, path: str, nbytes: int, *, begin: int = 0, end: int | None = None
+    ) -> UploadWriter:
+        """Start or continue the upload of a file, or of its parts from byte ``begin`` to ``end``."""
+        entry = self.entry(index, path, nbytes)
+        present = self._present(entry)
+        if present is None:  # completed or aborted meanwhile, or its entry was lost
+            self._journal.forget(index)
+            entry, present = self._journal.begin(entry), {}
+        return UploadWriter(
+            self._client, entry, present, self._buffers, self._in_flight, begin=begin, end=end
+        )
+
+    def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
+        """Return the entry of a file's upload, which is begun if there is none."""
+        part = plan_parts(nbytes, path).part
+        wanted = UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
+        there = self._journal.find(index)
+        if there is not None:
+            if there.upload_id and wanted.fits(there):
+                return there
+            self._journal.abort(there)
+        return self._journal.begin(wanted)
+
+    def holds(self, uploaded: Uploaded) -> bool:
+        """Report whether the store has exactly these parts, or the object that was completed from them."""
+        try:
+            there = list(self._client.list_parts(uploaded.key, uploaded.upload_id))
+        except CkptError as error:
+            if kind_of(error) is not Kind.NO_UPLOAD:
+                raise
+            return self.find(uploaded) is not None
+        wanted = {(p.number, p.nbytes, _bare(p.etag)) for p in uploaded.parts}
+        return wanted <= {(p.number, p.nbytes, _bare(p.etag)) for p in there}
+
+    def find(self, uploaded: Uploaded) -> ObjectSeen | None:
+        """Return the object that an upload became; None if it is another object, or there is none.
+
+        Raises:
+            OutputMismatch: It is this upload's object, but with another size or checksum.
+        """
+        seen = self._client.head(uploaded.key)
+        if seen is None:
+            return None
+        tokens = {name.casefold(): value for name, value in seen.metadata.items()}
+        if tokens.get(TOKEN) != uploaded.token:
+            return None
+        require_checksum(seen, uploaded)
+        return seen
+
+    def complete(self, uploaded: Uploaded, *, create: bool) -> ObjectSeen:
+        """Make an upload the object at its key, or find that it is.
+
+        Args:
+            uploaded: The upload.
+            create: Refuse to replace an object.
+
+        Returns:
+            The object.
+
+        Raises:
+            DestinationExists: Another object has the key, and ``create`` is set.
+            OutputMismatch: The store does not have the bytes that were sent.
+            StorageTrouble: The upload was aborted, or the store keeps failing.
+        """
+        refused: CkptError | None = None
+        for _ in range(_TRIES):
+            # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
+            if refused is None and (seen := self.find(uploaded)) is not None:
+                return seen
+            if create and refused is None and self._client.head(uploaded.key) is not None:
+                raise self._exists(uploaded)
+            try:
+                self._client.complete(
+                    uploaded.key,
+                    uploaded.upload_id,
+                    uploaded.parts,
+                    create=create and not _unknown(refused),
+                    checksum=_CRC32.encoded(uploaded.crc),
+                )
+                refused = None
+            except CkptError as error:
+                refused = error
+            # Whatever was answered: the reply to an earlier request may be lost, or misleading.
+            seen = self.find(uploaded)
+            if seen is not None:
+                return seen
+            if refused is not None and not (_unknown(refused) or kind_of(refused) is Kind.EXISTS):
+                break
+            if create and self._client.head(uploaded.key) is not None:
+                raise self._exists(uploaded)
+        raise self._lost(uploaded, refused)
+
+    def forget(self, completed: Mapping[int, Uploaded]) -> None:
+        """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
+        keys = {uploaded.key: uploaded.started for uploaded in completed.values()}
+        self._journal.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
+        for index in completed:
+            self._journal.forget(index)
+
+    def _exists(self, uploaded: Uploaded) -> CkptError:
+        return DestinationExists(
+            f"{self._client.url}/{uploaded.key} appeared meanwhile",
+            hint="inspect it, move it away, and run the same command again",
+        )
+
+    def _lost(self, uploaded: Uploaded, refused: CkptError | None) -> CkptError:
+        url = f"{self._client.url}/{uploaded.key}"
+        if refused is not None and kind_of(refused) is Kind.NO_UPLOAD:
+            return StorageTrouble(
+                f"cannot complete {url}: its upload was ended by another process or a lifecycle rule",
+                hint="run the same command again: it uploads what is missing",
+                kind=Kind.NO_UPLOAD.value,
+            )
+        if refused is not None:
+            return refused
+        return StorageTrouble(
+            f"cannot complete {url}: the store confirmed it, but does not have the object",
+            hint="run the same command again",
+        )
+
+    def _present(self, entry: UploadEntry) -> dict[int, UploadedPart] | None:
+        """Return the parts of an upload by number, or None if it has ended."""
+        try:
+            return {p.number: p for p in self._client.list_parts(entry.key, entry.upload_id)}
+        except CkptError as error:
+            if kind_of(error) is Kind.NO_UPLOAD:
+                return None
+            raise
+
+
+def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
+    """Compare an object's size and checksum with the bytes that were sent.
+
+    Returns:
+        Whether the store keeps a checksum to compare.
+
+    Raises:
+        OutputMismatch: They differ.
+    """
+    if seen.nbytes != uploaded.nbytes:
+        raise OutputMismatch(
+            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})",
+            hint="remove it, and run the same command again",
+        )
+    wanted: Checksum = _CRC32.encoded(uploaded.crc)
+    kept = [c for c in seen.checksums if c.algorithm == wanted.algorithm]
+    if kept and kept[0] != wanted:
+        raise OutputMismatch(
+            f"{uploaded.key} must have CRC-32 {wanted.value} (the store has {kept[0].value})",
+            hint="remove it, and run the same command again",
+        )
+    return bool(kept)
+
+
+def joined(parts: Sequence[Uploaded]) -> Uploaded:
+    """Return an upload from ranges of its parts, in order and without gaps."""
+    first = parts[0]
+    return Uploaded(
+        first.key,
+        first.upload_id,
+        first.token,
+        sum(p.nbytes for p in parts),
+        first.part,
+        tuple(etag for p in parts for etag in p.etags),
+        tuple(crc for p in parts for crc in p.crcs),
+        first.started,
+        first.first,
+        tuple(digest for p in parts for digest in p.blake3),
+    )
+
+
+def _bare(etag: str) -> str:
+    return etag.strip('"')
+
+
+def _unknown(error: CkptError | None) -> bool:
+    """Report whether a store does not know a condition of a request."""
+    return error is not None and kind_of(error) is Kind.UNSUPPORTED

@@ -1,0 +1,79 @@
+"""Digest files as a whole, or part by part.
+
+The digest of a whole file is its BLAKE3 in hex. A file that is uploaded in several parts, in any order, has
+the digest ``blake3-parts-SIZE:HEX``: the BLAKE3 of the BLAKE3 of each SIZE bytes. It depends on the bytes and
+the part size alone: not on the order of the parts, nor on how often the upload was resumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+from blake3 import blake3
+
+_PARTS = re.compile(r"blake3-parts-([1-9][0-9]{0,12}):([0-9a-f]{64})")
+
+
+class Hasher(Protocol):
+    """What `update` has received is digested."""
+
+    def update(self, data: memoryview | bytes, /) -> object:
+        """Add bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes."""
+
+
+class PartHasher:
+    """Digests bytes part by part.
+
+    Args:
+        part: Bytes of each part but the last.
+    """
+
+    def __init__(self, part: int) -> None:
+        self.part, self._left = part, part
+        self._own, self.digests = blake3(), list[bytes]()
+
+    def update(self, data: memoryview | bytes, /) -> None:
+        """Add bytes."""
+        view = memoryview(data).cast("B")
+        while view:
+            now = view[: self._left]
+            self._own.update(now)
+            self._left -= len(now)
+            view = view[len(now) :]
+            if not self._left:
+                self.digests.append(self._own.digest())
+                self._own, self._left = blake3(), self.part
+
+    def hexdigest(self) -> str:
+        """Return the digest; bytes of at most one part have their plain BLAKE3."""
+        if self._left == self.part:
+            return join_digests(self.part, self.digests)
+        return join_digests(self.part, [*self.digests, self._own.digest()])
+
+
+def join_digests(part: int, digests: Iterable[bytes]) -> str:
+    """Return the digest of a file from those of its parts, in order."""
+    found = list(digests)
+    if len(found) <= 1:
+        return (found[0] if found else blake3().digest()).hex()
+    return f"blake3-parts-{part}:{blake3(b''.join(found)).hexdigest()}"
+
+
+def hasher_like(digest: str) -> Hasher:
+    """Return a hasher that gives digests of the same kind."""
+    found = _PARTS.fullmatch(digest)
+    return blake3() if found is None else PartHasher(int(found[1]))
+
+
+def short_digest(digest: str) -> str:
+    """Return the beginning of a digest, for messages.
+
+    >>> short_digest("0123456789abcdef" * 4)
+    '0123456789abcdef...'
+    """
+    return f"{digest.rpartition(':')[2][:16]}..."
