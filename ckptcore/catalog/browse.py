@@ -319,7 +319,8 @@ def compare(conn: Connection, left: str, right: str, limit: int = MOST) -> Catal
         for row in (resolve_checkpoint(conn, left), resolve_checkpoint(conn, right))
     ]
     counts: dict[str, int] = {}
-    changes, equal = [], 0
+    changes: list[TensorChange] = []
+    equal = 0
     for fqn in sorted(sides[0].keys() | sides[1].keys()):
         a, b = sides[0].get(fqn), sides[1].get(fqn)
         what = _difference(a, b)

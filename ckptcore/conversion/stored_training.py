@@ -156,12 +156,13 @@ def _megatron(of: _Objects) -> Form:
     if not isinstance(args, Mapping) or not {"num_layers", "hidden_size"} & set(args):
         return {}
     samples, length = args.get("consumed_train_samples"), args.get("seq_length")
-    exact = isinstance(samples, int) and isinstance(length, int) and samples > 0
+    known = isinstance(samples, int) and isinstance(length, int)
+    tokens = samples * length if known else 0  # type: ignore[operator]  # both are integers
     data = args.get("data_path")
     return {
         "framework": "megatron",
         "samples": samples,
-        "tokens": samples * length if exact else None,
+        "tokens": tokens or None,
         "dataset": " ".join(map(str, data)) if isinstance(data, list | tuple) else data,
         "config": dict(args),
     }

@@ -14,7 +14,7 @@ from deployments.page.shards import ShardMap
 COLOURS = 12  # classes c0 to c11
 MOST_NODES = 200
 _WIDTH = 640
-_NODE, _GAP = (190, 50), (46, 18)
+_NODE, _GAP = (190, 50), (66, 18)
 _SVG = Markup(
     '<svg class="{}" role="{}" viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" height="{:.0f}"><title>{}</title>'
 )
@@ -98,7 +98,7 @@ def bars(rows: Sequence[tuple[str, int, int]]) -> list[Bar]:
     """Return bars by bytes. rows: (label, tensors, bytes)."""
     most = max((nbytes for _, _, nbytes in rows), default=0) or 1
     return [
-        Bar(plain(label), f"{number:,} in {size(nbytes)}", nbytes / most) for label, number, nbytes in rows
+        Bar(plain(label), f"{number:,} tensors, {size(nbytes)}", nbytes / most) for label, number, nbytes in rows
     ]
 
 
@@ -138,7 +138,7 @@ def _edge(start: tuple[int, int], end: tuple[int, int], verb: str) -> Markup:
     middle = (x1 + x2) / 2
     text = Markup('<text class="verb" x="{:.0f}" y="{:.0f}">{}</text>')
     return _LINE.format(x1, y1, middle, y1, middle, y2, x2, y2, plain(verb)) + text.format(
-        middle, (y1 + y2) / 2 - 5, plain(verb)[:14]
+        middle, (y1 + y2) / 2 - 5, plain(verb)[:20]
     )
 
 

@@ -122,7 +122,7 @@ def shard_map(manifest: Manifest, fqn: str) -> ShardMap:
     boxes = []
     for chunk in manifest.chunks_of(index):
         file = manifest.files[int(manifest.items.file[chunk.item])].path
-        boxes.append(ShardBox(owner_of(file), file, chunk.box.lo, chunk.box.shape))
+        boxes.append(ShardBox(owner_of(file), file, chunk.box.offset, chunk.box.shape))
     return laid_out(fqn, spec.dtype, spec.shape, boxes)
 
 

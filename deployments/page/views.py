@@ -231,7 +231,7 @@ def pages(site: Site) -> APIRouter:
         with site.catalog.reading() as conn:
             names = training_rows.names_of_metrics(conn)
             found = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
-        values = {"metric": metric, "goal": goal, "run": run}
+        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run}
         return site.page(request, "best.html", user, names=names, found=found, **values)
 
     @router.get("/retire")
@@ -259,7 +259,12 @@ def pages(site: Site) -> APIRouter:
             finally:
                 site.retiring.release()
         freed = sum(item.source.nbytes for item in found if item.fate is Fate.LET_GO)
-        values = {"scope": scope, "keep_last": keep_last, "keep_every": keep_every, "scopes": scopes}
+        values: dict[str, Any] = {
+            "scope": scope,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "scopes": scopes,
+        }
         return site.page(request, "retire.html", user, found=found, freed=freed, more=more, **values)
 
     @router.get("/inbox")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
@@ -132,17 +133,17 @@ def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str,
     assert run.count("nothing loads it") == 1
     assert ">2.5<" in run
     page = text_of(client.get(f"/checkpoints/{filled['export 20']}").text)
-    for shown in (
+    for text in (
         "coverage",
         "export verdict",
         "values ok",
         "3f9a",
         "loss",
         "layers.0.weight",
-        "4 × 8",
+        "4 \xd7 8",
         "bfloat16",
     ):
-        assert shown in page, shown
+        assert text in page, text
     assert "No engine can load this export" in text_of(client.get(f"/checkpoints/{filled['export 10']}").text)
     damaged = text_of(client.get(f"/checkpoints/{filled['damaged']}").text)
     assert "rows 2 to 4 are missing" in damaged
@@ -159,7 +160,7 @@ def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str,
 
 
 def test_search_finds_ids_places_digests_and_fingerprints(client: TestClient, filled: dict[str, str]) -> None:
-    digest = "e20".encode().hex().ljust(64, "0")
+    digest = b"e20".hex().ljust(64, "0")
     for what in (
         filled["export 20"],
         filled["export 20"][:13],
@@ -211,7 +212,7 @@ def test_names_with_markup_and_control_characters(client: TestClient, catalog: C
         client.get("/best", params={"metric": EVIL}).text,
     ]
     pages += [
-        client.get(f"/runs/{EVIL}x").text,
+        client.get(f"/runs/{quote(EVIL)}x").text,
         client.get("/compare", params={"left": EVIL, "right": EVIL}).text,
     ]
     for page in pages:
@@ -227,7 +228,7 @@ def test_headers_restrict_what_a_page_may_do(client: TestClient, filled: dict[st
         assert headers["content-security-policy"].startswith("default-src 'self';"), path
         assert headers["x-content-type-options"] == "nosniff"
     page = client.get(f"/checkpoints/{filled['export 20']}").text
-    # The policy forbids what stands in a page itself: handlers, styles, scripts of other hosts.
+    # The policy forbids what a page contains itself: handlers, styles, scripts of other hosts.
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script>|https?://", page)
 
 
