@@ -166,7 +166,10 @@ def meta(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Record facts about the training of a checkpoint, also for what was made from it."""
+    """Record facts about the training of a checkpoint.
+
+    What was made from it inherits them.
+    """
     from ckptcore.catalog.training import facts_of_pairs
 
     facts = facts_of_pairs(pairs, "KEY=VALUE")
@@ -190,7 +193,7 @@ def best(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """List the checkpoints with the best values of a metric, the best first."""
+    """List checkpoints by a metric, the best first."""
     with opened(catalog) as found:
         rows = found.best(metric, "max" if highest else "min", run=run, kind=kind, limit=limit)
     answer(rows, output)

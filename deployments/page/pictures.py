@@ -98,7 +98,8 @@ def bars(rows: Sequence[tuple[str, int, int]]) -> list[Bar]:
     """Return bars by bytes. rows: (label, tensors, bytes)."""
     most = max((nbytes for _, _, nbytes in rows), default=0) or 1
     return [
-        Bar(plain(label), f"{number:,} tensors, {size(nbytes)}", nbytes / most) for label, number, nbytes in rows
+        Bar(plain(label), f"{number:,} tensors, {size(nbytes)}", nbytes / most)
+        for label, number, nbytes in rows
     ]
 
 

@@ -136,7 +136,7 @@ def _meta(dialect: Dialect, document: Mapping[str, Any]) -> Any:
 
 
 def _of_tags(tags: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the facts among tags, such as ``ckptcore.metrics.loss``."""
+    """Return the facts among tags whose names begin with a prefix; dots separate groups."""
     form: dict[str, Any] = {}
     for name, value in tags.items():
         if not name.startswith(prefix) or name == f"{prefix}uri":
