@@ -8,6 +8,7 @@ off, and the keys are checked before it commits.
 from alembic import context
 
 from ckptcore.catalog import default_url
+from ckptcore.catalog.comments import comment_statements
 from ckptcore.catalog.database import HEAD, parse
 from ckptcore.catalog.migrate import migrating
 from ckptcore.catalog.models import Base, UtcDateTime
@@ -40,7 +41,9 @@ if context.is_offline_mode():
     with context.begin_transaction():
         context.run_migrations()
         if context.get_revision_argument() in ("head", HEAD):
-            for statement in create_statements(context.get_context().dialect.name):
+            dialect = context.get_context().dialect
+            comments = comment_statements() if dialect.supports_comments else []
+            for statement in [*create_statements(dialect.name), *comments]:
                 context.execute(statement)
 elif given is not None:
     run(given)

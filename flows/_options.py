@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from ckptcore.catalog.training import facts_of_pairs
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement
 from ckptcore.planning.options import (
     Option,
@@ -84,6 +85,7 @@ class FlowOptions(Options):
             self.register_in,
             parse_size(self.batch),
             parse_engine(self.engine),
+            announcement=Announcement(meta=facts_of_pairs(self.meta or (), "meta").as_form()),
             verify_export=self.verify_export,
         )
 

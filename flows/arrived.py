@@ -15,8 +15,9 @@ from typing import Annotated, Any
 from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
+from ckptcore.catalog.training import ANNOUNCED
 from ckptcore.conversion.publish import Result
-from ckptcore.conversion.registration import Announcement
+from ckptcore.conversion.registration import Announcement, record_announced
 from ckptcore.errors import Busy, CkptError, DestinationExists
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
@@ -62,6 +63,10 @@ def arrived(
     step: Annotated[
         int | None, Option("The announced step, for the catalog if the path does not name one.")
     ] = None,
+    meta: Annotated[
+        dict[str, Any] | None,
+        Option("Facts about the training, for the catalog: metrics, git_commit, user, dataset, config."),
+    ] = None,
     wait_minutes: Annotated[
         float,
         Option(
@@ -81,7 +86,7 @@ def arrived(
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
         options = FlowOptions(**given | {"fingerprint": given["fingerprint"] or None})
         asked = options.request(verb, source, destination)
-        job = replace(options.job(), announcement=Announcement(run, step))
+        job = replace(options.job(), announcement=Announcement(run, step, meta or {}, ANNOUNCED))
 
         def work() -> Result | State[Any]:
             request = effective_request(asked, step, options.catalog)
@@ -95,6 +100,7 @@ def arrived(
             # Two senders, or a webhook and a sweep, can announce it twice: one run converts it.
             with alone(request, digest, str(runtime.flow_run.id), here, options.catalog) as mine:
                 if not mine:
+                    record_announced(job.announcement, request.source, options.catalog)
                     return already(request.destination)
                 try:
                     return steps(request, job)
@@ -103,6 +109,7 @@ def arrived(
                     for pause in (0.0, *here) if isinstance(error, Busy) else (0.0,):
                         time.sleep(pause)
                         if made_from(request.destination, request.source, digest, options.catalog):
+                            record_announced(job.announcement, request.source, options.catalog)
                             return already(request.destination)
                     raise
 

@@ -41,7 +41,7 @@ def sweep(
     try:
         wanted = flow_options(SweepOptions, given)
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
-        job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None}).job()
+        job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None, "meta": wanted.meta}).job()
         catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.min_age)
 
         def convert(request: Request) -> None:

@@ -95,6 +95,13 @@ def every(conn: Connection) -> tuple[AliasRow, ...]:
     return tuple(_alias_rows(conn, None))
 
 
+def of_checkpoint(conn: Connection, ref: str) -> tuple[AliasRow, ...]:
+    """Return the aliases of the checkpoint that `ref` names, sorted by name."""
+    named = select(Alias, Checkpoint.uuid, Checkpoint.uri).join(Checkpoint)
+    here = named.where(Alias.checkpoint_id == resolve_checkpoint(conn, ref)).order_by(Alias.name)
+    return tuple(AliasRow(r.name, r.uuid, r.uri, r.version, r.updated_at) for r in conn.execute(here))
+
+
 def _alias_rows(conn: Connection, name: str | None) -> list[AliasRow]:
     wanted = select(Alias, Checkpoint.uuid, Checkpoint.uri).join(Checkpoint).order_by(Alias.name)
     if name is not None:

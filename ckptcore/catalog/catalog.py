@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query
+from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
 from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
 from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.training import USER, TrainingFacts
+from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointFacts,
@@ -208,6 +211,30 @@ class Catalog:
             checkpoint = query.resolve_checkpoint(conn, ref)
             checkpoints.set_tag(conn, _now(), checkpoint, key, value)
 
+    def describe(self, ref: str, facts: TrainingFacts, origin: str = USER) -> None:
+        """Record facts about the training of a checkpoint, also for what was made from it.
+
+        Args:
+            ref: id, unique prefix, alias or URI.
+            facts: the facts; they replace those of the same or a later origin.
+            origin: one of `ckptcore.catalog.training.PRECEDENCE`.
+        """
+        with self.writing() as conn:
+            training_rows.put(conn, _now(), query.resolve_checkpoint(conn, ref), facts, origin)
+
+    def best(
+        self,
+        metric: str,
+        goal: str = "min",
+        *,
+        run: str | None = None,
+        kind: str | None = None,
+        limit: int = 10,
+    ) -> tuple[Ranked, ...]:
+        """Return the checkpoints with the best values of a metric; see `training_rows.best`."""
+        with self.reading() as conn:
+            return training_rows.best(conn, metric, goal, run=run, kind=kind, limit=limit)
+
     def list(
         self,
         limit: int | None = 50,
@@ -233,7 +260,10 @@ class Catalog:
             tensors: False omits the list of tensors, which can be long.
         """
         with self.reading() as conn:
-            return query.show(conn, ref, tensors)
+            found = query.show(conn, ref, tensors)
+            if isinstance(found, ConversionDetail):
+                return found
+            return replace(found, training=training_rows.read(conn, query.resolve_checkpoint(conn, ref)))
 
     def at(self, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
         """Return the current or last checkpoint at a URI with its files, or None if none was recorded."""

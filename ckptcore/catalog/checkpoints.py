@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
+from ckptcore.catalog import training_rows
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, FindingRecord, Tag, Tensor, TrainingRun
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, storable
 from ckptcore.catalog.types import CheckpointFacts, Kind, Role, State
@@ -111,6 +112,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         )
         .values(state=State.REPLACED.value, replaced_at=now)
     )
+    for origin, training in facts.training:
+        training_rows.put(conn, now, checkpoint, training, origin)
     return checkpoint, public
 
 

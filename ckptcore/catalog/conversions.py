@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, insert, select, update
 
+from ckptcore.catalog import training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
@@ -87,7 +88,7 @@ def succeed(
     of_output = [f for f in every if f.code in _OF_OUTPUT]
     note_findings(conn, now, of_source, checkpoint=source_id, conversion=row.id, level=source.verified)
     note_findings(conn, now, of_output, checkpoint=derived_id, conversion=row.id, level=derived.verified)
-    _inherit(conn, source_id, derived_id)
+    _inherit(conn, now, source_id, derived_id)
     conn.execute(
         update(Conversion)
         .where(Conversion.id == row.id)
@@ -234,7 +235,7 @@ def _adopted(conn: Connection, now: datetime, made: Any, source: Any, verb: str,
     if conn.execute(run).scalar() is not None:  # the run in a destination's name is only a guess
         changes |= {"run_id": None, "step": None}
     conn.execute(update(Checkpoint).where(Checkpoint.id == made.id).values(changes))
-    _inherit(conn, source.id, made.id)
+    _inherit(conn, now, source.id, made.id)
     return str(source.uri)
 
 
@@ -263,8 +264,8 @@ def _of_the_same_run(conn: Connection, source: int, derived: CheckpointFacts) ->
     return derived if known is None else replace(derived, run=None, step=None)
 
 
-def _inherit(conn: Connection, source: int, derived: int) -> None:
-    """Copy the run and the step of the source to a derived checkpoint that has none."""
+def _inherit(conn: Connection, now: datetime, source: int, derived: int) -> None:
+    """Copy the run, the step and the training facts of the source to a derived checkpoint that has none."""
     made_from = select(Checkpoint).where(Checkpoint.id == source).subquery()
     conn.execute(
         update(Checkpoint)
@@ -274,6 +275,7 @@ def _inherit(conn: Connection, source: int, derived: int) -> None:
             step=func.coalesce(Checkpoint.step, select(made_from.c.step).scalar_subquery()),
         )
     )
+    training_rows.inherit(conn, now, source, derived)
 
 
 def _link(conn: Connection, conversion: int, ends: set[tuple[int, Direction]]) -> None:

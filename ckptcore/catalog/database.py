@@ -29,10 +29,11 @@ from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageE
 from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011")
 HEAD = REVISIONS[-1]
-# Older schemas with the tables and views of `HEAD`: they are read as they are, and written once upgraded.
-READABLE = frozenset({"0009"})
+# Older schemas with the tables that `query.py` reads: they are read as they are, and written once upgraded.
+# What they lack (training facts, the audit) is read as empty: `is_behind`.
+READABLE = frozenset({"0009", "0010"})
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable
@@ -120,6 +121,11 @@ def connect(url: str, *, create: bool) -> Engine:
         engine.dispose()
         raise
     return engine if behind is None else engine.execution_options(**{BEHIND: behind})
+
+
+def is_behind(connection: Connection) -> bool:
+    """Return whether a catalog is of an older schema, which lacks the newest tables."""
+    return BEHIND in connection.get_execution_options()
 
 
 def require_writable(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from alembic import command
 from alembic.config import Config
 
+from ckptcore.catalog.comments import put_comments
 from ckptcore.catalog.database import (
     HEAD,
     REVISIONS,
@@ -73,6 +74,7 @@ def migrating(url: str) -> Iterator[Connection]:
             yield connection
             if revision(connection) == HEAD:
                 make_views(connection)
+                put_comments(connection)
             if connection.dialect.name == "sqlite":
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:

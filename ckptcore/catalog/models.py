@@ -13,6 +13,7 @@ from sqlalchemy import (
     BigInteger,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -61,7 +62,12 @@ class Base(DeclarativeBase):
     """The declarative base: naming convention and the types of plain annotations."""
 
     metadata = MetaData(naming_convention=NAMING)
-    type_annotation_map = {str: Text(), int: BigInteger(), datetime: UtcDateTime()}  # noqa: RUF012
+    type_annotation_map = {  # noqa: RUF012
+        str: Text(),
+        int: BigInteger(),
+        float: Double(),
+        datetime: UtcDateTime(),
+    }
 
 
 class TrainingRun(Base):
@@ -358,3 +364,60 @@ class Hold(Base):
     placed_at: Mapped[datetime]
     until: Mapped[datetime | None]
     released_at: Mapped[datetime | None]
+
+
+class TrainingFactsRow(Base):
+    """What is known about the training that wrote a checkpoint; see `training.py`.
+
+    config, extra and sources are JSON; sources names the origin of each column: user, announced, stored or
+    inherited.
+    """
+
+    __tablename__ = "training_facts"
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    git_commit: Mapped[str | None] = mapped_column(index=True)
+    user_name: Mapped[str | None]
+    dataset: Mapped[str | None]
+    job_url: Mapped[str | None]
+    framework: Mapped[str | None]
+    epoch: Mapped[float | None]
+    samples: Mapped[int | None]
+    tokens: Mapped[int | None]
+    config: Mapped[str]
+    extra: Mapped[str]
+    sources: Mapped[str]
+    updated_at: Mapped[datetime]
+
+
+class Metric(Base):
+    """A metric of the training at a checkpoint. value is NULL if it was not finite: nonfinite says which.
+
+    step: when it was measured, if not at the step of the checkpoint. source: as in training_facts.
+    """
+
+    __tablename__ = "metric"
+    __table_args__ = (Index(None, "name", "value"),)
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[float | None]
+    nonfinite: Mapped[str | None]
+    step: Mapped[int | None]
+    source: Mapped[str]
+    updated_at: Mapped[datetime]
+
+
+class AuditRecord(Base):
+    """Who changed what: an alias, a hold, a retry. subject: an id or a name. detail is JSON."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index(None, "subject", "at"),)
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    at: Mapped[datetime] = mapped_column(index=True)
+    actor: Mapped[str]
+    via: Mapped[str]
+    action: Mapped[str]
+    subject: Mapped[str]
+    detail: Mapped[str]

@@ -12,6 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from ckptcore.catalog.training import Training, TrainingFacts
 from ckptcore.errors import LEVELS, Finding
 
 
@@ -84,6 +85,7 @@ class CheckpointFacts:
         fingerprint: of the checkpoint's tensors (`ckptcore.fingerprints.sums`), or None.
         fingerprints: the known fingerprints of its tensors, by FQN.
         extra: as `files`, for every other file that was published or found.
+        training: (origin, facts) of the training that wrote it, each as `ckptcore.catalog.training`.
     """
 
     uri: str
@@ -99,6 +101,7 @@ class CheckpointFacts:
     fingerprint: str | None = None
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     extra: Sequence[tuple[str, int, str | None]] = ()
+    training: Sequence[tuple[str, TrainingFacts]] = ()
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:
@@ -236,7 +239,7 @@ class CheckpointDetail:
     """Everything about one checkpoint: contents, conversions that wrote or read it, open findings.
 
     loadable: ``no`` for an exported folder without the file by which transformers or PEFT opens a model; else
-    None.
+    None. training: what is known about the training that wrote it, or None.
     """
 
     checkpoint: CheckpointRow
@@ -247,6 +250,7 @@ class CheckpointDetail:
     written_by: tuple[ConversionRow, ...]
     used_by: tuple[ConversionRow, ...]
     loadable: str | None = None
+    training: Training | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,45 @@ FROM (
 SELECT v.uuid AS conversion, v.verb, v.started_at, t.key AS stage, $seconds AS seconds
 FROM conversion v CROSS JOIN $stages t
 WHERE v.state = 'succeeded'""",
+    # Both ends of each metric: whether a low or a high value is good is not in its name.
+    "best_by_metric": """
+SELECT run, metric, goal, kind, value, step, measured_at_step, checkpoint, uri, state
+FROM (
+  SELECT r.name AS run, m.name AS metric, g.goal, c.kind, m.value, c.step,
+         coalesce(m.step, c.step) AS measured_at_step, c.uuid AS checkpoint, c.uri, c.state,
+         row_number() OVER (PARTITION BY c.run_id, c.kind, m.name, g.goal
+                            ORDER BY CASE g.goal WHEN 'min' THEN m.value ELSE -m.value END,
+                                     coalesce(c.step, -1), c.id) AS place
+  FROM metric m
+  JOIN checkpoint c        ON c.id = m.checkpoint_id
+  CROSS JOIN (SELECT 'min' AS goal UNION ALL SELECT 'max') g
+  LEFT JOIN training_run r ON r.id = c.run_id
+  WHERE m.value IS NOT NULL AND c.state = 'present'
+) ranked
+WHERE place = 1""",
+    "runs": """
+SELECT r.name AS run, k.sources, k.outputs, k.damaged, k.bytes, k.first_step, k.last_step, k.first_at,
+       k.last_at, c.uuid AS checkpoint, c.uri, f.git_commit, f.user_name, f.dataset, f.job_url, f.framework,
+       f.epoch, f.samples, f.tokens
+FROM training_run r
+JOIN (
+  SELECT run_id, sum(CASE WHEN kind = 'source' THEN 1 ELSE 0 END) AS sources,
+         sum(CASE WHEN kind = 'derived' THEN 1 ELSE 0 END) AS outputs,
+         sum(CASE WHEN state IN ('damaged', 'incomplete') THEN 1 ELSE 0 END) AS damaged,
+         sum(total_bytes) AS bytes, min(step) AS first_step, max(step) AS last_step,
+         min(created_at) AS first_at, max(created_at) AS last_at
+  FROM checkpoint
+  WHERE state NOT IN ('replaced', 'gone', 'deleted') AND run_id IS NOT NULL
+  GROUP BY run_id
+) k ON k.run_id = r.id
+LEFT JOIN (
+  SELECT id, run_id, row_number() OVER (PARTITION BY run_id
+                                        ORDER BY coalesce(step, -1) DESC, kind DESC, id DESC) AS place
+  FROM checkpoint
+  WHERE state NOT IN ('replaced', 'gone', 'deleted') AND run_id IS NOT NULL
+) n ON n.run_id = r.id AND n.place = 1
+LEFT JOIN checkpoint c     ON c.id = n.id
+LEFT JOIN training_facts f ON f.checkpoint_id = n.id""",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore.catalog import default_url, upgrade
+from ckptcore.catalog import Kind, default_url, upgrade
 from ckptcore.cli.catalog_names import alias_app, hold_app, root_app
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
@@ -151,6 +151,85 @@ def tag(
             found.tag(ref, key, value or None)
         detail = found.show(ref, tensors=False)
     answer(detail, output)
+
+
+@app.command()
+def meta(
+    ref: Ref,
+    pairs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Facts about its training: metrics.loss=2.31, git_commit=3f9a, user=ada, config.lr=3e-4.",
+        ),
+    ],
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Record facts about the training of a checkpoint.
+
+    What was made from it inherits them.
+    """
+    from ckptcore.catalog.training import facts_of_pairs
+
+    facts = facts_of_pairs(pairs, "KEY=VALUE")
+    with opened(catalog) as found:
+        found.describe(ref, facts)
+        detail = found.show(ref, tensors=False)
+    answer(detail, output)
+
+
+@app.command()
+def best(
+    metric: Annotated[str, typer.Argument(metavar="METRIC", help="Name of the metric, such as eval_loss.")],
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="Only this training run.")] = None,
+    highest: Annotated[
+        bool, typer.Option("--highest", help="The highest value is the best. Default: the lowest.")
+    ] = False,
+    kind: Annotated[
+        Kind | None, typer.Option(metavar="KIND", help="Only this kind: source or derived.")
+    ] = None,
+    limit: Limit = 10,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """List checkpoints by a metric, the best first."""
+    with opened(catalog) as found:
+        rows = found.best(metric, "max" if highest else "min", run=run, kind=kind, limit=limit)
+    answer(rows, output)
+
+
+@app.command()
+def page(
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, help="Port; 0 picks a free one.")] = 8790,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Address to listen on. Elsewhere than on this machine, reading needs the token of a login.",
+        ),
+    ] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Name under which browsers reach it (repeatable)."),
+    ] = None,
+    catalog: Where = None,
+) -> None:
+    """Open the catalog as a page in the browser.
+
+    Changes need a login, with the token that is printed, or that of CKPTCORE_PAGE_TOKEN.
+    """
+    import os
+    import sys
+
+    # The page is a deployment: the library must not import it.
+    command = [sys.executable, "-m", "deployments.page", "--port", str(port), "--host", host]
+    command += [each for name in allow_host or () for each in ("--allow-host", name)]
+    url = catalog or default_url()
+    sys.stdout.flush()
+    # In the environment: a URL may contain a password, and arguments are visible to all users.
+    os.execve(sys.executable, command, {**os.environ, "CKPTCORE_CATALOG_URL": url})
 
 
 @app.command()

@@ -35,10 +35,13 @@ def set_alias(
     output: As = Output.TEXT,
 ) -> None:
     """Set the checkpoint that a name refers to."""
-    from ckptcore.catalog import aliases
+    from ckptcore.catalog import aliases, audit
 
+    now = _now()
     with opened(catalog) as found, found.writing() as conn:
-        row = aliases.set_alias(conn, _now(), name, ref, expect)
+        before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
+        row = aliases.set_alias(conn, now, name, ref, expect)
+        audit.note(conn, now, "alias.set", row.checkpoint, {"alias": name, "before": before})
     answer((row,), output)
 
 
@@ -55,10 +58,12 @@ def list_aliases(catalog: Where = None, output: As = Output.TEXT) -> None:
 @alias_app.command("remove")
 def remove_alias(name: Name, catalog: Where = None) -> None:
     """Remove a name."""
-    from ckptcore.catalog import aliases
+    from ckptcore.catalog import aliases, audit
 
     with opened(catalog) as found, found.writing() as conn:
+        before = aliases.get(conn, name).checkpoint
         aliases.remove(conn, name)
+        audit.note(conn, _now(), "alias.remove", before, {"alias": name})
 
 
 @hold_app.command("place")
@@ -78,12 +83,15 @@ def place_hold(
     output: As = Output.TEXT,
 ) -> None:
     """Keep a checkpoint from being deleted."""
-    from ckptcore.catalog import holds
+    from ckptcore.catalog import audit, holds
 
     end = None if until is None else until.replace(tzinfo=UTC)
+    now = _now()
     with opened(catalog) as found, found.writing() as conn:
-        holds.place(conn, _now(), ref, reason, owner=owner, until=end)
-        rows = holds.active(conn, _now(), ref)
+        hold = holds.place(conn, now, ref, reason, owner=owner, until=end)
+        rows = holds.active(conn, now, ref)
+        detail = {"hold": hold, "reason": reason, "until": None if end is None else f"{end:%Y-%m-%d}"}
+        audit.note(conn, now, "hold.place", rows[0].checkpoint, detail)
     answer(rows, output)
 
 
@@ -106,10 +114,14 @@ def release_hold(
     hold: Annotated[str, typer.Argument(metavar="HOLD", help="Id of a hold.")], catalog: Where = None
 ) -> None:
     """End a hold."""
-    from ckptcore.catalog import holds
+    from ckptcore.catalog import audit, holds
 
     with opened(catalog) as found, found.writing() as conn:
+        row = next((h for h in holds.active(conn, _now()) if h.id == hold), None)
         holds.release(conn, _now(), hold)
+        if row is not None:  # a second release changes nothing
+            detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
+            audit.note(conn, _now(), "hold.release", row.checkpoint, detail)
 
 
 @root_app.command("add")

@@ -18,6 +18,8 @@ from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.holds import HoldRow
 from ckptcore.catalog.queues import InboxEvent, Message
 from ckptcore.catalog.sql_query import Answer
+from ckptcore.catalog.training import COUNTS, TEXTS, Training
+from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
@@ -37,6 +39,7 @@ from ckptcore.utils.units import show_duration, show_size
 
 WIDTH = 100
 _ID = 8  # digits of an id, enough to tell the checkpoints of one catalog apart
+_METRICS = 12  # that `show` lists
 _FILES = 20  # files and findings that `show` lists
 
 _LINES = ("message", "tensor", "where")  # columns whose cells may have several lines
@@ -128,6 +131,14 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("type", lambda r: tail(r.type, 20)),
         ("message", lambda r: beginning(r.error_message or "-", 200)),
     ),
+    Ranked: (
+        ("value", lambda r: f"{r.value:.6g}"),
+        ("measured at", lambda r: "-" if r.step is None else str(r.step)),
+        ("checkpoint", lambda r: r.checkpoint.id[:_ID]),
+        ("kind", lambda r: r.checkpoint.kind),
+        ("run", lambda r: tail(r.checkpoint.run or "-", 20)),
+        ("uri", lambda r: tail(r.checkpoint.uri, 30)),
+    ),
     RootRow: (
         ("name", lambda r: tail(r.name, 16)),
         ("active", lambda r: "yes" if r.enabled else "no"),
@@ -204,6 +215,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
             "origin": ", ".join(f"{k}={v}" for k, v in row.origin.items()) or "-",
             "added": _when(row.created_at),
             "tags": ", ".join(f"{k}={v}" for k, v in detail.tags.items()) or "-",
+            **_training(detail.training),
         }
     )
     if detail.written_by:
@@ -242,6 +254,23 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
                 right=("size",),
             ),
         )
+
+
+def _training(training: Training | None) -> dict[str, str]:
+    """Return what is known about the training, without its config, which JSON has."""
+    if training is None:
+        return {}
+    facts = training.facts
+    known = {name: getattr(facts, name) for name in (*TEXTS, "epoch", *COUNTS)}
+    metrics = ", ".join(
+        f"{name}={m.text}" + (f" (step {m.step})" if m.step is not None else "")
+        for name, m in list(facts.metrics.items())[:_METRICS]
+    )
+    return {
+        "training": ", ".join(f"{k}={v}" for k, v in known.items() if v is not None) or "-",
+        "metrics": metrics
+        + (f" and {len(facts.metrics) - _METRICS} more" if len(facts.metrics) > _METRICS else ""),
+    }
 
 
 def _conversion(detail: ConversionDetail) -> Iterable[RenderableType]:

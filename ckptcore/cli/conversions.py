@@ -6,6 +6,7 @@ Commands parse, call and print; `ckptcore.cli.main` handles errors. Flows have t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ from ckptcore.store import is_s3
 
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
+    from ckptcore.conversion.registration import Announcement
     from ckptcore.planning.request import Request
 
 
@@ -114,6 +116,14 @@ def apply(
     _convert(load_request(here("PLAN", plan_dir)), given)
 
 
+def announced(meta: Sequence[str] | None) -> Announcement:
+    """Return what ``--meta`` reports about a source. Raises `UsageError`."""
+    from ckptcore.catalog.training import facts_of_pairs
+    from ckptcore.conversion.registration import Announcement
+
+    return Announcement(meta=facts_of_pairs(meta or ()).as_form())
+
+
 def _options(given: dict[str, Any]) -> Options:
     """Return the options of a command, with the text of the sharding rules in place of their file."""
     return Options.of({**given, "sharding": read_rules(given.get("sharding"))})
@@ -124,11 +134,14 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
     from ckptcore.conversion.pipeline import convert
 
     options, wait = Options.of(given), given.get("wait")
+    announcement = announced(options.meta)
     with show.progress() as progress:
         if wait is None:
-            result: Result | None = convert(request, options.settings(), progress, options.register_in)
+            result: Result | None = convert(
+                request, options.settings(), progress, options.register_in, announcement=announcement
+            )
         else:
-            result = _once(request, options, progress, wait)
+            result = _once(request, options, progress, wait, announcement)
     as_json = given["output"] is Output.JSON
     if result is None:
         already(request.destination, as_json=as_json)
@@ -136,10 +149,18 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
         show.result(result, as_json=as_json)
 
 
-def _once(request: Request, options: Options, progress: Progress, wait: str) -> Result | None:
+def _once(
+    request: Request, options: Options, progress: Progress, wait: str, announcement: Announcement
+) -> Result | None:
     from ckptcore.operations.convert_once import convert_once
     from ckptcore.utils.units import parse_duration
 
     return convert_once(
-        request, options.settings(), progress, options.register_in, wait_s=parse_duration(wait), on_wait=waits
+        request,
+        options.settings(),
+        progress,
+        options.register_in,
+        wait_s=parse_duration(wait),
+        on_wait=waits,
+        announcement=announcement,
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Where, write_json
+from ckptcore.cli.conversions import announced
 from ckptcore.cli.options import ANSWER, RUN, Output, RootNames, declared, takes
 from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOptions
 from ckptcore.planning.options import Options, options_of, read_options
@@ -30,11 +31,12 @@ def sweep(names: RootNames = None, **given: Any) -> None:
     wanted = read_options(SweepOptions, given)
     url = wanted.catalog or default_url()
     settings = Options.of(given | {"fingerprint": wanted.fingerprint or None}).settings()
+    announcement = announced(wanted.meta)
     as_json = given["output"] is Output.JSON
     with open_catalog(url) as catalog:
         outcome = run(
             catalog,
-            lambda request: convert(request, settings, None, url),
+            lambda request: convert(request, settings, None, url, announcement=announcement),
             names or (),
             dry_run=wanted.dry_run,
             settle_s=parse_duration(wanted.min_age),

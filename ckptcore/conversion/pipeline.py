@@ -23,7 +23,7 @@ from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
 from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
-from ckptcore.conversion.registration import fail, register, start
+from ckptcore.conversion.registration import UNANNOUNCED, Announcement, fail, register, start
 from ckptcore.conversion.staged_plan import REQUEST, plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
@@ -257,6 +257,7 @@ def convert(
     progress: Progress | None = None,
     catalog_url: str | bool | None = None,
     topology: Layouts | None = None,
+    announcement: Announcement = UNANNOUNCED,
 ) -> Result:
     """Run all stages of a conversion in this process.
 
@@ -266,6 +267,7 @@ def convert(
         progress: Called with the stage, the bytes done and the bytes in total.
         catalog_url: The catalog that records the conversion; None for the default, False for none.
         topology: See `ckptcore.planning.compose.compose`.
+        announcement: What a user reports about the source, for the catalog.
 
     Returns:
         The published output.
@@ -274,7 +276,7 @@ def convert(
         CkptError: An error of a stage. The catalog records it as a failure.
     """
     settings = settings or Settings()
-    registration = start(request, catalog_url)
+    registration = start(request, catalog_url, announcement=announcement)
     report = progress or _silent
     manifest: Manifest | None = None
     try:

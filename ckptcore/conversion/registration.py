@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from ckptcore.catalog.training import STORED, USER, TrainingFacts, read_facts
 from ckptcore.conversion.export_verdict import keep
 from ckptcore.conversion.file_fingerprints import matching
+from ckptcore.conversion.stored_training import stored_facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
 from ckptcore.fingerprints.sums import Fingerprinted
@@ -34,10 +36,16 @@ _log = logging.getLogger("ckptcore")
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Run and step of a source by its announcement, for a folder whose name has no step."""
+    """What a user or an announcement reports about a source.
+
+    run, step: for a folder whose name has no step. meta: facts about the training, as `read_facts` reads
+    them. origin: user or announced.
+    """
 
     run: str = ""
     step: int | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = USER
 
 
 UNANNOUNCED = Announcement()
@@ -116,6 +124,7 @@ def register(registration: Registration | None, result: Result, source: Manifest
         verified="coverage",
         announcement=registration.announcement,
         prints=matching(source, numbers, old),
+        training=True,
     )
     made = facts(
         result.written,
@@ -157,7 +166,7 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
     ended = ended_by(error)
     findings = ended.values.get("findings", ())
     known = (
-        facts(source, registration.request.source, announcement=registration.announcement)
+        facts(source, registration.request.source, announcement=registration.announcement, training=True)
         if source is not None
         else None
     )
@@ -197,6 +206,7 @@ def facts(
     prints: Prints = (None, {}),
     announcement: Announcement = UNANNOUNCED,
     published: Sequence[Published] = (),
+    training: bool = False,
 ) -> CheckpointFacts:
     """Return what the catalog stores of a manifest.
 
@@ -209,6 +219,7 @@ def facts(
         announcement: Run and step, for a place whose name has no step.
         published: (path, size, digest) of every known file; files that the manifest does not list are
             recorded, too.
+        training: Read what the checkpoint stores about its training.
     """
     from ckptcore.catalog import CheckpointFacts
 
@@ -237,7 +248,33 @@ def facts(
         verified,
         *prints,
         [row for row in published if row[0] not in named],
+        tuple(_training(manifest, announcement, training)),
     )
+
+
+def record_announced(announcement: Announcement, source: str, catalog_url: str | bool | None) -> None:
+    """Record the facts of an announcement about a source that was converted before."""
+    reported, _ = read_facts(announcement.meta)
+    if not reported or catalog_url is False:
+        return
+    from ckptcore.catalog import open_catalog
+
+    with open_catalog(catalog_url if isinstance(catalog_url, str) else None) as catalog:
+        if catalog.at(source) is not None:
+            catalog.describe(source, reported, announcement.origin)
+
+
+def _training(
+    manifest: Manifest, announcement: Announcement, stored: bool
+) -> Iterator[tuple[str, TrainingFacts]]:
+    """Yield the origin and the facts about the training of a checkpoint."""
+    announced, left_out = read_facts(announcement.meta)
+    if left_out:
+        _log.warning("facts about the training are left out: %s", "; ".join(left_out))
+    if announced:
+        yield announcement.origin, announced
+    if stored and (found := stored_facts(manifest)):
+        yield STORED, found
 
 
 def _step_and_run(uri: str) -> tuple[int | None, str | None]:

@@ -15,6 +15,7 @@ from ckptcore.catalog.claims import DONE, Key
 from ckptcore.conversion.destination import refuse_existing
 from ckptcore.conversion.pipeline import convert, inspect, tidy
 from ckptcore.conversion.publish import Result
+from ckptcore.conversion.registration import UNANNOUNCED, Announcement, record_announced
 from ckptcore.errors import Busy, DestinationExists
 from ckptcore.operations import claims as claiming
 from ckptcore.operations.wait import OnWait, delays, wait_until_complete
@@ -33,6 +34,7 @@ def convert_once(
     *,
     wait_s: float,
     on_wait: OnWait,
+    announcement: Announcement = UNANNOUNCED,
 ) -> Result | None:
     """Wait until the source is complete, then convert it unless another process already has.
 
@@ -43,6 +45,7 @@ def convert_once(
         catalog: Its URL; None for the default one. False for none: other processes are not considered then.
         wait_s: Seconds to wait for an incomplete source, or for another process that converts it.
         on_wait: See `wait_until_complete`.
+        announcement: What a user reports about the source, for the catalog.
 
     Returns:
         The published output; None if it was made before.
@@ -54,14 +57,17 @@ def convert_once(
     looks = delays(wait_s / 60)
     manifest = wait_until_complete(request.source, request.recover, looks, on_wait)
     if catalog is False:
-        return convert(request, settings, progress, catalog)
+        return convert(request, settings, progress, catalog, announcement=announcement)
     from ckptcore.catalog import open_catalog
 
     with (
         open_catalog(catalog if isinstance(catalog, str) else None) as known,
         alone(known, request, manifest.digest, claiming.owner(), looks) as mine,
     ):
-        return convert(request, settings, progress, catalog) if mine else None
+        if mine:
+            return convert(request, settings, progress, catalog, announcement=announcement)
+    record_announced(announcement, request.source, catalog)
+    return None
 
 
 @contextmanager

@@ -35,6 +35,14 @@ class SweepOptions:
     fingerprint: Annotated[bool, Option("Compute one digest of all tensor values for every conversion.")] = (
         False
     )
+    meta: Annotated[
+        Texts,
+        Option(
+            "Fact about the training of every checkpoint that is converted, such as user=ada or "
+            "git_commit=3f9a (repeatable).",
+            "KEY=VALUE",
+        ),
+    ] = None
     catalog: Catalog = None
 
 

@@ -116,6 +116,7 @@ def rebuild(
             prints=prints,
             verified="coverage" if report.ok else None,
             published=files,
+            training=kind is Kind.SOURCE,
         )
         public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
         found[public] = uri, manifest.format

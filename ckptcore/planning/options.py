@@ -86,7 +86,7 @@ MEANS = ("memory", "workers")
 PLACE = ("resume", "overwrite", "overwrite_foreign", "overwrite_in_place")
 PROOF = ("verify", "digest", "fingerprint")
 RECORD = ("catalog", "no_catalog")
-_EVERY = (*CONTENT, *MEANS, "device", *PLACE, *PROOF, *RECORD)
+_EVERY = (*CONTENT, *MEANS, "device", *PLACE, *PROOF, *RECORD, "meta")
 OF_VERB: Mapping[str, tuple[str, ...]] = {
     "consolidate": _EVERY,
     "export": (*MODEL, *_EVERY),
@@ -225,6 +225,14 @@ class Options:
         ),
     ] = None
     no_catalog: Annotated[bool, Option("Do not register in a catalog.")] = False
+    meta: Annotated[
+        Texts,
+        Option(
+            "Fact about the training, for the catalog: metrics.loss=2.31, git_commit=3f9a, user=ada, "
+            "config.lr=3e-4 (repeatable).",
+            "KEY=VALUE",
+        ),
+    ] = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

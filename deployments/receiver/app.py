@@ -4,6 +4,7 @@
     OPTIONS /hooks/SOURCE    the handshake of CloudEvents senders
     GET     /healthz         the process runs
     GET     /readyz          the inbox accepts events, and events are being started
+            /catalog         the catalog page, if it is configured
 
 A request is checked in this order: source, content type, size of the body, signature or token. Then it is
 parsed, its URI is checked against the allowed roots, and the event is stored. Only then is it answered.
@@ -60,6 +61,7 @@ def make_app(
     box: Mailbox,
     background: Background | None = None,
     clock: Callable[[], float] = time.time,
+    page: tuple[str, FastAPI] | None = None,
 ) -> FastAPI:
     """Return the application.
 
@@ -68,6 +70,7 @@ def make_app(
         box: the inbox and the outbox.
         background: the background work, started and stopped with the application.
         clock: returns seconds since 1970.
+        page: the catalog page, and the path below which it is.
     """
     keeper = Keeper(box, clock)
 
@@ -106,7 +109,10 @@ def make_app(
         if kept.new and background is not None:
             background.wake()
         _log.info("%s: %s %s of %s", source, "accepted" if kept.new else "repeated", kept.id, order.uri)
-        return JSONResponse(_accepted(kept), 202)
+        reply: dict[str, Any] = {**_accepted(kept)}
+        if event.left_out:
+            reply["left_out"] = list(event.left_out)
+        return JSONResponse(reply, 202)
 
     @app.options("/hooks/{source}", responses={404: RESPONSES[404]})
     async def handshake(source: str, request: Request) -> Response:
@@ -134,6 +140,8 @@ def make_app(
         # The inbox accepts events while Prefect is away.
         return JSONResponse(state, 200 if state["inbox"] == "ok" else 503)
 
+    if page is not None:
+        app.mount(*page)
     return app
 
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from ckptcore.redaction import beginning, redacted
+from deployments.receiver.event import meta_of
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import InboxEvent, Mailbox, News
 from deployments.receiver.run_request import order_of
@@ -161,7 +162,9 @@ class _Round:
     def start(self, row: InboxEvent) -> None:
         """Start the run of an event, or schedule a retry."""
         try:
-            order = order_of(self.senders[row.source], row.uri, row.run, row.step)
+            sender = self.senders[row.source]
+            meta = meta_of(sender.dialect, row.body)
+            order = order_of(sender, row.uri, row.run, row.step, meta)
         except RequestRefused as refused:
             self.end(row, "failed", refused.reply["message"])
             return

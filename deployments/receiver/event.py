@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from ckptcore.catalog.training import read_facts
 from ckptcore.utils.text import short_repr
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
+
+_log = logging.getLogger("deployments.receiver")
 
 MAX_TEXT = 255  # characters of an id, a type, a run's name
 MAX_URI = 2048
@@ -37,6 +41,8 @@ class Event:
         uri: the URI of the checkpoint, or "".
         run: the name of the training run, or "".
         step: the training step, or None.
+        meta: facts about the training, in the JSON form of `ckptcore.catalog.training`.
+        left_out: which parts of these facts are not stored, and why.
     """
 
     source: str
@@ -46,6 +52,8 @@ class Event:
     uri: str
     run: str
     step: int | None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 def read_event(
@@ -72,6 +80,7 @@ def read_event(
     allowed = dialect.accepts if accepts is None else accepts
     if allowed is not None and not type and "" not in allowed:
         raise RequestRefused("not-understood", f"the event has no type ({', '.join(dialect.type)})")
+    facts, left_out = read_facts(_meta(dialect, document))
     return Event(
         source=source,
         event_id=_id(dialect, source, document, headers, body),
@@ -80,7 +89,21 @@ def read_event(
         uri=_first_text(document, headers, dialect.uri, "the URI", MAX_URI),
         run=_first_text(document, headers, dialect.run, "the run"),
         step=_step_number(_first_text(document, headers, dialect.step, "the step")),
+        meta=facts.as_form(),
+        left_out=left_out,
     )
+
+
+def meta_of(dialect: Dialect, body: str) -> dict[str, Any]:
+    """Return the facts about the training in a stored event; empty if it cannot be parsed any more."""
+    try:
+        document = parse(body.encode())
+    except RequestRefused as refused:  # it was parsed when it arrived: its row was edited since
+        _log.warning("an event has no facts about its training: %s", refused.why)
+        return {}
+    if dialect.envelope == "cloudevents" and "specversion" not in document:
+        document = {"data": document}  # binary mode: the body is the data
+    return read_facts(_meta(dialect, document))[0].as_form()
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -98,6 +121,32 @@ def parse(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestRefused("not-understood", "the body is not a JSON object")
     return found
+
+
+def _meta(dialect: Dialect, document: Mapping[str, Any]) -> Any:
+    """Return the facts about the training in an event: the first object at one of its places."""
+    for place in dialect.meta:
+        found = _at(document, place)
+        if found is None:
+            continue
+        if dialect.meta_prefix and isinstance(found, dict):
+            return _of_tags(found, dialect.meta_prefix)
+        return found
+    return None
+
+
+def _of_tags(tags: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the facts among tags whose names begin with a prefix; dots separate groups."""
+    form: dict[str, Any] = {}
+    for name, value in tags.items():
+        if not name.startswith(prefix) or name == f"{prefix}uri":
+            continue
+        group, dot, rest = name.removeprefix(prefix).partition(".")
+        if dot and group in ("metrics", "config"):
+            form.setdefault(group, {})[rest] = value
+        else:
+            form[name.removeprefix(prefix)] = value
+    return form
 
 
 def _document(dialect: Dialect, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
@@ -148,12 +197,7 @@ def _text_at(
 ) -> str:
     """Return the text or whole number at a place as text, or ""."""
     value: Any
-    if place.startswith("@"):
-        value = headers.get(place[1:])
-    else:
-        value = document
-        for name in place.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
+    value = headers.get(place[1:]) if place.startswith("@") else _at(document, place)
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -166,6 +210,13 @@ def _text_at(
     if _CONTROL.search(text):
         raise RequestRefused("not-understood", f"{what} ({place}) contains control characters")
     return text
+
+
+def _at(document: Mapping[str, Any], place: str) -> Any:
+    value: Any = document
+    for name in place.split("/"):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _step_number(text: str) -> int | None:

@@ -27,7 +27,9 @@ class Order:
     parameters: Mapping[str, Any]
 
 
-def order_of(sender: Sender, uri: str, run: str, step: int | None) -> Order:
+def order_of(
+    sender: Sender, uri: str, run: str, step: int | None, meta: Mapping[str, Any] | None = None
+) -> Order:
     """Return the run to start for an event. Raises `RequestRefused`.
 
     Args:
@@ -35,6 +37,7 @@ def order_of(sender: Sender, uri: str, run: str, step: int | None) -> Order:
         uri: the URI in the event. If it is "", the source's template gives one.
         run: the name of the training run, or "".
         step: the training step, or None.
+        meta: facts about the training; they are no parameter if there are none.
     """
     uri = uri or filled(sender.source.uri or "", run=run, step=step)
     if not uri:
@@ -46,5 +49,6 @@ def order_of(sender: Sender, uri: str, run: str, step: int | None) -> Order:
         "root": place.root,
         "run": run,
         "step": step,
+        **({"meta": dict(meta)} if meta else {}),
     }
     return Order(place.uri, sender.deployment, parameters)

@@ -30,6 +30,8 @@ class Dialect:
         uri: places of the URI; the first one with a value counts.
         run: places of the training run, likewise.
         step: places of the step, likewise.
+        meta: places of an object with facts about the training, likewise.
+        meta_prefix: the beginning of their names, where the object has other entries as well.
         media: content types.
         envelope: how to assemble the event before places are looked up.
     """
@@ -46,6 +48,8 @@ class Dialect:
     uri: tuple[str, ...] = ("data/uri",)
     run: tuple[str, ...] = ("data/run",)
     step: tuple[str, ...] = ("data/step",)
+    meta: tuple[str, ...] = ("data/meta",)
+    meta_prefix: str = ""
     media: frozenset[str] = frozenset({JSON})
     envelope: Literal["plain", "cloudevents"] = "plain"
 
@@ -82,6 +86,8 @@ DIALECTS: dict[str, Dialect] = {
         uri=("data/tags/ckptcore.uri", "data/source"),
         run=("data/run_id", "data/name"),
         step=("data/tags/step",),
+        meta=("data/tags",),
+        meta_prefix="ckptcore.",
     ),
     # docs.wandb.ai, automations, "Troubleshoot your webhook": base64 of the HMAC of the body alone. The
     # body is the user's template, see senders/wandb.json.
@@ -92,6 +98,7 @@ DIALECTS: dict[str, Dialect] = {
         uri=("uri",),
         run=("run", "artifact_collection_name"),
         step=("step",),
+        meta=("meta",),
     ),
     # determined-ai/determined, master/internal/webhooks/shipper.go. Its events name an experiment and no
     # URI.
@@ -106,6 +113,7 @@ DIALECTS: dict[str, Dialect] = {
         uri=(),
         run=("event_data/experiment/id",),
         step=(),
+        meta=(),
     ),
     # docs.github.com, "Validating webhook deliveries"; a repository_dispatch has a free payload. Only the
     # body is signed. X-GitHub-Delivery is not: with another one, a recorded request would be a new event.
@@ -120,6 +128,7 @@ DIALECTS: dict[str, Dialect] = {
         uri=("client_payload/uri", "uri"),
         run=("client_payload/run", "run"),
         step=("client_payload/step", "step"),
+        meta=("client_payload/meta", "meta"),
     ),
     # docs.aws.amazon.com, SageMaker "Training job state change", sent by an API destination with an API key.
     # Its events name no checkpoint: S3OutputPath is shared by all jobs.
@@ -131,9 +140,15 @@ DIALECTS: dict[str, Dialect] = {
         uri=(),
         run=("detail/TrainingJobName",),
         step=(),
+        meta=(),
     ),
     # ckptcore's own, for scripts: an epilog, curl, a shell at the end of a job.
     "bearer": Dialect(
-        proof="authorization", id=("@idempotency-key",), uri=("uri",), run=("run",), step=("step",)
+        proof="authorization",
+        id=("@idempotency-key",),
+        uri=("uri",),
+        run=("run",),
+        step=("step",),
+        meta=("meta",),
     ),
 }

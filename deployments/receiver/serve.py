@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.errors import UsageError
@@ -20,7 +21,7 @@ from deployments.receiver.dispatch import work
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
-from deployments.receiver.settings import load
+from deployments.receiver.settings import ReceiverSettings, load
 
 CONNECTIONS = 1024  # open at a time; each body is at most `max_body`, and takes at most ten seconds
 GRACE = 10  # seconds for open requests after a signal
@@ -50,7 +51,7 @@ def serve(config: Path, host: str, port: int) -> None:
         )
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(senders, box, loop),
+                make_app(senders, box, loop, page=_page(settings)),
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -74,6 +75,18 @@ def serve(config: Path, host: str, port: int) -> None:
     rows.close()
     news.close()
     runs.close()
+
+
+def _page(settings: ReceiverSettings) -> tuple[str, FastAPI] | None:
+    """Return the catalog page and its path, if it is configured."""
+    if settings.page is None:
+        return None
+    from ckptcore.catalog import open_catalog
+    from deployments.page.app import make_page
+    from deployments.page.settings import access_of
+
+    catalog = open_catalog(settings.catalog)
+    return settings.page.path, make_page(catalog, access_of(settings.page), settings.page.path)
 
 
 def _listening(host: str, port: int) -> socket.socket:

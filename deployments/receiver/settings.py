@@ -17,6 +17,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
+from deployments.page.settings import PageTable, access_of
 from deployments.parameters import misfits_of
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.roots import normal
@@ -85,6 +86,7 @@ class ReceiverSettings(_Strict):
         catalog: its URL; by default that of `ckptcore.catalog.default_url`.
         sources: the sources of events, by name.
         notify: the receivers of notifications, by name.
+        page: where the catalog page is, and who may open it. Without this table there is no page.
     """
 
     roots: list[str] = []
@@ -96,6 +98,7 @@ class ReceiverSettings(_Strict):
     catalog: str | None = None
     sources: dict[str, SourceSettings] = Field(min_length=1)
     notify: dict[str, NotifyTarget] = {}
+    page: PageTable | None = None
 
 
 class Sender:
@@ -162,6 +165,11 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
             for root in source.roots or ()
             if not is_plain(root)
         ]
+    if settings.page is not None:
+        try:
+            access_of(settings.page, env)
+        except UsageError as error:
+            found.append(error.message)
     for name, target in settings.notify.items():
         found += _secrets(f"notify {name}", [target.secret], "whsec", env)
         found += _url(f"notify {name}", target.url)
@@ -175,7 +183,14 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
 
 def _parameter_problems(settings: ReceiverSettings, source: SourceSettings) -> list[str]:
     """Return why the flow does not accept the parameters of the configuration and of an event together."""
-    of_event = {"source": "/runs/a", "destination": "/exports/a", "root": "/runs", "run": "a", "step": 1}
+    of_event = {
+        "source": "/runs/a",
+        "destination": "/exports/a",
+        "root": "/runs",
+        "run": "a",
+        "step": 1,
+        "meta": {},
+    }
     own = settings.parameters | source.parameters
     taken = [f"the parameter {name!r} comes from the event; remove it" for name in own if name in of_event]
     return taken + misfits_of(source.deployment or settings.deployment, own | of_event)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -30,10 +31,12 @@ class AnnounceCheckpoint(Callback):
     Args:
         run: the name of the training run.
         every: announce each checkpoint as soon as it is saved.
+        meta: facts about the training, as `send.announce`; the trainer's metrics are added.
     """
 
-    def __init__(self, run: str = "", every: bool = False) -> None:
-        self.run, self.every = run, every
+    def __init__(self, run: str = "", every: bool = False, meta: Mapping[str, Any] | None = None) -> None:
+        self.run, self.every, self.meta = run, every, dict(meta or {})
+        self._metrics: dict[str, Any] = {}  # of the last checkpoint
         self._trainer: Any = None  # the trainer whose method is wrapped
         self._last: tuple[str, int] | None = None  # path and step
         self._announced: tuple[str, int] | None = None
@@ -72,6 +75,9 @@ class AnnounceCheckpoint(Callback):
         if self._last is not None and self._last[1] == step:
             return  # a second file of the same step, such as last.ckpt, which the next save overwrites
         self._last = (path if "://" in path else os.path.abspath(path), step)
+        # Tensors of one element; the others are no metrics.
+        numbers = {n: v for n, v in trainer.callback_metrics.items() if getattr(v, "numel", lambda: 1)() == 1}
+        self._metrics = {"epoch": trainer.current_epoch, "metrics": {n: float(v) for n, v in numbers.items()}}
         if self.every or self._ended:
             self._tell(trainer)
 
@@ -84,7 +90,9 @@ class AnnounceCheckpoint(Callback):
             return
         self._announced = path, step = self._last
         try:
-            answer = announce(path, self.run, step)
+            answer = announce(
+                path, self.run, step, meta={"framework": "lightning", **self._metrics, **self.meta}
+            )
         except (OSError, KeyError, ValueError) as error:  # must not end the training run
             log.warning("%s was not announced: %s", path, error)
         else:

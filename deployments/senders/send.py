@@ -2,7 +2,7 @@
 """Announce a checkpoint with Python's standard library only; copy this file to where the job runs.
 
     export CKPT_HOOK_URL=https://hooks.example/hooks/trainer CKPT_HOOK_SECRET=whsec_...
-    python send.py URI [RUN [STEP]]
+    python send.py URI [RUN [STEP]] [--meta=metrics.loss=2.31 --meta=git_commit=3f9a ...]
 
 or ``from send import announce`` and ``announce("/checkpoints/llama/step-300", "llama", 300)``. Requests are
 signed as Standard Webhooks (standard-webhooks/standard-webhooks, spec/standard-webhooks.md).
@@ -15,12 +15,14 @@ import hashlib
 import hmac
 import http.client
 import json
+import math
 import os
 import sys
 import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 WAITS = (1, 2, 5, 10, 20, 30, 60, 60, 60)  # seconds between tries; a refused request is not repeated
@@ -32,6 +34,7 @@ def announce(
     run: str = "",
     step: int | None = None,
     *,
+    meta: Mapping[str, Any] | None = None,
     url: str | None = None,
     secret: str | None = None,
     waits: tuple[float, ...] = WAITS,
@@ -42,6 +45,8 @@ def announce(
         uri: the checkpoint.
         run: the name of the training run.
         step: the training step.
+        meta: facts about the training, for the catalog: {"metrics": {"loss": 2.31}, "git_commit": "3f9a",
+            "user": "ada", "dataset": "...", "job_url": "...", "config": {...}}.
         url: the receiver; by default CKPT_HOOK_URL.
         secret: by default CKPT_HOOK_SECRET.
         waits: seconds between tries.
@@ -54,8 +59,14 @@ def announce(
     """
     address, shared = url or os.environ["CKPT_HOOK_URL"], secret or os.environ["CKPT_HOOK_SECRET"]
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    event = {"type": "checkpoint.saved", "timestamp": stamp, "data": {"uri": uri, "run": run, "step": step}}
-    body, id = json.dumps(event).encode(), f"msg_{uuid.uuid4().hex}"
+    event: dict[str, Any] = {
+        "type": "checkpoint.saved",
+        "timestamp": stamp,
+        "data": {"uri": uri, "run": run, "step": step},
+    }
+    if meta:
+        event["data"]["meta"] = _finite(meta)
+    body, id = json.dumps(event, allow_nan=False).encode(), f"msg_{uuid.uuid4().hex}"
     key = base64.b64decode(shared.removeprefix("whsec_"))
     for wait in (*waits, None):
         now = str(int(time.time()))
@@ -83,8 +94,32 @@ def announce(
     raise AssertionError("the last try returns or raises")
 
 
+def _finite(value: Any) -> Any:
+    """Return a JSON value with NaN and infinities as texts: JSON has no such numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _pairs(texts: list[str]) -> dict[str, Any]:
+    """Return the facts in texts such as ``metrics.loss=2.31`` and ``user=ada``."""
+    meta: dict[str, Any] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        group, dot, name = key.partition(".")
+        if dot and group in ("metrics", "config"):
+            meta.setdefault(group, {})[name] = value
+        else:
+            meta[key] = value
+    return meta
+
+
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 4:
-        sys.exit("usage: send.py URI [RUN [STEP]]")
-    uri, run, step = (*sys.argv[1:], "", "")[:3]
-    print(json.dumps(announce(uri, run, int(step) if step else None)))
+    arguments = [each for each in sys.argv[1:] if not each.startswith("--meta=")]
+    facts = [each.removeprefix("--meta=") for each in sys.argv[1:] if each.startswith("--meta=")]
+    if not 1 <= len(arguments) <= 3 or any("=" not in each for each in facts):
+        sys.exit("usage: send.py URI [RUN [STEP]] [--meta=KEY=VALUE ...]")
+    uri, run, step = (*arguments, "", "")[:3]
+    print(json.dumps(announce(uri, run, int(step) if step else None, meta=_pairs(facts))))

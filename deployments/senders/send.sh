@@ -3,6 +3,7 @@
 #
 #   CKPT_HOOK_URL=https://hooks.example/hooks/trainer CKPT_HOOK_SECRET=whsec_... send.sh URI [RUN [STEP]]
 #
+# CKPT_HOOK_META may hold facts about the training, as a JSON object: {"metrics":{"loss":2.31},"user":"ada"}.
 # Requests are signed as Standard Webhooks. openssl takes the key as an argument, which other users of the machine
 # can see for a moment; with send.py they cannot.
 set -euo pipefail
@@ -13,8 +14,11 @@ case "$uri$run$step" in *[\"\\[:cntrl:]]*) echo "quotes and control characters c
 case "$step" in *[!0-9]*) echo "the step is a whole number" >&2; exit 2 ;; esac
 while [[ $step == 0?* ]]; do step=${step#0}; done   # JSON has no 0300
 
+meta=${CKPT_HOOK_META:-}
+case "$meta" in '' | '{'*'}') ;; *) echo "CKPT_HOOK_META is a JSON object" >&2; exit 2 ;; esac
+
 id=msg_$(openssl rand -hex 16)
-body='{"type":"checkpoint.saved","timestamp":"'$(date -u +%FT%TZ)'","data":{"uri":"'$uri'","run":"'$run'","step":'${step:-null}'}}'
+body='{"type":"checkpoint.saved","timestamp":"'$(date -u +%FT%TZ)'","data":{"uri":"'$uri'","run":"'$run'","step":'${step:-null}${meta:+,\"meta\":$meta}'}}'
 key=$(printf %s "${CKPT_HOOK_SECRET#whsec_}" | openssl base64 -d -A | od -An -vtx1 | tr -d ' \n')
 
 # All tries have the same id, so repeats are recognised. A signature is valid for five minutes: each try has its own.

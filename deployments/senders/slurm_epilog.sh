@@ -25,7 +25,8 @@ case "$uri$run" in *[\"\\[:cntrl:]]*) exit 0 ;; esac
 case "$step" in null) ;; '' | *[!0-9]*) exit 0 ;; esac
 while [[ $step == 0?* ]]; do step=${step#0}; done   # JSON has no 0300
 
-body='{"type":"job.completed","uri":"'$uri'","run":"'$run'","step":'$step'}'
+case "${SLURM_JOB_USER:-}" in *[\"\\[:cntrl:]]*) user='' ;; *) user=${SLURM_JOB_USER:-} ;; esac
+body='{"type":"job.completed","uri":"'$uri'","run":"'$run'","step":'$step',"meta":{"user":"'$user'","slurm_job":"'${SLURM_JOB_ID:-}'"}}'
 # The job's id makes a repeat the same event; a requeued job has another start time.
 send() {
   printf %s "$body" | curl --silent --show-error --max-time 20 --retry 5 --retry-connrefused --retry-max-time 300 \

@@ -15,10 +15,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from send import announce
 
-_last: dict[str, int | None] = {}
+_last: dict[str, tuple[int | None, Mapping[str, Any] | None]] = {}
 _run = ""
 
 
@@ -30,15 +32,17 @@ def install(run: str = "") -> None:
         atexit.register(_announce)
 
 
-def saved(path: str | os.PathLike[str], step: int | None = None) -> None:
-    """Record that every rank has written its part of a checkpoint."""
+def saved(
+    path: str | os.PathLike[str], step: int | None = None, meta: Mapping[str, Any] | None = None
+) -> None:
+    """Record that every rank has written its part of a checkpoint. meta: as `send.announce`."""
     _last.clear()
-    _last[os.path.abspath(path) if "://" not in str(path) else str(path)] = step
+    _last[os.path.abspath(path) if "://" not in str(path) else str(path)] = step, meta
 
 
 def _announce() -> None:
-    for uri, step in _last.items():
+    for uri, (step, meta) in _last.items():
         try:
-            print(f"announced {uri}: {announce(uri, _run, step)}", file=sys.stderr)
+            print(f"announced {uri}: {announce(uri, _run, step, meta=meta)}", file=sys.stderr)
         except (OSError, KeyError, ValueError) as error:
             print(f"{uri} was not announced: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from ckptcore.operations.sweep import Swept
 
 WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
     --include
-    --keep-quantized --max-file-size --memory --no-catalog --no-digest --no-fingerprint --no-resume
+    --keep-quantized --max-file-size --memory --meta --no-catalog --no-digest --no-fingerprint --no-resume
     --no-verify --output --overwrite --overwrite-foreign --overwrite-in-place --rename --resume --tie
     --to --verify --wait --weights --workers"""
 OPTIONS = {
@@ -52,7 +52,7 @@ OPTIONS = {
     "gc": "--dry-run --older-than --output",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --workers --yes""",
-    "sweep": """--catalog --device --dry-run --fingerprint --memory --min-age --output --retry-failed
+    "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --retry-failed
         --workers""",
 }
 GROUPS = ("", "catalog", "catalog alias", "catalog hold", "catalog root", "catalog inbox", "catalog outbox")

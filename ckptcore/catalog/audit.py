@@ -1,0 +1,101 @@
+"""Record who changed aliases, holds and queues, in the transaction of the change."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import insert, select
+
+from ckptcore.catalog.database import is_behind
+from ckptcore.catalog.models import AuditRecord
+from ckptcore.catalog.normalize import clean, clean_json
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+CLI, PAGE = "cli", "page"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """One change.
+
+    Attributes:
+        id: its number; a later change has a higher one.
+        at: when.
+        actor: who.
+        via: ``page`` or ``cli``.
+        action: what, such as ``alias.set``.
+        subject: the id or name of what was changed.
+        detail: the values.
+    """
+
+    id: int
+    at: datetime
+    actor: str
+    via: str
+    action: str
+    subject: str
+    detail: dict[str, Any]
+
+
+def note(
+    conn: Connection,
+    now: datetime,
+    action: str,
+    subject: str,
+    detail: Mapping[str, Any],
+    *,
+    actor: str | None = None,
+    via: str = CLI,
+) -> None:
+    """Record a change. actor: None means the user of this process."""
+    conn.execute(
+        insert(AuditRecord).values(
+            at=now,
+            actor=clean(operating_user() if actor is None else actor),
+            via=via,
+            action=action,
+            subject=clean(subject),
+            detail=clean_json({k: clean(v) if isinstance(v, str) else v for k, v in detail.items()}),
+        )
+    )
+
+
+def listed(
+    conn: Connection, *, subject: str | None = None, before: int | None = None, limit: int = 50
+) -> tuple[AuditRow, ...]:
+    """Return changes, newest first.
+
+    Args:
+        conn: a transaction.
+        subject: only of this id or name.
+        before: only those with a lower number.
+        limit: the most rows.
+    """
+    if is_behind(conn):
+        return ()
+    wanted = select(AuditRecord).order_by(AuditRecord.id.desc()).limit(limit)
+    if subject is not None:
+        wanted = wanted.where(AuditRecord.subject == subject)
+    if before is not None:
+        wanted = wanted.where(AuditRecord.id < before)
+    return tuple(
+        AuditRow(r.id, r.at, r.actor, r.via, r.action, r.subject, json.loads(r.detail))
+        for r in conn.execute(wanted)
+    )
+
+
+def operating_user() -> str:
+    """Return the name of the user of this process, or its number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        import os
+
+        return f"uid {os.getuid()}"

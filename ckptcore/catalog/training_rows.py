@@ -1,0 +1,278 @@
+"""Record and read facts about trainings, and find checkpoints by their metrics.
+
+A checkpoint has at most one row of facts. Facts of several origins are merged column by column: what a user
+states replaces what was announced, that replaces what the checkpoint stores, and that what is inherited from
+the source of a conversion. Outputs inherit the facts of their source, also those that arrive later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import delete, func, insert, select, update
+
+from ckptcore.catalog.database import is_behind
+from ckptcore.catalog.models import Checkpoint, ConversionIO, Metric, TrainingFactsRow, TrainingRun
+from ckptcore.catalog.normalize import clean_json
+from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
+from ckptcore.catalog.training import (
+    INHERITED,
+    MAX_METRICS,
+    PRECEDENCE,
+    Measured,
+    Training,
+    TrainingFacts,
+    bounded,
+)
+from ckptcore.catalog.types import CheckpointRow, Direction, State
+from ckptcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+GOALS = ("min", "max")
+_JSON = ("config", "extra")
+# field -> column
+_COLUMNS = {
+    f.name: "user_name" if f.name == "user" else f.name for f in fields(TrainingFacts) if f.name != "metrics"
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A checkpoint with its value of one metric. step: when it was measured."""
+
+    metric: str
+    value: float
+    step: int | None
+    checkpoint: CheckpointRow
+
+
+def put(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:
+    """Merge facts into those of a checkpoint (row id), and pass them on to what was made from it.
+
+    Args:
+        conn: a writer's transaction.
+        now: the time to record.
+        checkpoint: the row id.
+        facts: the new facts.
+        source: their origin, one of `PRECEDENCE`.
+    """
+    if not facts:
+        return
+    _put_one(conn, now, checkpoint, facts, source)
+    for derived in _made_from(conn, checkpoint):
+        _put_one(conn, now, derived, facts, INHERITED)
+
+
+def inherit(conn: Connection, now: datetime, source: int, derived: int) -> None:
+    """Pass the facts of a source on to an output."""
+    known = read(conn, source)
+    if known is not None:
+        _put_one(conn, now, derived, known.facts, INHERITED)
+
+
+def read(conn: Connection, checkpoint: int) -> Training | None:
+    """Return the facts of a checkpoint (row id), or None if there are none."""
+    if is_behind(conn):
+        return None
+    row = conn.execute(select(TrainingFactsRow).where(TrainingFactsRow.checkpoint_id == checkpoint)).first()
+    found = conn.execute(select(Metric).where(Metric.checkpoint_id == checkpoint).order_by(Metric.name)).all()
+    if row is None and not found:
+        return None
+    known = {} if row is None else {f: _value(f, getattr(row, c)) for f, c in _COLUMNS.items()}
+    sources = {} if row is None else json.loads(row.sources)
+    times = [m.updated_at for m in found] + ([] if row is None else [row.updated_at])
+    return Training(
+        TrainingFacts(**known, metrics={m.name: Measured(m.value, m.nonfinite, m.step) for m in found}),
+        sources | {f"metrics.{m.name}": m.source for m in found},
+        max(times, default=None),
+    )
+
+
+def metrics_of(
+    conn: Connection, checkpoints: Sequence[int], names: Sequence[str] = ()
+) -> dict[int, dict[str, Measured]]:
+    """Return metrics by row id of checkpoint and by name. names: only these; () means all."""
+    if not checkpoints or is_behind(conn):
+        return {}
+    wanted = select(Metric).where(Metric.checkpoint_id.in_(checkpoints)).order_by(Metric.name)
+    if names:
+        wanted = wanted.where(Metric.name.in_(names))
+    found: dict[int, dict[str, Measured]] = {}
+    for m in conn.execute(wanted):
+        found.setdefault(m.checkpoint_id, {})[m.name] = Measured(m.value, m.nonfinite, m.step)
+    return found
+
+
+def names_of_metrics(conn: Connection, run: int | None = None, limit: int = 200) -> tuple[str, ...]:
+    """Return the names of recorded metrics, of all checkpoints or of one run (row id)."""
+    if is_behind(conn):
+        return ()
+    if run is not None:
+        of_run = select(Metric.name).join(Checkpoint, Checkpoint.id == Metric.checkpoint_id)
+        rows = of_run.where(Checkpoint.run_id == run).distinct().order_by(Metric.name).limit(limit)
+        return tuple(conn.execute(rows).scalars())
+    # One probe of the index for each name; DISTINCT would read every row.
+    names: list[str] = []
+    last = ""
+    while len(names) < limit:
+        found = conn.execute(
+            select(Metric.name).where(Metric.name > last).order_by(Metric.name).limit(1)
+        ).scalar()
+        if found is None:
+            break
+        names.append(found)
+        last = found
+    return tuple(names)
+
+
+def best(
+    conn: Connection,
+    metric: str,
+    goal: str = "min",
+    *,
+    run: str | None = None,
+    kind: str | None = None,
+    limit: int = 10,
+) -> tuple[Ranked, ...]:
+    """Return the present checkpoints with the best finite values of a metric, the best first.
+
+    Args:
+        conn: a transaction.
+        metric: its name.
+        goal: ``min`` or ``max``.
+        run: only this training run.
+        kind: only ``source`` or ``derived``.
+        limit: the most checkpoints.
+
+    Raises:
+        UsageError: the goal is unknown, or no checkpoint has such a metric.
+    """
+    if goal not in GOALS:
+        raise UsageError(f"the goal must be min or max (got {goal!r})")
+    if is_behind(conn):
+        return ()
+    order = Metric.value if goal == "min" else Metric.value.desc()
+    wanted = (
+        checkpoint_rows()
+        .add_columns(Metric.value.label("metric_value"), Metric.step.label("metric_step"))
+        .join(Metric, Metric.checkpoint_id == Checkpoint.id)
+        .where(Metric.name == metric, Metric.value.is_not(None), Checkpoint.state == State.PRESENT.value)
+        .order_by(order, func.coalesce(Checkpoint.step, -1), Checkpoint.id)
+        .limit(limit)
+    )
+    if run is not None:
+        wanted = wanted.where(TrainingRun.name == run)
+    if kind is not None:
+        wanted = wanted.where(Checkpoint.kind == kind)
+    rows = conn.execute(wanted).all()
+    if not rows and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
+        known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
+        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
+    return tuple(
+        Ranked(metric, r.metric_value, r.step if r.metric_step is None else r.metric_step, checkpoint_row(r))
+        for r in rows
+    )
+
+
+def _put_one(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:
+    given = {f: v for f in _COLUMNS if (v := getattr(facts, f)) not in (None, {})}
+    if given:
+        _put_columns(conn, now, checkpoint, given, source)
+    if facts.metrics:
+        _put_metrics(conn, now, checkpoint, facts.metrics, source)
+
+
+def _put_columns(
+    conn: Connection, now: datetime, checkpoint: int, given: Mapping[str, Any], source: str
+) -> None:
+    here = TrainingFactsRow.checkpoint_id == checkpoint
+    row = conn.execute(select(TrainingFactsRow).where(here)).first()
+    sources: dict[str, str] = {} if row is None else json.loads(row.sources)
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        column = _COLUMNS[name]
+        wins = _rank(source) <= _rank(sources.get(name))
+        old = None if row is None else _value(name, getattr(row, column))
+        if name in _JSON:
+            merged = {**(old or {}), **value} if wins else {**value, **(old or {})}
+            changes[column] = clean_json(bounded(name, merged, []))
+        elif wins or old is None:
+            changes[column] = value
+        else:
+            continue
+        if wins:
+            sources[name] = source
+    if not changes:
+        return
+    changes |= {"sources": clean_json(sources), "updated_at": now}
+    if row is None:
+        conn.execute(
+            insert(TrainingFactsRow).values(
+                {"config": "{}", "extra": "{}", **changes, "checkpoint_id": checkpoint}
+            )
+        )
+    else:
+        conn.execute(update(TrainingFactsRow).where(here).values(changes))
+
+
+def _put_metrics(
+    conn: Connection, now: datetime, checkpoint: int, metrics: Mapping[str, Measured], source: str
+) -> None:
+    here = Metric.checkpoint_id == checkpoint
+    known = {r.name: r.source for r in conn.execute(select(Metric.name, Metric.source).where(here))}
+    wanted = {n: m for n, m in metrics.items() if _rank(source) <= _rank(known.get(n))}
+    free = MAX_METRICS - len(known)
+    new = [n for n in wanted if n not in known]
+    for name in new[max(free, 0) :]:
+        del wanted[name]
+    if not wanted:
+        return
+    conn.execute(delete(Metric).where(here, Metric.name.in_(list(wanted))))
+    conn.execute(
+        insert(Metric),
+        [
+            {
+                "checkpoint_id": checkpoint,
+                "name": name,
+                "value": m.value,
+                "nonfinite": m.nonfinite,
+                "step": m.step,
+                "source": source,
+                "updated_at": now,
+            }
+            for name, m in wanted.items()
+        ],
+    )
+
+
+def _made_from(conn: Connection, checkpoint: int) -> list[int]:
+    """Return the row ids of everything that was made from a checkpoint, directly or indirectly."""
+    reached, queue = {checkpoint}, [checkpoint]
+    read_by, written_by = ConversionIO.__table__.alias("read_by"), ConversionIO.__table__.alias("written_by")
+    while queue:
+        rows = conn.execute(
+            select(written_by.c.checkpoint_id)
+            .join(read_by, read_by.c.conversion_id == written_by.c.conversion_id)
+            .where(
+                read_by.c.checkpoint_id.in_(queue),
+                read_by.c.direction == Direction.IN.value,
+                written_by.c.direction == Direction.OUT.value,
+            )
+        ).scalars()
+        queue = sorted(set(rows) - reached)
+        reached.update(queue)
+    return sorted(reached - {checkpoint})
+
+
+def _rank(source: str | None) -> int:
+    return PRECEDENCE.index(source) if source in PRECEDENCE else len(PRECEDENCE)
+
+
+def _value(name: str, stored: Any) -> Any:
+    return json.loads(stored) if name in _JSON else stored

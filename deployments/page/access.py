@@ -1,0 +1,227 @@
+"""Decide who a request comes from, and keep other sites out.
+
+The order of checks: the Host header (a page of another site cannot reach this one under its own name), the
+user, and for changes the origin of the request and a token that only our pages contain.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from fastapi import Request
+from starlette.datastructures import Headers
+
+from deployments.page.settings import PageAccess
+
+COOKIE = "ckptcore_page"
+SESSION_S = 12 * 3600
+MAX_FORM = 64 << 10
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
+}
+_FORWARDED = ("x-forwarded-for", "x-forwarded-host", "x-forwarded-user", "forwarded", "x-real-ip", "via")
+_PORT = re.compile(r":[0-9]{1,5}$")
+_USER = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+_log = logging.getLogger("deployments.page")
+
+
+class PageRefused(Exception):
+    """A request that is refused. status: of HTTP. login: whether a login may help."""
+
+    def __init__(self, status: int, message: str, *, login: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.message, self.login = status, message, login
+
+
+class Guard:
+    """Check the host of every request, and add the headers that restrict pages."""
+
+    def __init__(self, app: App, access: PageAccess) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def guarded(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                own = {name.encode(): value.encode() for name, value in HEADERS.items()}
+                given = [pair for pair in message.get("headers", []) if pair[0].lower() not in own]
+                cached = [p for p in message.get("headers", []) if p[0].lower() == b"cache-control"]
+                if cached:  # files that never change say so themselves
+                    own.pop(b"cache-control", None)
+                    given += cached
+                message["headers"] = [*given, *own.items()]
+            await send(message)
+
+        if not self._known_host(scope):
+            await _plain(guarded, 421, "this server has another name; add it to the allowed hosts")
+            return
+        await self.app(scope, receive, guarded)
+
+    def _known_host(self, scope: Scope) -> bool:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1:
+            return False
+        name = _PORT.sub("", hosts[0].decode("latin-1").lower())
+        return name in self.access.hosts
+
+
+def user_of(request: Request, access: PageAccess) -> str | None:
+    """Return the user that a request comes from, or None without a login."""
+    headers, client = request.headers, request.client.host if request.client else ""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return _user_of_token(given.strip(), access)
+    if client in access.proxies:
+        named = headers.getlist(access.user_header)
+        if len(named) == 1 and _USER.fullmatch(named[0]):
+            return named[0]
+    session = _cookie(headers)
+    return None if session is None else _user_of_session(session, access)
+
+
+def require_reader(request: Request, access: PageAccess) -> str | None:
+    """Return the user, or None for a reader on the same machine. Raises `PageRefused`."""
+    user = user_of(request, access)
+    if user is None and not (access.open_reading and _is_local(request)):
+        raise PageRefused(401, "this page needs a login", login=True)
+    return user
+
+
+async def require_writer(request: Request, access: PageAccess) -> tuple[str, dict[str, str]]:
+    """Return the user who changes something, and the fields of the form. Raises `PageRefused`."""
+    fields = await form_of(request)
+    require_same_site(request)
+    user = user_of(request, access)
+    if user is None:
+        raise PageRefused(401, "changes need a login", login=True)
+    with_token = request.headers.get("authorization", "").lower().startswith("bearer ")
+    # A browser sends cookies, and a proxy adds its header, to any request; neither sends our token.
+    if not with_token and not hmac.compare_digest(
+        fields.get("csrf", "").encode(), csrf_of(request, access, user).encode()
+    ):
+        raise PageRefused(403, "the form is too old, or comes from another site; open the page again")
+    return user, fields
+
+
+def require_same_site(request: Request) -> None:
+    """Raise `PageRefused` if another site sent the request, as far as the browser reports it."""
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    origin = request.headers.get("origin")
+    host = request.headers.get("host", "").lower()
+    if site not in ("same-origin", "none") or (
+        origin is not None and urlsplit(origin).netloc.lower() != host
+    ):
+        raise PageRefused(403, "the request comes from another site")
+
+
+def csrf_of(request: Request, access: PageAccess, user: str) -> str:
+    """Return the token that our forms contain for this user and session."""
+    session = _cookie(request.headers) or ""
+    return _signature(access, f"csrf\n{user}\n{session}")
+
+
+def session_of(token: str, access: PageAccess) -> tuple[str, str] | None:
+    """Return the user and a new session for a token, or None if nobody has it."""
+    user = _user_of_token(token, access)
+    if user is None:
+        return None
+    body = f"{int(time.time()) + SESSION_S}\n{secrets.token_hex(8)}\n{user}"
+    text = base64.urlsafe_b64encode(body.encode()).decode().rstrip("=")
+    return user, f"{text}.{_signature(access, 'session' + chr(10) + body)}"
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """Return the fields of a form, each once. Raises `PageRefused`."""
+    media = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media != "application/x-www-form-urlencoded":
+        raise PageRefused(415, "use application/x-www-form-urlencoded")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_FORM:
+            raise PageRefused(413, f"a form has at most {MAX_FORM} bytes")
+    try:
+        pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=50, errors="strict")
+    except ValueError as error:
+        raise PageRefused(400, "the form cannot be parsed") from error
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise PageRefused(400, "a field of the form is repeated")
+    return fields
+
+
+def _user_of_token(given: str, access: PageAccess) -> str | None:
+    found = None
+    for token, user in access.tokens.items():  # all of them: the time must not tell how far it got
+        if hmac.compare_digest(
+            hashlib.sha256(token.encode()).digest(), hashlib.sha256(given.encode()).digest()
+        ):
+            found = user
+    return found
+
+
+def _user_of_session(session: str, access: PageAccess) -> str | None:
+    text, _, signature = session.partition(".")
+    try:
+        body = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
+    except ValueError:
+        return None
+    if not hmac.compare_digest(signature.encode(), _signature(access, "session\n" + body).encode()):
+        return None
+    until, _, user = body.split("\n", 2)
+    # A user whose token was taken away has no session any more.
+    return user if int(until) > time.time() and user in access.tokens.values() else None
+
+
+def _signature(access: PageAccess, text: str) -> str:
+    return hmac.new(access.key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _cookie(headers: Headers) -> str | None:
+    try:
+        found = SimpleCookie("; ".join(headers.getlist("cookie"))).get(COOKIE)
+    except CookieError:
+        return None
+    return None if found is None else found.value
+
+
+def _is_local(request: Request) -> bool:
+    """Return whether the client is on this machine, and no proxy is between."""
+    try:
+        local = request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+    return local and not any(name in request.headers for name in _FORWARDED)
+
+
+async def _plain(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})

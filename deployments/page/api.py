@@ -1,0 +1,212 @@
+"""The data of the pages as JSON, described by OpenAPI at ``/openapi.json``.
+
+Lists have the form ``{"rows": [...], "next": cursor}``; the cursor is the parameter of the next request, and
+null at the end. Values are those of ``ckptcore catalog ... --output json``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, training_rows
+from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
+from ckptcore.errors import UsageError
+from deployments.page.access import require_reader
+from deployments.page.display import finite
+from deployments.page.shards import shard_map
+from deployments.page.views import Ref, Site, find
+
+Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
+Cursor = Annotated[str | None, Query(max_length=100)]
+Text = Annotated[str, Query(max_length=1000)]
+
+
+class JsonError(BaseModel):
+    """An error. error: a stable code. hint: the next step."""
+
+    error: str
+    message: str
+    hint: str = ""
+
+
+class JsonRows(BaseModel):
+    """One page of a list. next: the cursor of the next page, or null."""
+
+    rows: list[dict[str, Any]]
+    next: str | None = None
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": JsonError, "description": "a value cannot be used"},
+    401: {"model": JsonError, "description": "a login is needed"},
+    404: {"model": JsonError, "description": "there is no such thing"},
+    421: {"description": "the Host header names another server", "content": {"text/plain": {}}},
+    503: {"model": JsonError, "description": "the catalog does not answer"},
+}
+
+
+def api(site: Site) -> APIRouter:
+    """Return the routes below ``/api/v1``."""
+    router = APIRouter(prefix="/api/v1", responses=ERRORS, default_response_class=JSONResponse)
+
+    def rows(page: browse.Page[Any]) -> dict[str, Any]:
+        return {"rows": [finite(as_dict(row)) for row in page.rows], "next": page.next}
+
+    @router.get("/runs", response_model=JsonRows)
+    def runs(request: Request, name: Text = "", after: Text = "", limit: Limit = browse.LIMIT) -> Any:
+        """List training runs by name; `name` is the beginning of it, `after` the cursor."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.runs(conn, name=name, after=after or None, limit=limit))
+
+    @router.get("/steps", response_model=JsonRows)
+    def steps(request: Request, run: Text, before: Cursor = None, limit: Limit = browse.LIMIT) -> Any:
+        """List the current checkpoints of a run, the newest step first."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.steps_of(conn, run, before=before, limit=limit))
+
+    @router.get("/checkpoints", response_model=JsonRows)
+    def checkpoints(
+        request: Request,
+        kind: Literal["source", "derived"] | None = None,
+        state: Literal["present", "damaged", "incomplete", "replaced", "gone", "deleted"] | None = None,
+        before: Cursor = None,
+        limit: Limit = browse.LIMIT,
+    ) -> Any:
+        """List checkpoints, newest first."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.checkpoints(conn, kind=kind, state=state, before=before, limit=limit))
+
+    @router.get("/checkpoints/{ref}", response_model=dict[str, Any])
+    def checkpoint(request: Request, ref: Ref) -> Any:
+        """Return one checkpoint, without its tensors; up to 500 of its files."""
+        require_reader(request, site.access)
+        found = as_dict(_checkpoint(site, ref))
+        del found["tensors"]
+        found["files"] = found["files"][: browse.MOST]
+        return finite(found)
+
+    @router.get("/checkpoints/{ref}/tensors", response_model=JsonRows)
+    def tensors(
+        request: Request, ref: Ref, search: Text = "", after: Text = "", limit: Limit = browse.LIMIT
+    ) -> Any:
+        """List tensors by name."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.tensors(conn, ref, search=search, after=after or None, limit=limit))
+
+    @router.get("/checkpoints/{ref}/files", response_model=JsonRows)
+    def files(request: Request, ref: Ref, after: Text = "", limit: Limit = browse.LIMIT) -> Any:
+        """List files by path."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.files(conn, ref, after=after or None, limit=limit))
+
+    @router.get("/checkpoints/{ref}/counts", response_model=dict[str, Any])
+    def counts(request: Request, ref: Ref) -> Any:
+        """Return tensors and bytes by dtype and by size."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return as_dict(browse.tensor_counts(conn, ref))
+
+    @router.get("/checkpoints/{ref}/lineage", response_model=dict[str, Any])
+    def lineages(request: Request, ref: Ref) -> Any:
+        """Return what a checkpoint was made from, and what was made from it."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return finite(as_dict(lineage.lineage(conn, ref, up=True, down=True)))
+
+    @router.get("/checkpoints/{ref}/shards", response_model=dict[str, Any])
+    def shards(request: Request, ref: Ref, tensor: Text) -> Any:
+        """Return which file and rank holds which box of a tensor. The checkpoint itself is read."""
+        require_reader(request, site.access)
+        row = _checkpoint(site, ref).checkpoint
+        return as_dict(shard_map(site.manifests.read(row.uri, row.manifest_digest), tensor))
+
+    @router.get("/conversions", response_model=JsonRows)
+    def conversions(
+        request: Request,
+        state: Literal["running", "succeeded", "failed"] | None = None,
+        before: Cursor = None,
+        limit: Limit = browse.LIMIT,
+    ) -> Any:
+        """List conversions, newest first."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.conversions(conn, state=state, before=before, limit=limit))
+
+    @router.get("/conversions/{ref}", response_model=dict[str, Any])
+    def conversion(request: Request, ref: Ref) -> Any:
+        """Return one conversion."""
+        require_reader(request, site.access)
+        found = site.catalog.show(ref, tensors=False)
+        if not isinstance(found, ConversionDetail):
+            raise UsageError(f"{ref} is a checkpoint, not a conversion")
+        return finite(as_dict(found))
+
+    @router.get("/compare", response_model=dict[str, Any])
+    def compare(request: Request, left: Text, right: Text) -> Any:
+        """Compare the tensors of two checkpoints, by what the catalog knows."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return as_dict(browse.compare(conn, left, right))
+
+    @router.get("/best", response_model=JsonRows)
+    def best(
+        request: Request,
+        metric: Text,
+        goal: Literal["min", "max"] = "min",
+        run: Text = "",
+        kind: Literal["source", "derived"] | None = None,
+        limit: Limit = 10,
+    ) -> Any:
+        """Return the checkpoints with the best values of a metric, the best first."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            found = training_rows.best(conn, metric, goal, run=run or None, kind=kind, limit=limit)
+        return rows(browse.Page(found))
+
+    @router.get("/search", response_model=dict[str, Any])
+    def search(request: Request, q: Text) -> Any:
+        """Find checkpoints by id, alias, URI, fingerprint, digest of a file; and training runs by name."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            found, named = find(conn, q.strip())
+        return finite(
+            {"checkpoints": [as_dict(each) for each in found], "runs": [as_dict(each) for each in named]}
+        )
+
+    @router.get("/aliases", response_model=JsonRows)
+    def names(request: Request) -> Any:
+        """List all aliases."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            return rows(browse.Page(aliases.every(conn)))
+
+    @router.get("/audit", response_model=JsonRows)
+    def changes(
+        request: Request,
+        before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None,
+        limit: Limit = browse.LIMIT,
+    ) -> Any:
+        """List changes of aliases, holds and queues, newest first."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            found = audit.listed(conn, before=before, limit=limit + 1)
+        cursor = str(found[limit - 1].id) if len(found) > limit else None
+        return rows(browse.Page(found[:limit], cursor))
+
+    return router
+
+
+def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
+    found = site.catalog.show(ref, tensors=False)
+    if not isinstance(found, CheckpointDetail):
+        raise UsageError(f"{ref} is a conversion, not a checkpoint")
+    return found

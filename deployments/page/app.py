@@ -1,0 +1,90 @@
+"""Assemble the page: routes in HTML and JSON, files, errors, and the guard before them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.exceptions import HTTPException
+
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.errors import CatalogAway, CkptError, Conflict, UsageError
+from deployments.page.access import Guard, PageRefused, user_of
+from deployments.page.actions import actions
+from deployments.page.api import api
+from deployments.page.settings import PageAccess
+from deployments.page.views import FOLDER, Site, pages
+
+FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_MISSING = ("has no", "there is no", "no checkpoint")
+_log = logging.getLogger("deployments.page")
+
+
+def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
+    """Return the application.
+
+    Args:
+        catalog: the open catalog.
+        access: who may read and change what.
+        root: the path below which it is mounted, or "".
+    """
+    site = Site(catalog, access, root)
+    # No documentation pages: they load scripts from other servers.
+    app = FastAPI(title="ckptcore catalog", docs_url=None, redoc_url=None, version="1")
+    app.include_router(api(site))
+    app.include_router(actions(site))
+    app.include_router(pages(site))
+
+    @app.get("/static/{name}", include_in_schema=False)
+    def static(name: str) -> Response:
+        """Return a file of the page."""
+        if name not in FILES:
+            raise HTTPException(404)
+        return FileResponse(
+            FOLDER / "static" / name, media_type=FILES[name], headers={"cache-control": "max-age=300"}
+        )
+
+    def answer(request: Request, status: int, code: str, message: str, hint: str = "") -> Response:
+        if request.url.path.removeprefix(root).startswith("/api/"):
+            return JSONResponse({"error": code, "message": message, "hint": hint}, status)
+        values: dict[str, Any] = {"code": status, "message": message, "hint": hint}
+        return site.page(request, "error.html", user_of(request, access), status, **values)
+
+    @app.exception_handler(CkptError)
+    async def failed(request: Request, error: CkptError) -> Response:
+        return answer(request, _status(error), error.code, error.message, error.hint or "")
+
+    @app.exception_handler(PageRefused)
+    async def refused(request: Request, error: PageRefused) -> Response:
+        _log.warning("%d %s: %s", error.status, request.url.path[:200], error.message)
+        html = not request.url.path.removeprefix(root).startswith("/api/")
+        if error.login and html and request.method == "GET":
+            return site.page(request, "login.html", None, error.status, failed=False)
+        return answer(request, error.status, "refused", error.message)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        what = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()[:5])
+        return answer(request, 400, "usage", f"a value cannot be used: {what}")
+
+    @app.exception_handler(HTTPException)
+    async def missing(request: Request, error: HTTPException) -> Response:
+        response = answer(request, error.status_code, "http", str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_middleware(Guard, access=access)
+    return app
+
+
+def _status(error: CkptError) -> int:
+    if isinstance(error, CatalogAway):
+        return 503
+    if isinstance(error, Conflict):
+        return 409
+    if isinstance(error, UsageError):
+        return 404 if any(text in error.message for text in _MISSING) else 400
+    return 404 if error.code in ("source-unreadable", "not-a-checkpoint") else 422

@@ -1,0 +1,172 @@
+"""Draw shards, lineage and counts as SVG. Colours are classes of the style sheet: nothing is inline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from ckptcore.catalog.types import CheckpointRow, Lineage
+from deployments.page.display import plain, size
+from deployments.page.shards import ShardMap
+
+COLOURS = 12  # classes c0 to c11
+MOST_NODES = 200
+_WIDTH = 640
+_NODE, _GAP = (190, 50), (66, 18)
+_SVG = Markup(
+    '<svg class="{}" role="{}" viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" height="{:.0f}"><title>{}</title>'
+)
+_RECT = Markup(
+    '<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"><title>{}</title></rect>'
+)
+_LINE = Markup(
+    '<path class="edge" d="M{:.0f} {:.0f} C{:.0f} {:.0f} {:.0f} {:.0f} {:.0f} {:.0f}">'
+    "<title>{}</title></path>"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar of a histogram. part: its share of the longest bar, up to 1."""
+
+    label: str
+    text: str
+    part: float
+
+
+def shards(found: ShardMap) -> Markup:
+    """Return the picture of a tensor's boxes: a colour for each rank, holes and overlaps in red."""
+    rows, columns = (found.shape[d] if d >= 0 else 1 for d in found.dims)
+    if not rows or not columns:
+        return Markup("")
+    width = float(_WIDTH)
+    height = min(max(width * rows / columns, 60.0), 420.0) if found.dims[0] >= 0 else 60.0
+    colour = {owner: n % COLOURS for n, owner in enumerate(found.owners)}
+    parts = []
+    for cell in found.cells:
+        x, y = cell.column / columns * width, cell.row / rows * height
+        w, h = max(cell.width / columns * width, 1.0), max(cell.height / rows * height, 1.0)
+        kind = "hole" if not cell.times else "overlap" if cell.times > 1 else f"c{colour[cell.owner]}"
+        label = (
+            "missing"
+            if not cell.times
+            else f"stored {cell.times} times"
+            if cell.times > 1
+            else plain(cell.owner)
+        )
+        ends = cell.row + cell.height, cell.column + cell.width
+        span = f"{label}: rows {cell.row} to {ends[0]}, columns {cell.column} to {ends[1]}"
+        parts.append(_RECT.format(kind, x, y, w, h, span))
+        if w > 7 * min(len(label), 16) and h > 16:
+            text = Markup('<text x="{:.2f}" y="{:.2f}">{}</text>')
+            parts.append(text.format(x + w / 2, y + h / 2 + 4, label[:16]))
+    wrong = f"{found.holes} elements missing, {found.overlaps} stored more than once"
+    title = f"{len(found.boxes)} boxes of {plain(found.fqn)}, {wrong}"
+    return _svg("shards", _WIDTH, height, title, parts)
+
+
+def lineage(found: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:
+    """Return the graph of everything a checkpoint was made from and that was made from it."""
+    steps = [*found.ancestors, *found.descendants]
+    nodes = {found.checkpoint.id: found.checkpoint}
+    edges: dict[tuple[str, str], str] = {}
+    for step in steps:
+        for end in (step.source, step.derived):
+            if len(nodes) < MOST_NODES:
+                nodes.setdefault(end.id, end)
+        if step.source.id != step.derived.id:
+            edges[step.source.id, step.derived.id] = step.conversion.made_for
+    edges = {k: v for k, v in edges.items() if k[0] in nodes and k[1] in nodes}
+    layer = _layers(list(nodes), list(edges))
+    places: dict[str, tuple[int, int]] = {}
+    filled: dict[int, int] = {}
+    for name in sorted(nodes, key=lambda n: (layer[n], nodes[n].created_at, n)):
+        column = layer[name]
+        row = filled[column] = filled.get(column, -1) + 1
+        places[name] = (column * (_NODE[0] + _GAP[0] * 2) + 2, row * (_NODE[1] + _GAP[1]) + 2)
+    parts = [_edge(places[a], places[b], verb) for (a, b), verb in edges.items()]
+    parts += [_node(nodes[name], places[name], name == found.checkpoint.id, link) for name in nodes]
+    width = max(x for x, _ in places.values()) + _NODE[0] + 4
+    height = max(y for _, y in places.values()) + _NODE[1] + 4
+    title = f"lineage: {len(nodes)} checkpoints, {len(edges)} conversions"
+    return _svg("lineage", width, height, title, parts, "group")
+
+
+def bars(rows: Sequence[tuple[str, int, int]]) -> list[Bar]:
+    """Return bars by bytes. rows: (label, tensors, bytes)."""
+    most = max((nbytes for _, _, nbytes in rows), default=0) or 1
+    return [
+        Bar(plain(label), f"{number:,} tensors, {size(nbytes)}", nbytes / most)
+        for label, number, nbytes in rows
+    ]
+
+
+def bar(part: float, label: str) -> Markup:
+    """Return one bar."""
+    rect = Markup('<rect class="bar" x="0" y="2" width="{:.2f}" height="12"></rect>').format(
+        max(part * 200, 1.0)
+    )
+    return _svg("histogram", 200, 16, label, [rect])
+
+
+def _svg(
+    kind: str, width: float, height: float, title: str, parts: Sequence[Markup], role: str = "img"
+) -> Markup:
+    head = _SVG.format(kind, role, width, height, width, height, title)
+    return head + Markup("").join(parts) + Markup("</svg>")
+
+
+def _layers(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Return how many conversions each node is behind the furthest source. Loops end."""
+    layer = dict.fromkeys(nodes, 0)
+    for _ in range(min(len(nodes), 64)):
+        moved = False
+        for before, after in edges:
+            if layer[after] < layer[before] + 1 <= len(nodes):
+                layer[after] = layer[before] + 1
+                moved = True
+        if not moved:
+            break
+    used = {depth: n for n, depth in enumerate(sorted(set(layer.values())))}
+    return {name: used[depth] for name, depth in layer.items()}
+
+
+def _edge(start: tuple[int, int], end: tuple[int, int], verb: str) -> Markup:
+    x1, y1 = start[0] + _NODE[0], start[1] + _NODE[1] / 2
+    x2, y2 = end[0], end[1] + _NODE[1] / 2
+    middle = (x1 + x2) / 2
+    text = Markup('<text class="verb" x="{:.0f}" y="{:.0f}">{}</text>')
+    return _LINE.format(x1, y1, middle, y1, middle, y2, x2, y2, plain(verb)) + text.format(
+        middle, (y1 + y2) / 2 - 5, plain(verb)[:20]
+    )
+
+
+def _node(
+    row: CheckpointRow, place: tuple[int, int], here: bool, link: Callable[[CheckpointRow], str]
+) -> Markup:
+    x, y = place
+    title = f"{plain(row.uri)}, {row.state}"
+    first = f"{plain(row.format)[:14]}{'' if row.step is None else f', step {row.step}'}"
+    second = f"…{plain(row.uri)[-24:]}" if len(row.uri) > 25 else plain(row.uri)
+    classes = f"node {row.kind} {row.state}{' here' if here else ''}"
+    return Markup(
+        '<a href="{}"{}><rect class="{}" x="{}" y="{}" width="{}" height="{}" rx="6"><title>{}</title></rect>'
+        '<text class="name" x="{}" y="{}">{}</text><text class="place" x="{}" y="{}">{}</text></a>'
+    ).format(
+        link(row),
+        Markup(' aria-current="true"') if here else "",
+        classes,
+        x,
+        y,
+        _NODE[0],
+        _NODE[1],
+        title,
+        x + 10,
+        y + 20,
+        first,
+        x + 10,
+        y + 38,
+        second,
+    )

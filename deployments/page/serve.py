@@ -1,0 +1,74 @@
+"""Serve the page of one catalog, by default to this machine only."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+
+import uvicorn
+
+from ckptcore.catalog import audit, default_url, open_catalog
+from ckptcore.errors import UsageError
+from ckptcore.utils import terminal
+from deployments.page.app import make_page
+from deployments.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, session_key
+
+ADDRESSES = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: tuple[str, ...]) -> None:
+    """Serve until SIGTERM or SIGINT. Prints the address, and the token for changes, on stdout.
+
+    Args:
+        catalog: the URL of the catalog; None for the default.
+        host: the address to listen on. Elsewhere than on loopback, reading needs the token, too.
+        port: 0 picks a free one.
+        token: the token of a login; None makes one.
+        hosts: further names under which browsers reach this server.
+    """
+    local = host in ADDRESSES
+    if not local and not hosts:
+        raise UsageError(
+            f"cannot serve at {host} without a name", hint="name it with --allow-host, as in pages.example"
+        )
+    if token is not None and len(token) < MIN_TOKEN:
+        raise UsageError(f"the token must have {MIN_TOKEN} characters or more (got {len(token)})")
+    own = token or secrets.token_urlsafe(24)
+    names = frozenset([*LOOPBACK, *hosts] if local else hosts)
+    access = PageAccess(
+        frozenset(name.lower() for name in names),
+        {own: audit.operating_user()},
+        open_reading=local,
+        key=session_key(own),
+    )
+    with open_catalog(catalog or default_url(), create=False) as opened, _listening(host, port) as listener:
+        app = make_page(opened, access)
+        number = listener.getsockname()[1]
+        terminal.line(f"the catalog page is at http://{f'[{host}]' if ':' in host else host}:{number}/")
+        if token is None:
+            what = "changes" if local else "every page"
+            terminal.line(f"{what} need a login with this token: {own}")
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # or a client could name its own address
+            limit_concurrency=200,
+            timeout_graceful_shutdown=5,
+            ws="none",
+        )
+        server = uvicorn.Server(config)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn raises the signal again after an orderly shutdown; it must not kill the process.
+            signal.signal(each, lambda *_: None)
+        server.run(sockets=[listener])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error

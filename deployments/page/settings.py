@@ -1,0 +1,107 @@
+"""What the page may do, and for whom."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ckptcore.errors import UsageError
+
+MIN_TOKEN = 16  # characters: shorter tokens could be guessed
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?|\[[0-9a-f:.]{2,45}\]")
+_HEADER = re.compile(r"[a-z][a-z0-9-]{0,60}")
+
+
+class PageTable(BaseModel):
+    """The table ``[page]`` of the receiver's file.
+
+    Attributes:
+        path: Where the page is below the receiver, such as ``/catalog``.
+        hosts: Host names under which browsers reach it; others are refused.
+        tokens: User -> the environment variable with the user's token.
+        proxies: Addresses of proxies that authenticate users themselves.
+        user_header: The header in which these proxies name the user.
+        secret: The environment variable with the key of sessions, if several receivers share them; by default
+            it is derived from the tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(default="/catalog", pattern=r"^(/[a-z0-9-]+)+$")
+    hosts: list[str] = Field(min_length=1)
+    tokens: dict[str, str] = {}
+    proxies: list[str] = []
+    user_header: str = "x-forwarded-user"
+    secret: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageAccess:
+    """Who may read and change what.
+
+    Attributes:
+        hosts: Allowed host names, without ports.
+        tokens: Token -> user.
+        open_reading: Whether clients on the same machine read without a login.
+        proxies: Addresses of proxies that name the user.
+        user_header: The header in which they do.
+        key: The key of sessions and of tokens against cross-site requests.
+    """
+
+    hosts: frozenset[str]
+    tokens: Mapping[str, str] = field(repr=False)
+    open_reading: bool = False
+    proxies: frozenset[str] = frozenset()
+    user_header: str = "x-forwarded-user"
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+
+def access_of(table: PageTable, env: Mapping[str, str] = os.environ) -> PageAccess:
+    """Return the access that the receiver's file grants. Raises `UsageError` with every error in it."""
+    wrong = [f"host {host!r} is no host name" for host in table.hosts if not _HOST.fullmatch(host.lower())]
+    tokens: dict[str, str] = {}
+    for user, variable in table.tokens.items():
+        token = env.get(variable, "")
+        if len(token) < MIN_TOKEN:
+            state = "not set" if not token else f"shorter than {MIN_TOKEN} characters"
+            wrong.append(f"the token of {user}: {variable} is {state}")
+        elif token in tokens:
+            wrong.append(f"{user} and {tokens[token]} have the same token")
+        tokens[token] = user
+    for address in table.proxies:
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            wrong.append(f"proxy {address!r} is no IP address")
+    if not _HEADER.fullmatch(table.user_header.lower()):
+        wrong.append(f"user_header {table.user_header!r} is no name of a header")
+    if not table.tokens and not table.proxies:
+        wrong.append("nobody can log in; set `tokens`, or `proxies`")
+    secret = env.get(table.secret, "") if table.secret else "".join(sorted(tokens))
+    if table.secret and len(secret) < MIN_TOKEN:
+        wrong.append(f"secret: {table.secret} is not set, or shorter than {MIN_TOKEN} characters")
+    if wrong:
+        raise UsageError(
+            "cannot use the table [page]: " + "; ".join(wrong), hint="see docs/how-to/catalog-page.md"
+        )
+    return PageAccess(
+        frozenset(host.lower() for host in table.hosts),
+        tokens,
+        False,
+        frozenset(table.proxies),
+        table.user_header.lower(),
+        session_key(secret) if secret else secrets.token_bytes(32),
+    )
+
+
+def session_key(secret: str) -> bytes:
+    """Return the key of sessions that belongs to a secret."""
+    return hashlib.blake2b(secret.encode(), digest_size=32, person=b"ckptcore-page").digest()

@@ -1,0 +1,36 @@
+// The pages work without this file. It adds: "/" goes to the search field, a question before each change, and the
+// digits of an id or a digest are copied by a click.
+"use strict";
+document.addEventListener("keydown", (event) => {
+  const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    document.getElementById("q").focus();
+  }
+});
+for (const form of document.querySelectorAll("form[data-ask]")) {
+  form.addEventListener("submit", (event) => {
+    if (!window.confirm(form.dataset.ask)) event.preventDefault();
+  });
+}
+for (const button of document.querySelectorAll("button[data-copy]")) {
+  button.hidden = !navigator.clipboard;
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "copied";
+  });
+}
+// Of the boxes for a comparison, two can be ticked.
+const boxes = [...document.querySelectorAll("input[data-pick]")];
+for (const box of boxes) {
+  box.addEventListener("change", () => {
+    const ticked = boxes.filter((each) => each.checked);
+    if (ticked.length > 2) ticked.find((each) => each !== box).checked = false;
+    const pair = boxes.filter((each) => each.checked).map((each) => each.value);
+    for (const form of document.querySelectorAll("form[data-compare]")) {
+      form.elements.left.value = pair[0] || "";
+      form.elements.right.value = pair[1] || "";
+      form.querySelector("button").disabled = pair.length !== 2;
+    }
+  });
+}

@@ -1,0 +1,360 @@
+"""The pages in HTML. Each reads one snapshot of the catalog, and shows what the command line would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path as FilePath
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ckptcore.catalog import aliases, audit, browse, holds, lineage, query, queues, training_rows
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail
+from ckptcore.errors import UsageError
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import Fate, Retired, plan
+from deployments.page import display, pictures
+from deployments.page.access import csrf_of, require_reader
+from deployments.page.settings import PageAccess
+from deployments.page.shards import Manifests, shard_map
+
+FOLDER = FilePath(__file__).parent
+FILES, MOST_RETIRED = 200, 1000
+Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
+Cursor = Annotated[str | None, Query(max_length=100)]
+Name = Annotated[str, Query(max_length=1000)]
+
+# The result of an action, by the parameter `done` of the page behind it.
+DONE = {
+    "alias": "The alias was set.",
+    "hold": "The hold was placed.",
+    "release": "The hold was released.",
+    "retry": "The event is due again.",
+    "meta": "The facts were recorded.",
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What all pages share. root: the path below which they are."""
+
+    catalog: Catalog
+    access: PageAccess
+    root: str = ""
+    manifests: Manifests = field(default_factory=Manifests)
+    retiring: threading.Lock = field(default_factory=threading.Lock)
+
+    def link(self, *parts: str, **query: Any) -> str:
+        """Return the address of a page."""
+        given = {k: v for k, v in query.items() if v not in (None, "")}
+        path = "/".join(quote(part, safe="") for part in parts)
+        return f"{self.root}/{path}" + (f"?{urlencode(given)}" if given else "")
+
+    def of(self, row: CheckpointRow) -> str:
+        """Return the address of a checkpoint."""
+        return self.link("checkpoints", row.id)
+
+    def page(
+        self, request: Request, template: str, user: str | None, status: int = 200, **values: Any
+    ) -> HTMLResponse:
+        """Return a rendered page."""
+        done = DONE.get(request.query_params.get("done", ""))
+        text = ENVIRONMENT.get_template(template).render(
+            site=self,
+            user=user,
+            csrf="" if user is None else csrf_of(request, self.access, user),
+            done=done,
+            path=request.url.path,
+            asked=dict(request.query_params),
+            **values,
+        )
+        return HTMLResponse(text, status)
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "plain": display.plain,
+        "size": display.size,
+        "when": display.when,
+        "broken": display.broken,
+        "pretty": display.pretty,
+    }
+    made.globals |= {"took": display.took, "bar": pictures.bar}
+    return made
+
+
+ENVIRONMENT = _environment()
+
+
+def pages(site: Site) -> APIRouter:
+    """Return the routes of the pages."""
+    router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+
+    def reader(request: Request) -> str | None:
+        return require_reader(request, site.access)
+
+    @router.get("/")
+    def runs(request: Request, name: Name = "", after: Name = "") -> Response:
+        """List training runs."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            found = browse.runs(conn, name=name, after=after or None)
+        return site.page(request, "runs.html", user, found=found)
+
+    @router.get("/runs/{run:path}")
+    def run(request: Request, run: str, before: Cursor = None) -> Response:
+        """Show the steps of a run."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            found = browse.steps_of(conn, run, before=before)
+            names = _metric_names(found.rows)
+        return site.page(request, "run.html", user, run=run, found=found, names=names)
+
+    @router.get("/checkpoints")
+    def checkpoints(request: Request, kind: Name = "", state: Name = "", before: Cursor = None) -> Response:
+        """List checkpoints of all runs."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            found = browse.checkpoints(conn, kind=kind or None, state=state or None, before=before)
+        return site.page(request, "checkpoints.html", user, found=found, names=_metric_names(found.rows))
+
+    @router.get("/checkpoints/{ref}")
+    def checkpoint(request: Request, ref: Ref, search: Name = "", after: Name = "") -> Response:
+        """Show one checkpoint."""
+        user = reader(request)
+        detail = site.catalog.show(ref, tensors=False)
+        if isinstance(detail, ConversionDetail):
+            return site.page(request, "conversion.html", user, detail=detail)
+        with site.catalog.reading() as conn:
+            tensors = browse.tensors(conn, detail.checkpoint.id, search=search, after=after or None)
+            counts = browse.tensor_counts(conn, detail.checkpoint.id)
+            steps = lineage.lineage(conn, detail.checkpoint.id, up=True, down=True)
+            kept = holds.active(conn, datetime.now(UTC), detail.checkpoint.id)
+            named = aliases.of_checkpoint(conn, detail.checkpoint.id)
+            changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
+        return site.page(
+            request,
+            "checkpoint.html",
+            user,
+            detail=detail,
+            files=detail.files[:FILES],
+            tensors=tensors,
+            dtypes=pictures.bars(counts.dtypes),
+            sizes=pictures.bars([(_range(p), n, total) for p, n, total in counts.sizes]),
+            graph=pictures.lineage(steps, site.of),
+            holds=kept,
+            aliases=named,
+            changes=changes,
+            search=search,
+        )
+
+    @router.get("/checkpoints/{ref}/shards")
+    def shards(request: Request, ref: Ref, tensor: Name = "") -> Response:
+        """Draw which rank holds which box of a tensor."""
+        user = reader(request)
+        detail = _checkpoint(site, ref)
+        row = detail.checkpoint
+        manifest = site.manifests.read(row.uri, row.manifest_digest)
+        name = tensor or next((t.fqn for t in manifest.tensors if len(t.shape) > 1), "")
+        name = name or (manifest.tensors[0].fqn if manifest.tensors else "")
+        found = shard_map(manifest, name)
+        mesh = manifest.origin.get("mesh")
+        return site.page(
+            request,
+            "shards.html",
+            user,
+            row=row,
+            found=found,
+            mesh=mesh,
+            picture=pictures.shards(found),
+            findings=[f for f in detail.findings if f.fqn == name],
+            colours=pictures.COLOURS,
+        )
+
+    @router.get("/compare")
+    def compare(request: Request, left: Name = "", right: Name = "") -> Response:
+        """Show two checkpoints side by side."""
+        user = reader(request)
+        if not left or not right:
+            raise UsageError(
+                "a comparison needs two checkpoints", hint="give an id, an alias or a URI for both"
+            )
+        sides = [_checkpoint(site, side) for side in (left, right)]
+        with site.catalog.reading() as conn:
+            found = browse.compare(conn, sides[0].checkpoint.id, sides[1].checkpoint.id)
+        return site.page(request, "compare.html", user, sides=sides, found=found, facts=_facts(sides))
+
+    @router.get("/conversions")
+    def conversions(request: Request, state: Name = "", before: Cursor = None) -> Response:
+        """List conversions."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            found = browse.conversions(conn, state=state or None, before=before)
+        return site.page(request, "conversions.html", user, found=found)
+
+    @router.get("/conversions/{ref}")
+    def conversion(request: Request, ref: Ref) -> Response:
+        """Show one conversion."""
+        user = reader(request)
+        detail = site.catalog.show(ref, tensors=False)
+        if not isinstance(detail, ConversionDetail):
+            raise UsageError(f"{ref} is a checkpoint, not a conversion")
+        return site.page(request, "conversion.html", user, detail=detail)
+
+    @router.get("/search")
+    def search(request: Request, q: Name = "") -> Response:
+        """Find checkpoints by id, alias, URI, fingerprint, and digest or name of a file."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            found, runs_found = find(conn, q.strip())
+        return site.page(request, "search.html", user, q=q, found=found, runs=runs_found)
+
+    @router.get("/best")
+    def best(request: Request, metric: Name = "", goal: Name = "min", run: Name = "") -> Response:
+        """Rank checkpoints by a metric."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            names = training_rows.names_of_metrics(conn)
+            found = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
+        values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run}
+        return site.page(request, "best.html", user, names=names, found=found, **values)
+
+    @router.get("/retire")
+    def retire(
+        request: Request,
+        scope: Name = "",
+        keep_last: Annotated[int, Query(ge=0, le=10**6)] = 3,
+        keep_every: Annotated[int | None, Query(ge=1, le=10**12)] = None,
+    ) -> Response:
+        """Show what a policy would keep and free. Nothing is deleted here."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            scopes = [root.name for root in roots.every(conn)]
+        found: list[Retired] = []
+        more = False
+        if scope:
+            if not site.retiring.acquire(timeout=5):
+                raise UsageError("another plan is being made", hint="try again in a minute")
+            try:
+                for item in plan(site.catalog, Policy(keep_last, keep_every), scope):
+                    more = len(found) >= MOST_RETIRED
+                    if more:
+                        break
+                    found.append(item)
+            finally:
+                site.retiring.release()
+        freed = sum(item.source.nbytes for item in found if item.fate is Fate.LET_GO)
+        values: dict[str, Any] = {
+            "scope": scope,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "scopes": scopes,
+        }
+        return site.page(request, "retire.html", user, found=found, freed=freed, more=more, **values)
+
+    @router.get("/inbox")
+    def inbox(request: Request) -> Response:
+        """List events that are not done."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            rows = queues.inbox.listed(conn, None, 200)
+        return site.page(request, "inbox.html", user, rows=rows)
+
+    @router.get("/audit")
+    def changes(request: Request, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:
+        """List changes, newest first."""
+        user = reader(request)
+        with site.catalog.reading() as conn:
+            rows = audit.listed(conn, before=before, limit=100)
+        return site.page(request, "audit.html", user, rows=rows)
+
+    return router
+
+
+def find(conn: Any, what: str) -> tuple[list[Mapping[str, Any]], tuple[browse.RunSummary, ...]]:
+    """Return places in the catalog that match a text: (checkpoint, file, why) each, and training runs.
+
+    Only the catalog is searched: no file of this machine is opened, whatever the text names.
+    """
+    if not what:
+        return [], ()
+    found: dict[str, dict[str, Any]] = {}
+
+    def add(rows: Any, why: Callable[[Any], str]) -> None:
+        for origin in rows:
+            found.setdefault(
+                origin.checkpoint.id, {"row": origin.checkpoint, "file": origin.file, "why": why(origin)}
+            )
+
+    if lineage.is_digest(what):
+        add(lineage.with_fingerprint(conn, what)[:100], lambda o: "fingerprint")
+        add(lineage.which(conn, what)[:100], lambda o: "digest of a file" if o.file else "place")
+    elif "/" in what:
+        add(lineage.which(conn, what), lambda o: "file" if o.file else "place")
+    try:
+        detail = query.show(conn, what, tensors=False)
+    except UsageError:
+        pass  # neither an id nor an alias: the lists below say what was found
+    else:
+        if isinstance(detail, CheckpointDetail):
+            found.setdefault(
+                detail.checkpoint.id, {"row": detail.checkpoint, "file": None, "why": "id, alias or place"}
+            )
+    return list(found.values()), browse.runs(conn, name=what, limit=20).rows
+
+
+def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
+    detail = site.catalog.show(ref, tensors=False)
+    if isinstance(detail, ConversionDetail):
+        raise UsageError(f"{ref} is a conversion, not a checkpoint")
+    return detail
+
+
+def _metric_names(rows: tuple[browse.Listed, ...]) -> list[str]:
+    """Return the metrics that a list shows: those that most of its rows have."""
+    seen: dict[str, int] = {}
+    for row in rows:
+        for name in row.metrics:
+            seen[name] = seen.get(name, 0) + 1
+    return sorted(sorted(seen, key=lambda n: (-seen[n], len(n), n))[:3])
+
+
+def _facts(sides: list[CheckpointDetail]) -> list[tuple[str, list[Any]]]:
+    """Return (fact, value of each side) for a comparison."""
+    rows = [side.checkpoint for side in sides]
+    facts: list[tuple[str, list[Any]]] = [
+        ("place", [r.uri for r in rows]),
+        ("kind", [r.kind for r in rows]),
+        ("format", [r.format for r in rows]),
+        ("state", [r.state for r in rows]),
+        ("run", [r.run or "-" for r in rows]),
+        ("step", ["-" if r.step is None else r.step for r in rows]),
+        ("size", [display.size(r.nbytes) for r in rows]),
+        ("tensors", [r.num_tensors for r in rows]),
+        ("dtypes", [", ".join(r.dtypes) for r in rows]),
+        ("fingerprint", [r.fingerprint or "-" for r in rows]),
+    ]
+    names = sorted({n for s in sides if s.training for n in s.training.facts.metrics})
+    for name in names[:20]:
+        values = [s.training.facts.metrics.get(name) if s.training else None for s in sides]
+        facts.append((f"metric {name}", ["-" if m is None else m.text for m in values]))
+    return facts
+
+
+def _range(power: int) -> str:
+    return f"{display.size(1 << power)} to {display.size(1 << (power + 1))}"

@@ -1,0 +1,152 @@
+"""The page in a real browser: scripts run, the policy refuses nothing of ours, pictures are drawn."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from ckptcore.catalog import open_catalog
+from ckptcore.checking.examine import inspect
+from ckptcore.conversion.registration import facts
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium"),
+]
+RED = (0xD9, 0x2D, 0x20)  # of holes, in page.css
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address of a page that listens, and the id of a real checkpoint in it."""
+    folder = tmp_path_factory.mktemp("page")
+    shutil.copytree(ROOT / "tests" / "fixtures" / "torch" / "dcp_dims_4r" / "ckpt", folder / "step-10")
+    _remove_a_chunk(folder / "step-10" / ".metadata")
+    with open_catalog(str(folder / "catalog.sqlite")) as catalog:
+        manifest = inspect(str(folder / "step-10"))
+        ref = catalog.record_validation(facts(manifest, str(folder / "step-10")))
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.page",
+        "--catalog",
+        str(folder / "catalog.sqlite"),
+        "--port",
+        "0",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CKPTCORE_PAGE_TOKEN": "x" * 24},
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1].rstrip("/"), ref
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def _remove_a_chunk(path: Path) -> None:
+    """Remove the second chunk of w0 from the metadata, as a rank that did not write would leave it."""
+    import pickle
+
+    metadata = pickle.loads(path.read_bytes())
+    gone = metadata.state_dict_metadata["w0"].chunks.pop(1)
+    for key in list(metadata.storage_data):
+        if key.fqn == "w0" and tuple(key.offset) == tuple(gone.offsets):
+            del metadata.storage_data[key]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def browse(folder: Path, address: str, *options: str) -> tuple[str, str]:
+    """Return the document that a browser made of a page, and what it logged."""
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder / 'profile'}",
+        "--virtual-time-budget=3000",
+        *options,
+        address,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_pages_run_without_a_refusal(served: tuple[str, str], tmp_path: Path) -> None:
+    root, ref = served
+    for path in (
+        "/",
+        "/checkpoints",
+        f"/checkpoints/{ref}",
+        f"/checkpoints/{ref}/shards?tensor=w0",
+        "/login",
+    ):
+        document, log = browse(tmp_path, root + path, "--dump-dom")
+        assert "Refused" not in log, log
+        assert "Uncaught" not in log, log
+        assert "ckptcore catalog" in document
+    document, _ = browse(tmp_path, f"{root}/checkpoints/{ref}", "--dump-dom")
+    button = re.search(r"<button[^>]*data-copy[^>]*>", document)
+    assert button is not None
+    assert "hidden" not in button[0]  # the script ran
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_hole_is_red(served: tuple[str, str], tmp_path: Path, dark: bool) -> None:
+    root, ref = served
+    picture = tmp_path / "page.png"
+    options = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+    address = f"{root}/checkpoints/{ref}/shards?tensor=w0"
+    browse(tmp_path, address, f"--screenshot={picture}", "--window-size=900,900", *options)
+    pixels = decoded(picture.read_bytes())
+    red = sum(pixel == RED for row in pixels for pixel in row)
+    assert red > 5000  # a quarter of the picture
+
+
+def decoded(png: bytes) -> list[list[tuple[int, ...]]]:
+    """Return the pixels of an 8-bit RGB or RGBA picture."""
+    width, height, depth, kind = struct.unpack(">IIBB", png[16:26])
+    assert (depth, kind) in ((8, 2), (8, 6))
+    size = {2: 3, 6: 4}[kind]
+    data, at = b"", 8
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + length]
+        at += 12 + length
+    raw, rows, before = zlib.decompress(data), [], bytearray(width * size)
+    for y in range(height):
+        start = y * (width * size + 1)
+        line = bytearray(raw[start + 1 : start + 1 + width * size])
+        _unfilter(raw[start], line, before, size)
+        rows.append([tuple(line[x : x + 3]) for x in range(0, width * size, size)])
+        before = line
+    return rows
+
+
+def _unfilter(kind: int, line: bytearray, before: bytearray, size: int) -> None:
+    for x in range(len(line)):
+        left = line[x - size] if x >= size else 0
+        up, corner = before[x], before[x - size] if x >= size else 0
+        guess = left + up - corner
+        nearest = min((left, up, corner), key=lambda each: abs(guess - each))
+        line[x] = (line[x] + (0, left, up, (left + up) // 2, nearest)[kind]) & 255

@@ -1,0 +1,102 @@
+"""Pages of a catalog of 100,000 checkpoints answer in time, at the beginning and at the end of lists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from bigcatalog import digest_of, fill, uuid_of
+from fastapi.testclient import TestClient
+
+from ckptcore.catalog import open_catalog, upgrade
+from deployments.page.app import make_page
+from deployments.page.settings import PageAccess
+
+COUNT = 100_000
+MOST_MS = 300
+SAMPLES = 40
+METRICS = (
+    "INSERT INTO metric (checkpoint_id, name, value, nonfinite, step, source, updated_at)"
+    " SELECT id, '{name}', id % 1000 / 10.0, NULL, step, 'announced', created_at FROM checkpoint"
+)
+FACTS = (
+    "INSERT INTO training_facts (checkpoint_id, git_commit, user_name, config, extra, sources, updated_at)"
+    " SELECT id, '3f9a', 'ada', '{}', '{}', '{}', created_at FROM checkpoint"
+)
+
+# n: an even number, of a derived checkpoint.
+PAGES = {
+    "runs": lambda n: "/",
+    "runs, further": lambda n: f"/?after=run-{n % 200}",
+    "run": lambda n: f"/runs/run-{n % 200}",
+    "run, further": lambda n: f"/runs/run-{n % 200}?before=s:{n // 400}:{n}",
+    "checkpoints": lambda n: "/checkpoints",
+    "checkpoints, last": lambda n: "/checkpoints?before=1767226000.000000:1000",
+    "checkpoints of a state": lambda n: "/checkpoints?state=damaged",
+    "checkpoints of a kind": lambda n: "/checkpoints?kind=derived",
+    "checkpoint": lambda n: f"/checkpoints/{uuid_of('c', n)}",
+    "tensors": lambda n: f"/checkpoints/{uuid_of('c', n - n % 100)}?search=layers.3",
+    "conversions": lambda n: "/conversions",
+    "conversions that failed": lambda n: "/conversions?state=failed",
+    "conversion": lambda n: f"/conversions/{uuid_of('v', n // 2)}",
+    "search by digest": lambda n: f"/search?q={digest_of('file', 2 * n)}",
+    "search by the beginning of a digest": lambda n: f"/search?q={digest_of('file', 2 * n)[:16]}",
+    "search by fingerprint": lambda n: f"/search?q={digest_of('f', n // 2)}",
+    "search by place": lambda n: f"/search?q=/out/run-{n % 200}/step-{n // 200}",
+    "best": lambda n: "/best?metric=loss",
+    "best of a run": lambda n: f"/best?metric=loss&run=run-{n % 200}",
+    "compare": lambda n: f"/compare?left={uuid_of('c', n)}&right={uuid_of('c', n + 2)}",
+    "audit": lambda n: "/audit",
+    "api: checkpoints": lambda n: "/api/v1/checkpoints?limit=50",
+    "api: lineage": lambda n: f"/api/v1/checkpoints/{uuid_of('c', n)}/lineage",
+}
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a catalog of 100,000 checkpoints, each with four metrics."""
+    if request.param == "sqlite":
+        url = str(tmp_path_factory.mktemp("large") / "catalog.sqlite")
+        open_catalog(url).close()
+        _fill(url)
+        yield url
+        return
+    with request.getfixturevalue("postgres").database() as url:
+        upgrade(url)
+        _fill(url)
+        yield url
+
+
+def _fill(url: str) -> None:
+    fill(url, COUNT // 100, 500, COUNT - COUNT // 100)
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        for name in ("loss", "eval_loss", "grad_norm", "mmlu"):
+            conn.execute(sa.text(METRICS.format(name=name)))
+        conn.exec_driver_sql(FACTS)
+        conn.exec_driver_sql("ANALYZE")
+
+
+@pytest.mark.soak
+def test_pages_of_100_000_checkpoints_answer_in_time(large: str, tmp_path: Path) -> None:
+    rights = PageAccess(frozenset({"testserver"}), {}, open_reading=True)
+    slow: dict[str, str] = {}
+    with open_catalog(large) as catalog:
+        client = TestClient(make_page(catalog, rights), client=("127.0.0.1", 5000))
+        client.get("/")
+        for name, page in PAGES.items():
+            took = []
+            for k in range(SAMPLES):
+                address = page(2 * ((k * 1237) % (COUNT // 2 - 500)) + 200)
+                began = time.perf_counter()
+                answer = client.get(address)
+                took.append((time.perf_counter() - began) * 1000)
+                assert answer.status_code == 200, (address, answer.text[:500])
+            took.sort()
+            median, p95 = took[len(took) // 2], took[int(len(took) * 0.95) - 1]
+            print(f"{name:40} median {median:6.1f} ms   p95 {p95:6.1f} ms")
+            if p95 > MOST_MS:
+                slow[name] = f"{p95:.0f} ms"
+    assert slow == {}
