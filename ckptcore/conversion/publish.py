@@ -213,7 +213,6 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         timings,
         written,
         staging.plan_uri,
-        warnings=_unproven(plan.source, receipts),
         fingerprint=checkpoint_fingerprint(found) if found is not None else None,
         fingerprints=found or (),
         renamed=plan.renamed,
@@ -223,7 +222,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         source_stamp=stamps_digest(load_stamps(staging.plan)),
         source_ctime=stamps_digest(load_ctimes(staging.plan)),
         published=published,
-        warnings=unproven,
+        warnings=(*_unproven(plan.source, receipts), *unproven),
     )
 
 
