@@ -28,8 +28,8 @@ OPTIONS = {
     "inspect": "--allow-incomplete --exclude --include --keep-quantized --output --weights",
     "validate": """--allow-incomplete --catalog --keep-quantized --level --no-catalog --output --weights
         --workers""",
-    "diff": """--exclude --include --keep-quantized --memory --model --model-prefix --output --rename --tie
-        --weights --workers""",
+    "diff": """--exclude --ignore-dropped --include --keep-quantized --memory --model --model-prefix --output
+        --record --rename --tie --weights --workers""",
     "consolidate": WRITE,
     "export": WRITE + " --arch --config --model-prefix --names --tokenizer",
     "reshard": WRITE + " --config --keep-object --mesh --model-prefix --serialization --sharding --tokenizer",

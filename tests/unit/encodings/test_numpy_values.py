@@ -75,7 +75,8 @@ def test_arrays_survive(name: str, protocol: int) -> None:
 def test_scalars_keep_their_class(value: Any, protocol: int) -> None:
     tree, refused = read(pickle.dumps(value, protocol))
     assert refused == ()
-    assert tree == Named("npscalar", (value.dtype.str, value.tobytes()))
+    data = value.tobytes() if value.dtype.itemsize else b""  # an empty text has four bytes otherwise
+    assert tree == Named("npscalar", (value.dtype.str, data))
     plain = number_of(tree.value)
     assert plain == value
     assert type(plain) in (float, int, bool, str, bytes)
