@@ -207,10 +207,13 @@ ROWS = (
 MISSING = (
     ("Megatron-LM's `pretrain_gpt.py`, NeMo, Megatron-Bridge", "their training loops need CUDA"),
     ("torchtitan's trainer", "the names and the layout of its saves are resumed by torch alone"),
-    ("OLMo-core's trainer", "its loaders are run; its loop, with data loader and scheduler, is not"),
+    (
+        "OLMo-core's trainer",
+        "its loaders, model and optimizer are run; its loop, with data loader and scheduler, is not",
+    ),
     ("verl's trainer", "its way to load rank files is repeated; its workers need CUDA"),
     (
-        "Accelerate, Hugging Face Trainer",
+        "Hugging Face Trainer, Accelerate with FSDP1",
         "their folders are read and not written; `reshard --to dcp` is what they get",
     ),
     ("DeepSpeed's engine", "folders are read and not written"),
