@@ -177,7 +177,7 @@ ROWS = (
     ),
     Resumed(
         "torch_dist",
-        "Megatron-Core 0.12.3, 0.15.3, 0.16.1, 0.19.2: GPTModel (dense, tied, MoE, latent attention)",
+        "Megatron-Core 0.12.3, 0.15.3, 0.16.1, 0.19.2: GPTModel (dense, tied, MoE; 0.19.2: latent attention)",
         "tp=2 pp=2, ep=2 pp=2 (samples of 0.19.2)",
         "tp 1, 2 and 4, pp=2 tp=1 and 2; on tp 1 and 2, pp=2 even, uneven and virtual",
         "weights; losses of the next 2 steps of SGD without pp",

@@ -44,6 +44,7 @@ JOBS_OF = {
 }
 RELEASES = ("0.12.3", "0.15.3", "0.16.1", "0.19.2")
 NEWEST = RELEASES[-1]
+LATENT = "gpt_deepseekv3_tp2pp2_0.19.2"  # latent attention: earlier releases need Transformer Engine for it
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -71,7 +72,9 @@ def test_megatrons_own_model_resumes(
     job: str, release: Path, newest_release: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Weights are the original's, bit for bit; losses those of a resume from it (1e-5 across releases)."""
-    (tp, pp, vpp), mesh, more, names = JOBS_OF[job]
+    (tp, pp, vpp), mesh, more, every = JOBS_OF[job]
+    earlier = release.name != NEWEST
+    names = [name for name in every if name != LATENT or not earlier]
     maker, cases = torch.Generator().manual_seed(3), {}
     for name in names:
         source, out = folders[name] / "ckpt", tmp_path / name
@@ -89,7 +92,6 @@ def test_megatrons_own_model_resumes(
             "ids": torch.randint(100, (2, 9), generator=maker),
             "folders": {"original": str(source), "written": str(out)},
         }
-    earlier = release.name != NEWEST
     asked = {"tp": tp, "pp": pp, "vpp": vpp, "cases": cases}
     # Earlier releases cannot open the original: 0.19 has no common.pt. The newest one opens it for them.
     newest = run(
