@@ -6,9 +6,10 @@ another recorded checkpoint with the same tensors opens, and shares no file with
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckptcore.catalog import CheckpointDetail, open_catalog
 from ckptcore.catalog import maintenance as tending
-from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.checking.examine import inspect
@@ -16,6 +17,9 @@ from ckptcore.conversion.foreign_files import inodes_of
 from ckptcore.errors import CatalogError, CkptError, DestinationExists
 from ckptcore.store.inventory import Inventory
 from ckptcore.store.place import Relation, identify, relation
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
 
 _HINT = "choose another destination. Remove it yourself if nobody needs these tensors any more"
 
@@ -69,7 +73,7 @@ def _is_elsewhere(
     catalog: Catalog, source: CheckpointRow, child: CheckpointRow, destination: str, there: Inventory
 ) -> bool:
     """Return whether the tensors of a deleted source are also outside a destination, or not even there."""
-    if _opens(child) is False:
+    if _opens(child) is False:  # other content was put there by hand
         return True
     prints = [p for p in (source.fingerprint, child.fingerprint) if p]
     with catalog.reading() as conn:

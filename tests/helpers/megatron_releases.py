@@ -17,7 +17,7 @@ def release_folder(release: str, factory: pytest.TempPathFactory) -> Path:
     ready = Path(os.environ.get("CKPTCORE_MCORE", "/nonexistent")) / release
     if ready.is_dir():
         return ready
-    folder = factory.mktemp("release")
+    folder = factory.mktemp("release") / release
     line = ["-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python", "--target"]
     done = subprocess.run(
         [sys.executable, *line, str(folder), f"megatron-core=={release}"], capture_output=True, check=False

@@ -186,7 +186,7 @@ ROWS = (
     ),
     Resumed(
         "torch_dist",
-        "Megatron-Core 0.12.3, 0.15.3, 0.16.1, 0.19.2: GPTModel (dense, tied, MoE, latent attention)",
+        "Megatron-Core 0.12.3, 0.15.3, 0.16.1, 0.19.2: GPTModel (dense, tied, MoE; 0.19.2: latent attention)",
         "tp=2 pp=2, ep=2 pp=2 (samples of 0.19.2)",
         "tp 1, 2 and 4, pp=2 tp=1 and 2; on tp 1 and 2, pp=2 even, uneven and virtual",
         "weights; losses of the next 2 steps of SGD without pp",
@@ -235,10 +235,13 @@ ROWS = (
 MISSING = (
     ("Megatron-LM's `pretrain_gpt.py`, NeMo, Megatron-Bridge", "their training loops need CUDA"),
     ("torchtitan's trainer", "the names and the layout of its saves are resumed by torch alone"),
-    ("OLMo-core's trainer", "its loaders are run; its loop, with data loader and scheduler, is not"),
+    (
+        "OLMo-core's trainer",
+        "its loaders, model and optimizer are run; its loop, with data loader and scheduler, is not",
+    ),
     ("verl's trainer", "its way to load rank files is repeated; its workers need CUDA"),
     (
-        "Accelerate, Hugging Face Trainer",
+        "Hugging Face Trainer, Accelerate with FSDP1",
         "their folders are read and not written; `reshard --to dcp` is what they get",
     ),
     ("DeepSpeed's engine, from rank files or on model-parallel ranks", "universal folders alone are written"),
