@@ -77,9 +77,8 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     """
     names = [t.fqn for t in manifest.tensors]
     if not names:
-        found = f"{len(manifest.blobs)} plain values"
         raise AmbiguousModel(
-            f"cannot find the model: the checkpoint has no tensor (got {found})",
+            f"cannot find the model: the checkpoint has no tensor (got {len(manifest.blobs)} plain values)",
             hint="try consolidate or reshard, which write plain values, too",
             candidates=[],
         )

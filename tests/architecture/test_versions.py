@@ -1,4 +1,4 @@
-"""Check that dependencies have lower bounds, and that they are what CI and the classifiers promise."""
+"""Check that dependencies have lower bounds, and that CI runs the Pythons that the classifiers promise."""
 
 from __future__ import annotations
 
