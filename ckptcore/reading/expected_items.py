@@ -1,4 +1,7 @@
-"""Tell a remote source which items will be read, and in which order."""
+"""Tell a remote source which items will be read, and in which order.
+
+A module of its own: checks, and plans of files, use it without each other.
+"""
 
 from __future__ import annotations
 

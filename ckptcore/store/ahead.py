@@ -43,7 +43,7 @@ class ExpectedReads:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class StoreProof:
     """What the store's own checksums prove about the bytes that were read.
 
     Attributes:
@@ -69,7 +69,7 @@ class ReadsAhead(Protocol):
             Whether that can make a difference: bytes come over a network.
         """
 
-    def prove(self) -> Proof:
+    def prove(self) -> StoreProof:
         """Compare what was read of the expected bare files with the store's checksums.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Stamped
-from ckptcore.store.ahead import ExpectedReads, Proof
+from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.remote import FsspecStore
@@ -72,7 +72,7 @@ class S3Store(FsspecStore):
         """Drop what is kept of a range, so that the next read asks the store again."""
         return self._reader.forget(path, start, length)
 
-    def prove(self) -> Proof:
+    def prove(self) -> StoreProof:
         """Compare what was read of the expected bare files with the store's checksums."""
         return self._reader.prove()
 

@@ -20,7 +20,7 @@ from functools import partial
 
 from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Stamped
-from ckptcore.store.ahead import ExpectedReads, Proof
+from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen
 from ckptcore.store.objects.blocks import BLOCK, BlockReader, plan_blocks
 from ckptcore.store.objects.checksums import checksum_of
@@ -138,7 +138,7 @@ class FolderReader:
         self._ledger.forget(path, start, length)
         return True
 
-    def prove(self) -> Proof:
+    def prove(self) -> StoreProof:
         """Compare what was read of the expected bare files with the store's checksums."""
         proven, unproven = set[str](), set[str]()
         for path in sorted(self._bare):
@@ -153,7 +153,7 @@ class FolderReader:
                 f"{self._url}/{path}",
             )
             (proven if good else unproven).add(path)
-        return Proof(frozenset(proven), frozenset(unproven))
+        return StoreProof(frozenset(proven), frozenset(unproven))
 
     def close(self) -> None:
         """Give up what is in flight, and free the blocks."""

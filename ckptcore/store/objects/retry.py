@@ -33,7 +33,7 @@ _SHORTEST_SECRET = 4
 T = TypeVar("T")
 
 
-class Kind(StrEnum):
+class AnswerKind(StrEnum):
     """What an answer of the store, or its absence, means."""
 
     TROUBLE = "trouble"  # momentary: throttled, 5xx, reset, cut off, silent
@@ -47,6 +47,8 @@ class Kind(StrEnum):
     UNSUPPORTED = "unsupported"  # by this store
     INVALID = "invalid"
 
+
+Kind = AnswerKind
 
 # Codes of S3's answers: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 _CODES = {
