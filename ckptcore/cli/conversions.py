@@ -26,6 +26,7 @@ from ckptcore.planning.options import (
     here,
     read_rules,
 )
+from ckptcore.store import is_s3
 
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
@@ -91,7 +92,13 @@ def plan(
     refuse_existing(request)
     manifest = read(src, request.recover, request.keep_quantized, request.weights)
     composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
-    show.plan(composed, peak_memory(composed.plan, settings), as_json=given["output"] is Output.JSON)
+    costs = None
+    if is_s3(src) or is_s3(dst):
+        from ckptcore.conversion.request_costs import request_costs
+
+        costs = request_costs(composed.plan, composed.files, src, dst, settings)
+    peak = peak_memory(composed.plan, settings)
+    show.plan(composed, peak, costs, as_json=given["output"] is Output.JSON)
 
 
 @takes(RUN, declared(*PROOF, *RECORD), ANSWER)

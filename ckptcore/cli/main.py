@@ -44,8 +44,20 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
     ] = False,
+    storage_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--storage-option",
+            metavar="NAME=VALUE",
+            help="Option of s3fs, such as profile=NAME; SCHEME.NAME=VALUE for others. Repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Convert sharded training checkpoints into one verified model in bounded memory."""
+    if storage_option:
+        from ckptcore.store.options import use_storage_options
+
+        use_storage_options(storage_option)
 
 
 # In the order in which the help shows them.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckptcore.comparison.fingerprint import Fingerprints
     from ckptcore.comparison.result import Difference, TensorDifference
     from ckptcore.conversion.pipeline import Result
+    from ckptcore.conversion.request_costs import RequestCosts
     from ckptcore.core.manifest import Manifest
     from ckptcore.formats import Format
     from ckptcore.planning.compose import Composed
@@ -125,7 +126,7 @@ def report_of(error: CkptError, source: str, level: str) -> Report:
     return Report(level, "", 0, 0, findings)
 
 
-def plan(value: Composed, peak: int, *, as_json: bool) -> None:
+def plan(value: Composed, peak: int, costs: RequestCosts | None, *, as_json: bool) -> None:
     """Print the answer of `plan`."""
     p = value.plan
     if as_json:
@@ -138,6 +139,7 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
                 "bytes_in": p.bytes_in,
                 "bytes_out": p.bytes_out,
                 "requests": p.requests,
+                "store_requests": costs.as_dict() if costs else None,
                 "peak_memory": peak,
                 "files": [
                     {"path": f.path, "bytes": f.nbytes, "tensors": f.tensors, "requests": f.requests}
@@ -169,6 +171,12 @@ def plan(value: Composed, peak: int, *, as_json: bool) -> None:
         f"writes {show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
         f"peak memory about {show_size(peak)}"
     )
+    if costs:
+        out.print(
+            f"S3: {count(costs.get, 'GET')} of {show_size(costs.get_bytes)} "
+            f"({show_size(costs.over_read)} over-read), {count(costs.list, 'LIST')}, "
+            f"{count(costs.put, 'PUT')}; about ${costs.dollars:.4f}"
+        )
     if value.ranks:
         sizes = value.ranks.per_rank
         ranks = f"{count(len(sizes), 'rank')} ({p.target.mesh}): {show_size(min(sizes))} to "

@@ -25,7 +25,7 @@ from ckptcore.conversion.staged_plan import planned_paths, staged_request
 from ckptcore.conversion.staged_proof import require_source
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError
+from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError, finding
 from ckptcore.execution.receipts import Receipt, digest_of, every_receipt, is_intact, seen_as
 from ckptcore.execution.source_stamps import digest as stamps_digest
 from ckptcore.execution.source_stamps import load as load_stamps
@@ -36,7 +36,7 @@ from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
-from ckptcore.store import Readable
+from ckptcore.store import Readable, is_s3
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Result:
         )
         form: dict[str, Any] = {name: getattr(self, name) for name in plain}
         form["files"] = [r.as_dict() for r in self.files]
+        form["unproven"] = sum(r.unverified for r in self.files)
         form["tensors"] = len(self.tensors)
         form["warnings"] = [w.as_dict() for w in self.warnings]
         form["dropped"] = [list(d) for d in self.dropped]
@@ -212,6 +213,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         timings,
         written,
         staging.plan_uri,
+        warnings=(*_unproven(plan.source, receipts), *unproven),
         fingerprint=checkpoint_fingerprint(found) if found is not None else None,
         fingerprints=found or (),
         renamed=plan.renamed,
@@ -221,8 +223,16 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         source_stamp=stamps_digest(load_stamps(staging.plan)),
         source_ctime=stamps_digest(load_ctimes(staging.plan)),
         published=published,
-        warnings=unproven,
     )
+
+
+def _unproven(source: str, receipts: Sequence[Receipt]) -> tuple[Finding, ...]:
+    """Return a note on what came over a network without any checksum: flipped bits would not be seen."""
+    count = sum(r.unverified for r in receipts)
+    if not count or not is_s3(source):
+        return ()
+    message = f"{count} source records have a checksum neither in their format nor in their store"
+    return (finding("unproven", "bytes", message),)
 
 
 def _require_proven(receipts: Sequence[Receipt]) -> None:

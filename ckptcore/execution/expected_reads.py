@@ -36,7 +36,7 @@ def expect_files(
         run: The plan.
         indices: The files, in the order in which they are written.
         settings: Memory, and whether copies are compared.
-        records: Told which items only the store can prove.
+        records: Gets the items that only the store can prove.
         part: The part of the one file that is written.
     """
     budget, store = Budget.of(settings), run.source

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptcore.errors import DamagedCheckpoint, finding
-from ckptcore.reading.gather import Seen
-from ckptcore.reading.payload import DecodedItems, Payload, StoredChunk, resolve
+from ckptcore.errors import DamagedCheckpoint, StorageTrouble, finding
+from ckptcore.reading.payload import DecodedItems, Payload, Seen, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
 
@@ -97,6 +96,13 @@ class Records:
                     chunk.index, (None if payload.strides else CrcPieces(payload.record_length), chunk)
                 )
                 total = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
+            if total is not None and total != payload.crc32 and payload.forget is not None:
+                # Its pieces are used already: they came altered, or the store has them like that.
+                self._retry_record(payload, chunk)
+                raise StorageTrouble(
+                    f"{chunk.fqn}: bytes of {chunk.path} came altered; read again, they match their CRC-32",
+                    hint="bits flip between the store and this machine: run the command again",
+                )
             if total is not None:
                 self._require(total, payload, chunk)
 
@@ -123,14 +129,20 @@ class Records:
                 with self._lock:
                     self._partly.pop(chunk.index, None)
                 return
-            crc, block = 0, bytearray(min(_BLOCK, payload.record_length))
-            for at in range(0, payload.record_length, _BLOCK):
-                view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
-                payload.read_into(payload.record_start + at, view)
-                crc = crc32(view, crc)
-            self._require(crc, payload, chunk)
+            crc = _crc_of(payload)
+            if crc != payload.crc32 and payload.forget is not None:
+                self._retry_record(payload, chunk)
+            else:
+                self._require(crc, payload, chunk)
         finally:
             payload.close()
+
+    def _retry_record(self, payload: Payload, chunk: StoredChunk) -> None:
+        """Ask the store for a record once more; raise `DamagedCheckpoint` if it is what was damaged."""
+        assert payload.forget is not None  # the caller has checked
+        assert payload.path is not None
+        payload.forget(payload.path, payload.record_start, payload.record_length)
+        self._require(_crc_of(payload), payload, chunk)
 
     def _require(self, crc: int, payload: Payload, chunk: StoredChunk) -> None:
         if crc != payload.crc32:
@@ -142,3 +154,12 @@ class Records:
         with self._lock:
             self._state[chunk.index] = _VERIFIED
             self._partly.pop(chunk.index, None)
+
+
+def _crc_of(payload: Payload) -> int:
+    crc, block = 0, bytearray(min(_BLOCK, payload.record_length))
+    for at in range(0, payload.record_length, _BLOCK):
+        view = memoryview(block)[: min(_BLOCK, payload.record_length - at)]
+        payload.read_into(payload.record_start + at, view)
+        crc = crc32(view, crc)
+    return crc

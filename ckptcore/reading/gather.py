@@ -8,7 +8,7 @@ with strides; otherwise the box is cut along its widest-strided dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -19,11 +19,9 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, row_major
-from ckptcore.reading.payload import Payload
-from ckptcore.utils.crc32 import crc32
+from ckptcore.reading.payload import Payload, Seen
 
 Bytes = npt.NDArray[np.uint8]
-Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
 _OVERREAD = 4
 _SMALL = 4096  # bytes: reading a page costs no more than reading an element
 # Element-wide integers: copies move bits, whatever they mean.
@@ -155,9 +153,7 @@ def _descend(
         begin, end, first = found
         buffer = way.scratch[: (end - begin) * itemsize]
         at = payload.start + begin * itemsize
-        payload.read_into(at, buffer.data)
-        if seen is not None:
-            seen(at, len(buffer), crc32(buffer.data))
+        payload.fill(at, buffer.data, seen)
         wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
         _assign(tile, wanted, shape, strides, way.dtype, payload.flags)
         return

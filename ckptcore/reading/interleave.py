@@ -18,9 +18,8 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import row_major
-from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, Seen, gather, index_of, range_of, run_start
-from ckptcore.reading.payload import Payload
-from ckptcore.utils.crc32 import crc32
+from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, gather, index_of, range_of, run_start
+from ckptcore.reading.payload import Payload, Seen
 
 _RUN = 256  # bytes in a row of the tile; longer runs are as fast alone
 _LINE = 64  # bytes of a cache line
@@ -83,9 +82,7 @@ class Interleaver:
                 return
             target = part.reshape(-1).view(np.uint8).data
             at = payload.start + run * self._itemsize
-            payload.read_into(at, target)
-            if seen is not None:
-                seen(at, len(target), crc32(target))
+            payload.fill(at, target, seen)
             return
         begin, end, first = found
         like = _Like(want.shape, row_major(chunk.shape), first - begin, (end - begin) * self._itemsize)
@@ -95,9 +92,7 @@ class Interleaver:
         start = self._count * _pitch(like)
         slot = self._scratch[start : start + like.nbytes]
         at = payload.start + begin * self._itemsize
-        payload.read_into(at, slot.data)
-        if seen is not None:
-            seen(at, like.nbytes, crc32(slot.data))
+        payload.fill(at, slot.data, seen)
         self._count += 1
 
     def flush(self) -> None:

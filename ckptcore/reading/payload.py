@@ -32,9 +32,13 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.store import Buffer, Readable
+from ckptcore.store.ahead import ReadsAhead
+from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.globs import leave_out
 
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
+Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
+Forget = Callable[[str, int, int], bool]  # (file, first byte, bytes)
 _IN_MEMORY = 8 << 20
 _MAX_HEADER = 100_000_000
 # Limits of the decoded items that are kept: a number of items and bytes of disk, whichever is reached first.
@@ -85,6 +89,7 @@ class Payload:
         record_start: First byte of the stored record around it.
         record_length: Bytes of that record.
         crc32: CRC-32 of that record, or None.
+        forget: Drops what a remote store keeps of (file, first byte, bytes); None on this machine.
     """
 
     read_into: ReadInto
@@ -95,6 +100,25 @@ class Payload:
     record_start: int
     record_length: int
     crc32: int | None
+    forget: Forget | None = None
+
+    def fill(self, start: int, into: Buffer, seen: Seen | None) -> None:
+        """Fill ``into`` from byte ``start``, and report its CRC-32.
+
+        Where a complete record came over a network and does not match its checksum, it is read once more: a
+        bit may have flipped on the way.
+        """
+        self.read_into(start, into)
+        if seen is None:
+            return
+        try:
+            seen(start, len(into), crc32(into))
+        except DamagedCheckpoint:
+            if self.forget is None or self.path is None or len(into) != self.record_length:
+                raise
+            self.forget(self.path, start, len(into))
+            self.read_into(start, into)
+            seen(start, len(into), crc32(into))
 
     def close(self) -> None:
         """Release a decoded item."""
@@ -119,6 +143,8 @@ def resolve(
         UnreadablePart: The stored bytes are of a kind that ckptcore does not read.
     """
     try:
+        if store.local is None and isinstance(store, ReadsAhead):
+            return _resolve_remote(chunk, store, scratch, kept)
         return _resolve(chunk, store, scratch, kept)
     except ChecksumMismatch as error:
         raise _damaged("crc-mismatch", error.message, chunk) from error
@@ -128,6 +154,19 @@ def resolve(
         raise UnreadablePart(error.message, hint=hint, findings=(found,), fqn=chunk.fqn) from error
     except MalformedCheckpoint as error:
         raise _damaged("malformed-item", error.message, chunk) from error
+
+
+def _resolve_remote(
+    chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None
+) -> Payload:
+    """Resolve a chunk whose bytes come over a network: what looks damaged is asked for once more."""
+    assert isinstance(store, ReadsAhead)  # the caller has checked
+    try:
+        found = _resolve(chunk, store, scratch, kept)
+    except MalformedCheckpoint:
+        store.forget(chunk.path, chunk.item.start, chunk.item.length)
+        found = _resolve(chunk, store, scratch, kept)
+    return replace(found, forget=store.forget) if found.path is not None else found
 
 
 def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None) -> Payload:

@@ -23,6 +23,8 @@ _PART = 16 << 20  # bytes per upload part; also the write granularity asked of f
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
+# Schemes whose file systems are extras of this package.
+_EXTRAS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hub"}
 # Errors by the names of their classes, from clients that need not be installed.
 _REFUSED = frozenset({"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"})
 
@@ -36,7 +38,11 @@ class FsspecStore:
         try:
             # Listings are cached by default; then another writer's file would stay invisible.
             self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
-        except (ValueError, ImportError) as error:
+        except ImportError as error:
+            scheme = url.partition("://")[0]
+            hint = f"pip install 'ckptcore[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else None
+            raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url), hint=hint) from error
+        except ValueError as error:
             raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url)) from error
         except Exception as error:
             raise _trouble(self.url, error) from error
@@ -49,7 +55,7 @@ class FsspecStore:
             self._fs.invalidate_cache()
             found = self._fs.find(self._root, detail=True)
             return {
-                name[len(self._root) :].lstrip("/"): _stamped(info)
+                name[len(self._root) :].lstrip("/"): _stamped(self._sized(name, info))
                 for name, info in sorted(found.items())
                 if name != self._root and info.get("type", "file") == "file"
             }
@@ -58,6 +64,17 @@ class FsspecStore:
         if not found:
             raise SourceUnreadable(f"{self.url} does not exist or is empty")
         return found
+
+    def _sized(self, name: str, info: dict[str, Any]) -> dict[str, Any]:
+        """Return what is known of a file, with its size: listings of web servers have none."""
+        if info.get("size") is None:
+            info = {**info, **self._fs.info(name)}
+        if info.get("size") is None:
+            raise SourceUnreadable(
+                f"cannot read {name}: its server does not report its size",
+                hint="copy the folder to a disk or a bucket, and name that",
+            )
+        return info
 
     def list(self) -> dict[str, int]:
         """List the objects: relative path -> size in bytes."""

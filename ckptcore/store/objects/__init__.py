@@ -129,6 +129,9 @@ class ObjectClient(Protocol):
             SourceChanged: The object's ETag is not ``etag``, or changed on the way.
         """
 
+    def get_all(self, key: str, etag: str | None, into: Buffer) -> ObjectSeen:
+        """Fill ``into`` with a complete object of that size, like `get`; return its checksums, too."""
+
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
         """Begin a `get`, and return without waiting for it."""
 

@@ -1,7 +1,7 @@
 """Fetch expected ranges of objects in few large requests, a limited number ahead of their readers.
 
 1. Ranges of one object that touch, or almost touch, are one span; spans are cut into blocks of at most
-   16 MiB. A block is one request. With many files and little memory blocks are smaller: two of each file fit.
+   16 MiB. A block is one request. With little memory blocks are smaller, so that each is fetched once.
 2. Blocks are fetched in the order of their first use, as long as memory is left. How many requests are in
    flight depends on how long the store takes to answer, compared with how long a block takes to arrive.
 3. A block whose readers are done is replaced first. If no memory is left, the block whose use is farthest
@@ -24,7 +24,6 @@ from ckptcore.store.ahead import ExpectedReads, Floats, Ints
 
 BLOCK = 16 << 20
 _LEAST_BLOCK = 256 << 10
-_ALIGNED = 64 << 10
 GAP = 256 << 10  # bytes between two ranges that cost less than another request
 _FIRST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 32
 
@@ -42,7 +41,9 @@ class BlockTable:
         start: First byte.
         end: Byte behind the last.
         order: Numbers of blocks in the order of their first use.
-        first_use: When a block is read first.
+        uses: When the reads of each block happen, block after block, sorted.
+        used_bytes: Bytes of the block that are read until the end of each use.
+        first: Block -> its first use in ``uses``, and one more.
         wanted: Bytes of it that will be read.
         row: Path -> the slice of its blocks, as (first, behind the last).
     """
@@ -52,7 +53,9 @@ class BlockTable:
     start: Ints
     end: Ints
     order: Ints
-    first_use: Floats
+    uses: Floats
+    used_bytes: Ints
+    first: Ints
     wanted: Ints
     row: dict[str, tuple[int, int]]
 
@@ -60,19 +63,34 @@ class BlockTable:
         return len(self.file)
 
     @property
+    def most_alive(self) -> int:
+        """Count the bytes of blocks that are between their first and their last use at the same time."""
+        if not len(self):
+            return 0
+        nbytes = self.end - self.start
+        when = np.concatenate([self.uses[self.first[:-1]], self.uses[self.first[1:] - 1]])
+        change = np.concatenate([nbytes, -nbytes])
+        turn = np.lexsort((-change, when))  # both at once count as both alive
+        return int(np.cumsum(change[turn]).max())
+
+    @property
     def over_read(self) -> int:
         """Count the bytes that are fetched and not asked for."""
-        return int((self.end - self.start).sum()) - int(self.wanted.sum())
+        return max(0, int((self.end - self.start).sum()) - int(self.wanted.sum()))
 
 
-def block_size(files: int, memory: int) -> int:
-    """Return the bytes of a block, so that two blocks of each file fit the memory.
+def plan_blocks(reads: ExpectedReads, memory: int, gap: int = GAP) -> BlockTable:
+    """Cut expected reads into the largest blocks that are each fetched once within a memory budget.
 
-    >>> block_size(8, 512 << 20) >> 20, block_size(1024, 512 << 20) >> 10
-    (16, 256)
+    Where files are read in another order than they were written, large blocks would be given up before all of
+    their bytes were used. If no size avoids that, the smallest is used.
     """
-    fits = memory // max(1, 2 * files) // _ALIGNED * _ALIGNED
-    return max(_LEAST_BLOCK, min(BLOCK, fits))
+    size, ahead = BLOCK, memory // 4
+    while True:
+        table = cut_into_blocks(reads, size, gap)
+        if size <= _LEAST_BLOCK or table.most_alive + min(ahead, _FIRST_IN_FLIGHT * size) <= memory:
+            return table
+        size //= 2
 
 
 def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTable:
@@ -85,7 +103,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     begins, ends = begins[order], ends[order]
     if not len(file):
         none = np.zeros(0, np.int64)
-        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, {})
+        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, none, none, {})
     # One coordinate for all files, far enough apart that none touch.
     stride = int(end.max()) + gap + 1
     base = file * stride
@@ -110,11 +128,12 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     part = np.minimum(last[read], block_last[block]) - part_first
     share = (part_first - first[read]) / (last[read] - first[read])
     when = begins[read] + share * (ends[read] - begins[read])
-    first_use = np.full(len(block_first), np.inf)
-    np.minimum.at(first_use, block, when)
-    wanted = np.zeros(len(block_first), np.int64)
-    np.add.at(wanted, block, part)
-    wanted = np.minimum(wanted, block_last - block_first)  # overlapping reads
+    turn = np.lexsort((when, block))
+    block, when, part = block[turn], when[turn], part[turn]
+    first_pair = np.searchsorted(block, np.arange(len(block_first) + 1))
+    sums = np.cumsum(part)
+    used_bytes = sums - np.repeat(sums[first_pair[:-1]] - part[first_pair[:-1]], np.diff(first_pair))
+    wanted = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
     row = {}
     for number in np.unique(owner_file).tolist():
@@ -127,15 +146,17 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
         owner_file,
         block_first - owner_file * stride,
         block_last - owner_file * stride,
-        np.argsort(first_use, kind="stable"),
-        first_use,
+        np.argsort(when[first_pair[:-1]], kind="stable"),
+        when,
+        used_bytes,
+        first_pair,
         wanted,
         row,
     )
 
 
 @dataclass(slots=True)
-class _Held:
+class _Loaded:
     """A block in memory, or on its way.
 
     Attributes:
@@ -143,16 +164,14 @@ class _Held:
         view: The bytes of the block.
         future: Ends when the bytes have arrived.
         users: Readers that copy from it right now.
-        used: When a reader asked for it last, or 0.
         counted: Whether `Arrived` was called.
-        lock: Held while it is called.
+        lock: Taken while it is called.
     """
 
     buffer: bytearray
     view: Buffer
     future: Future[Any]
     users: int = 0
-    used: int = 0
     counted: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -176,10 +195,10 @@ class BlockReader:
         self._size = size
         self._capacity = max(1, min(memory // size, len(table)))
         self._lock = threading.Condition()  # reentrant: a request may end while it is begun
-        self._held: dict[int, _Held] = {}
+        self._loaded: dict[int, _Loaded] = {}
         self._free: list[bytearray] = []
         self._left = table.wanted.copy()
-        self._next, self._tick = 0, 0
+        self._next = 0
         self._in_flight = 0
         self._window = _FIRST_IN_FLIGHT
         self._closed = False
@@ -208,66 +227,64 @@ class BlockReader:
         for at in range(first, last):
             if self._table.start[at] < start + length and start < self._table.end[at]:
                 with self._lock:
-                    held = self._held.get(at)
-                    if held is not None and held.future.done() and not held.users:
+                    loaded = self._loaded.get(at)
+                    if loaded is not None and loaded.future.done() and not loaded.users:
                         self._drop(at)
 
     def close(self) -> None:
         """Give up what is in flight, and free the memory."""
         with self._lock:
             self._closed = True
-            for held in self._held.values():
-                held.future.cancel()
-            self._held.clear()
+            for loaded in self._loaded.values():
+                loaded.future.cancel()
+            self._loaded.clear()
             self._free.clear()
 
     def _copy(self, at: int, offset: int, into: Buffer) -> None:
-        held = self._take(at)
+        loaded = self._take(at)
         good = False
         try:
-            held.future.result()
-            with held.lock:
-                if not held.counted:
+            loaded.future.result()
+            with loaded.lock:
+                if not loaded.counted:
                     path = self._table.paths[int(self._table.file[at])]
-                    self._arrived(path, int(self._table.start[at]), held.view)
-                    held.counted = True
-            into[:] = held.view[offset : offset + len(into)]
+                    self._arrived(path, int(self._table.start[at]), loaded.view)
+                    loaded.counted = True
+            into[:] = loaded.view[offset : offset + len(into)]
             good = True
         finally:
             with self._lock:
-                held.users -= 1
+                loaded.users -= 1
                 self._left[at] -= len(into)
-                if not good and self._held.get(at) is held and not held.users:
+                if not good and self._loaded.get(at) is loaded and not loaded.users:
                     self._drop(at)
                 self._advance()
                 self._lock.notify_all()
 
-    def _take(self, at: int) -> _Held:
+    def _take(self, at: int) -> _Loaded:
         with self._lock:
             # Blocks that cannot be given up are on their way, or are copied from: both end.
             self._lock.wait_for(
-                lambda: at in self._held or len(self._held) < self._capacity or self._give_up()
+                lambda: at in self._loaded or len(self._loaded) < self._capacity or self._give_up()
             )
-            held = self._held.get(at) or self._begin(at)
-            held.users += 1
-            self._tick += 1
-            held.used = self._tick
+            loaded = self._loaded.get(at) or self._begin(at)
+            loaded.users += 1
             self._advance()
-            return held
+            return loaded
 
     def _advance(self) -> None:
         """Fetch the next blocks as far as memory and window allow."""
         order = self._table.order
         while self._in_flight < self._window and self._next < len(order) and not self._closed:
             at = int(order[self._next])
-            missing = at not in self._held and self._left[at] > 0
-            if missing and len(self._held) >= self._capacity and not self._free_done():
+            missing = at not in self._loaded and self._left[at] > 0
+            if missing and len(self._loaded) >= self._capacity and not self._free_done():
                 return
             self._next += 1
             if missing:
                 self._begin(at)
 
-    def _begin(self, at: int) -> _Held:
+    def _begin(self, at: int) -> _Loaded:
         buffer = self._free.pop() if self._free else bytearray(self._size)
         length = int(self._table.end[at] - self._table.start[at])
         view = memoryview(buffer)[:length]
@@ -275,9 +292,9 @@ class BlockReader:
         self._in_flight += 1
         begun = time.perf_counter()
         future = self._fetch(path, int(self._table.start[at]), view)
-        held = self._held[at] = _Held(buffer, view, future)
+        loaded = self._loaded[at] = _Loaded(buffer, view, future)
         future.add_done_callback(lambda done: self._landed(done, begun))
-        return held
+        return loaded
 
     def _landed(self, future: Future[Any], begun: float) -> None:
         with self._lock:
@@ -293,8 +310,8 @@ class BlockReader:
 
     def _free_done(self) -> bool:
         """Free a block that is read to its end; return whether there is one."""
-        for at, held in self._held.items():
-            if self._left[at] <= 0 and not held.users and held.future.done():
+        for at, loaded in self._loaded.items():
+            if self._left[at] <= 0 and not loaded.users and loaded.future.done():
                 self._drop(at)
                 return True
         return False
@@ -303,18 +320,21 @@ class BlockReader:
         """Free a block for one that is needed now; return whether there is one."""
         if self._free_done():
             return True
-        idle = [at for at, held in self._held.items() if not held.users and held.future.done()]
+        idle = [at for at, loaded in self._loaded.items() if not loaded.users and loaded.future.done()]
         if not idle:
             return False
-        unused = [at for at in idle if not self._held[at].used]
-        if unused:
-            at = max(unused, key=lambda a: float(self._table.first_use[a]))
-        else:
-            at = min(idle, key=lambda a: self._held[a].used)
-        self._drop(at)
+        self._drop(max(idle, key=self._next_use))
         return True
 
+    def _next_use(self, at: int) -> float:
+        """Return when a block is needed next, as far as its bytes were read in the expected order."""
+        table = self._table
+        first, last = int(table.first[at]), int(table.first[at + 1])
+        done = int(table.wanted[at] - self._left[at])
+        turn = first + int(np.searchsorted(table.used_bytes[first:last], done, "right"))
+        return float(table.uses[turn]) if turn < last else float("inf")
+
     def _drop(self, at: int) -> None:
-        held = self._held.pop(at)
-        if len(self._free) + len(self._held) < self._capacity:
-            self._free.append(held.buffer)
+        loaded = self._loaded.pop(at)
+        if len(self._free) + len(self._loaded) < self._capacity:
+            self._free.append(loaded.buffer)

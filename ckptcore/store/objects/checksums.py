@@ -101,7 +101,7 @@ def checksum_of(algorithm: str, data: Buffer | bytes) -> Checksum:
     >>> checksum_of("CRC32", b"123456789")
     Checksum(algorithm='CRC32', value='y/Q5Jg==')
     >>> checksum_of("CRC64NVME", b"123456789").value, checksum_of("CRC32C", b"123456789").value
-    ('rosUhgoHmIg=', '4waSgw==')
+    ('rosUhgp5mIg=', '4waSgw==')
     """
     known = ALGORITHMS[algorithm]
     if known.update is not None:

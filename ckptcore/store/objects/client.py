@@ -75,7 +75,7 @@ class S3Client:
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
         """Yield every object whose key starts with ``prefix``, page by page."""
-        for page in self._pages("list_objects_v2", self._name(prefix), _listing(Prefix=prefix)):
+        for page in self._pages("list_objects_v2", prefix, _listing(Prefix=prefix)):
             for row in page.get("Contents", ()):
                 yield _listed(row)
 
@@ -83,7 +83,7 @@ class S3Client:
         """Return what is directly below a prefix."""
         objects, prefixes = list[ObjectSeen](), list[str]()
         asked = _listing(Prefix=prefix, Delimiter="/")
-        for page in self._pages("list_objects_v2", self._name(prefix), asked):
+        for page in self._pages("list_objects_v2", prefix, asked):
             objects += map(_listed, page.get("Contents", ()))
             prefixes += [row["Prefix"] for row in page.get("CommonPrefixes", ())]
         return KeysBelow(tuple(objects), tuple(prefixes))
@@ -114,6 +114,10 @@ class S3Client:
         """Begin a `get`, and return without waiting for it."""
         body = _Body(self, key, start, etag, into)
         return self._begin(body.attempt, key)
+
+    def get_all(self, key: str, etag: str | None, into: Buffer) -> ObjectSeen:
+        """Fill ``into`` with a complete object, and return the checksums that the store keeps of it, too."""
+        return _waited(self._begin(_Body(self, key, 0, etag, into, complete=True).attempt, key))
 
     def put(
         self,
@@ -303,14 +307,29 @@ class S3Client:
 class _Body:
     """The bytes of one range, over all attempts to get them."""
 
-    def __init__(self, client: S3Client, key: str, start: int, etag: str | None, into: Buffer) -> None:
+    def __init__(
+        self,
+        client: S3Client,
+        key: str,
+        start: int,
+        etag: str | None,
+        into: Buffer,
+        *,
+        complete: bool = False,
+    ) -> None:
         self._client, self._key, self._start, self._into = client, key, start, into
+        self._complete = complete
         self._etag, self._filled = etag, 0
+        self._kept: tuple[Checksum, ...] = ()
 
     async def attempt(self) -> ObjectSeen:
         """Receive what is still missing."""
         first, last = self._start + self._filled, self._start + len(self._into) - 1
-        asked: dict[str, Any] = {"Key": self._key, "Range": f"bytes={first}-{last}"}
+        asked: dict[str, Any] = {"Key": self._key}
+        if not self._complete or first:
+            asked["Range"] = f"bytes={first}-{last}"
+        else:
+            asked["ChecksumMode"] = "ENABLED"
         if self._etag:
             asked["IfMatch"] = self._etag
         asked_at = time.perf_counter()
@@ -353,7 +372,10 @@ class _Body:
                 f"(got {got})",
                 kind=Kind.RANGE.value,
             )
-        return ObjectSeen(self._key, int(total) if total.isdigit() else first + length, etag)
+        if first == 0 and not place:
+            self._kept = kept_checksums(answer)
+        nbytes = int(total) if total.isdigit() else first + length
+        return ObjectSeen(self._key, nbytes, etag, checksums=self._kept)
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -127,7 +127,7 @@ def _require_sum(
     for start, (length, crc) in pieces.items():
         if _received(algorithm, start, length, receive) != crc:
             raise altered(what, start, length)
-    raise _damaged(what, kept.algorithm)
+    raise damaged(what, kept.algorithm)
 
 
 def _require_digest(
@@ -139,7 +139,7 @@ def _require_digest(
         if start in blocks and blocks[start][1] != crc:
             raise altered(what, start, length)
     if base64.b64encode(total.digest()).decode() != kept.value:
-        raise _damaged(what, kept.algorithm)
+        raise damaged(what, kept.algorithm)
 
 
 def _received(
@@ -184,6 +184,7 @@ def altered(what: str, start: int, length: int) -> StorageTrouble:
     )
 
 
-def _damaged(what: str, algorithm: str) -> DamagedCheckpoint:
+def damaged(what: str, algorithm: str) -> DamagedCheckpoint:
+    """Return the error for an object that does not match the checksum that its store keeps."""
     message = f"{what} does not match the {algorithm} that its store keeps of it"
     return DamagedCheckpoint(message, findings=(finding("digest-mismatch", "bytes", message, file=what),))

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 
 PAGE = 64 << 10  # the least that is asked for
-LARGEST = 8 << 20  # more is read directly, and not kept
+LARGEST = 32 << 20  # more is read directly, and not kept
 _KEPT = 64 << 20
 
 Version = tuple[str, str, str]  # bucket, key, ETag
@@ -24,7 +24,7 @@ class SmallReads:
     """
 
     def __init__(self, memory: int = _KEPT) -> None:
-        self._memory, self._held = memory, 0
+        self._memory, self._used = memory, 0
         self._lock = threading.Lock()
         self._pieces: OrderedDict[tuple[Version, int], bytes] = OrderedDict()
         self._starts: dict[Version, list[int]] = {}
@@ -48,8 +48,8 @@ class SmallReads:
             self._remove(version, start)
             self._pieces[version, start] = data
             self._starts.setdefault(version, []).append(start)
-            self._held += len(data)
-            while self._held > self._memory:
+            self._used += len(data)
+            while self._used > self._memory:
                 (oldest, first), _ = next(iter(self._pieces.items()))
                 self._remove(oldest, first)
 
@@ -69,7 +69,7 @@ class SmallReads:
         gone = self._pieces.pop((version, start), None)
         if gone is None:
             return
-        self._held -= len(gone)
+        self._used -= len(gone)
         starts = self._starts[version]
         starts.remove(start)
         if not starts:

@@ -1,0 +1,47 @@
+"""Pass options of the user to the file systems of this process, and to nothing that is written or sent.
+
+They go into fsspec's own configuration, beside ``FSSPEC_S3_KEY`` and the like. No plan, journal, result or
+row of a catalog has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ckptcore.errors import UsageError
+
+_DEFAULT = "s3"
+
+
+def use_storage_options(given: Sequence[str]) -> None:
+    """Use options such as ``profile=team`` or ``gs.token=anon`` for every URL of their scheme (s3 if none).
+
+    A value that is JSON is that value: ``client_kwargs={"verify": false}``.
+
+    Raises:
+        UsageError: An option is not NAME=VALUE; its value is not repeated in the message.
+    """
+    if not given:
+        return
+    from fsspec.config import conf
+
+    for each in given:
+        name, equals, value = each.partition("=")
+        scheme, dot, option = name.rpartition(".")
+        if not equals or not option.isidentifier() or (dot and not scheme.isidentifier()):
+            raise UsageError(
+                f"--storage-option must be NAME=VALUE or SCHEME.NAME=VALUE (got {name!r})",
+                hint="for example --storage-option profile=team",
+            )
+        conf.setdefault(scheme or _DEFAULT, {})[option] = _parsed(value)
+
+
+def _parsed(value: str) -> Any:
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    # A key may consist of digits: only values that cannot be meant as text are taken as JSON.
+    return found if isinstance(found, dict | list | bool) else value

@@ -1,0 +1,266 @@
+"""Reading from S3 under faults: the right result, or a clear error; never a wrong one."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from paths import FIXTURES
+from read_faults import CHECKSUMS, ReadServer, read_server
+
+import ckptcore
+from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, StorageTrouble
+from ckptcore.store import open_source_store
+from ckptcore.store.objects import small_reads
+from ckptcore.store.objects.retry import DEADLINE_VARIABLE
+
+DCP = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
+SHARDED = FIXTURES / "torch" / "hf_sharded_4r" / "ckpt"
+MOMENTS = 1  # random moments of each fault; `make soak` takes 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time-outs of a test, and nothing kept of earlier reads."""
+    monkeypatch.setenv("FSSPEC_S3", '{"config_kwargs": {"read_timeout": 0.4}}')
+    monkeypatch.setenv(DEADLINE_VARIABLE, "8")
+    _reload_fsspec()
+    monkeypatch.setattr(small_reads, "SHARED", small_reads.SmallReads())
+    monkeypatch.setattr("ckptcore.store.objects.reader.SHARED", small_reads.SHARED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_before() -> Iterator[None]:
+    yield
+    os.environ.pop("FSSPEC_S3", None)
+    _reload_fsspec()
+
+
+def _reload_fsspec() -> None:
+    from fsspec.config import conf, set_conf_env
+
+    conf.pop("s3", None)
+    set_conf_env(conf)
+
+
+def upload(server: ReadServer, folder: Path, name: str = "src") -> str:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            server.put(f"b/{name}/{file.relative_to(folder)}", file.read_bytes())
+    return f"s3://b/{name}"
+
+
+def made(source: str, target: Path, **options: object) -> tuple[dict[str, bytes], ckptcore.Result]:
+    result = ckptcore.convert(source, str(target), catalog=False, **options)
+    files = [target] if target.is_file() else sorted(f for f in target.rglob("*") if f.is_file())
+    return {f.name: f.read_bytes() for f in files if f.name != "README.md"}, result
+
+
+@cache
+def local(folder: Path) -> dict[str, bytes]:
+    """What a conversion of the local folder gives."""
+    with tempfile.TemporaryDirectory() as target:
+        return made(str(folder), Path(target) / "local.safetensors")[0]
+
+
+@cache
+def answers(folder: Path) -> int:
+    """Return how many bodies a conversion reads."""
+    with read_server(keeps="crc64nvme") as server, tempfile.TemporaryDirectory() as target:
+        forget_pages()
+        made(upload(server, folder), Path(target) / "calm.safetensors")
+        return server.count("GET")
+
+
+def forget_pages() -> None:
+    small_reads.SHARED._pieces.clear()
+    small_reads.SHARED._starts.clear()
+
+
+def judged(
+    fault: str, folder: Path, keeps: str | None, moments: int, tmp_path: Path, seed: int
+) -> dict[str, int]:
+    """Convert under a fault at random moments; return how often each outcome was seen."""
+    right = local(folder)
+    answers(folder)  # with a server of its own
+    draw, outcomes = random.Random(seed), {"right": 0, "error": 0, "unproven": 0, "unhit": 0}
+    with read_server(keeps=keeps) as server:
+        url = upload(server, folder)
+        for moment in range(moments):
+            forget_pages()
+            server.calm()
+            target = tmp_path / f"{moment}.safetensors"
+            victim = draw.choice(sorted(server.objects))
+            swapped = bytearray(server.objects[victim])
+            before = bytes(swapped)
+            swapped[draw.randrange(len(swapped))] ^= 8
+            rule = server.fault(
+                "" if fault == "swap" else fault,
+                skip=draw.randrange(answers(folder)),
+                times=draw.choice((1, 1, 2)),
+                at=draw.random(),
+            )
+            if fault == "swap":
+                rule.call = lambda victim=victim, data=bytes(swapped): server.put(victim, data)
+            try:
+                got, result = made(url, target)
+            except CkptError as error:
+                outcomes["error"] += 1
+                outcomes[error.code] = outcomes.get(error.code, 0) + 1
+            else:
+                outcomes["unhit"] += rule.times > 0
+                if list(got.values()) == list(right.values()):
+                    outcomes["right"] += 1
+                else:
+                    # Nothing can know: neither format nor store has a checksum.
+                    assert fault == "flip", f"wrong result after {fault}"
+                    assert keeps is None, f"wrong result although the store keeps {keeps}"
+                    assert sum(r.unverified for r in result.files) > 0
+                    outcomes["unproven"] += 1
+            server.put(victim, before)
+    clear = {
+        "error",
+        "right",
+        "unproven",
+        "unhit",
+        "source-changed",
+        "storage-trouble",
+        "malformed",
+        "damaged",
+    }
+    assert outcomes.keys() <= clear
+    return outcomes
+
+
+FAULTS = ("status", "throttle", "reset", "cut", "cut-reset", "flip", "stall", "swap")
+
+
+# A checksum of the store matters to what nothing else can tell.
+@pytest.mark.parametrize(("fault", "keeps"), [*((f, None) for f in FAULTS), ("flip", "crc64nvme")])
+@pytest.mark.parametrize("folder", [DCP, SHARDED], ids=["dcp", "safetensors"])
+def test_right_or_an_error(fault: str, keeps: str | None, folder: Path, tmp_path: Path) -> None:
+    moments = 1 if fault == "stall" else MOMENTS
+    found = judged(fault, folder, keeps, moments, tmp_path, seed=17)
+    if fault not in ("swap", "flip"):
+        assert found["right"] == moments
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("keeps", [None, *CHECKSUMS])
+@pytest.mark.parametrize("folder", [DCP, SHARDED], ids=["dcp", "safetensors"])
+def test_right_or_an_error_many_times(fault: str, keeps: str | None, folder: Path, tmp_path: Path) -> None:
+    print(fault, keeps, judged(fault, folder, keeps, 20, tmp_path, seed=1700))
+
+
+@pytest.mark.parametrize("keeps", [None, "crc32", "sha256"])
+def test_a_flip_in_tensor_bytes_of_safetensors(keeps: str | None, tmp_path: Path) -> None:
+    """With a checksum of the store it is an error, and the next run is right; without one it is unproven."""
+    right = local(SHARDED)
+    with read_server(keeps=keeps) as server:
+        url = upload(server, SHARDED)
+        _, calm = made(url, tmp_path / "calm.safetensors")
+        unproven = sum(r.unverified for r in calm.files)
+        assert (unproven == 0) == (keeps is not None)
+        server.calm()
+        # The last byte of a body is of an element: pages of headers are kept from the run before.
+        server.fault("flip", at=1.0, path=r"safetensors$")
+        if keeps is None:
+            got, result = made(url, tmp_path / "flipped.safetensors")
+            assert got["flipped.safetensors"] != right["local.safetensors"]
+            assert sum(r.unverified for r in result.files) > 0
+            return
+        with pytest.raises(StorageTrouble, match="differ"):
+            made(url, tmp_path / "flipped.safetensors")
+        got, _ = made(url, tmp_path / "flipped.safetensors")
+        assert got["flipped.safetensors"] == right["local.safetensors"]
+
+
+def test_a_flip_in_a_record_with_a_checksum_is_mended(tmp_path: Path) -> None:
+    right = local(DCP)
+    with read_server() as server:
+        url = upload(server, DCP)
+        server.fault("flip", path=r"distcp$", times=2)
+        got, _ = made(url, tmp_path / "got.safetensors")
+        assert got["got.safetensors"] == right["local.safetensors"]
+        assert server.count("GET", "distcp$") > 4  # one for each file, and once more
+
+
+def test_damage_in_the_store_is_damage(tmp_path: Path) -> None:
+    """What is read twice and stays wrong is the store's."""
+    with read_server(keeps="crc32") as server:
+        url = upload(server, DCP)
+        victim = next(n for n in server.objects if n.endswith(".distcp"))
+        data = bytearray(server.objects[victim])
+        data[len(data) // 2] ^= 1
+        server.put(victim, bytes(data))
+        with pytest.raises(CkptError) as caught:
+            made(url, tmp_path / "got.safetensors")
+        assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("conditions", [True, False], ids=["if-match", "ignores if-match"])
+def test_an_object_that_is_replaced_while_it_is_read(conditions: bool) -> None:
+    with read_server(conditions=conditions) as server:
+        server.put("b/src/model.bin", bytes(100_000))
+        store = open_source_store("s3://b/src")
+        store.stamped()
+        assert store.read("model.bin", 0, 8) == bytes(8)
+        server.put("b/src/model.bin", bytes(99_999) + b"x")
+        with pytest.raises(SourceChanged, match="replaced"):
+            store.read("model.bin", 90_000, 10_000)
+
+
+def test_a_source_replaced_between_header_and_data(tmp_path: Path) -> None:
+    """Same names, sizes and headers, other elements: the manifest's version is not the one that is there."""
+    with read_server() as server:
+        url = upload(server, SHARDED)
+        manifest = ckptcore.open(url)
+        name = manifest.tensors[0].fqn
+        for path in [n for n in server.objects if n.endswith(".safetensors")]:
+            server.put(path, server.objects[path][:-1] + bytes([server.objects[path][-1] ^ 1]))
+        forget_pages()  # or they have the elements that belong to the manifest
+        with pytest.raises(SourceChanged):
+            ckptcore.read(manifest, name)
+
+
+def test_without_the_right_to_list(tmp_path: Path) -> None:
+    """One object is read without a listing; a folder says which right is missing."""
+    with read_server(listing=False) as server:
+        file = next(SHARDED.glob("*.safetensors"))
+        server.put("b/src/model.safetensors", file.read_bytes())
+        assert ckptcore.open("s3://b/src/model.safetensors").tensors
+        with pytest.raises(SourceUnreadable, match="AccessDenied"):
+            ckptcore.open("s3://b/src")
+        assert server.count("HEAD") <= 2
+
+
+def test_requests_of_a_conversion(tmp_path: Path) -> None:
+    """One listing at a time, one request for each block, none for each chunk, nothing fetched twice."""
+    with read_server(keeps="crc64nvme") as server:
+        url = upload(server, DCP)
+        made(url, tmp_path / "got.safetensors")
+        assert server.count("HEAD") == 0
+        assert server.count("LIST") <= 5
+        data = [n for n in server.objects if n.endswith(".distcp")]
+        assert server.count("GET", r"\.metadata$") <= 2  # its ETag proves nothing, but its checksum does
+        # One for the values that are no tensors, and one for all tensors.
+        assert server.count("GET", "distcp$") <= 2 * len(data)
+
+
+def test_errors_name_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEADLINE_VARIABLE, "0")
+    with read_server() as server:
+        server.put("b/src/model.bin", bytes(10))
+        server.fault("throttle", times=9)
+        store = open_source_store("s3://me:hidden-password@b/src")
+        with pytest.raises(CkptError) as caught:
+            store.read("model.bin", 0, 8)
+        text = repr(caught.value.as_dict())
+        assert "hidden-password" not in text
+        assert "test-secret" not in text
