@@ -213,6 +213,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         timings,
         written,
         staging.plan_uri,
+        warnings=(*_unproven(plan.source, receipts), *unproven),
         fingerprint=checkpoint_fingerprint(found) if found is not None else None,
         fingerprints=found or (),
         renamed=plan.renamed,
@@ -222,7 +223,6 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         source_stamp=stamps_digest(load_stamps(staging.plan)),
         source_ctime=stamps_digest(load_ctimes(staging.plan)),
         published=published,
-        warnings=(*_unproven(plan.source, receipts), *unproven),
     )
 
 

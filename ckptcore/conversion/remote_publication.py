@@ -57,9 +57,9 @@ class Completing:
         without = [name for name, seen in self.seen.items() if not require_checksum(seen, self.handles[name])]
         if not without:
             return ()
-        message = f"unproven: the store keeps no checksum of {len(without)} uploaded files"
+        message = f"the store keeps no checksum of {len(without)} uploaded files"
         hint = "compare them with the source: ckptcore diff SRC DST, or ckptcore scrub"
-        return (finding("no-checksum", "bytes", message, file=without[0] or None, hint=hint),)
+        return (finding("unproven", "bytes", message, file=without[0] or None, hint=hint),)
 
 
 def publish_remote(

@@ -31,7 +31,7 @@ _OURS = re.compile(
 )
 
 
-class Fate(StrEnum):
+class LeftFate(StrEnum):
     """What happens to something that was left."""
 
     REMOVED = "removed"
@@ -58,7 +58,7 @@ class Left:
 
     url: str
     kind: str
-    fate: Fate
+    fate: LeftFate
     why: str
     nbytes: int
     uploads: int
@@ -118,7 +118,7 @@ def _each(client: ObjectClient, url: str, older_than_s: float, dry_run: bool) ->
         if (upload.key, upload.upload_id) not in known:
             why = "no conversion recorded it; abort it by hand if it is yours"
             age = _age(upload.started)
-            yield Left(f"{client.url}/{upload.key}", "upload", Fate.FOREIGN, why, 0, 1, age)
+            yield Left(f"{client.url}/{upload.key}", "upload", LeftFate.FOREIGN, why, 0, 1, age)
 
 
 def _staging(
@@ -134,37 +134,40 @@ def _staging(
     age = _age(max(times, default=None))
     nbytes = sum(seen.nbytes for seen in objects.values())
 
-    def left(fate: Fate, why: str) -> Left:
+    def left(fate: LeftFate, why: str) -> Left:
         return Left(f"{client.url}/{folder}", "staging", fate, why, nbytes, len(uploads), age)
 
     strange = sorted(name for name in objects if not _OURS.fullmatch(name))
     if strange:
-        return left(Fate.FOREIGN, f"it has objects that no conversion writes: {strange[0]!r}")
+        return left(LeftFate.FOREIGN, f"it has objects that no conversion writes: {strange[0]!r}")
     if age is None or age < older_than_s:
-        return left(Fate.YOUNG, "it changed lately")
+        return left(LeftFate.YOUNG, "it changed lately")
     above, _, name = folder.rpartition("/")
     staging = Staging(join_url(f"{client.url}/{above}".rstrip("/"), name[1 : -len(".ckptcore")]))
     try:
         return _removed(staging, left, has_record=PUBLISHING in objects, dry_run=dry_run)
     except Busy as error:
-        return left(Fate.IN_USE, error.message)
+        return left(LeftFate.IN_USE, error.message)
 
 
-def _removed(staging: Staging, left: Callable[[Fate, str], Left], *, has_record: bool, dry_run: bool) -> Left:
+def _removed(
+    staging: Staging, left: Callable[[LeftFate, str], Left], *, has_record: bool, dry_run: bool
+) -> Left:
     begun = noted(staging) if has_record else None
     if begun is not None and begun.step != DONE:
         return left(
-            Fate.PUBLISHING, "its output is partly published; run the same conversion again to complete it"
+            LeftFate.PUBLISHING,
+            "its output is partly published; run the same conversion again to complete it",
         )
     what = (
         "left by a run that published its output" if begun is not None else "left by a run that ended early"
     )
     if dry_run:
         with staging.lock(shared=True):
-            return left(Fate.WOULD_REMOVE, what)
+            return left(LeftFate.WOULD_REMOVE, what)
     with staging.lock():
         staging.remove()
-    return left(Fate.REMOVED, what)
+    return left(LeftFate.REMOVED, what)
 
 
 def _age(when: float | None) -> float | None:

@@ -90,7 +90,7 @@ def test_publishing_completes_uploads_without_copies(
     total = hasher_like(receipt.digest)
     total.update(server.below(OUT)["model.safetensors"])
     assert total.hexdigest() == receipt.digest
-    assert result.warnings == () or all(w.code != "no-checksum" for w in result.warnings)
+    assert result.warnings == () or all(w.code != "unproven" for w in result.warnings)
     with pytest.raises(DestinationExists):
         convert(source)
 
@@ -114,7 +114,7 @@ def test_faults_that_pass(
 def test_a_flip_that_the_store_does_not_see_is_unproven(source: str) -> None:
     with fault_s3.serving(checks=False, keeps=False, min_part=PART) as server:
         result = convert(source)
-        assert [w.code for w in result.warnings].count("no-checksum") == 1
+        assert [w.code for w in result.warnings].count("unproven") == 1
         assert server.uploads == {}
 
 
