@@ -58,7 +58,7 @@ def arrived(
         str, Option("Refuse sources that are not below this path or URL, with links resolved.", "URL")
     ] = "",
     run: Annotated[
-        str, Option("The announced training run, for the catalog if the path does not name one.")
+        str, Option("The announced training run, for the catalog. Default: the name in the path.")
     ] = "",
     step: Annotated[
         int | None, Option("The announced step, for the catalog if the path does not name one.")

@@ -11,6 +11,8 @@ import typer
 from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
 from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
+from ckptcore.store import local_path
+from ckptcore.utils import terminal
 
 alias_app = group("Manage names that refer to one checkpoint at a time.")
 hold_app = group("Manage holds, which keep checkpoints from being deleted.")
@@ -163,6 +165,11 @@ def add_root(
 
     if verb is None and given["mesh"] is not None:
         verb = "reshard"
+    path = local_path(uri)
+    if path is not None and not path.is_dir():
+        terminal.line(
+            f"note: there is no folder {uri} on this machine yet; a sweep finds nothing there", err=True
+        )
     wanted = {"destination": destination, "verb": verb, **given}
     checked = target_of(_object(target) | {k: v for k, v in wanted.items() if v is not None})
     with open_catalog(catalog) as found, found.writing() as conn:

@@ -38,8 +38,8 @@ _log = logging.getLogger("ckptcore")
 class Announcement:
     """What a user or an announcement reports about a source.
 
-    run, step: for a folder whose name has no step. meta: facts about the training, as `read_facts` reads
-    them. origin: user or announced.
+    run: instead of the folder's name. step: for a folder whose name has none. meta: facts about the
+    training, as `read_facts` reads them. origin: user or announced.
     """
 
     run: str = ""
@@ -216,7 +216,7 @@ def facts(
         digests: Path -> digest of its files.
         verified: The check level that it passed.
         prints: Its fingerprint and those of its tensors.
-        announcement: Run and step, for a place whose name has no step.
+        announcement: Run, and the step for a place whose name has none.
         published: (path, size, digest) of every known file; files that the manifest does not list are
             recorded, too.
         training: Read what the checkpoint stores about its training.
@@ -224,8 +224,10 @@ def facts(
     from ckptcore.catalog import CheckpointFacts
 
     step, run = _step_and_run(uri)
+    # An announced name wins: a folder's name is only a guess, such as `checkpoints`.
+    run = announcement.run or run
     if step is None:
-        step, run = announcement.step, announcement.run or None
+        step = announcement.step
     name = manifest.origin.get("file")
     known = digests or {}
     origin = {k: v for k, v in manifest.origin.items() if k != "paths"}

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from typer.testing import CliRunner
 
-from ckptcore.catalog import ConversionFacts, default_url, open_catalog
+from ckptcore.catalog import ConversionFacts, audit, default_url, open_catalog
 from ckptcore.catalog.database import HEAD
 from ckptcore.catalog.queues import NewEvent, inbox, outbox
 from ckptcore.cli.catalog import app
@@ -281,3 +281,36 @@ def test_failed_rows_are_listed_and_retried(ask, path):
     assert ask("inbox", "retry", "--failed") == "nothing has failed\n"
     assert {row["state"] for row in json.loads(ask("inbox", "list", "--output", "json"))} == {"waiting"}
     assert ask("outbox", "retry", "--failed") == "1 row due again\n"
+
+
+def test_a_root_without_a_folder_is_noted(path, tmp_path):
+    for folder, noted in ((tmp_path / "none", True), (tmp_path, False)):
+        command = ["root", "add", f"r{noted}", str(folder), "--verb", "consolidate"]
+        result = CliRunner().invoke(app, command, catch_exceptions=False, standalone_mode=False)
+        assert ("there is no folder" in result.stderr) is noted
+
+
+def test_facts_and_rankings(ask, filled):
+    ask("meta", filled[1], "metrics.loss=2.5", "git_commit=3f9a", "config.lr=3e-4")
+    text = ask("show", filled[1])
+    assert "loss=2.5" in text
+    assert "git_commit=3f9a" in text
+    detail = json.loads(ask("show", filled[1], "--output", "json"))
+    assert detail["training"]["facts"]["config"] == {"lr": 3e-4}
+    assert "2.5" in ask("best", "loss")
+    [best] = json.loads(ask("best", "loss", "--highest", "--kind", "derived", "--output", "json"))
+    assert (best["value"], best["checkpoint"]["id"]) == (2.5, filled[1])
+
+
+def test_changes_of_names_and_holds_are_recorded(ask, filled, path):
+    ask("alias", "set", "best", filled[1])
+    ask("hold", "place", filled[1], "--reason", "paper")
+    [hold] = json.loads(ask("hold", "list", "--output", "json"))
+    ask("hold", "release", hold["id"])
+    ask("hold", "release", hold["id"])
+    ask("alias", "remove", "best")
+    with open_catalog(path) as catalog, catalog.reading() as conn:
+        rows = audit.listed(conn, subject=filled[1])
+    assert [row.action for row in rows] == ["alias.remove", "hold.release", "hold.place", "alias.set"]
+    assert {row.via for row in rows} == {"cli"}
+    assert all(row.actor for row in rows)

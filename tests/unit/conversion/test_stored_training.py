@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptcore.checking.examine import inspect
-from ckptcore.conversion.registration import facts
+from ckptcore.conversion.registration import Announcement, facts
 from ckptcore.conversion.stored_training import stored_facts
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -129,3 +129,12 @@ def test_megatron() -> None:
     assert found.framework == "megatron"
     assert found.config["num_layers"] == 4
     assert found.config["params_dtype"] == "bfloat16"
+
+
+def test_an_announced_run_wins_over_the_folder(folder: Make) -> None:
+    place = str(folder())
+    manifest = inspect(place)
+    known = facts(manifest, place)
+    assert (known.run, known.step) == ("llama", 20)
+    known = facts(manifest, place, announcement=Announcement("llama-8b-second", 7))
+    assert (known.run, known.step) == ("llama-8b-second", 20)
