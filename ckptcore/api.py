@@ -137,8 +137,12 @@ def diff(
     from ckptcore.comparison.dropped_names import recorded_in
 
     rules = DiffRules(
-        model or bool(model_prefix),
-        *map(_frozen, (model_prefix, rename, tie, include, exclude)),
+        model=model or bool(model_prefix),
+        prefixes=_frozen(model_prefix),
+        rename=_frozen(rename),
+        tie=_frozen(tie),
+        include=_frozen(include),
+        exclude=_frozen(exclude),
         recorded=recorded_in(record) if record is not None else (),
         ignore_dropped=ignore_dropped,
     )

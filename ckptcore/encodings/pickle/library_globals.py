@@ -79,7 +79,9 @@ def _date(data: Any) -> Named:
 def _datetime(data: Any, zone: Any = None) -> Named:
     year = int.from_bytes(_packed(data, 10)[:2], "big")
     # The highest bit of the month is the fold, of a time that of the hour.
-    moment = datetime.datetime(year, data[2] & 0x7F, *data[3:7], int.from_bytes(data[7:10], "big"))
+    day, hour, minute, second = data[3:7]
+    parts = year, data[2] & 0x7F, day, hour, minute, second, int.from_bytes(data[7:10], "big")
+    moment = datetime.datetime(*parts)
     return _named("datetime", (moment.isoformat(), data[2] >> 7, _zone(zone)))
 
 

@@ -59,6 +59,9 @@ class StoredStorage(RefusedTensor):
     """
 
     __slots__ = ("key", "nbytes", "numel")
+    key: str
+    numel: int
+    nbytes: int
 
     def __init__(self, key: str, dtype: str, numel: int, nbytes: int) -> None:
         put = object.__setattr__
@@ -68,28 +71,28 @@ class StoredStorage(RefusedTensor):
         put(self, "nbytes", nbytes)
 
     @property
-    def name(self) -> str:  # type: ignore[override]  # computed
+    def name(self) -> str:
         """The class of the storage."""
         known = BY_NAME.get(self.dtype)
         return f"torch.{known.storage}" if known is not None else "torch.storage.UntypedStorage"
 
     @property
-    def what(self) -> str:  # type: ignore[override]  # computed
+    def what(self) -> str:
         """The reason as a text."""
         return "a storage outside of a tensor"
 
     @property
-    def foreign(self) -> bool:  # type: ignore[override]  # computed
+    def foreign(self) -> bool:
         """Whether the reason is a class that is not on the allow-list."""
         return False
 
     @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # computed
+    def shape(self) -> tuple[int, ...]:
         """All elements."""
         return (self.numel,)
 
     @property
-    def storages(self) -> tuple[str, ...]:  # type: ignore[override]  # computed
+    def storages(self) -> tuple[str, ...]:
         """Its own key."""
         return (self.key,)
 
