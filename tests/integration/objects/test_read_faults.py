@@ -82,6 +82,15 @@ def forget_pages() -> None:
     small_reads.SHARED._starts.clear()
 
 
+def now_in(server: ReadServer, folder: Path) -> dict[str, bytes]:
+    """Return what a conversion of the server's objects gives, as they are now."""
+    for name, data in server.objects.items():
+        file = folder / name.removeprefix("b/src/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return made(str(folder), folder.with_suffix(".safetensors"))[0]
+
+
 def judged(
     fault: str, folder: Path, keeps: str | None, moments: int, tmp_path: Path, seed: int
 ) -> dict[str, int]:
@@ -115,6 +124,10 @@ def judged(
             else:
                 outcomes["unhit"] += rule.times > 0
                 if list(got.values()) == list(right.values()):
+                    outcomes["right"] += 1
+                elif fault == "swap":
+                    # Replaced before the plan took its stamps: then all of the new version, or it is wrong.
+                    assert list(got.values()) == list(now_in(server, tmp_path / f"now{moment}").values())
                     outcomes["right"] += 1
                 else:
                     # Nothing can know: neither format nor store has a checksum.
