@@ -1,9 +1,8 @@
 """Train a small model with DeepSpeed on CPU ranks, from the start or from a checkpoint; report what it holds.
 
 Runs in an environment of DeepSpeed's own: ``python deepspeed_job.py '{"world": 2, "stage": 2, ...}'``. Keys:
-world, stage, groups (1 or 2), bf16, frozen (the embedding), load (folder for `load_checkpoint`), universal,
-steps, save, out. Every world size sees the same batches. ``out`` gets masters, moments and groups after the
-load, and all losses.
+world, stage, groups (1 or 2), bf16, load (folder for `load_checkpoint`), universal, steps, save, out. Every
+world size sees the same batches. ``out`` gets masters, moments and groups after the load, and all losses.
 With ``fsdp2`` the job trains with FSDP2 of torch instead, and saves model and optimizer with its DCP.
 """
 
@@ -34,12 +33,11 @@ class Net(torch.nn.Module):
 
 
 def groups_of(net: Net, groups: int) -> list[dict[str, Any]]:
-    trained = [p for p in net.parameters() if p.requires_grad]
     if groups == 1:
-        return [{"params": trained, "weight_decay": 0.05}]
-    flat = [p for p in trained if p.dim() == 1]
+        return [{"params": list(net.parameters()), "weight_decay": 0.05}]
+    flat = [p for p in net.parameters() if p.dim() == 1]
     return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1, "lr": 2e-2},
+        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1, "lr": 2e-2},
         {"params": flat, "weight_decay": 0.0, "lr": 1e-2},
     ]
 
@@ -90,7 +88,6 @@ def main(rank: int, form: dict[str, Any], port: int) -> None:
 
     torch.manual_seed(form.get("seed", 1))
     net = Net()
-    net.embed.weight.requires_grad_(not form.get("frozen"))
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // form["world"],
@@ -119,7 +116,6 @@ def main(rank: int, form: dict[str, Any], port: int) -> None:
             if form.get("load")
         }
         for name, p in engine.module.named_parameters()
-        if p.requires_grad
     }
     options = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     start, losses = engine.global_steps, []

@@ -73,15 +73,14 @@ def require_of(loaded: dict[str, Any], source: Path, model: str, state: str) -> 
             assert torch.equal(states[key], ckptcore.read(manifest, f"{state}{name}.{key}")), (name, key)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     ("stage", "groups", "bf16"), [(1, 2, False), (2, 1, True), (2, 2, True), (3, 1, False), (3, 1, True)]
 )
 def test_other_world_size_as_by_deepspeeds_own_converter(
-    python: str, run: Run, tmp_path: Path, stage: int, groups: int, bf16: bool, frozen: bool
+    python: str, run: Run, tmp_path: Path, stage: int, groups: int, bf16: bool
 ) -> None:
     root = tmp_path / "run"
-    run(world=2, stage=stage, groups=groups, bf16=bf16, frozen=frozen, steps=3, save=str(root))
+    run(world=2, stage=stage, groups=groups, bf16=bf16, steps=3, save=str(root))
     own = [python, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(root / "save")]
     command = [*own, "--output_folder", str(root / "save_universal")]
     subprocess.run(
@@ -94,7 +93,6 @@ def test_other_world_size_as_by_deepspeeds_own_converter(
         "stage": stage,
         "groups": groups,
         "bf16": bf16,
-        "frozen": frozen,
         "universal": True,
         "seed": 9,
         "lr": 0.5,
@@ -103,7 +101,6 @@ def test_other_world_size_as_by_deepspeeds_own_converter(
     found = run(**start, steps=5, load=str(ours))
     require_equal(found, theirs)
     require_of(found, root / "save", "module.", "optimizer.state.")
-    assert ("embed.weight" in found["known"]) is not frozen
     assert found["options"] == theirs["options"]
     assert found["losses"] == theirs["losses"]
     assert (found["start"], found["epoch"], found["client"]) == (3, theirs["epoch"], {"mine": {"a": 1}})
