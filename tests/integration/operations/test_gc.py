@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save_file
 
 import ckptcore
-from ckptcore.cli.main import main
+from ckptcore.cli.main import run
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.abandoned import collect
@@ -58,7 +58,7 @@ def test_abandoned_uploads_are_removed_and_those_of_others_are_kept(
         found = {i.url: i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)}
     assert found["s3://bucket/runs/.a.ckptcore"] == "in-use"
     assert found["s3://bucket/runs/b/.c.ckptcore"] == "removed"
-    assert not main(["gc", "s3://bucket", "--older-than", "0s", "--output", "json"])
+    assert not run(["gc", "s3://bucket", "--older-than", "0s", "--output", "json"])
     fates = {row["url"]: row["fate"] for row in json.loads(capsys.readouterr().out)}
     assert fates == {
         "s3://bucket/runs/.a.ckptcore": "removed",
@@ -89,8 +89,8 @@ def test_a_half_published_output_is_left_to_its_conversion(server: fault_s3.Faul
 RUN = """
 import sys, ckptcore.store.objects.part_plan as plan
 plan.PART = 64 << 10
-from ckptcore.cli.main import main
-sys.exit(main(["export", sys.argv[1], sys.argv[2], "--no-catalog"]))
+from ckptcore.cli.main import run
+sys.exit(run(["export", sys.argv[1], sys.argv[2], "--no-catalog"]))
 """
 # Requests of a conversion, in order: a signal befalls what comes before and behind it.
 MOMENTS = {
@@ -125,6 +125,7 @@ def stopped_at(
         process.append(run)
         _, error = run.communicate(timeout=100)
     assert b"Traceback" not in error, error.decode()
+    assert run.returncode != 0, "it was not stopped"
 
 
 def require_right_after_a_rerun(
