@@ -66,7 +66,7 @@ MESHES = {
     "lightning-mesh": _mesh("lightning", "fsdp=3", source="fabric"),
 }
 JOBS = CONSOLIDATED | MESHES
-_TWINS = frozenset({"deepspeed_universal_zero3"})  # written like another: a soak runs them
+_TWINS = frozenset({"deepspeed_universal", "deepspeed_universal_zero3"})  # slow, or like another: soak
 
 
 def weights() -> dict[str, Any]:
