@@ -90,7 +90,7 @@ RUN = """
 import sys, ckptcore.store.objects.part_plan as plan
 plan.PART = 64 << 10
 from ckptcore.cli.main import run
-sys.exit(run(["export", sys.argv[1], sys.argv[2], "--no-catalog"]))
+sys.exit(run(["export", sys.argv[1], sys.argv[2], "--no-catalog", "--max-file-size", "130000"]))
 """
 # Requests of a conversion, in order: a signal befalls what comes before and behind it.
 MOMENTS = {
@@ -144,7 +144,7 @@ def require_right_after_a_rerun(
         ckptcore.convert("s3://bucket/out", str(tmp_path / "early"), verb="export")
     server.calm()
     with contextlib.suppress(DestinationExists):  # the stopped run had published, and cleaned up
-        ckptcore.convert(str(folder), "s3://bucket/out", verb="export")
+        ckptcore.convert(str(folder), "s3://bucket/out", verb="export", max_file_size=130_000)
     assert server.uploads == {}
     found = server.below("bucket/out/")
     data = {k: v for n, raw in found.items() if n.endswith(".safetensors") for k, v in load(raw).items()}
