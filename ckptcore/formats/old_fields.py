@@ -84,7 +84,7 @@ def _writer(writer: Writer | None, old: Mapping[str, Any]) -> Writer | None:
     before = writer if writer is not None else Writer(Layout(arrange))
     kept = {name: old[name] for name in ("nests", "place") if name in old}
     if "arrange" in old:  # nothing is known of the values that another function keeps
-        kept |= {"values": "", "torch_load": False}
+        kept |= {"values": "", "torch_load": False, "flattens": False}
     layout = replace(before.whole, arrange=arrange, **kept)
     for_mesh = layout if before.for_mesh is before.whole else before.for_mesh
     if "shards" in old:

@@ -77,7 +77,7 @@ def test_damage(name: str, written: dict[str, Tree], truths: dict[Path, Run], tm
     """A third of the rows, each once; every row is applied to a third of the outputs."""
     groups = tuple(g for n, g in enumerate(GROUPS) if (crc32(name.encode()) + n) % 3 == 0)
     seen = damaged(written[name], groups, PLACES, 1, truths, tmp_path)
-    assert seen["refused"] > seen["silent"], seen
+    assert seen["refused"] >= seen["silent"], seen
 
 
 @pytest.mark.soak

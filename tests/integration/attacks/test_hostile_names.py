@@ -127,7 +127,9 @@ def test_a_numpy_text_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
         for order in "<>":
             array = np.array(text, dtype=f"{order}U6")
             found = _scalar(Named("npdtype", ["U6", order]), array.tobytes())
-            assert found == array[()].item()
+            assert isinstance(found, Named)
+            dtype, raw = found.value
+            assert np.frombuffer(raw, dtype).tolist() == [array[()].item()]
 
 
 def test_no_name_of_a_parameter_is_an_internal_error(

@@ -158,7 +158,7 @@ for name in ("lightning", "lightning.pytorch"):
 sys.modules.setdefault("lightning.pytorch.callbacks", callbacks)
 from lightning_callback import AnnounceCheckpoint
 class Trainer:
-    is_global_zero, global_step = True, 7
+    is_global_zero, global_step, current_epoch, callback_metrics = True, 7, 0, {"loss": 2.5}
     def save_checkpoint(self, filepath, weights_only=None):
         self.global_step += weights_only or 0
 trainer, one = Trainer(), AnnounceCheckpoint(run="llama", every=True)
@@ -337,6 +337,8 @@ def test_wandb_template(running: live.Live, env: dict[str, str]) -> None:
         "artifact_metadata.uri": URI,
         "artifact_version_string": "team/project/llama:v3",
         "artifact_metadata.step": "7",
+        "event_author": "ana",
+        "project_name": "project",
     }.items():
         body = body.replace(f"${{{name}}}", value)
     assert "${" not in body

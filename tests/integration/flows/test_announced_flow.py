@@ -126,12 +126,12 @@ def test_the_announced_run_and_step_are_recorded_if_the_path_names_none(
     assert found == {("source", "mistral", 700), ("derived", "mistral", 700)}
 
 
-def test_a_step_in_the_path_takes_precedence_over_the_announced_one(
+def test_the_announced_run_takes_precedence_and_the_step_in_the_path(
     arrived: Any, source: Path, catalog: str
 ) -> None:
     assert arrived(source, run="mistral", step=700).is_completed()
     with open_catalog(catalog) as known:
-        assert {(row.run, row.step) for row in known.list()} == {("run", 7)}
+        assert {(row.run, row.step) for row in known.list()} == {("mistral", 7)}
 
 
 def test_a_run_that_meets_another_waits_for_it(

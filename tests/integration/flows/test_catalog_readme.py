@@ -13,10 +13,11 @@ import sqlalchemy as sa
 from upgraded import copy_to_postgresql
 
 import ckptcore.catalog
-from ckptcore.catalog import aliases, holds, open_catalog, upgrade
+from ckptcore.catalog import aliases, audit, holds, open_catalog, upgrade
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.queues import NewEvent, inbox
+from ckptcore.catalog.training import read_facts
 from ckptcore.catalog.views import VIEWS
 
 pytestmark = [
@@ -29,6 +30,13 @@ README = (Path(ckptcore.catalog.__file__).parent / "README.md").read_text()
 QUESTIONS = dict(re.findall(r"\n([^\n]+\?)\n\n```sql\n(.*?);\n```", README, re.DOTALL))
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 W, E = 64, 96  # bytes of the two tensors
+# What people record of the trainings.
+TRAINED = {
+    "llama/step-10": {"commit": "beef10", "metrics": {"loss": 2.5, "gradient": "nan"}},
+    "llama/step-20": {"commit": "beef20", "metrics": {"loss": 2.25}},
+    "llama/step-30": {"commit": "beef30", "user": "ana", "dataset": "wiki"},
+    "mistral/step-5": {"metrics": {"loss": 3.5}},
+}
 
 # question -> what it must answer on the example below
 ANSWERS = {
@@ -140,6 +148,21 @@ ANSWERS = {
         ("/mistral/step-4", "a time", "/whole/4")
     ],
     "How far behind its training is each run's newest export?": [("llama", 30, None), ("mistral", 5, 5)],
+    "Which checkpoint of each run has the lowest loss, and from which commit?": [
+        ("llama", 2.25, 20, "beef20", "/llama/step-20"),
+        ("mistral", 3.5, 5, None, "/mistral/step-5"),
+    ],
+    "Who trained each run, on which data, and how far is it?": [
+        ("llama", "ana", "wiki", "beef30", 30, None, 1),
+        ("mistral", None, None, None, 5, None, 0),
+    ],
+    "How did a metric develop in one run?": [(5, 3.5, None, "/mistral/step-5")],
+    "Which checkpoints have a metric that is not finite?": [
+        (place, "gradient", "nan") for place in ("/again/10", "/copies/10.pt", "/llama/step-10", "/out/10")
+    ],
+    "Who changed which alias or hold, and when?": [
+        ("a time", "ana", "cli", "hold.place", "/llama/step-20", '{"reason":"paper"}')
+    ],
     "Which events are waiting, or failed?": [("mlflow", "created", "/llama/step-40", "waiting", 0, None)],
     "Which watched roots were swept, and with which result?": [
         ("llama", "/llama", True, "a time", "3 found"),
@@ -250,11 +273,15 @@ def _add(root, url):
         )
         for step, score in ((10, "9.5"), (20, "71.3")):
             catalog.tag(str(root / f"out/{step}"), "eval.mmlu", score)
+        for step, form in TRAINED.items():
+            catalog.describe(str(root / step), read_facts(form)[0])
         with catalog.writing() as conn:
             for step in (10, 20):
                 aliases.set_alias(conn, NOW, "llama/best", str(root / f"out/{step}"))
             holds.place(conn, NOW, str(root / "llama/step-20"), "paper", owner="ana")
             holds.release(conn, NOW, holds.place(conn, NOW, str(root / "out/20"), "over"))
+            note = {"reason": "paper"}
+            audit.note(conn, NOW, "hold.place", str(root / "llama/step-20"), note, actor="ana")
             roots.add(conn, NOW, "llama", str(root / "llama"))
             roots.swept(conn, NOW, "llama", "3 found")
         with catalog.queueing() as conn:
@@ -298,6 +325,7 @@ def ask(example):
 
 
 MEASURED = {
+    "at": "a time",
     "bytes_out": "a number",
     "seconds": "a number",
     "bytes_per_second": "a number",

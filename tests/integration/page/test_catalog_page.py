@@ -177,12 +177,11 @@ def test_search_finds_ids_places_digests_and_fingerprints(client: TestClient, fi
 def test_search_opens_no_file_of_the_machine(
     client: TestClient, tmp_path: Path, catalog: Catalog, facts: Facts
 ) -> None:
-    from ckptcore.catalog.lineage import digest_of_file
+    from ckptcore.catalog.lineage import digests_of_file
 
     place = tmp_path / "secret.bin"
     place.write_bytes(b"x" * 100)
-    digest = digest_of_file(str(place))
-    assert digest is not None
+    [digest] = digests_of_file(str(place), [""])
     catalog.record_validation(facts("/known", content="k", files=[("f", 100, digest)]))
     assert "/known" in text_of(client.get("/search", params={"q": digest}).text)
     assert "Nothing is known" in client.get("/search", params={"q": str(place)}).text
