@@ -16,6 +16,7 @@ from ckptcore.planning.request import Settings
 MEANS = Settings(memory=256 << 20, workers=1, fingerprint=True)
 
 
+@pytest.mark.soak  # a cluster takes 15 s; flows on Dask write such parts to local files by default
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore leaves its session to the exit
 def test_two_workers_write_parts_of_one_file(tmp_path: Path) -> None:
