@@ -110,8 +110,11 @@ def _each(client: ObjectClient, url: str, older_than_s: float, dry_run: bool) ->
     uploads = list(client.list_uploads(prefix))
     known: set[tuple[str, str]] = set()
     for folder, objects in sorted(folders.items()):
-        keys = {entry.key for entry in UploadJournal(client, f"{folder}/{UPLOADS}/").entries()}
-        own = [upload for upload in uploads if upload.key in keys]
+        journal = UploadJournal(client, f"{folder}/{UPLOADS}/")
+        entries = journal.entries()
+        ids = {(entry.key, entry.upload_id) for entry in entries}
+        keys = {entry.key: entry.started for entry in entries}
+        own = [u for u in uploads if (u.key, u.upload_id) in ids or journal.is_stray(u, keys)]
         known |= {(upload.key, upload.upload_id) for upload in own}
         yield _staging(client, folder, objects, own, older_than_s, dry_run)
     for upload in uploads:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptcore.errors import CkptError, StorageTrouble
-from ckptcore.store.objects import ObjectClient
+from ckptcore.store.objects import ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
@@ -132,11 +132,11 @@ class UploadJournal:
         return len(found)
 
     def abort_strays(self, prefix: str, keys: Mapping[str, float]) -> None:
-        """Abort open uploads of our keys whose ids no entry has, because the replies were lost.
+        """Abort the uploads of our keys whose ids were lost with a reply; see `is_stray`.
 
         Args:
             prefix: What all the keys start with.
-            keys: Key -> when its entry was written. An earlier upload is not ours.
+            keys: Key -> when its entry was written.
         """
         try:
             there = list(self.client.list_uploads(prefix))
@@ -146,9 +146,28 @@ class UploadJournal:
             _log.info("cannot look for uploads without an owner: %s", error.message)
             return
         for upload in there:
-            since = keys.get(upload.key)
-            if since is not None and (upload.started is None or upload.started >= since - _SKEW_S):
+            if self.is_stray(upload, keys):
                 self.client.abort(upload.key, upload.upload_id)
+
+    def is_stray(self, upload: OpenUpload, keys: Mapping[str, float]) -> bool:
+        """Report whether an open upload may be one of ours whose id was lost with the reply.
+
+        Parts are sent only to uploads whose id is recorded. So an upload with a part is another program's,
+        and so is one that is older than the entry of its key.
+
+        Args:
+            upload: An open upload whose id is in no entry.
+            keys: Key -> when its entry was written.
+        """
+        since = keys.get(upload.key)
+        if since is None or (upload.started is not None and upload.started < since - _SKEW_S):
+            return False
+        try:
+            return not list(self.client.list_parts(upload.key, upload.upload_id))
+        except CkptError as error:
+            if kind_of(error) is not Kind.NO_UPLOAD:
+                raise
+            return False  # it has ended meanwhile
 
     def _adopted(self, wanted: UploadEntry) -> UploadEntry:
         """Return the entry that another worker wrote, once it has its upload's id."""

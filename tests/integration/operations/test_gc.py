@@ -75,6 +75,23 @@ def test_abandoned_uploads_are_removed_and_those_of_others_are_kept(
         collect(source, older_than_s=0)
 
 
+@pytest.mark.parametrize("ending", ["gc", "finish", "another plan"])
+def test_an_upload_of_others_to_our_key_is_kept(server: fault_s3.FaultyS3, source: str, ending: str) -> None:
+    """Parts are sent only to uploads whose id is recorded: one that has a part, and is not, is theirs."""
+    prepared = ckptcore.prepare(source, "s3://bucket/runs/a", verb="export")
+    ckptcore.execute(prepared)
+    key = "bucket/runs/a/model.safetensors"
+    server.uploads["theirs"] = fault_s3.Upload(key, {}, {1: fault_s3.Stored(b"precious", "e")})
+    server.uploads["lost"] = fault_s3.Upload(key, {})  # as if the reply to our request was lost
+    if ending == "gc":
+        found = {i.url: i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)}
+        assert found == {"s3://bucket/runs/.a.ckptcore": "removed", f"s3://{key}": "foreign"}
+    else:
+        options = {"dtype": "bf16", "resume": False} if ending == "another plan" else {}
+        ckptcore.convert(source, "s3://bucket/runs/a", verb="export", **options)  # type: ignore[arg-type]
+    assert list(server.uploads) == ["theirs"]
+
+
 def test_a_half_published_output_is_left_to_its_conversion(server: fault_s3.FaultyS3, source: str) -> None:
     server.fault("PUT", path="out/README.md", action="status", times=1000, status=403, code="AccessDenied")
     with pytest.raises(CkptError):
