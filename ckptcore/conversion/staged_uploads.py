@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import fsspec
 
+from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import FilePlan
@@ -23,7 +24,6 @@ from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 from ckptcore.store.objects.uploads import Uploads
 from ckptcore.store.s3 import client_of
 
-UPLOADS, LEASE = "uploads", "lease.json"
 _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
 
 

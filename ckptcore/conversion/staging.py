@@ -29,6 +29,7 @@ from ckptcore.errors import (
     DestinationUnwritable,
     DiskFull,
     OutputMismatch,
+    SourceUnreadable,
     StagingForeign,
     UsageError,
 )
@@ -37,6 +38,7 @@ from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tre
 from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
+from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
@@ -46,6 +48,10 @@ PUBLISHING = "publishing.json"  # written right before the move: records the pla
 REPLACED = "replaced"  # the old output that a new one replaced
 LOCK, PARTS = "lock", ("plan", "receipts", "files")
 RECORDS = ("request.json", "replaces.json", PUBLISHING)
+UPLOADS, LEASE = "uploads", "lease.json"  # on object stores: the journal of uploads, and the lock
+_REMOTE = re.compile(
+    rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
+)
 # The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
 # removed files that are open. All other files are foreign.
 _FILES = re.compile(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
@@ -69,6 +75,11 @@ class Spots:
     file: Spot
     target: Spot
     aside: Spot
+
+
+def is_of_staging(name: str) -> bool:
+    """Report whether a conversion writes an object of this name below its staging prefix."""
+    return _REMOTE.fullmatch(name) is not None
 
 
 class Staging:
@@ -304,9 +315,23 @@ class Staging:
             for name in ("request.json", "replaces.json"):
                 self.root.remove(name)
             self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
-            self.root.remove_all()
+            self._remove_rest()
         except DestinationUnwritable as error:
             _log.warning("%s is kept: %s", self.url, error.message)
+
+    def _remove_rest(self) -> None:
+        """Remove what else a conversion writes below the staging prefix; what others put there is kept."""
+        try:
+            names = list(self.root.list())
+        except SourceUnreadable as error:  # nothing is left, or these credentials may not list
+            _log.info("%s", error.message)
+            return
+        kept = [name for name in names if not is_of_staging(name)]
+        for name in names:
+            if is_of_staging(name):
+                self.root.remove(name)
+        if kept:
+            _log.warning("%s is kept: no conversion writes %s", self.url, some(kept))
 
     def _remove_but_odd(self, home: SealedFolder) -> bool:
         """Remove only the run's own files if the folder has foreign ones; return whether it has."""

@@ -17,8 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from ckptcore.conversion.publication_record import DONE, noted
-from ckptcore.conversion.staged_uploads import LEASE, UPLOADS
-from ckptcore.conversion.staging import PARTS, PUBLISHING, RECORDS, Staging
+from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging, is_of_staging
 from ckptcore.errors import Busy, UsageError
 from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
@@ -26,9 +25,6 @@ from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.s3 import client_of
 
 _STAGING = re.compile(r"((?:.*/)?\.([^/]+)\.ckptcore)/(.+)", re.DOTALL)
-_OURS = re.compile(
-    rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
-)
 
 
 class LeftFate(StrEnum):
@@ -140,7 +136,7 @@ def _staging(
     def left(fate: LeftFate, why: str) -> Left:
         return Left(f"{client.url}/{folder}", "staging", fate, why, nbytes, len(uploads), age)
 
-    strange = sorted(name for name in objects if not _OURS.fullmatch(name))
+    strange = sorted(name for name in objects if not is_of_staging(name))
     if strange:
         return left(LeftFate.FOREIGN, f"it has objects that no conversion writes: {strange[0]!r}")
     if age is None or age < older_than_s:

@@ -92,6 +92,15 @@ def test_an_upload_of_others_to_our_key_is_kept(server: fault_s3.FaultyS3, sourc
     assert list(server.uploads) == ["theirs"]
 
 
+def test_objects_of_others_in_a_staging_prefix_are_kept(
+    server: fault_s3.FaultyS3, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.objects["bucket/runs/.a.ckptcore/precious"] = fault_s3.Stored(b"x", "x")
+    ckptcore.convert(source, "s3://bucket/runs/a", verb="export")
+    assert list(server.below("bucket/runs/.a.ckptcore/")) == ["precious"]
+    assert "no conversion writes precious" in caplog.text
+
+
 def test_a_half_published_output_is_left_to_its_conversion(server: fault_s3.FaultyS3, source: str) -> None:
     server.fault("PUT", path="out/README.md", action="status", times=1000, status=403, code="AccessDenied")
     with pytest.raises(CkptError):
