@@ -106,7 +106,7 @@ def compare(folder: str, reference: Path) -> None:
 
     from flows.demo_train import logits
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers does not type it
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ours, theirs = logits(model), torch.load(reference, weights_only=True)
     same = ours.dtype == theirs.dtype and torch.equal(ours, theirs)

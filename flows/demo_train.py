@@ -93,7 +93,7 @@ def build() -> PreTrainedModel:
     # Not `.to(torch.bfloat16)`: that would also round the frequencies of the rotary embedding, which are not
     # parameters and therefore not in the checkpoint.
     make = AutoModelForCausalLM.from_config
-    model: PreTrainedModel = make(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = make(config, dtype=torch.bfloat16)
     return model
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 
+from ckptcore.cli.plain_values import PlainCommand, PlainGroup
 from ckptcore.errors import LEVELS, current_level
 from ckptcore.planning.options import (
     MEANS,
@@ -32,9 +33,18 @@ Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the or
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class _Program(typer.Typer):
+    """A program whose commands convert plain values without pydantic."""
+
+    def command(self, name: str | None = None, **given: Any) -> Callable[[_F], _F]:
+        """Register a command."""
+        return super().command(name, **{"cls": PlainCommand, **given})
+
+
 def group(help: str) -> typer.Typer:
     """Return a program or a group of commands."""
-    return typer.Typer(
+    return _Program(
+        cls=PlainGroup,
         rich_markup_mode=None,  # the tables of rich cut names of options at 80 columns
         no_args_is_help=True,
         add_completion=False,

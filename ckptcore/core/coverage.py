@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, TensorSpec
 from ckptcore.errors import Finding, finding
+from ckptcore.utils.distinct_values import distinct
 from ckptcore.utils.text import count
 
 _MAX_PAIRWISE = 4096
@@ -146,7 +147,7 @@ def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
     kept = (shape > 0).all(axis=1)  # an empty chunk holds nothing, whatever its offset
     if (lo[kept] < 0).any() or (lo[kept] + shape[kept] > want).any():
         return False
-    both = np.unique(np.concatenate([lo[kept], shape[kept]], axis=1), axis=0)
+    both = distinct(np.concatenate([lo[kept], shape[kept]], axis=1))
     lo, shape = both[:, : lo.shape[1]], both[:, lo.shape[1] :]
     # Python integers: a false header could make int64 volumes wrap around.
     volume = _volume(shape)
@@ -183,7 +184,7 @@ def _disjoint(lo: Ints, hi: Ints) -> bool:
 
 
 def _dims_by_variety(lo: Ints) -> list[int]:
-    spread = [len(np.unique(lo[:, d])) for d in range(lo.shape[1])]
+    spread = [len(distinct(lo[:, d])) for d in range(lo.shape[1])]
     return sorted(range(lo.shape[1]), key=lambda d: -spread[d])
 
 

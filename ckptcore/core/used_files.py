@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ckptcore.core.manifest import Manifest
+from ckptcore.utils.distinct_values import distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def used(manifest: Manifest) -> Used:
     """Return the use of each file. A manifest that was loaded, not read, has no ``described`` ones."""
     own = manifest.without_copies()
     chunks = [own.chunks, *([own.inputs.chunks] if own.inputs is not None else [])]
-    items = {blob.item for blob in own.blobs} | {n for c in chunks for n in np.unique(c.item).tolist()}
+    items = {blob.item for blob in own.blobs} | {n for c in chunks for n in distinct(c.item).tolist()}
     place = own.items.file
     data = frozenset(own.files[int(place[item])].path for item in items if item >= 0)
     compared = frozenset(placed(manifest)) - data
@@ -53,4 +52,4 @@ def used(manifest: Manifest) -> Used:
 
 def placed(manifest: Manifest) -> list[str]:
     """Return the files that items are stored in, copies included, in the manifest's order."""
-    return [manifest.files[n].path for n in np.unique(manifest.items.file).tolist()]
+    return [manifest.files[n].path for n in distinct(manifest.items.file).tolist()]

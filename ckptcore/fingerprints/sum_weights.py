@@ -17,6 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ckptcore.core.box import Box, flat_start
+from ckptcore.utils.distinct_values import distinct
 
 Qwords = npt.NDArray[np.uint64]
 Shape = tuple[int, ...]
@@ -168,7 +169,7 @@ def row_factors(number: npt.NDArray[np.int64]) -> tuple[Qwords, Qwords]:
         return rows[0], rows[1]
     found = np.empty((2, *number.shape), np.uint64)
     pages = number // ROW
-    for each in np.unique(pages).tolist():
+    for each in distinct(pages).tolist():
         here = pages == each
         found[:, here] = page("row", each)[:, number[here] - each * ROW]
     return found[0], found[1]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Stamped
 from ckptcore.store.ahead import ExpectedReads, StoreProof
-from ckptcore.store.objects.client import S3Client
+from ckptcore.store.objects.client import S3Client, share_service_models
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.remote import FsspecStore
 
@@ -30,6 +30,7 @@ class S3Store(FsspecStore):
             versions: Path -> stamp of objects that were seen before, and must still be the same.
         """
         super().__init__(url)
+        share_service_models(self._fs)
         self.client = client_of(self.url)
         _, _, key = self._root.strip("/").partition("/")
         self.prefix = f"{key}/" if key else ""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,7 +144,7 @@ def _page(text: str) -> Iterator[tuple[int, str, str]]:
 def _module(text: str) -> Iterator[tuple[int, str, str]]:
     docstrings = {
         node.body[0].lineno
-        for node in ast.walk(ast.parse(text))
+        for node in _blocks(ast.parse(text))
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and node.body
         and isinstance(node.body[0], ast.Expr)
@@ -166,14 +167,33 @@ def _module(text: str) -> Iterator[tuple[int, str, str]]:
                     yield number, token.string, PARTS[part]
 
 
+def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node with statements in it: expressions, most of a module, have none."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, name, ())
+            left += inside if isinstance(inside, list) else ()
+
+
+@cache
 def _parts(identifier: str) -> list[str]:
     return [part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)]
 
 
 def _prose(line: str) -> Iterator[tuple[str, str]]:
+    if not _term("|".join(PROSE)).search(line):  # most lines have none
+        return
     for pattern, instead in PROSE.items():
-        for found in re.finditer(rf"(?<![\w`.-])(?:{pattern})(?![\w`-])", line, re.IGNORECASE):
+        for found in _term(pattern).finditer(line):
             yield found.group(), instead
+
+
+@cache
+def _term(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w`.-])(?:{pattern})(?![\w`-])", re.IGNORECASE)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from typing import Any
 import confined
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# A fork copies the tables of all pages, and its end takes them apart: with pages of 2 MiB that takes 2 ms and
+# not 8, and 10 ms less in the child. Only memory of `malloc` can have them.
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
 GIB = 1 << 30
 
 
@@ -72,7 +76,7 @@ class Cli:
             "NO_COLOR": "1",
             "COLUMNS": "200",
         }
-        self._env = env | (environment or {})
+        self._env = env | LARGE_PAGES | (environment or {})
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -193,6 +197,8 @@ def _serve() -> None:
     sys.path.insert(0, str(REPOSITORY))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    for name in LARGE_PAGES:  # not for what the calls start
+        os.environ.pop(name, None)
     import importlib
 
     for name in ("numpy", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
@@ -222,23 +228,25 @@ def _call(request: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         _run_child(request)
     limit = request["kill_after"] if request["kill_after"] is not None else request["seconds"]
-    status, usage, killed = None, None, False
-    while status is None:
-        pid, got, usage = os.wait4(child, os.WNOHANG)
-        if pid:
-            status = got
-        elif time.monotonic() - started > limit and not killed:
-            killed = True
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        else:
-            time.sleep(0.001)
+    killed = not _ends_within(child, limit)
+    if killed:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
     spent = time.monotonic() - started
     with suppress(ProcessLookupError):  # what the call left running in its session
         os.killpg(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
-    assert usage is not None
     return {"code": code, "seconds": spent, "peak": usage.ru_maxrss * 1024, "killed": killed}
+
+
+def _ends_within(child: int, seconds: float) -> bool:
+    """Whether a child ends in time."""
+    descriptor = os.pidfd_open(child)
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _run_child(request: dict[str, Any]) -> None:

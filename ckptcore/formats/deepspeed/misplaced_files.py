@@ -19,6 +19,7 @@ from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
+from ckptcore.utils.distinct_values import distinct
 from ckptcore.utils.text import short_repr
 
 _EXPERT = re.compile(r"^(?P<layer>.*\bdeepspeed_experts)\.(?P<expert>[0-9]{1,9})\..*$", re.DOTALL)
@@ -167,4 +168,4 @@ def _varies(source: Source, file: StatesFile, storage: tuple[int, int, int | Non
     start, length, _ = storage
     size = min(length, _SAMPLE) // 4 * 4
     values = np.frombuffer(source.store.read(file.path, start, size), "<u4")
-    return len(np.unique(values)) >= _DISTINCT
+    return len(distinct(values)) >= _DISTINCT

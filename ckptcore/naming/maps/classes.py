@@ -18,6 +18,7 @@ from ckptcore.naming.maps.index_space import Pieces, closed, joined, opened, sin
 from ckptcore.naming.maps.layout import AxisLayout, size_of, solved
 from ckptcore.naming.maps.sizes import UnknownNumber, value_of
 from ckptcore.naming.maps.tensor_name import NameMatch, Templates
+from ckptcore.utils.distinct_values import distinct
 
 Shape = tuple[int, ...]
 Seen = Mapping[str, set[tuple[int, ...]]]  # term of `to`, as it is written -> indices of what it makes
@@ -233,7 +234,7 @@ class Takers:
         if len(side) == 1:
             for each in found[0]:
                 shape = self._shape[each.rows]
-                for kind in np.unique(shape).tolist():
+                for kind in distinct(shape).tolist():
                     self._add(rule, side, (kind,), [(0, each, np.flatnonzero(shape == kind))], sizes)
             return
         for same in _matches_together(found):

@@ -21,6 +21,7 @@ from ckptcore.naming.maps.classes import Class, keys_in, placed
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
 from ckptcore.naming.maps.matching import Matched, match, require_fit
+from ckptcore.utils.distinct_values import distinct
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def _chunk_columns(
 def _promised(manifest: Manifest, ranks: Ints, parts: Sequence[tuple[int, Pieces, Ints]]) -> Ints | None:
     """Return the shape that metadata promises for every item that boxes are views into: see `Items`."""
     stored, known = manifest.chunks, manifest.items.holds
-    rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
+    rows = distinct(np.concatenate([np.zeros(0, np.int64), *(of for _, _, of in parts)]))
     if stored.view is not None:
         rows = rows[stored.view[rows, 0] < 0]
     rows = rows[stored.item[rows] >= 0]

@@ -21,6 +21,7 @@ import numpy as np
 
 from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
+from ckptcore.utils.distinct_values import distinct
 
 BLOCK = 16 << 20
 _LEAST_BLOCK = 256 << 10
@@ -136,7 +137,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     wanted = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
     row = {}
-    for number in np.unique(owner_file).tolist():
+    for number in distinct(owner_file).tolist():
         row[reads.paths[number]] = (
             int(np.searchsorted(owner_file, number, "left")),
             int(np.searchsorted(owner_file, number, "right")),

@@ -1,0 +1,34 @@
+"""Find the distinct values of a column, or the distinct rows of a table.
+
+Of its own because `numpy.unique` imports `numpy.ma` on its first plain call, which takes longer than a small
+`validate`, and sorts rows of tables as records, which takes ten times as long as columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the distinct values of an array of integers, ascending; of a table, its distinct rows.
+
+    Rows are ordered by their first column, then by the second, and so on, as `numpy.unique` orders them.
+
+    >>> distinct(np.array([3, 1, 3])).tolist(), distinct(np.array([[1, 2], [0, 9], [1, 2]])).tolist()
+    ([1, 3], [[0, 9], [1, 2]])
+    """
+    if values.ndim == 1:
+        ordered = np.sort(values)
+        return ordered[_first_of_each(ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+    if not values.shape[1]:
+        return values[:1]  # rows without columns are all the same
+    table = values[np.lexsort(values.T[::-1])]
+    return table[_first_of_each((table[1:] != table[:-1]).any(axis=1))] if len(table) else table
+
+
+def _first_of_each(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return which rows begin a run of equal ones, from which rows differ from the one before."""
+    return np.concatenate([np.ones(1, np.bool_), differs])

@@ -1,0 +1,33 @@
+"""Distinct values and rows are those of `numpy.unique`."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ckptcore.utils.distinct_values import distinct
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (50,), (0, 3), (1, 3), (60, 1), (60, 2), (60, 4)])
+def test_as_numpy_finds_them(shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(len(shape)).integers(-2, 3, shape)
+    before = values.copy()
+    found = distinct(values)
+    assert found.tolist() == np.unique(values, axis=0).tolist()
+    assert found.dtype == values.dtype
+    assert (values == before).all()
+
+
+def test_rows_without_columns() -> None:
+    assert distinct(np.zeros((3, 0), np.int64)).shape == (1, 0)
+    assert distinct(np.zeros((0, 0), np.int64)).shape == (0, 0)
+
+
+def test_masked_arrays_are_not_imported() -> None:
+    code = (
+        "import sys, numpy as np; from ckptcore.utils.distinct_values import distinct; "
+        "distinct(np.arange(3)); distinct(np.zeros((3, 2))); print('numpy.ma' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
