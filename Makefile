@@ -5,7 +5,7 @@
 #   make up      start PostgreSQL, Prefect, a worker and the webhook receiver on this machine
 #                (make up UP="--prefect-port 4300 --root /runs --exports /models")
 #   make down    end them; a run that does not end in a minute goes on after the next `make up`
-#   make test    `make check`, then the tests
+#   make test    `make check`, and the tests beside it
 #   make quick   a test or two of each room and family, before a commit: no servers, under 90 s on 2 cores
 #   make check   format, lint, types, layers, migrations, generated tables
 #   make bench   measure against the peers, print the table
@@ -54,8 +54,14 @@ up: $(stamp)
 down: $(stamp)
 	@$(python) -m deployments.local down $(DOWN)
 
-test: check
-	@$(python) -m pytest -n $(JOBS)
+# Tests wait a good part of their time: what `check` needs is there then. What it finds is printed when it has
+# found it, and fails the target; the line with the number of tests is the last one of a good run.
+test: $(stamp)
+	@failed=$$(mktemp -u); trap 'rm -f "$$failed"' EXIT; \
+	{ $(MAKE) check || touch "$$failed"; } & check=$$!; \
+	$(python) -m pytest -n $(JOBS) || tests=$$?; wait $$check; \
+	if [ -e "$$failed" ]; then echo "make check failed: what it found is above, among the tests" >&2; exit 1; fi; \
+	exit $${tests:-0}
 
 quick: $(stamp)
 	@$(python) -m pytest -n $(JOBS) -q -k 'not postgresql' @tests/quick.txt

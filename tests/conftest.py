@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: no collection of garbage has to look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def shares(item: pytest.Item) -> bool:
     """Whether a test asks for a fixture that its whole module has together."""
     asked = getattr(item, "_fixtureinfo", None)

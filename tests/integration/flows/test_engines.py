@@ -19,7 +19,6 @@ import observe
 import pytest
 from paths import HELPERS, ROOT
 from prefect import flow, task
-from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckptcore.errors import MissingDependency, UsageError, WorkerLost
@@ -99,6 +98,8 @@ def test_local_workers_use_the_server_of_this_process(
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     # Use the server of the tests instead of the one that Prefect would start.
+    from prefect.server.api.server import SubprocessASGIServer  # seconds: only the worker with this test
+
     monkeypatch.setattr(SubprocessASGIServer, "start", lambda self: None)
     monkeypatch.setattr(SubprocessASGIServer, "api_url", prefect_api)
     found = []
