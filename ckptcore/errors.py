@@ -240,6 +240,13 @@ class StorageTrouble(CkptError):
     default_hint = "run the command again: finished files are kept"
 
 
+class AlteredInTransit(StorageTrouble):
+    """Bytes changed between the store and this machine, each time that they were sent."""
+
+    code, exit_code = "altered-in-transit", 29
+    default_hint = "run again from another machine, over https; check this one's memory and network"
+
+
 class WorkerLost(CkptError):
     """The workers that wrote some files were lost more than once."""
 
@@ -451,13 +458,7 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
         "the dtype, layout or codec of a tensor is not supported",
         "exclude it by name with --exclude; everything else can be converted",
     ),
-    "unused-rule": (
-        "warning",
-        "a --sharding rule applies to no parameter",
-        "check its globs and its place among the rules; keep it if it is for other models",
-    ),
     "uneven-mesh": ("warning", "the mesh does not divide the model evenly", "use sizes that divide it"),
-    "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "unmerged-tensor": (
         "error",
         "no rule defines how a tensor is sharded over the ranks; each rank's part is kept",
@@ -469,7 +470,6 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
         "to separate them, save with --dist-ckpt-optim-fully-reshardable",
     ),
     "alignment-gap": ("info", "padding between the parameters of a flat buffer is left out", ""),
-    "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "lost-at-save": ("error", "the writer lost data when it saved", "no tool can recover it"),
     "names-unchecked": (
         "warning",

@@ -17,6 +17,13 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "a value keeps its class, so that torch.load opens the output with weights_only=False only",
         "open it with weights_only=False, or leave the value out with --exclude",
     ),
+    "unused-rule": (
+        "warning",
+        "a --sharding rule applies to no parameter",
+        "check its globs and its place among the rules; keep it if it is for other models",
+    ),
+    "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
+    "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "unused-option": (
         "warning",
         "a glob or rename of a command matches no tensor",

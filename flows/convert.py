@@ -124,8 +124,10 @@ def _one(
     began = time.perf_counter()
     write_all(prepared, job.settings, job.batch_bytes, job.engine)
     timings |= {"write": time.perf_counter() - began}
-    result = publish(prepared.plan_uri, job.settings)
-    result = replace(result, timings=result.timings | timings, warnings=prepared.warnings)
+    result = publish(prepared.plan_uri, job.settings, job.catalog)
+    result = replace(
+        result, timings=result.timings | timings, warnings=(*prepared.warnings, *result.warnings)
+    )
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()
         proof = verify_export(request, manifest.digest, job.settings)

@@ -19,9 +19,9 @@ MAX_ROWS = 200  # a browser renders the table; a 405B export has about 190 files
 
 
 @task(task_run_name="publish", **STEP)
-def publish(plan_uri: str, settings: Settings) -> Result:
+def publish(plan_uri: str, settings: Settings, catalog: str | bool | None = False) -> Result:
     """Read the output back and move it to its name; a link to it and its files are artifacts."""
-    result = finish(plan_uri, settings)
+    result = finish(plan_uri, settings, catalog_url=catalog)
     files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
     counts = [count(len(result.tensors), "tensor"), count(len(files), "file"), show_size(result.nbytes)]
     summary = ", ".join(counts)

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 
 from ckptcore.catalog.models import Claim
 from ckptcore.catalog.normalize import clean, normal_uri, storable
@@ -119,6 +119,11 @@ def failed(conn: Connection, now: datetime, claim: ClaimRow, code: str, message:
     """Mark a claim as failed, free for a retry. Return False if the caller no longer owns it."""
     values = {"state": FAILED, "ended_at": now, "error_code": code, "error_message": clean(message)}
     return conn.execute(update(Claim).where(*_owned(claim)).values(values)).rowcount == 1
+
+
+def drop(conn: Connection, claim: ClaimRow) -> bool:
+    """Remove a claim that records nothing. Return False if the caller no longer owns it."""
+    return conn.execute(delete(Claim).where(*_owned(claim))).rowcount == 1
 
 
 def current(conn: Connection, key: Key) -> ClaimRow | None:

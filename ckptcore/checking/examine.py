@@ -6,14 +6,25 @@ in DESIGN.md). They do not import the stages of `ckptcore.conversion.pipeline`, 
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 
 from ckptcore.checking.check import Report, check
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import LEVELS, current_level
+from ckptcore.errors import (
+    LEVELS,
+    DamagedCheckpoint,
+    UnknownFormat,
+    UnsafeContent,
+    UnsupportedFormat,
+    current_level,
+)
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.store import open_source_store
+from ckptcore.redaction import bare_url
+from ckptcore.store import is_s3, open_source_store
 from ckptcore.utils.workers import Progress
+
+_log = logging.getLogger("ckptcore")
 
 
 def inspect(
@@ -36,9 +47,26 @@ def inspect(
         UnsupportedFormat: The format is recognised but not supported.
         NotComplete: The save did not finish.
     """
-    opened = open_source(source, recover=recover, keep_quantized=keep_quantized, weights=weights)
-    with closing(opened.store):
-        return read_manifest(opened)
+
+    def read() -> Manifest:
+        opened = open_source(source, recover=recover, keep_quantized=keep_quantized, weights=weights)
+        with closing(opened.store):
+            return read_manifest(opened)
+
+    if not is_s3(source):
+        return read()
+    try:
+        found = read()
+    except (DamagedCheckpoint, UnknownFormat, UnsupportedFormat, UnsafeContent) as error:
+        _log.info("%s is read once more: %s", bare_url(source), error.message)
+    else:
+        if all(f.severity != "error" for f in found.findings):
+            return found
+    # A bit may have flipped on the way, and what was received is kept: all of it is asked for again.
+    from ckptcore.store.objects import small_reads  # a late import: local checkpoints need no object store
+
+    small_reads.SHARED.clear()
+    return read()
 
 
 def validate(

@@ -107,6 +107,7 @@ def gc(
         typer.Option("--older-than", metavar="TIME", help="Keep what changed in this time (30m, 12h, 2d)."),
     ] = "1d",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List, and remove nothing.")] = False,
+    catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
     """Remove what killed conversions left on S3.
@@ -123,6 +124,7 @@ def gc(
         older_than_s=parse_duration(older_than),
         dry_run=dry_run,
         on_item=None if as_json else lambda i: terminal.line(f"{i.fate.value:12} {i.url}: {i.why}"),
+        catalog=catalog,
     )
     if as_json:
         write_json([item.as_dict() for item in found])

@@ -17,9 +17,11 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
+from ckptcore.conversion.destination_claim import claim_of
 from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
 from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
@@ -42,6 +44,9 @@ from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_source_store
 from ckptcore.utils.workers import Progress
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
 
 __all__ = [
     "FilePart",
@@ -137,7 +142,7 @@ def prepare(
     settings = settings or Settings()
     _require_means(settings, request)
     _require_apart(request)
-    staging = Staging(request.destination)
+    staging = Staging(request.destination, claim_of(catalog_url, request.destination))
     with staging.lock(make=True):
         return _prepare(request, settings, manifest, staging, catalog_url, topology)
 
@@ -218,12 +223,18 @@ def join(plan_uri: str, index: int) -> Receipt:
         return join_parts(file, plan.digest, staging.files, staging.receipts)
 
 
-def finish(plan_uri: str, settings: Settings | None = None, progress: Progress | None = None) -> Result:
+def finish(
+    plan_uri: str,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    catalog_url: str | bool | None = False,
+) -> Result:
     """Verify that every file exists and that the output reads back as planned, then publish it.
 
-    The staging folder stays, for `register`; `settle` removes it.
+    The staging folder stays, for `register`; `settle` removes it. The catalog is that of `prepare`.
     """
     staging = Staging.of_plan(plan_uri)
+    staging.arbiter = claim_of(catalog_url, staging.destination)
     with staging.lock():
         return finish_staged(staging, settings or Settings(), progress)
 
@@ -235,12 +246,12 @@ def settle(plan_uri: str) -> None:
     staging.remove()
 
 
-def tidy(destination: str) -> None:
+def tidy(destination: str, catalog: Catalog) -> None:
     """Remove the staging folder that a killed run left beside a published destination.
 
     The caller has the claim on the destination, and found it in the catalog. Raises `Busy`.
     """
-    staging = Staging(destination)
+    staging = Staging(destination, claim_of(catalog, destination))
     staging.sweep_gone()
     try:
         if published_plan(staging) or publishing_plan(staging):
@@ -287,7 +298,7 @@ def convert(
         inspected = time.perf_counter() - began
         report("inspect", manifest.nbytes, manifest.nbytes)
         report("validate", 0, manifest.nbytes)
-        staging = Staging(request.destination)
+        staging = Staging(request.destination, claim_of(catalog_url, request.destination))
         with staging.lock(make=True):
             prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
             report("validate", manifest.nbytes, manifest.nbytes)

@@ -97,8 +97,7 @@ def publish_remote(
         uploaded = completing.handles if completing is not None else {}
         beside = [name for name in puts if name not in commit and name not in uploaded]
         tensors = [name for name in puts if name not in commit and name in uploaded]
-        for name in tensors if uploaded else beside:
-            _put(here, name)
+        _put_all(here, tensors if uploaded else beside)
         for name in old.inventory:
             if name not in old.first and name not in puts:
                 _remove(here, name)
@@ -187,6 +186,22 @@ def _remove(here: _Here, name: str) -> None:
         raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
     store, inner = here.store_of(name)
     store.remove(inner)
+
+
+def _put_all(here: _Here, names: Collection[str]) -> None:
+    """Put files into place that no reader accepts alone.
+
+    One whose bytes were altered on their way to the store is removed; the others are tried, too, so that one
+    more run mends all of them. Raises `OutputMismatch` for the first.
+    """
+    altered: OutputMismatch | None = None
+    for name in names:
+        try:
+            _put(here, name)
+        except OutputMismatch as error:
+            altered = altered or error
+    if altered is not None:
+        raise altered
 
 
 def _put(here: _Here, name: str) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import fsspec
-
 from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.tiles import Budget
@@ -19,10 +17,10 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import is_s3
 from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.journal import UploadJournal
-from ckptcore.store.objects.lease import Lease
+from ckptcore.store.objects.lease import Arbiter, Lease
 from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 from ckptcore.store.objects.uploads import Uploads
-from ckptcore.store.s3 import client_of
+from ckptcore.store.s3 import client_of, key_of
 
 _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
 
@@ -48,9 +46,9 @@ class ObjectPlaces:
         """Return the journal of the uploads."""
         return UploadJournal(self.client, f"{self.staging}/{UPLOADS}/")
 
-    def lease(self) -> Lease:
+    def lease(self, arbiter: Arbiter | None = None) -> Lease:
         """Return the lease of the destination; nobody has taken it yet."""
-        return Lease(self.client, f"{self.staging}/{LEASE}", self.destination)
+        return Lease(self.client, f"{self.staging}/{LEASE}", self.destination, arbiter)
 
     def uploads(self, plan: Plan, settings: Settings | None = None) -> Uploads:
         """Return the uploads of a plan; ``settings`` bound the memory of those who write."""
@@ -71,13 +69,7 @@ def object_places(destination: str, staging: str) -> ObjectPlaces | None:
     """Return the keys of a destination, or None on stores without upload handles."""
     if not is_s3(destination):
         return None
-    return ObjectPlaces(client_of(destination), destination, _key(destination), _key(staging))
-
-
-def _key(url: str) -> str:
-    """Return the key of a URL; its bucket is that of the client."""
-    root: str = fsspec.url_to_fs(url, use_listings_cache=False)[1]
-    return root.strip("/").partition("/")[2]
+    return ObjectPlaces(client_of(destination), destination, key_of(destination), key_of(staging))
 
 
 def is_uploaded(file: PlannedFile) -> bool:

@@ -42,7 +42,7 @@ from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
-    from ckptcore.store.objects.lease import Lease
+    from ckptcore.store.objects.lease import Arbiter, Lease
 
 PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
 REPLACED = "replaced"  # the old output that a new one replaced
@@ -83,15 +83,21 @@ def is_of_staging(name: str) -> bool:
 
 
 class Staging:
-    """The staging folder of one destination. Stores: root, plan, receipts, files."""
+    """The staging folder of one destination. Stores: root, plan, receipts, files.
 
-    def __init__(self, destination: str) -> None:
+    Args:
+        destination: Path or URL of the output.
+        arbiter: Decides who may write it, on object stores that ignore create-only requests.
+    """
+
+    def __init__(self, destination: str, arbiter: Arbiter | None = None) -> None:
         parent, name = split_url(destination)
         if not name:
             raise UsageError(f"cannot write to {destination!r}: it has no name")
         self.destination, self.name, self.parent = destination.rstrip("/") or "/", name, parent
         self.url = join_url(parent, f".{name}.ckptcore")
         self.lease: Lease | None = None
+        self.arbiter = arbiter
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()
@@ -151,7 +157,7 @@ class Staging:
     @contextlib.contextmanager
     def _leased(self, *, shared: bool) -> Iterator[None]:
         """Hold the lease of a destination on an object store, or check that no other process does."""
-        lease = self.places.lease() if self.places is not None else None
+        lease = self.places.lease(self.arbiter) if self.places is not None else None
         if lease is None:
             yield  # this store has no conditions; equal runs write equal bytes
         elif shared:
@@ -327,6 +333,8 @@ class Staging:
             _log.info("%s", error.message)
             return
         kept = [name for name in names if not is_of_staging(name)]
+        if any(name.startswith(f"{UPLOADS}/") for name in names) and self.places is not None:
+            self.places.journal.abort_all()  # an earlier list lacked them
         for name in names:
             if is_of_staging(name):
                 self.root.remove(name)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from ckptcore.conversion.destination_claim import claim_of
 from ckptcore.conversion.publication_record import DONE, noted
 from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging, is_of_staging
 from ckptcore.errors import Busy, UsageError
@@ -66,7 +67,12 @@ class Left:
 
 
 def collect(
-    url: str, *, older_than_s: float, dry_run: bool = False, on_item: Callable[[Left], object] | None = None
+    url: str,
+    *,
+    older_than_s: float,
+    dry_run: bool = False,
+    on_item: Callable[[Left], object] | None = None,
+    catalog: str | bool | None = False,
 ) -> tuple[Left, ...]:
     """Remove what conversions left below a place.
 
@@ -75,6 +81,8 @@ def collect(
         older_than_s: Keep what changed in that many seconds.
         dry_run: Remove nothing.
         on_item: Called with each thing.
+        catalog: URL of the catalog whose claims decide on stores that ignore create-only requests; None for
+            the default, False for none.
 
     Returns:
         Everything that was found.
@@ -88,14 +96,16 @@ def collect(
             hint="elsewhere the same conversion, run again, resumes or removes what a killed run left",
         )
     found = []
-    for item in _each(client_of(url), url, older_than_s, dry_run):
+    for item in _each(client_of(url), url, older_than_s, dry_run, catalog):
         found.append(item)
         if on_item is not None:
             on_item(item)
     return tuple(found)
 
 
-def _each(client: ObjectClient, url: str, older_than_s: float, dry_run: bool) -> Iterator[Left]:
+def _each(
+    client: ObjectClient, url: str, older_than_s: float, dry_run: bool, catalog: str | bool | None
+) -> Iterator[Left]:
     _, _, key = url.partition("://")[2].strip("/").partition("/")
     prefix = f"{key}/" if key else ""
     folders: dict[str, dict[str, ObjectSeen]] = defaultdict(dict)
@@ -112,7 +122,7 @@ def _each(client: ObjectClient, url: str, older_than_s: float, dry_run: bool) ->
         keys = {entry.key: entry.started for entry in entries}
         own = [u for u in uploads if (u.key, u.upload_id) in ids or journal.is_stray(u, keys)]
         known |= {(upload.key, upload.upload_id) for upload in own}
-        yield _staging(client, folder, objects, own, older_than_s, dry_run)
+        yield _staging(client, folder, objects, own, older_than_s, dry_run, catalog)
     for upload in uploads:
         if (upload.key, upload.upload_id) not in known:
             why = "no conversion recorded it; abort it by hand if it is yours"
@@ -127,6 +137,7 @@ def _staging(
     uploads: list[OpenUpload],
     older_than_s: float,
     dry_run: bool,
+    catalog: str | bool | None,
 ) -> Left:
     times = [seen.modified for seen in objects.values() if seen.modified is not None]
     times += [upload.started for upload in uploads if upload.started is not None]
@@ -143,6 +154,7 @@ def _staging(
         return left(LeftFate.YOUNG, "it changed lately")
     above, _, name = folder.rpartition("/")
     staging = Staging(join_url(f"{client.url}/{above}".rstrip("/"), name[1 : -len(".ckptcore")]))
+    staging.arbiter = claim_of(catalog, staging.destination)
     try:
         return _removed(staging, left, has_record=PUBLISHING in objects, dry_run=dry_run)
     except Busy as error:

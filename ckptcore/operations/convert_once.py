@@ -95,7 +95,7 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
                 if claim.mine:
                     made = _is_made(known, key, request, digest)
                     if made:
-                        tidy(request.destination)
+                        tidy(request.destination, known)
                     yield not made
                     return
             if claim.state != DONE:

@@ -252,7 +252,7 @@ def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo:
             if not _outdated(catalog, item) and made_from(
                 catalog, request.destination, item.source, item.manifest_digest
             ):
-                tidy(request.destination)
+                tidy(request.destination, catalog)
                 return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
             convert(request)
     except CkptError as error:

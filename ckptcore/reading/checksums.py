@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptcore.errors import DamagedCheckpoint, StorageTrouble, finding
+from ckptcore.errors import AlteredInTransit, DamagedCheckpoint, finding
 from ckptcore.reading.payload import DecodedItems, Payload, Seen, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
@@ -98,10 +98,9 @@ class Records:
                 total = None if pieces is None else pieces.add(start - payload.record_start, length, crc)
             if total is not None and total != payload.crc32 and payload.forget is not None:
                 # Its pieces are used already: they came altered, or the store has them like that.
-                self._retry_record(payload, chunk)
-                raise StorageTrouble(
-                    f"{chunk.fqn}: bytes of {chunk.path} came altered; read again, they match their CRC-32",
-                    hint="bits flip between the store and this machine: run the command again",
+                self._retry_record(payload, chunk, total)
+                raise AlteredInTransit(
+                    f"{chunk.fqn}: bytes of {chunk.path} came altered; read again, they match their CRC-32"
                 )
             if total is not None:
                 self._require(total, payload, chunk)
@@ -131,18 +130,29 @@ class Records:
                 return
             crc = _crc_of(payload)
             if crc != payload.crc32 and payload.forget is not None:
-                self._retry_record(payload, chunk)
+                self._retry_record(payload, chunk, crc)
             else:
                 self._require(crc, payload, chunk)
         finally:
             payload.close()
 
-    def _retry_record(self, payload: Payload, chunk: StoredChunk) -> None:
-        """Ask the store for a record once more; raise `DamagedCheckpoint` if it is what was damaged."""
+    def _retry_record(self, payload: Payload, chunk: StoredChunk, before: int) -> None:
+        """Ask the store for a record once more, which had the CRC-32 ``before``.
+
+        Raises:
+            DamagedCheckpoint: It came as before: the store has it like that.
+            AlteredInTransit: It came otherwise, and still does not match.
+        """
         assert payload.forget is not None  # the caller has checked
         assert payload.path is not None
         payload.forget(payload.path, payload.record_start, payload.record_length)
-        self._require(_crc_of(payload), payload, chunk)
+        crc = _crc_of(payload)
+        if crc not in (before, payload.crc32):
+            raise AlteredInTransit(
+                f"{chunk.fqn}: bytes of {chunk.path} came with CRC-32 {before:08x}, and again with {crc:08x} "
+                f"(must be {payload.crc32:08x})"
+            )
+        self._require(crc, payload, chunk)
 
     def _require(self, crc: int, payload: Payload, chunk: StoredChunk) -> None:
         if crc != payload.crc32:

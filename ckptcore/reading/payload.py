@@ -24,6 +24,7 @@ from ckptcore.encodings.safetensors_header import parse_header
 from ckptcore.encodings.torchzip.reader import Resolved, Window
 from ckptcore.encodings.torchzip.templates import read_tensor
 from ckptcore.errors import (
+    AlteredInTransit,
     ChecksumMismatch,
     DamagedCheckpoint,
     MalformedCheckpoint,
@@ -111,14 +112,21 @@ class Payload:
         self.read_into(start, into)
         if seen is None:
             return
+        before = crc32(into)
         try:
-            seen(start, len(into), crc32(into))
+            seen(start, len(into), before)
         except DamagedCheckpoint:
             if self.forget is None or self.path is None or len(into) != self.record_length:
                 raise
             self.forget(self.path, start, len(into))
             self.read_into(start, into)
-            seen(start, len(into), crc32(into))
+            crc = crc32(into)
+            if crc not in (before, self.crc32):
+                raise AlteredInTransit(
+                    f"a record of {self.path} came with CRC-32 {before:08x}, and again with {crc:08x} "
+                    f"(must be {self.crc32 or 0:08x})"
+                ) from None
+            seen(start, len(into), crc)
 
     def close(self) -> None:
         """Release a decoded item."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
-from ckptcore.store import YOUNG, local_path
+from ckptcore.store import YOUNG, is_s3, local_path
 from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
 from ckptcore.store.folder_tree import Spot, closing_fd
 from ckptcore.store.local import settled_ctime
@@ -211,9 +211,25 @@ def _path_of(at: int) -> str:
         return ""
 
 
+def _s3(url: str) -> Iterator[tuple[str, Entry]]:
+    from ckptcore.store.s3 import client_of, key_of
+
+    client, key = client_of(url), key_of(url)
+    exact = client.head(key) if key else None
+    if exact is not None:
+        yield "", Entry(FILE, exact.nbytes, exact.etag or "unknown")
+    prefix = f"{key}/" if key else ""
+    for seen in client.list(prefix):
+        if not seen.key.endswith("/"):  # an empty object that some tools create as a folder marker
+            yield seen.key[len(prefix) :], Entry(FILE, seen.nbytes, seen.etag or "unknown")
+
+
 def _remote(url: str) -> Iterator[tuple[str, Entry]]:
     import fsspec
 
+    if is_s3(url):
+        yield from _s3(url)
+        return
     try:
         fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
         fs.invalidate_cache()

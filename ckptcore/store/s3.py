@@ -1,6 +1,7 @@
 """Read and write folders of S3 buckets.
 
-Reading goes through `ckptcore.store.objects`; writing is that of every fsspec file system.
+Every request goes through `ckptcore.store.objects`, whose one layer repeats requests. Files with tensors are
+uploaded by handles (`ckptcore.store.objects.uploads`); what is written here is small, in one request each.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from ckptcore.errors import SourceUnreadable
-from ckptcore.store import Buffer, Stamped
+import fsspec
+
+from ckptcore.errors import DestinationUnwritable, SourceUnreadable, UsageError
+from ckptcore.store import Buffer, FileWriter, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects.client import S3Client, share_service_models
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.remote import FsspecStore
+
+_MOST_IN_ONE = 1 << 30  # bytes of one request; S3 takes 5 GiB
 
 
 class S3Store(FsspecStore):
@@ -77,13 +82,75 @@ class S3Store(FsspecStore):
         """Compare what was read of the expected bare files with the store's checksums."""
         return self._reader.prove()
 
+    def writer(self, path: str, nbytes: int) -> FileWriter:
+        """Collect an object, which is written in one request when it is committed."""
+        if nbytes > _MOST_IN_ONE:
+            return super().writer(path, nbytes)
+        return ObjectWriter(self.client, self.prefix + path)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small object in one request."""
+        self.client.put(self.prefix + path, data)
+
+    def remove(self, path: str) -> None:
+        """Remove an object; a missing object is no error."""
+        self.client.delete(self.prefix + path)
+
+    def remove_all(self) -> None:
+        """Remove every object below the folder."""
+        try:
+            keys = [seen.key for seen in self.client.list(self.prefix)]
+        except SourceUnreadable as error:
+            raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
+        for key in keys:
+            self.client.delete(key)
+
+    def copy_to(self, path: str, target: Store, name: str) -> None:
+        """Copy an object into another folder, server-side."""
+        if not isinstance(target, S3Store):
+            raise UsageError(f"cannot copy from {self.url} to {target.url} server-side")
+        target.client.copy(self.prefix + path, target.prefix + name, bucket=self.client.bucket)
+
     def close(self) -> None:
         """Give up requests that read ahead."""
         self._reader.close()
 
 
+class ObjectWriter:
+    """Collects the bytes of a small object."""
+
+    sequential = True
+    part_size = None
+    uploaded = None
+
+    def __init__(self, client: S3Client, key: str) -> None:
+        self._client, self._key, self._data = client, key, bytearray()
+
+    def write(self, at: int, data: Buffer | bytes) -> None:
+        """Append ``data``; ``at`` is the current end."""
+        self._data += data
+
+    def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
+        """Return False: no copy inside the kernel."""
+        return False
+
+    def commit(self) -> None:
+        """Write the object."""
+        self._client.put(self._key, self._data)
+
+    def abort(self) -> None:
+        """Forget the bytes: the store has none of them."""
+        self._data.clear()
+
+
 _clients: dict[tuple[int, str], S3Client] = {}
 _lock = threading.Lock()
+
+
+def key_of(url: str) -> str:
+    """Return the key of a URL, without slashes at its ends; its bucket is that of the client."""
+    root: str = fsspec.url_to_fs(url, use_listings_cache=False)[1]
+    return root.strip("/").partition("/")[2]
 
 
 def client_of(url: str) -> S3Client:

@@ -1,61 +1,63 @@
-"""An S3 server in this process, with faults, and with the habits of stores other than Amazon's.
+"""An S3 server in this process, with faults at chosen moments; `s3_answers` has what it answers.
 
-It keeps objects in memory. Like a real store it compares checksums of what arrives, has part rules, and
-answers conditions; each can be switched off. A rule names requests and what befalls them:
+A rule names requests, by HTTP method or by S3's operation, and what befalls them:
 
-    server.fault("PUT", action="reset", times=2)                       the connection is reset
-    server.fault("POST", query="uploadId", action="lost")              the reply is lost, the work is done
-    server.fault("PUT", query="partNumber", action="flip")             a bit of the body flips on the wire
-    server.fault("POST", query="uploadId", action="status", status=503, code="SlowDown")
-    server.fault("POST", query="uploadId", action="error200", code="InternalError")
+    server.fault("UploadPart", action="reset", times=2)      the connection is reset before the answer
+    server.fault("CompleteMultipartUpload", action="lost")   the work is done, and the reply is lost
+    server.fault("GetObject", action="flip", at=0.3)         a bit of the body flips on the wire
+    server.fault("PUT", action="status", status=503, code="SlowDown", skip=3)
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import os
 import re
 import socket
 import struct
 import threading
 import time
-import uuid
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from email.utils import formatdate
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
-from xml.sax.saxutils import escape
 
+from s3_answers import CHECKSUMS, Answer, Asked, S3Answers, Stored, Upload, error, operation
 
-@dataclass
-class Stored:
-    """An object."""
-
-    data: bytes
-    etag: str
-    meta: dict[str, str] = field(default_factory=dict)
-    crc32: str | None = None
-    when: float = field(default_factory=time.time)
-
-
-@dataclass
-class Upload:
-    """An upload that is open."""
-
-    key: str
-    meta: dict[str, str]
-    parts: dict[int, Stored] = field(default_factory=dict)
-    when: float = field(default_factory=time.time)
+__all__ = ["ACTIONS", "CHECKSUMS", "Fault", "FaultyS3", "Stored", "Upload", "serving"]
+# What may befall a request.
+ACTIONS = (
+    "",  # nothing; a rule's `call` is called before the request is carried out
+    "status",  # an error answer, and nothing is done
+    "error200",  # an error in the body of an answer with status 200, and nothing is done
+    "reset",  # the connection is reset, and nothing is done
+    "lost",  # it is done, and the connection is reset instead of an answer
+    "late",  # it is done, and no answer comes until the client gives up
+    "cut",  # half of a body goes over the wire, and the connection ends; `cut-reset`: it is reset
+    "cut-reset",
+    "stall",  # half of an answer, and then nothing
+    "flip",  # a bit of a body flips on the wire, on its way in or out
+    "missing",  # a list lacks a row
+)
 
 
 @dataclass
 class Fault:
-    """What befalls some requests."""
+    """What befalls some requests: the first ``skip`` are spared, the next ``times`` are not.
+
+    Attributes:
+        method: An HTTP method, a name of S3's operations, or "*".
+        path: Pattern of the path, with the bucket.
+        query: Pattern of the query.
+        skip: Requests that are spared.
+        times: Requests that it befalls.
+        action: One of `ACTIONS`.
+        status: Of an error answer.
+        code: Of an error answer.
+        at: Where in a body or list, from 0 to 1.
+        call: Called before the request is carried out.
+    """
 
     method: str
     path: str = ""
@@ -65,37 +67,24 @@ class Fault:
     action: str = "status"
     status: int = 503
     code: str = "SlowDown"
+    at: float = 0.5
     call: Callable[[], object] | None = None
 
 
-class FaultyS3:
-    """The server; a bucket is the first name of a path, and needs not be made.
+class FaultyS3(S3Answers):
+    """The server; options are those of `S3Answers`.
 
-    Args:
-        checks: Compare the checksums of bodies with what arrives.
-        keeps: Keep checksums of objects, and answer them.
-        creates: Answer create-only conditions: True, False (ignored), or "put" (ignored on Complete).
-        equal_parts: Refuse parts of unequal size.
-        min_part: Smallest size of a part that is not the last.
-        denied: Operations that are refused, as "METHOD query" patterns.
+    Attributes:
+        log: (method, path, query, status or 0, operation) of every request.
+        stall_s: How long a stalled answer is silent before the connection ends.
+        after: Called after each request that changed something, with the path.
     """
 
-    def __init__(
-        self,
-        *,
-        checks: bool = True,
-        keeps: bool = True,
-        creates: bool | str = True,
-        equal_parts: bool = False,
-        min_part: int = 5 << 20,
-    ) -> None:
-        self.checks, self.keeps, self.creates = checks, keeps, creates
-        self.equal_parts, self.min_part = equal_parts, min_part
-        self.objects: dict[str, Stored] = {}
-        self.uploads: dict[str, Upload] = {}
-        self.log: list[tuple[str, str, str, int]] = []
-        self.denied: list[tuple[str, str]] = []
-        self.lock = threading.RLock()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.log: list[tuple[str, str, str, int, str]] = []
+        self.stall_s = 2.0
+        self.after: Callable[[str], object] | None = None
         self._faults: list[Fault] = []
         handler = type("BoundHandler", (_Handler,), {"store": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -120,6 +109,7 @@ class FaultyS3:
     def fault(self, method: str, **given: Any) -> Fault:
         """Add a rule; the first that fits a request befalls it."""
         rule = Fault(method, **given)
+        assert rule.action in ACTIONS
         self._faults.append(rule)
         return rule
 
@@ -128,16 +118,20 @@ class FaultyS3:
         self._faults.clear()
         self.log.clear()
         self.denied.clear()
+        self.after = None
 
-    def count(self, method: str, query: str = "") -> int:
-        """Count the requests in the log."""
-        return sum(m == method and bool(re.search(query, q)) for m, _, q, _ in self.log)
+    def count(self, method: str, query: str = "", path: str = "") -> int:
+        """Count the requests in the log, by method or operation."""
+        return sum(
+            method in (m, name) and bool(re.search(query, q)) and bool(re.search(path, p))
+            for m, p, q, _, name in self.log
+        )
 
-    def pick(self, method: str, path: str, query: str) -> Fault | None:
+    def pick(self, name: str, method: str, path: str, query: str) -> Fault | None:
         """Return the rule for a request."""
         with self.lock:
             for rule in self._faults:
-                if rule.times <= 0 or rule.method not in (method, "*"):
+                if rule.times <= 0 or rule.method not in (method, name, "*"):
                     continue
                 if not re.search(rule.path, path) or not re.search(rule.query, query):
                     continue
@@ -147,11 +141,6 @@ class FaultyS3:
                 rule.times -= 1
                 return rule
         return None
-
-    def below(self, prefix: str) -> dict[str, bytes]:
-        """Return the objects below ``bucket/prefix``, by the rest of their names."""
-        with self.lock:
-            return {k[len(prefix) :]: o.data for k, o in sorted(self.objects.items()) if k.startswith(prefix)}
 
     def __enter__(self) -> FaultyS3:
         self._thread.start()
@@ -183,31 +172,6 @@ def serving(**given: Any) -> Iterator[FaultyS3]:
                     os.environ[name] = value
 
 
-class _Answer(Exception):
-    """An answer that ends a request."""
-
-    def __init__(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.status, self.body, self.headers = status, body, headers or {}
-
-
-def _error(status: int, code: str) -> _Answer:
-    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
-    return _Answer(status, body.encode(), {"Content-Type": "application/xml"})
-
-
-def _xml(text: str) -> _Answer:
-    head = '<?xml version="1.0" encoding="UTF-8"?>'
-    return _Answer(200, (head + text).encode(), {"Content-Type": "application/xml"})
-
-
-def _crc(data: bytes) -> str:
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
-
-
-def _date(when: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(when))
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     store: FaultyS3
@@ -222,41 +186,46 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_any(self) -> None:
         url = urlsplit(self.path)
-        path, query = unquote(url.path).lstrip("/"), url.query
-        rule = self.store.pick(self.command, path, query)
+        path, given = unquote(url.path).lstrip("/"), dict(parse_qsl(url.query, keep_blank_values=True))
+        name = operation(self.command, path, given, self.headers)
+        rule = self.store.pick(name, self.command, path, url.query)
         action = rule.action if rule is not None else ""
         if rule is not None and rule.call is not None:
             rule.call()
-        if action == "reset":
-            self.store.log.append((self.command, path, query, 0))
+        sent = int(self.headers.get("Content-Length") or 0)
+        if action == "reset" or (sent and action in ("cut", "cut-reset")):
+            self.rfile.read(0 if action == "reset" else sent // 2)
+            self._note(path, url.query, 0, name)
             self._reset()
-            return
-        body = self._body()
+        body = self._body(sent)
         if action == "flip" and body:
-            body = bytes([body[0] ^ 1]) + body[1:]
+            body = _flipped(body, rule)
         try:
-            self._act(path, query, body, rule)
-        except _Answer as answer:
-            self.store.log.append((self.command, path, query, answer.status))
-            if action == "lost":
+            self._act(Asked(self.command, path, given, self.headers, body), rule)
+        except Answer as answer:
+            self._note(path, url.query, answer.status, name)
+            if self.store.after is not None and self.command in ("PUT", "POST", "DELETE"):
+                self.store.after(path)
+            if action == "late":
+                time.sleep(self.store.stall_s)
+            if action in ("lost", "late"):
                 self._reset()
-                return
-            self._reply(answer, cut=action == "cut", flip=action == "flip" and self.command == "GET")
-
-    def _act(self, path: str, query: str, body: bytes, rule: Fault | None) -> None:
-        """Raise the answer to a request."""
-        for method, pattern in self.store.denied:
-            if method == self.command and re.search(pattern, query):
-                raise _error(403, "AccessDenied")
-        if rule is not None and rule.action == "status":
-            raise _error(rule.status, rule.code)
-        if rule is not None and rule.action == "error200":
-            raise _Answer(200, _error(200, rule.code).body, {"Content-Type": "application/xml"})
-        with self.store.lock:
-            self._answer(path, dict(parse_qsl(query, keep_blank_values=True)), body)
-        raise _Answer(200)
+            self._reply(answer, rule if not sent else None)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_any
+
+    def _note(self, path: str, query: str, status: int, name: str) -> None:
+        with self.store.lock:
+            self.store.log.append((self.command, path, query, status, name))
+
+    def _act(self, asked: Asked, rule: Fault | None) -> None:
+        """Raise the answer to a request."""
+        action = rule.action if rule is not None else ""
+        if rule is not None and action == "status":
+            raise error(rule.status, rule.code)
+        if rule is not None and action == "error200":
+            raise Answer(200, error(200, rule.code).body, {"Content-Type": "application/xml"})
+        self.store.answer(asked, missing=rule.at if rule is not None and action == "missing" else None)
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -264,8 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         raise ConnectionAbortedError
 
-    def _reply(self, answer: _Answer, *, cut: bool, flip: bool) -> None:
-        body = answer.body
+    def _reply(self, answer: Answer, rule: Fault | None) -> None:
+        body, action = answer.body, rule.action if rule is not None else ""
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
@@ -274,15 +243,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if flip and body:
-            body = bytes([body[0] ^ 1]) + body[1:]
-        self.wfile.write(body[: len(body) // 2] if cut else body)
-        if cut:
+        if action == "flip" and body and answer.status < 300:
+            body = _flipped(body, rule)
+        if action in ("cut", "cut-reset", "stall"):
+            assert rule is not None
+            self.wfile.write(body[: int(len(body) * rule.at)])
             self.wfile.flush()
+            if action == "stall":
+                time.sleep(self.store.stall_s)
+            if action == "cut":
+                self.connection.shutdown(socket.SHUT_RDWR)
             self._reset()
+        self.wfile.write(body)
 
-    def _body(self) -> bytes:
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    def _body(self, sent: int) -> bytes:
+        raw = self.rfile.read(sent)
         if "aws-chunked" not in (self.headers.get("Content-Encoding") or ""):
             return raw
         found, at = b"", 0
@@ -294,175 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
             found += raw[end + 2 : end + 2 + size]
             at = end + 2 + size + 2
 
-    def _received(self, body: bytes) -> str | None:
-        """Compare checksums of a body; return its CRC-32, if the store keeps it."""
-        sent = self.headers.get("x-amz-checksum-crc32")
-        digest = self.headers.get("x-amz-content-sha256") or ""
-        if self.store.checks:
-            if sent is not None and sent != _crc(body):
-                raise _error(400, "BadDigest")
-            if len(digest) == 64 and digest != hashlib.sha256(body).hexdigest():
-                raise _error(400, "XAmzContentSHA256Mismatch")
-        return sent if self.store.keeps else None
 
-    def _require_conditions(self, path: str, *, complete: bool) -> None:
-        there = self.store.objects.get(path)
-        if self.store.creates is False or (complete and self.store.creates == "put"):
-            return
-        if self.headers.get("If-None-Match") == "*" and there is not None:
-            raise _error(412, "PreconditionFailed")
-        match = self.headers.get("If-Match")
-        if match is not None and there is None:
-            raise _error(404, "NoSuchKey")
-        if match is not None and there is not None and match.strip('"') != there.etag:
-            raise _error(412, "PreconditionFailed")
-
-    def _meta(self) -> dict[str, str]:
-        return {k.lower(): v for k, v in self.headers.items() if k.lower().startswith("x-amz-meta-")}
-
-    def _answer(self, path: str, query: dict[str, str], body: bytes) -> None:
-        bucket, _, key = path.partition("/")
-        if not key:
-            self._bucket(bucket, query)
-        elif self.command == "POST" and "uploads" in query:
-            upload_id = uuid.uuid4().hex
-            self.store.uploads[upload_id] = Upload(path, self._meta())
-            raise _xml(
-                f"<InitiateMultipartUploadResult><Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
-                f"<UploadId>{upload_id}</UploadId></InitiateMultipartUploadResult>"
-            )
-        elif "uploadId" in query:
-            self._upload(path, query, body)
-        elif self.command == "PUT":
-            self._put(path, body)
-        elif self.command == "DELETE":
-            self.store.objects.pop(path, None)
-            raise _Answer(204)
-        else:
-            self._get(path)
-
-    def _put(self, path: str, body: bytes) -> None:
-        source = self.headers.get("x-amz-copy-source")
-        if source is not None:
-            there = self.store.objects.get(unquote(source).lstrip("/"))
-            if there is None:
-                raise _error(404, "NoSuchKey")
-            self.store.objects[path] = Stored(there.data, there.etag, dict(there.meta), there.crc32)
-            raise _xml(f"<CopyObjectResult><ETag>&quot;{there.etag}&quot;</ETag></CopyObjectResult>")
-        crc = self._received(body)
-        self._require_conditions(path, complete=False)
-        etag = hashlib.md5(body).hexdigest()
-        self.store.objects[path] = Stored(body, etag, self._meta(), crc)
-        raise _Answer(200, headers={"ETag": f'"{etag}"'})
-
-    def _get(self, path: str) -> None:
-        there = self.store.objects.get(path)
-        if there is None:
-            raise _error(404, "NoSuchKey")
-        match = self.headers.get("If-Match")
-        if match is not None and match.strip('"') != there.etag:
-            raise _error(412, "PreconditionFailed")
-        headers = {
-            "ETag": f'"{there.etag}"',
-            "Last-Modified": formatdate(there.when, usegmt=True),
-            "Content-Type": "binary/octet-stream",
-            **there.meta,
-        }
-        if there.crc32 is not None and self.headers.get("x-amz-checksum-mode"):
-            headers |= {"x-amz-checksum-crc32": there.crc32, "x-amz-checksum-type": "FULL_OBJECT"}
-        wanted = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range") or "")
-        if wanted is None:
-            if self.command == "HEAD":
-                headers["Content-Length"] = str(len(there.data))
-            raise _Answer(200, there.data, headers)
-        begin = int(wanted[1])
-        end = min(int(wanted[2]) + 1 if wanted[2] else len(there.data), len(there.data))
-        if begin >= end:
-            raise _error(416, "InvalidRange")
-        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(there.data)}"
-        raise _Answer(206, there.data[begin:end], headers)
-
-    def _bucket(self, bucket: str, query: dict[str, str]) -> None:
-        if self.command in ("PUT", "HEAD"):
-            raise _Answer(200)
-        if "uploads" in query:
-            rows = "".join(
-                f"<Upload><Key>{escape(u.key.partition('/')[2])}</Key><UploadId>{n}</UploadId>"
-                f"<Initiated>{_date(u.when)}</Initiated></Upload>"
-                for n, u in self.store.uploads.items()
-                if u.key.startswith(f"{bucket}/{query.get('prefix', '')}")
-            )
-            raise _xml(
-                f"<ListMultipartUploadsResult><Bucket>{bucket}</Bucket>{rows}</ListMultipartUploadsResult>"
-            )
-        prefix, cut = query.get("prefix", ""), query.get("delimiter", "")
-        rows, folders = "", dict.fromkeys(())
-        for name, there in sorted(self.store.objects.items()):
-            inner = name.removeprefix(f"{bucket}/")
-            if inner == name or not inner.startswith(prefix):
-                continue
-            if cut and cut in inner[len(prefix) :]:
-                folders[prefix + inner[len(prefix) :].split(cut)[0] + cut] = None
-                continue
-            rows += (
-                f"<Contents><Key>{escape(inner)}</Key><Size>{len(there.data)}</Size>"
-                f"<ETag>&quot;{there.etag}&quot;</ETag><LastModified>{_date(there.when)}</LastModified></Contents>"
-            )
-        rows += "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in folders)
-        raise _xml(
-            f"<ListBucketResult><Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix>"
-            f"<IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
-        )
-
-    def _upload(self, path: str, query: dict[str, str], body: bytes) -> None:
-        upload = self.store.uploads.get(query["uploadId"])
-        if upload is None or upload.key != path:
-            raise _error(404, "NoSuchUpload")
-        if self.command == "PUT":
-            crc = self._received(body)
-            number, etag = int(query["partNumber"]), hashlib.md5(body).hexdigest()
-            upload.parts[number] = Stored(body, etag, crc32=crc)
-            raise _Answer(200, headers={"ETag": f'"{etag}"'})
-        if self.command == "DELETE":
-            del self.store.uploads[query["uploadId"]]
-            raise _Answer(204)
-        if self.command == "GET":
-            rows = "".join(
-                f"<Part><PartNumber>{n}</PartNumber><ETag>&quot;{p.etag}&quot;</ETag><Size>{len(p.data)}</Size>"
-                + (f"<ChecksumCRC32>{p.crc32}</ChecksumCRC32>" if p.crc32 else "")
-                + "</Part>"
-                for n, p in sorted(upload.parts.items())
-            )
-            raise _xml(f"<ListPartsResult>{rows}</ListPartsResult>")
-        self._complete(path, query["uploadId"], upload, body.decode())
-
-    def _complete(self, path: str, upload_id: str, upload: Upload, asked: str) -> None:
-        rows = [
-            (
-                int(re.findall(r"<PartNumber>(\d+)", row)[0]),
-                re.findall(r'<ETag>(?:&quot;|")?([^<&"]+)', row)[0],
-            )
-            for row in re.findall(r"<Part>.*?</Part>", asked, re.DOTALL)
-        ]
-        numbers = [n for n, _ in rows]
-        if numbers != sorted(set(numbers)):
-            raise _error(400, "InvalidPartOrder")
-        if not rows or any(n not in upload.parts or upload.parts[n].etag != etag for n, etag in rows):
-            raise _error(400, "InvalidPart")
-        sizes = [len(upload.parts[n].data) for n in numbers]
-        if any(size < self.store.min_part for size in sizes[:-1]):
-            raise _error(400, "EntityTooSmall")
-        if self.store.equal_parts and len(set(sizes[:-1])) > 1:
-            raise _error(400, "InvalidPart")
-        data = b"".join(upload.parts[n].data for n in numbers)
-        sent = self.headers.get("x-amz-checksum-crc32")
-        if self.store.checks and self.store.keeps and sent is not None and sent != _crc(data):
-            raise _error(400, "BadDigest")
-        self._require_conditions(path, complete=True)
-        etag = f"{hashlib.md5(data).hexdigest()}-{len(rows)}"
-        crc = _crc(data) if self.store.keeps else None
-        self.store.objects[path] = Stored(data, etag, upload.meta, crc)
-        del self.store.uploads[upload_id]
-        raise _xml(
-            f"<CompleteMultipartUploadResult><ETag>&quot;{etag}&quot;</ETag></CompleteMultipartUploadResult>"
-        )
+def _flipped(body: bytes, rule: Fault | None) -> bytes:
+    place = min(int(len(body) * (rule.at if rule is not None else 0.0)), len(body) - 1)
+    return body[:place] + bytes([body[place] ^ 4]) + body[place + 1 :]

@@ -159,8 +159,8 @@ class ObjectClient(Protocol):
     def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> None:
         """Copy an object on the server, to a key of this bucket; ``bucket`` is that of the source."""
 
-    def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+    def delete(self, key: str, *, match: str | None = None) -> None:
+        """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
 
     def begin(
         self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"

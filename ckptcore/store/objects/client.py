@@ -9,6 +9,7 @@ last byte that arrived, of the same version of the object.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,14 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
-from ckptcore.errors import CkptError, MissingDependency, SourceChanged, SourceUnreadable, UsageError
+from ckptcore.errors import (
+    AlteredInTransit,
+    CkptError,
+    MissingDependency,
+    SourceChanged,
+    SourceUnreadable,
+    UsageError,
+)
 from ckptcore.redaction import bare_url, redacted_of
 from ckptcore.store import Buffer
 from ckptcore.store.objects import Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
@@ -28,6 +36,8 @@ T = TypeVar("T")
 _STALLED_S = 15  # without a byte
 _CONNECTIONS = 64
 _SMOOTH = 0.2  # weight of the latest answer
+_PUTS = 4  # of a small object that arrives altered
+_MD5_HEX = 32
 _RECEIVED = 1 << 20  # bytes asked of a body at a time
 # botocore's own repeats and checks are off: they would multiply, and cost a second pass over the bytes.
 _CONFIG: Mapping[str, Any] = {
@@ -69,6 +79,7 @@ class S3Client:
         self.url = f"s3://{self.bucket}"
         self.requests: Counter[str] = Counter()
         self.answer_s = 0.0
+        self._md5 = True
         self._lock = threading.Lock()
         self.file_system = self._fs
         given = {**self._fs.storage_options, **self._fs.storage_options.get("client_kwargs", {})}
@@ -140,8 +151,35 @@ class S3Client:
         }
         if metadata:
             asked["Metadata"] = dict(metadata)
-        found = self._ask("put_object", key, writing=True, create=create, **asked)
-        return found.get("ETag") or ""
+        for _ in range(_PUTS):
+            found = self._ask("put_object", key, writing=True, create=create, **asked)
+            etag: str = found.get("ETag") or ""
+            if self._has(key, etag, data):
+                return etag
+            # What was just written is replaced, and nothing else.
+            create, asked = False, {**{k: v for k, v in asked.items() if k != "IfNoneMatch"}, "IfMatch": etag}
+        raise AlteredInTransit(f"cannot write {self._name(key)}: {_PUTS} times the store got other bytes")
+
+    def _has(self, key: str, etag: str, data: Buffer | bytes) -> bool:
+        """Report whether the store has the bytes that were sent: some stores compare no checksum.
+
+        The ETag of a plain object is its MD5. Where it is not, and the object reads back as it was sent, this
+        store's ETags prove nothing, and are not looked at again.
+        """
+        bare = etag.strip('"')
+        if not self._md5 or len(bare) != _MD5_HEX or not data:
+            return True
+        if bare == hashlib.md5(data, usedforsecurity=False).hexdigest():
+            return True
+        back = bytearray(len(data))
+        try:
+            self.get(key, 0, etag, memoryview(back))
+        except (SourceChanged, SourceUnreadable):  # another writer was faster, or reading is not permitted
+            return True
+        if back != data:
+            return False
+        self._md5 = False
+        return True
 
     def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> None:
         """Copy an object on the server, to a key of this bucket."""
@@ -150,10 +188,10 @@ class S3Client:
             asked["CopySourceIfMatch"] = match
         self._ask("copy_object", target, writing=True, **asked)
 
-    def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+    def delete(self, key: str, *, match: str | None = None) -> None:
+        """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
         try:
-            self._ask("delete_object", key, writing=True, Key=key)
+            self._ask("delete_object", key, writing=True, Key=key, **_conditions(False, match))
         except CkptError as error:
             if kind_of(error) is not Kind.MISSING:
                 raise

@@ -20,17 +20,17 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from ckptcore.errors import Busy, CkptError
+from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.journal import read_object
 from ckptcore.store.objects.retry import Kind, kind_of
 
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by
-_SETTLE_S = 1.0  # after a write to a store without conditions
 _log = logging.getLogger("ckptcore")
+_HELD: set[str] = set()  # tokens of the leases that this process has, or is about to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Holder:
             return False
         if self.host == here.host and self.process[2:] == here.process[2:]:
             pid, started = self.process[:2]
+            if self.process == here.process:  # of this process: it may have been unable to end it
+                return self.token in _HELD
             return _started(pid) == started
         return True
 
@@ -66,6 +68,19 @@ class Holder:
         return f"process {self.process[0]} on {self.host}"
 
 
+class Arbiter(Protocol):
+    """Decides which of several processes may write a destination, where its store cannot."""
+
+    def take(self) -> None:
+        """Take the destination, or raise `Busy`."""
+
+    def renew(self) -> None:
+        """Keep it, or raise `Busy` if another process took it meanwhile."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
 class Lease:
     """The lease of one destination.
 
@@ -73,6 +88,7 @@ class Lease:
         client: The store.
         key: Key of the lease object.
         destination: URL of what it protects, for messages.
+        arbiter: Asked on stores without create-only requests.
         ttl_s: How long it is valid without being renewed; None for the default.
         clock: Seconds since 1970.
     """
@@ -82,15 +98,16 @@ class Lease:
         client: ObjectClient,
         key: str,
         destination: str,
+        arbiter: Arbiter | None = None,
         *,
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client, self._key, self._destination = client, key, destination
         self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
+        self._arbiter, self._decides = arbiter, False
         self._mine: Holder | None = None
         self._etag: str | None = None
-        self._conditions = True
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._renewer: threading.Thread | None = None
 
@@ -104,25 +121,33 @@ class Lease:
 
         Raises:
             Busy: Another process has it.
+            DestinationUnwritable: The store ignores create-only requests, and there is no arbiter.
         """
         mine = self._new(1)
+        _HELD.add(mine.token)
         try:
-            etag = self._client.put(self._key, _packed(mine), create=True)
-        except CkptError as error:
-            if kind_of(error) is Kind.EXISTS:
-                mine, etag = self._taken_over(mine)
-            elif kind_of(error) is Kind.UNSUPPORTED:
-                mine, etag = self._settled(mine)
-            else:
-                raise
-        else:
-            if not self._is_exclusive(mine):
-                mine, etag = self._settled(mine)
+            mine, etag = self._taken(mine)
+        except BaseException:
+            _HELD.discard(mine.token)
+            raise
         with self._lock:
             self._mine, self._etag = mine, etag or None
         self._stop.clear()
         self._renewer = threading.Thread(target=self._renewing, name="ckptcore-lease", daemon=True)
         self._renewer.start()
+
+    def _taken(self, mine: Holder) -> tuple[Holder, str]:
+        """Create the lease, or take it over; return it and its ETag."""
+        self.require_free()  # looked at first: a store that ignores conditions would replace it
+        try:
+            etag = self._client.put(self._key, _packed(mine), create=True)
+        except CkptError as error:
+            if kind_of(error) is Kind.EXISTS:
+                return self._taken_over(mine)
+            if kind_of(error) is Kind.UNSUPPORTED:
+                return self._decided(mine)
+            raise
+        return (mine, etag) if self._is_exclusive(mine) else self._decided(mine)
 
     def require_free(self) -> None:
         """Raise `Busy` if another process holds the lease."""
@@ -136,6 +161,9 @@ class Lease:
             holder = self._mine
         if holder is not None and self._clock() < holder.until - self._ttl_s / 4:
             return  # renewed a moment ago
+        if self._decides:
+            self.renew()
+            return
         there = self._there()
         if holder is None or there is None or there.token != holder.token:
             raise self._lost(there)
@@ -149,12 +177,15 @@ class Lease:
             if holder is None:
                 raise self._lost(None)
             later = replace(holder, until=self._clock() + self._ttl_s)
+            if self._decides:
+                assert self._arbiter is not None  # it has decided
+                try:
+                    self._arbiter.renew()
+                except Busy:
+                    self._mine = None
+                    raise
             try:
-                if not self._conditions:
-                    there = self._there()
-                    if there is None or there.token != holder.token:
-                        raise self._lost(there)
-                found = self._client.put(self._key, _packed(later), match=etag if self._conditions else None)
+                found = self._client.put(self._key, _packed(later), match=None if self._decides else etag)
             except CkptError as error:
                 if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
                     raise
@@ -177,18 +208,26 @@ class Lease:
             holder, self._mine = self._mine, None
         if holder is None:
             return
+        _HELD.discard(holder.token)
         try:
-            there = self._there()
-            if there is None or there.token != holder.token:
-                return
-            try:
-                self._client.delete(self._key)
-            except CkptError as error:
-                if kind_of(error) is not Kind.DENIED:
-                    raise
-                self._client.put(self._key, _packed(replace(holder, until=0.0)))
+            self._remove(holder)
         except CkptError as error:  # it ends by itself; what was done under it is done
             _log.warning("cannot end the lease of %s: %s", self._destination, error.message)
+        finally:
+            if self._decides and self._arbiter is not None:
+                self._arbiter.release()
+
+    def _remove(self, holder: Holder) -> None:
+        """Remove the lease object if it is the holder's; without the right to delete, let it end now."""
+        there = self._there()
+        if there is None or there.token != holder.token:
+            return
+        try:
+            self._client.delete(self._key)
+        except CkptError as error:
+            if kind_of(error) is not Kind.DENIED:
+                raise
+            self._client.put(self._key, _packed(replace(holder, until=0.0)))
 
     def _new(self, fence: int) -> Holder:
         pid = str(os.getpid())
@@ -230,7 +269,7 @@ class Lease:
             etag = self._client.put(self._key, _packed(mine), match=seen.etag)
         except CkptError as error:
             if kind_of(error) is Kind.UNSUPPORTED:
-                return self._settled(mine)
+                return self._decided(mine)
             now = self._there() if kind_of(error) in (Kind.CHANGED, Kind.MISSING) else None
             if now is None or now.token != mine.token:
                 raise (self._busy(now) if now is not None else error) from error
@@ -238,24 +277,24 @@ class Lease:
         _log.info("the lease of %s ended with %s; it is taken over", self._destination, there.name)
         return mine, etag or (self._client.head(self._key) or seen).etag
 
-    def _settled(self, mine: Holder) -> tuple[Holder, str]:
-        """Take the lease on a store without conditions: of several writers, the last one has it."""
-        self._conditions = False
-        there = self._there()
-        if there is not None and there.token != mine.token and there.is_alive(self._clock(), mine):
-            raise self._busy(there)
-        mine = replace(mine, fence=1 if there is None else there.fence + (there.token != mine.token))
-        _log.warning(
-            "the store of %s ignores create-only requests: runs that start within %g s may miss each other",
-            self._destination,
-            _SETTLE_S,
-        )
-        etag = self._client.put(self._key, _packed(mine))
-        time.sleep(_SETTLE_S)
-        now = self._there()
-        if now is None or now.token != mine.token:
-            raise self._lost(now)
-        return mine, etag
+    def _decided(self, mine: Holder) -> tuple[Holder, str]:
+        """Take the lease on a store without conditions: the arbiter decides, and the object only informs."""
+        if self._arbiter is None:
+            with suppress(CkptError):  # the refusal says more; without that right the object ends by itself
+                self._remove(mine)
+            raise DestinationUnwritable(
+                f"cannot write {self._destination}: its store ignores create-only requests, so two runs could "
+                "write it at once",
+                hint="record runs in a catalog that all of them share (--catalog URL): its claim decides then",
+                kind=Kind.UNSUPPORTED.value,
+            )
+        self._arbiter.take()
+        self._decides = True
+        try:
+            return mine, self._client.put(self._key, _packed(mine))
+        except BaseException:
+            self._arbiter.release()
+            raise
 
     def _renewing(self) -> None:
         while not self._stop.wait(self._ttl_s / 4):

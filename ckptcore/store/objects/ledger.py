@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptcore.errors import DamagedCheckpoint, StorageTrouble, finding
+from ckptcore.errors import AlteredInTransit, DamagedCheckpoint, finding
 from ckptcore.store import Buffer
 from ckptcore.store.objects import Checksum
 from ckptcore.store.objects.checksums import ALGORITHMS, Algorithm
@@ -49,7 +49,7 @@ class Ledger:
             self._files.setdefault(path, _File(ALGORITHMS[name]))
 
     def add(self, path: str, start: int, data: Buffer, what: str) -> None:
-        """Record a block; raises `StorageTrouble` if it differs from the one received before."""
+        """Record a block; raises `AlteredInTransit` if it differs from the one received before."""
         with self._lock:
             file = self._files.setdefault(path, _File(ALGORITHMS[_OWN]))
         crc = _crc(file.algorithm, data)
@@ -87,7 +87,7 @@ class Ledger:
             False if the store keeps no checksum that is known here, or too much of the file is missing.
 
         Raises:
-            StorageTrouble: A block was altered on its way here.
+            AlteredInTransit: A block was altered on its way here.
             DamagedCheckpoint: The bytes in the store do not match its own checksum.
         """
         file = self._files.get(path)
@@ -176,11 +176,10 @@ def _gaps(blocks: _Blocks, nbytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def altered(what: str, start: int, length: int) -> StorageTrouble:
+def altered(what: str, start: int, length: int) -> AlteredInTransit:
     """Return the error for bytes that differ from what was received of them before."""
-    return StorageTrouble(
-        f"cannot trust what was read of {what}: bytes {start} to {start + length} came twice, and differ",
-        hint="bits flip between the store and this machine: run the command again, and look for the cause",
+    return AlteredInTransit(
+        f"cannot trust what was read of {what}: bytes {start} to {start + length} came twice, and differ"
     )
 
 

@@ -69,7 +69,7 @@ _CODES = {
     "TokenRefreshRequired": Kind.CREDENTIALS,
     "RequestTimeTooSkewed": Kind.CREDENTIALS,
     "PreconditionFailed": Kind.CHANGED,
-    "ConditionalRequestConflict": Kind.CHANGED,
+    "ConditionalRequestConflict": Kind.TROUBLE,  # of two at once; to be sent again
     "InvalidRange": Kind.RANGE,
     "NotImplemented": Kind.UNSUPPORTED,
     "SlowDown": Kind.TROUBLE,

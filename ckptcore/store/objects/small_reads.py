@@ -60,6 +60,13 @@ class SmallReads:
                 if first < start + length and start < first + len(self._pieces[version, first]):
                     self._remove(version, first)
 
+    def clear(self) -> None:
+        """Drop all pieces."""
+        with self._lock:
+            self._pieces.clear()
+            self._starts.clear()
+            self._used = 0
+
     def pieces(self, version: Version) -> list[tuple[int, bytes]]:
         """Return what is kept of an object: (first byte, bytes)."""
         with self._lock:

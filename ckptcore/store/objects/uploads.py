@@ -29,6 +29,7 @@ from ckptcore.utils.crc32 import combine, crc32
 from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4
+_AGAIN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"
 _CRC32 = ALGORITHMS["CRC32"]
 
 
@@ -327,7 +328,7 @@ class Uploads:
         entry = self.entry(index, path, nbytes)
         present = self._present(entry)
         if present is None:  # completed or aborted meanwhile, or its entry was lost
-            self._journal.forget(index)
+            self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
             entry, present = self._journal.begin(entry), {}
         return UploadWriter(
             self._client, entry, present, self._buffers, self._in_flight, begin=begin, end=end
@@ -359,7 +360,8 @@ class Uploads:
         """Return the object that an upload became; None if it is another object, or there is none.
 
         Raises:
-            OutputMismatch: It is this upload's object, but with another size or checksum.
+            OutputMismatch: It is this upload's object, but with another size or checksum. It is removed: the
+                next run can upload the file again then.
         """
         seen = self._client.head(uploaded.key)
         if seen is None:
@@ -367,7 +369,15 @@ class Uploads:
         tokens = {name.casefold(): value for name, value in seen.metadata.items()}
         if tokens.get(TOKEN) != uploaded.token:
             return None
-        require_checksum(seen, uploaded)
+        try:
+            require_checksum(seen, uploaded)
+        except OutputMismatch as error:
+            try:
+                self._client.delete(uploaded.key, match=seen.etag or None)
+            except CkptError as second:
+                hint = f"remove it, and run the same command again ({second.message})"
+                raise OutputMismatch(error.message, hint=hint) from error
+            raise
         return seen
 
     def complete(self, uploaded: Uploaded, *, create: bool) -> ObjectSeen:
@@ -462,15 +472,15 @@ def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
     """
     if seen.nbytes != uploaded.nbytes:
         raise OutputMismatch(
-            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})",
-            hint="remove it, and run the same command again",
+            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})", hint=_AGAIN
         )
     wanted: Checksum = _CRC32.encoded(uploaded.crc)
     kept = [c for c in seen.checksums if c.algorithm == wanted.algorithm]
     if kept and kept[0] != wanted:
         raise OutputMismatch(
-            f"{uploaded.key} must have CRC-32 {wanted.value} (the store has {kept[0].value})",
-            hint="remove it, and run the same command again",
+            f"{uploaded.key} was altered on its way to the store: it must have CRC-32 {wanted.value} "
+            f"(the store has {kept[0].value})",
+            hint=_AGAIN,
         )
     return bool(kept)
 

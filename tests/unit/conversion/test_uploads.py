@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from safetensors.torch import load, save_file
 
 import ckptcore
 from ckptcore.conversion import pipeline
+from ckptcore.conversion.destination_claim import DestinationClaim
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import (
     BudgetTooSmall,
     Busy,
     CkptError,
     DestinationExists,
+    DestinationUnwritable,
     OutputMismatch,
     StorageTrouble,
     UsageError,
@@ -112,7 +115,7 @@ def test_faults_that_pass(
 
 
 def test_a_flip_that_the_store_does_not_see_is_unproven(source: str) -> None:
-    with fault_s3.serving(checks=False, keeps=False, min_part=PART) as server:
+    with fault_s3.serving(checks=False, keeps=None, min_part=PART) as server:
         result = convert(source)
         assert [w.code for w in result.warnings].count("unproven") == 1
         assert server.uploads == {}
@@ -147,7 +150,7 @@ def test_a_run_that_stops_while_it_uploads_sends_no_part_twice(
     server.calm()
     convert(source)
     require_right(server, tensors)
-    rest = [q for m, _, q, _ in server.log if m == "PUT" and "partNumber" in q]
+    rest = [q for m, _, q, *_ in server.log if m == "PUT" and "partNumber" in q]
     assert len(rest) == 3 - len(sent)
 
 
@@ -186,9 +189,75 @@ def test_an_object_that_appears_is_kept(server: fault_s3.FaultyS3, source: str) 
     assert server.below(OUT)["model.safetensors"] == b"precious"
 
 
-@pytest.mark.parametrize("habits", [{"creates": "put"}, {"creates": False}, {"equal_parts": True}])
+@pytest.mark.parametrize("habits", [{"creates": "put"}, {"equal_parts": True}])
 def test_habits_of_other_stores(habits: dict[str, object], source: str, tensors: bytes) -> None:
     with fault_s3.serving(min_part=PART, **habits) as server:
+        convert(source)
+        require_right(server, tensors)
+
+
+def test_without_create_only_requests_the_catalog_decides(
+    source: str, tensors: bytes, tmp_path: Path
+) -> None:
+    catalog = str(tmp_path / "catalog.db")
+    with fault_s3.serving(min_part=PART, creates=False) as server:
+        with pytest.raises(DestinationUnwritable, match="ignores create-only requests") as caught:
+            convert(source)
+        assert "--catalog" in caught.value.hint
+        assert not server.below("bucket/")
+        ckptcore.convert(source, "s3://bucket/models/out", verb="export", catalog=catalog)
+        require_right(server, tensors)
+
+
+def test_of_two_runs_at_once_the_catalog_lets_one_write(source: str, tmp_path: Path) -> None:
+    """Both find no lease; the second create replaces the first one's object, and the claim tells."""
+    catalog = str(tmp_path / "catalog.db")
+    with fault_s3.serving(creates=False) as server:
+        places = [Staging("s3://bucket/out").places for _ in range(2)]
+        first, second = [p.lease(DestinationClaim(catalog, "s3://bucket/out")) for p in places if p]
+        server.fault("PutObject", path="lease", action="", call=first.take)
+        with pytest.raises(Busy, match=r"process \d+ on .* is writing s3://bucket/out"):
+            second.take()
+        first.renew()
+        first.require()
+        holder = first.holder
+        assert holder is not None
+        assert json.loads(server.below("bucket/.out.ckptcore/")["lease.json"])["token"] == holder.token
+        with pytest.raises(Busy):
+            second.take()
+        first.release()
+        second.take()
+        second.release()
+        assert not server.objects
+
+
+def test_a_lease_that_could_not_be_ended_keeps_nobody_away(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes
+) -> None:
+    """The process lives on, and knows that its earlier run has ended."""
+    server.fault("*", skip=60, times=10**9)
+    with pytest.raises(StorageTrouble):
+        convert(source)
+    server.calm()
+    convert(source)
+    require_right(server, tensors)
+
+
+def test_an_object_that_arrived_altered_is_uploaded_again(source: str, tensors: bytes) -> None:
+    """The store compares nothing, and keeps a checksum of what it got."""
+    with fault_s3.serving(min_part=PART, checks=False) as server:
+        server.fault("UploadPart", action="flip", skip=1)
+        with pytest.raises(OutputMismatch, match="altered on its way"):
+            convert(source)
+        assert not server.below(OUT)
+        convert(source)
+        require_right(server, tensors)
+
+
+def test_a_small_object_that_arrived_altered_is_sent_again(source: str, tensors: bytes) -> None:
+    with fault_s3.serving(min_part=PART, checks=False, keeps=None) as server:
+        for skip in (0, 4, 9):
+            server.fault("PutObject", action="flip", skip=skip)
         convert(source)
         require_right(server, tensors)
 
@@ -284,7 +353,7 @@ def test_one_file_is_replaced_at_once(server: fault_s3.FaultyS3, source: str) ->
 
 @pytest.mark.parametrize("what", ["DELETE", "list-uploads"])
 def test_with_fewer_rights(server: fault_s3.FaultyS3, source: str, what: str) -> None:
-    server.denied += [("DELETE", "^$") if what == "DELETE" else ("GET", "^uploads")]
+    server.denied += ["DeleteObject" if what == "DELETE" else "ListMultipartUploads"]
     convert(source)
     assert sorted(server.below(OUT)) == ["README.md", "model.safetensors"]
     assert server.uploads == {}
