@@ -1,6 +1,6 @@
 """Estimate the requests of a conversion to object stores, and what they cost.
 
-Reads are counted by the very blocks that will be fetched (`ckptcore.store.objects.blocks`). Prices are US
+Reads are counted by the order and the blocks that a run uses (`ckptcore.execution.expected_reads`). Prices are US
 dollars for 1,000 requests, from ``CKPTCORE_REQUEST_PRICES``; bytes between a store and its region are free.
 """
 
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptcore.conversion.staged_uploads import beside_uploads, is_uploaded
 from ckptcore.errors import UsageError
-from ckptcore.execution.expected_reads import planned_reads
+from ckptcore.execution.expected_reads import schedule_reads
 from ckptcore.planning.file_plan import FilePlan
-from ckptcore.planning.plan import Plan
+from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
 from ckptcore.store import is_s3
-from ckptcore.store.ahead import joined
 from ckptcore.store.objects.blocks import plan_blocks
+from ckptcore.store.objects.part_plan import plan_parts
 
 PRICES_VARIABLE = "CKPTCORE_REQUEST_PRICES"
 _PRICES = {"get": 0.0004, "put": 0.005}  # of S3 Standard in us-east-1
 _PAGE = 1000  # objects of one listing
-_PART, _MOST_PARTS = 16 << 20, 9000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,22 @@ def request_costs(
     prices = _prices()
     get = get_bytes = over = listings = put = 0
     if is_s3(source):
-        reads = joined([planned_reads(each, compares=settings.verify) for each in files])
-        table = plan_blocks(reads, settings.memory // 2)
-        get, get_bytes, over = len(table), int((table.end - table.start).sum()), table.over_read
-        listings = 4 * -(-len(reads.paths) // _PAGE)
+        uploads = is_s3(destination)
+        means = beside_uploads(plan.files, settings) if uploads else settings
+        schedule = schedule_reads(files, means, uploads=uploads)
+        if schedule.reads is not None:
+            table = plan_blocks(schedule.reads, schedule.window)
+            get, get_bytes, over = len(table), int((table.end - table.start).sum()), table.over_read
+            listings = 4 * -(-len(schedule.reads.paths) // _PAGE)
     if is_s3(destination):
-        put = sum(_parts(f.nbytes) for f in plan.files) + len(plan.extra)
+        put = sum(_parts(f) for f in plan.files) + len(plan.extra)
     dollars = (get * prices["get"] + (put + listings) * prices["put"]) / 1000
     return RequestCosts(get, get_bytes, over, listings, put, round(dollars, 6))
 
 
-def _parts(nbytes: int) -> int:
-    """Count the requests that upload a file: begin, parts, complete; or one for a small file."""
-    part = max(_PART, -(-nbytes // _MOST_PARTS) + (1 << 20) - 1 & ~((1 << 20) - 1))
-    return 1 if nbytes <= part else 2 + -(-nbytes // part)
+def _parts(file: PlannedFile) -> int:
+    """Count the requests that upload a file: begin, parts, complete; or one for a file without tensors."""
+    return 2 + plan_parts(file.nbytes, file.path).count if is_uploaded(file) else 1
 
 
 def _prices() -> dict[str, float]:

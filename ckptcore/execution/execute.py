@@ -26,11 +26,14 @@ from ckptcore.execution.parts import FilePart, jobs_of
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import Receipt, seen_as, write_receipt
 from ckptcore.execution.reuse import CompareWriter, DigestWriter, compare_writer, confirmed, earlier
+from ckptcore.execution.source_order import SourceOrder, ordered_jobs
 from ckptcore.execution.tensor_filler import Workspace, expect
 from ckptcore.execution.tiles import Budget, Job, jobs
+from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
+from ckptcore.store import FileWriter
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
 
@@ -74,15 +77,15 @@ def execute_files(
     if kept:
         meter.add(kept)
     if old.doubted:
-        budget = expect_files(run, list(old.doubted), settings, records)
+        budget, _ = expect_files(replace(run, uploads=None), list(old.doubted), settings, records)
         made, _ = _Run(run, settings, records, meter, budget=budget, compare=True).finish(list(old.doubted))
         for index, receipt in made.items():
             done[index] = confirmed(old.doubted[index], receipt)
             write_receipt(run.receipts, run.digest, done[index])
     todo = [i for i in indices if i not in done]
     if todo:
-        budget = expect_files(run, todo, settings, records, part)
-        done |= _Run(run, settings, records, meter, budget=budget, part=part).finish(todo)[0]
+        budget, order = expect_files(run, todo, settings, records, part)
+        done |= _Run(run, settings, records, meter, budget=budget, part=part, order=order).finish(todo)[0]
     records.finish(settings.threads)
     prove_files(run, indices, records)
     for index, receipt in done.items():
@@ -113,7 +116,7 @@ def recompute_files(
     records = Records(run.source, run.items, settings.verify, run.scratch)
     means = replace(settings, digest=False, fingerprint=False)
     meter = ProgressMeter(progress, "verify", run.total)
-    budget = expect_files(run, indices, means, records)
+    budget, _ = expect_files(replace(run, uploads=None), indices, means, records)  # compared in file order
     _, differing = _Run(run, means, records, meter, budget=budget, compare=True).finish(indices)
     for writer in differing:
         raise writer.mismatch()
@@ -136,10 +139,11 @@ class _Run:
         *,
         budget: Budget,
         part: FilePart | None = None,
+        order: SourceOrder | None = None,
         compare: bool = False,
     ) -> None:
         self._run, self._settings, self._records, self._meter = run, settings, records, meter
-        self._part, self._compare = part, compare
+        self._part, self._order, self._compare = part, order, compare
         self._budget = budget
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
@@ -166,7 +170,13 @@ class _Run:
 
         Buffers first, then jobs: the oldest job always has a buffer, so there is no deadlock.
         """
+        ordered: tuple[int, ...] = ()
+        if self._order is not None:
+            ordered = self._order.indices
+            yield from self._ordered_tasks(self._order)
         for index in indices:
+            if index in ordered:
+                continue
             work, cut = self._opened(index)
             job: Job | None = next(cut)  # every file has a job, even an empty one
             while job is not None:
@@ -179,16 +189,45 @@ class _Run:
                 yield work, job, buffer
                 job = after
 
+    def _ordered_tasks(self, order: SourceOrder) -> Iterator[_Task]:
+        """Yield the jobs of files that follow their source; several files are open at the same time."""
+        # A late import: local files have no uploads.
+        from ckptcore.store.objects.scattered_writer import ScatteredUploads
+
+        run = self._run
+        assert run.uploads is not None  # only uploads take bytes in any order
+        writers = ScatteredUploads(run.uploads, order.open_bytes, order.part)
+        works: dict[int, FileWork] = {}
+
+        def opened(index: int) -> FilePlan:
+            plan = run.load(index)
+            run.require_unchanged(plan)
+            works[index] = self._begun(plan, writers.writer(index, plan.path, plan.nbytes))
+            return plan
+
+        for index, job, last in ordered_jobs(order, opened, self._budget):
+            work = works.pop(index) if last else works[index]
+            if last:
+                work.last_is(job.sequence)
+            buffer = self._buffers.take()
+            if buffer is None:
+                return
+            yield work, job, buffer
+
     def _opened(self, index: int) -> tuple[FileWork, Iterator[Job]]:
         run = self._run
         plan = run.load(index)
         run.require_unchanged(plan)
         writer = compare_writer(run, plan) if self._compare else open_writer(run, plan, self._part)
-        work = FileWork(plan, run.source, self._records, writer, self._settings, self._part)
-        with self._lock:
-            self._open[index] = work
         part = self._part
-        return work, jobs(plan, self._budget) if part is None else jobs_of(part, plan, self._budget)
+        cut = jobs(plan, self._budget) if part is None else jobs_of(part, plan, self._budget)
+        return self._begun(plan, writer), cut
+
+    def _begun(self, plan: FilePlan, writer: FileWriter) -> FileWork:
+        work = FileWork(plan, self._run.source, self._records, writer, self._settings, self._part)
+        with self._lock:
+            self._open[plan.index] = work
+        return work
 
     def _worker(self) -> Callable[[_Task], None]:
         own = Workspace(self._buffer(), self._buffer(), lane_on(self._settings.device, self._budget.tile))

@@ -6,8 +6,8 @@ torch zip) is of unknown place, so the range is that much longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +16,96 @@ from ckptcore.core.manifest import Items
 from ckptcore.errors import BudgetTooSmall, UsageError
 from ckptcore.execution.parts import FilePart
 from ckptcore.execution.plan_run import PlanRun
+from ckptcore.execution.source_order import (
+    FilePieces,
+    RowReads,
+    SourceOrder,
+    can_follow,
+    cut_pieces,
+    follow_source,
+)
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import COMPARE, FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.expected_items import bare_files
-from ckptcore.store.ahead import ExpectedReads, Floats, Ints, ReadsAhead, joined
+from ckptcore.store.ahead import ExpectedReads, Floats, Ints, ReadsAhead, joined, merged
+from ckptcore.store.objects.blocks import BLOCK, cut_into_blocks, fits, plan_blocks
 
 _MOST_ROWS = 4_000_000  # ranges that are declared at once, 60 bytes each
 _MOST_AROUND = 64 << 10  # bytes of headers around the elements of one item
+_LEAST_TILES, _MOST_TILES = 1 << 20, 64 << 20  # bytes of tiles of outputs that follow their source
+_LEAST_BAND = 1 << 20
+_WORTH = 0.8  # of the requests in file order: for less gain, files are made one after another
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSchedule:
+    """When an S3 source is read, and in which requests.
+
+    Attributes:
+        budget: Memory that is left for the tiles.
+        reads: What is expected; None where memory is too small for that.
+        window: Bytes of memory for what is read ahead.
+        order: Pieces of output files in the order of their source; None for file order.
+    """
+
+    budget: Budget
+    reads: ExpectedReads | None
+    window: int
+    order: SourceOrder | None = None
+
+
+def schedule_reads(
+    files: Iterable[FilePlan], settings: Settings, *, uploads: bool, part: FilePart | None = None
+) -> ReadSchedule:
+    """Choose the order in which output files are made, so that a source on S3 is read in few requests.
+
+    That is file order, unless its blocks would be smaller than a block should be. Then outputs that are
+    uploaded by handles follow their source.
+
+    Args:
+        files: Plans of the files, in the order of their numbers.
+        settings: Memory, and whether copies are compared.
+        uploads: Whether the files are uploaded by handles.
+        part: The part of the one file that is written.
+    """
+    window = settings.memory // 2
+    try:  # parts are cut for all of the memory
+        rest = settings.memory - (window if part is None else 0)
+        budget = Budget.of(replace(settings, memory=rest))
+    except (BudgetTooSmall, UsageError):
+        return ReadSchedule(Budget.of(settings), None, 0)
+    parts, pieces, others, rows = list[ExpectedReads](), list[FilePieces](), list[ExpectedReads](), 0
+    for plan in files:
+        found = row_reads(plan, compares=settings.verify, part=part)
+        rows += len(found.file)
+        if rows > _MOST_ROWS:
+            break  # the rest is read as it comes
+        parts.append(_in_file_order(plan, found))
+        cut = cut_pieces(plan, found) if uploads and part is None and can_follow(plan) else None
+        if cut is not None and len(cut.tensor):
+            pieces.append(cut)
+        else:
+            others.append(parts[-1])
+    reads = joined(parts)
+    schedule = ReadSchedule(budget, reads, window)
+    if not pieces or rows > _MOST_ROWS or fits(cut_into_blocks(reads, BLOCK), window):
+        return schedule
+    followed = _following(pieces, others, reads.bare, settings)
+    if followed is None:
+        return schedule
+    # File order needs smaller blocks, so at least as many as these.
+    worth = followed[1] <= _WORTH * len(cut_into_blocks(reads, BLOCK // 2))
+    if worth or followed[1] <= _WORTH * len(plan_blocks(reads, window)):
+        return followed[0]
+    return schedule
 
 
 def expect_files(
     run: PlanRun, indices: Sequence[int], settings: Settings, records: Records, part: FilePart | None = None
-) -> Budget:
-    """Declare the reads of output files, and return the budget that is left for their tiles.
+) -> tuple[Budget, SourceOrder | None]:
+    """Declare the reads of output files.
 
     Args:
         run: The plan.
@@ -38,29 +113,56 @@ def expect_files(
         settings: Memory, and whether copies are compared.
         records: Gets the items that only the store can prove.
         part: The part of the one file that is written.
+
+    Returns:
+        The memory that is left for tiles, and the order of the files' pieces if it is not file order.
     """
-    budget, store = Budget.of(settings), run.source
+    store = run.source
     if not isinstance(store, ReadsAhead):
-        return budget
-    window = settings.memory // 2
-    if part is None:  # parts are cut for all of the memory
-        try:
-            budget = Budget.of(replace(settings, memory=settings.memory - window))
-        except (BudgetTooSmall, UsageError):
-            return budget
-    parts, rows = [], 0
-    for index in indices:
-        plan = run.load(index)
-        reads = planned_reads(plan, compares=settings.verify, part=part)
-        rows += len(reads)
-        if rows > _MOST_ROWS:
-            break  # the rest is read as it comes
-        parts.append(reads)
-        bare = reads.bare
-        numbers = plan.number[[plan.files[f].path in bare for f in plan.items.file.tolist()]]
-        records.await_proof(numbers.tolist())
-    store.expect(joined(parts), window)
-    return budget
+        return Budget.of(settings), None
+
+    def plans() -> Iterator[FilePlan]:
+        for index in indices:
+            plan = run.load(index)
+            bare = bare_files(plan.items, plan.files)
+            numbers = plan.number[[plan.files[f].path in bare for f in plan.items.file.tolist()]]
+            records.await_proof(numbers.tolist())
+            yield plan
+
+    schedule = schedule_reads(plans(), settings, uploads=run.uploads is not None, part=part)
+    if schedule.reads is not None:
+        store.expect(schedule.reads, schedule.window)
+    return schedule.budget, schedule.order
+
+
+def _following(
+    pieces: Sequence[FilePieces], others: Sequence[ExpectedReads], bare: frozenset[str], settings: Settings
+) -> tuple[ReadSchedule, int] | None:
+    """Return the schedule in which outputs follow their source, and its requests; None if none fits."""
+    tiles = min(max(settings.memory // 8, _LEAST_TILES), _MOST_TILES)
+    try:
+        budget = Budget.of(replace(settings, memory=tiles))
+    except (BudgetTooSmall, UsageError):
+        return None
+    band = BLOCK
+    while band >= _LEAST_BAND:
+        order, timed = follow_source(pieces, band)
+        window = settings.memory - tiles - order.open_bytes
+        if window > 0:
+            rows = zip(pieces, timed.begins, timed.ends, timed.band, strict=True)
+            own = merged([_at(p.reads, b.astype(float), e.astype(float), n) for p, b, e, n in rows])
+            last = int(own.band.max(initial=0)) + 1 if own.band is not None else 1
+            rest = [replace(each, band=np.full(len(each), last)) for each in others]
+            reads = replace(joined([own, *rest]), bare=bare)
+            table = cut_into_blocks(reads, BLOCK)
+            if fits(table, window):
+                return ReadSchedule(budget, reads, window, order), len(table)
+        band //= 2
+    return None
+
+
+def _at(reads: RowReads, begins: Floats, ends: Floats, band: Ints | None = None) -> ExpectedReads:
+    return ExpectedReads(reads.paths, reads.file, reads.start, reads.end, begins, ends, band=band)
 
 
 def prove_files(run: PlanRun, indices: Sequence[int], records: Records) -> None:
@@ -84,6 +186,11 @@ def prove_files(run: PlanRun, indices: Sequence[int], records: Records) -> None:
 
 def planned_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = None) -> ExpectedReads:
     """Return the ranges that a file plan reads; their unit of time is a tensor."""
+    return _in_file_order(plan, row_reads(plan, compares=compares, part=part))
+
+
+def row_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = None) -> RowReads:
+    """Return the ranges that a file plan reads, with the rows of the tensors that they are read for."""
     reads, items = plan.reads, plan.items
     of = reads.tensor
     lo, hi, width = plan.boxes
@@ -101,16 +208,34 @@ def planned_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | Non
         plain &= reads.view[:, 0] < 0
     first_byte = start + np.where(plain, first, 0)
     last_byte = np.where(plain, start + around + last, start + length)
-    begins, ends = _times(plan, of, lo, hi, begin, end)
-    return ExpectedReads(
+    if lo.shape[1]:
+        top, bottom = begin[:, 0] - lo[of, 0], end[:, 0] - lo[of, 0]
+    else:
+        top, bottom = np.zeros(len(of), np.int64), np.ones(len(of), np.int64)
+    return RowReads(
         tuple(f.path for f in plan.files),
         items.file[reads.item][keep],
         first_byte[keep],
         last_byte[keep],
-        begins[keep],
-        ends[keep],
-        bare_files(items, plan.files),
+        of[keep],
+        top[keep],
+        bottom[keep],
+        (plan.op != COMPARE)[keep],
     )
+
+
+def _in_file_order(plan: FilePlan, found: RowReads) -> ExpectedReads:
+    """Return reads with their times: the number of the tensor, and how far down its rows they are."""
+    lo, hi, _ = plan.boxes
+    place = np.arange(len(lo), dtype=np.float64)
+    own = len(plan.columns)
+    for number, node in plan.derived.items():  # inputs are read when what is computed from them is made
+        for i in node.inputs:
+            place[own + i] = number
+    rows = np.maximum(hi[:, 0] - lo[:, 0], 1) if lo.shape[1] else np.ones(len(lo), np.int64)
+    of = found.tensor
+    begins, ends = place[of] + found.begin / rows[of], place[of] + found.stop / rows[of]
+    return replace(_at(found, begins, ends), bare=bare_files(plan.items, plan.files))
 
 
 def _flat(lo: Ints, shape: Ints, begin: Ints, end: Ints, width: Ints) -> tuple[Ints, Ints, Ints]:
@@ -122,21 +247,6 @@ def _flat(lo: Ints, shape: Ints, begin: Ints, end: Ints, width: Ints) -> tuple[I
     first = ((begin - lo) * steps).sum(axis=1) * width
     last = (((end - 1 - lo) * steps).sum(axis=1) + 1) * width
     return first, last, nbytes
-
-
-def _times(plan: FilePlan, of: Ints, lo: Ints, hi: Ints, begin: Ints, end: Ints) -> tuple[Floats, Floats]:
-    """Return when each read begins and ends: the number of its tensor, and how far down its rows it is."""
-    place = np.arange(len(lo), dtype=np.float64)
-    own = len(plan.columns)
-    for number, node in plan.derived.items():  # inputs are read when what is computed from them is made
-        for i in node.inputs:
-            place[own + i] = number
-    if not lo.shape[1]:
-        return place[of], place[of] + 1
-    rows = np.maximum(hi[of, 0] - lo[of, 0], 1)
-    first: npt.NDArray[np.float64] = place[of] + (begin[:, 0] - lo[of, 0]) / rows
-    last: npt.NDArray[np.float64] = place[of] + (end[:, 0] - lo[of, 0]) / rows
-    return first, last
 
 
 def _inside(plan: FilePlan, part: FilePart) -> npt.NDArray[np.bool_]:

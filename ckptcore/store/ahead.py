@@ -28,6 +28,7 @@ class ExpectedReads:
         begins: When its first byte is read: any number that grows with time.
         ends: When its last byte is read, in the same unit.
         bare: The files with bytes that no checksum of their format covers.
+        band: Ranges of different bands are not fetched together: their times are far apart. None for one.
     """
 
     paths: tuple[str, ...]
@@ -37,6 +38,7 @@ class ExpectedReads:
     begins: Floats
     ends: Floats
     bare: frozenset[str] = frozenset()
+    band: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.file)
@@ -80,17 +82,27 @@ class ReadsAhead(Protocol):
 
 def joined(parts: Sequence[ExpectedReads]) -> ExpectedReads:
     """Return the reads of several steps that follow each other, as one."""
-    paths: dict[str, int] = {}
-    columns: list[list[npt.NDArray[Any]]] = [[], [], [], [], []]
-    offset = 0.0
+    shifts, offset = [], 0.0
     for part in parts:
+        shifts.append(offset)
+        offset += (float(part.ends.max()) if len(part) else 0.0) + 1
+    return merged(parts, shifts)
+
+
+def merged(parts: Sequence[ExpectedReads], shifts: Sequence[float] | None = None) -> ExpectedReads:
+    """Return reads as one; ``shifts`` are added to their times, and without them all have the same clock."""
+    paths: dict[str, int] = {}
+    columns: list[list[npt.NDArray[Any]]] = [[], [], [], [], [], []]
+    for part, shift in zip(parts, shifts or [0.0] * len(parts), strict=True):
         number = np.array([paths.setdefault(p, len(paths)) for p in part.paths], np.int64)
-        last = float(part.ends.max()) if len(part) else 0.0
-        row = (number[part.file], part.start, part.end, part.begins + offset, part.ends + offset)
+        band = np.zeros(len(part), np.int64) if part.band is None else part.band
+        row = (number[part.file], part.start, part.end, part.begins + shift, part.ends + shift, band)
         for column, values in zip(columns, row, strict=True):
             column.append(values)
-        offset += last + 1
-    file, start, end = (np.concatenate([np.zeros(0, np.int64), *column]) for column in columns[:3])
-    begins, ends = (np.concatenate([np.zeros(0), *column]) for column in columns[3:])
+    file, start, end, band = (
+        np.concatenate([np.zeros(0, np.int64), *column]) for column in (*columns[:3], columns[5])
+    )
+    begins, ends = (np.concatenate([np.zeros(0), *column]) for column in columns[3:5])
     bare = frozenset[str]().union(*(part.bare for part in parts))
-    return ExpectedReads(tuple(paths), file, start, end, begins, ends, bare)
+    banded = any(part.band is not None for part in parts)
+    return ExpectedReads(tuple(paths), file, start, end, begins, ends, bare, band if banded else None)

@@ -47,6 +47,7 @@ class BlockTable:
         first: Block -> its first use in ``uses``, and one more.
         wanted: Bytes of it that will be read.
         row: Path -> the slice of its blocks, as (first, behind the last).
+        size: The most bytes that a block was allowed to have.
     """
 
     paths: tuple[str, ...]
@@ -59,6 +60,7 @@ class BlockTable:
     first: Ints
     wanted: Ints
     row: dict[str, tuple[int, int]]
+    size: int = BLOCK
 
     def __len__(self) -> int:
         return len(self.file)
@@ -86,12 +88,17 @@ def plan_blocks(reads: ExpectedReads, memory: int, gap: int = GAP) -> BlockTable
     Where files are read in another order than they were written, large blocks would be given up before all of
     their bytes were used. If no size avoids that, the smallest is used.
     """
-    size, ahead = BLOCK, memory // 4
+    size = BLOCK
     while True:
         table = cut_into_blocks(reads, size, gap)
-        if size <= _LEAST_BLOCK or table.most_alive + min(ahead, _FIRST_IN_FLIGHT * size) <= memory:
+        if size <= _LEAST_BLOCK or fits(table, memory):
             return table
         size //= 2
+
+
+def fits(table: BlockTable, memory: int) -> bool:
+    """Report whether each block is fetched once within a memory budget, and some of them ahead."""
+    return table.most_alive + min(memory // 4, _FIRST_IN_FLIGHT * table.size) <= memory
 
 
 def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTable:
@@ -99,12 +106,13 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     keep = reads.end > reads.start
     file, start, end = reads.file[keep], reads.start[keep], reads.end[keep]
     begins, ends = reads.begins[keep], reads.ends[keep]
+    band = None if reads.band is None else reads.band[keep]
     order = np.lexsort((end, start, file))
     file, start, end = file[order], start[order], end[order]
     begins, ends = begins[order], ends[order]
     if not len(file):
         none = np.zeros(0, np.int64)
-        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, none, none, {})
+        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, none, none, {}, size)
     # One coordinate for all files, far enough apart that none touch.
     stride = int(end.max()) + gap + 1
     base = file * stride
@@ -112,8 +120,12 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     reach = np.maximum.accumulate(last)
     fresh = np.ones(len(first), bool)
     fresh[1:] = first[1:] > reach[:-1] + gap
+    if band is not None:
+        band = band[order]
+        fresh[1:] |= (band[1:] != band[:-1]) & (first[1:] > first[:-1])
     span_first = first[fresh]
     span_last = np.append(reach[np.flatnonzero(fresh)[1:] - 1], reach[-1])
+    span_last[:-1] = np.minimum(span_last[:-1], span_first[1:])  # bands may overlap by a header
     counts = -(-(span_last - span_first) // size)
     owner = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -153,6 +165,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
         first_pair,
         wanted,
         row,
+        size,
     )
 
 

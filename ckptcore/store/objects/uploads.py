@@ -142,6 +142,11 @@ class PartBuffers:
                 self._free.pop()
         return bytearray(nbytes)
 
+    def add(self, count: int) -> None:
+        """Allow so many more buffers."""
+        with self._lock:
+            self._left += count
+
     def give_back(self, buffer: bytearray) -> None:
         """Return a buffer."""
         with self._lock:
@@ -306,6 +311,11 @@ class Uploads:
         plan: Digest of the plan.
         buffers: Part buffers of all writers together.
         in_flight: Parts of one writer on their way at once.
+
+    Attributes:
+        client: The store.
+        buffers: Part buffers of all writers.
+        in_flight: Parts on their way at once.
     """
 
     def __init__(
@@ -318,21 +328,24 @@ class Uploads:
         buffers: int = 1,
         in_flight: int = 0,
     ) -> None:
-        self._client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
-        self._buffers, self._in_flight = PartBuffers(buffers), in_flight
+        self.client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
+        self.buffers, self.in_flight = PartBuffers(buffers), in_flight
 
     def writer(
         self, index: int, path: str, nbytes: int, *, begin: int = 0, end: int | None = None
     ) -> UploadWriter:
         """Start or continue the upload of a file, or of its parts from byte ``begin`` to ``end``."""
+        entry, present = self.begun(index, path, nbytes)
+        return UploadWriter(self.client, entry, present, self.buffers, self.in_flight, begin=begin, end=end)
+
+    def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
+        """Start or continue the upload of a file; return it, and the parts that the store has."""
         entry = self.entry(index, path, nbytes)
         present = self._present(entry)
         if present is None:  # completed or aborted meanwhile, or its entry was lost
             self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
-            entry, present = self._journal.begin(entry), {}
-        return UploadWriter(
-            self._client, entry, present, self._buffers, self._in_flight, begin=begin, end=end
-        )
+            return self._journal.begin(entry), {}
+        return entry, present
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return the entry of a file's upload, which is begun if there is none."""
@@ -348,7 +361,7 @@ class Uploads:
     def holds(self, uploaded: Uploaded) -> bool:
         """Report whether the store has exactly these parts, or the object that was completed from them."""
         try:
-            there = list(self._client.list_parts(uploaded.key, uploaded.upload_id))
+            there = list(self.client.list_parts(uploaded.key, uploaded.upload_id))
         except CkptError as error:
             if kind_of(error) is not Kind.NO_UPLOAD:
                 raise
@@ -363,7 +376,7 @@ class Uploads:
             OutputMismatch: It is this upload's object, but with another size or checksum. It is removed: the
                 next run can upload the file again then.
         """
-        seen = self._client.head(uploaded.key)
+        seen = self.client.head(uploaded.key)
         if seen is None:
             return None
         tokens = {name.casefold(): value for name, value in seen.metadata.items()}
@@ -373,7 +386,7 @@ class Uploads:
             require_checksum(seen, uploaded)
         except OutputMismatch as error:
             try:
-                self._client.delete(uploaded.key, match=seen.etag or None)
+                self.client.delete(uploaded.key, match=seen.etag or None)
             except CkptError as second:
                 hint = f"remove it, and run the same command again ({second.message})"
                 raise OutputMismatch(error.message, hint=hint) from error
@@ -400,10 +413,10 @@ class Uploads:
             # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
             if refused is None and (seen := self.find(uploaded)) is not None:
                 return seen
-            if create and refused is None and self._client.head(uploaded.key) is not None:
+            if create and refused is None and self.client.head(uploaded.key) is not None:
                 raise self._exists(uploaded)
             try:
-                self._client.complete(
+                self.client.complete(
                     uploaded.key,
                     uploaded.upload_id,
                     uploaded.parts,
@@ -419,7 +432,7 @@ class Uploads:
                 return seen
             if refused is not None and not (_unknown(refused) or kind_of(refused) is Kind.EXISTS):
                 break
-            if create and self._client.head(uploaded.key) is not None:
+            if create and self.client.head(uploaded.key) is not None:
                 raise self._exists(uploaded)
         raise self._lost(uploaded, refused)
 
@@ -432,12 +445,12 @@ class Uploads:
 
     def _exists(self, uploaded: Uploaded) -> CkptError:
         return DestinationExists(
-            f"{self._client.url}/{uploaded.key} appeared meanwhile",
+            f"{self.client.url}/{uploaded.key} appeared meanwhile",
             hint="inspect it, move it away, and run the same command again",
         )
 
     def _lost(self, uploaded: Uploaded, refused: CkptError | None) -> CkptError:
-        url = f"{self._client.url}/{uploaded.key}"
+        url = f"{self.client.url}/{uploaded.key}"
         if refused is not None and kind_of(refused) is Kind.NO_UPLOAD:
             return StorageTrouble(
                 f"cannot complete {url}: its upload was ended by another process or a lifecycle rule",
@@ -454,7 +467,7 @@ class Uploads:
     def _present(self, entry: UploadEntry) -> dict[int, UploadedPart] | None:
         """Return the parts of an upload by number, or None if it has ended."""
         try:
-            return {p.number: p for p in self._client.list_parts(entry.key, entry.upload_id)}
+            return {p.number: p for p in self.client.list_parts(entry.key, entry.upload_id)}
         except CkptError as error:
             if kind_of(error) is Kind.NO_UPLOAD:
                 return None
