@@ -290,9 +290,8 @@ class Catalog:
             found = lineage.which(conn, what)
             kinds = [] if found else lineage.kinds_of(conn, what)
         digests = lineage.digests_of_file(what, kinds)
-        with self.reading() as conn:
-            for digest in digests:
-                found = found or lineage.which(conn, digest)
+        with self.reading() as conn:  # one place may have a digest of the file, another one of its parts
+            found = found or [origin for digest in digests for origin in lineage.which(conn, digest)]
         if not found:
             raise UsageError(
                 f"cannot find {what} in the catalog",

@@ -155,9 +155,17 @@ def is_intact(files: Readable, receipt: Receipt) -> bool:
     return has_digest(files, receipt.path, receipt.nbytes, (receipt.digest,))
 
 
-def digest_of(files: Readable, path: str, nbytes: int, start: int = 0) -> str:
-    """Return the BLAKE3 of ``nbytes`` of a file from ``start`` on, hex. Memory: one block."""
-    return _digests(files, path, nbytes, start, [blake3()])[0]
+def digest_of(files: Readable, path: str, nbytes: int, start: int = 0, hasher: Hasher | None = None) -> str:
+    """Return the digest of ``nbytes`` of a file from ``start`` on. Memory: one block.
+
+    Args:
+        files: Where the file is.
+        path: Its name.
+        nbytes: Bytes to digest.
+        start: First byte.
+        hasher: A fresh one; None for plain BLAKE3.
+    """
+    return _digests(files, path, nbytes, start, [blake3() if hasher is None else hasher])[0]
 
 
 def has_digest(files: Readable, path: str, nbytes: int, digests: Collection[str]) -> bool:

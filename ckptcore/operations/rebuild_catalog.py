@@ -20,6 +20,7 @@ from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import Prints, Published, facts
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import used
 from ckptcore.errors import CkptError
 from ckptcore.execution.receipts import digest_of
 from ckptcore.formats import Source, detect, open_source, read_manifest
@@ -27,7 +28,9 @@ from ckptcore.formats.step_roots import located
 from ckptcore.operations.discover import discover
 from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Settings
-from ckptcore.store import open_store
+from ckptcore.store import is_s3, open_store
+from ckptcore.store.objects.part_plan import plan_parts
+from ckptcore.utils.part_digest import PartHasher, hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -103,7 +106,7 @@ def rebuild(
         try:
             manifest = read_manifest(open_source(uri))
             report = validate(manifest)
-            files = _digests(manifest) if digests else []
+            files = _digests(catalog, uri, manifest) if digests else []
             prints = _prints(manifest, take, on_place) if take is not None and report.ok else NO_PRINTS
         except CkptError as error:
             left_out.append((uri, error.code, error.message))
@@ -169,14 +172,29 @@ def _prints(manifest: Manifest, take: Settings, on_place: OnPlace) -> Prints:
     return matching(manifest, found.tensors, dict(found.renamed))
 
 
-def _digests(manifest: Manifest) -> list[Published]:
-    """Return (path, size, digest) of every file of a checkpoint."""
+def _digests(catalog: Catalog, uri: str, manifest: Manifest) -> list[Published]:
+    """Return (path, size, digest) of every file of a checkpoint.
+
+    Digests are of the kind that the catalog has: with others, the same bytes would be another content.
+    """
+    recorded = catalog.at(uri)
+    known = {(f.path, f.nbytes): f.digest for f in recorded[1] if f.digest} if recorded is not None else {}
+    data = used(manifest).data
     with closing(open_store(manifest.root)) as store:
         alone = manifest.origin.get("file")
         there = store.list() if alone is None else {alone: store.size(alone)}
-        return [
-            (path, size, digest_of(store, path, size)) for path, size in there.items() if size is not None
-        ]
+        found = []
+        for path, size in there.items():
+            if size is None:
+                continue
+            if (path, size) in known:
+                hasher = hasher_like(known[path, size])
+            elif path in data and is_s3(uri):  # as its writer digests them
+                hasher = PartHasher(plan_parts(size, path).part)
+            else:
+                hasher = hasher_like("")
+            found.append((path, size, digest_of(store, path, size, hasher=hasher)))
+        return found
 
 
 def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | None:

@@ -29,7 +29,7 @@ OPENED_AS_IT_IS = {"safetensors", "torch_save"}
 
 def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> None:
     """A sample that is not a DCP folder is either refused with a reason, or read bit for bit."""
-    for number, folder in enumerate(checkpoint_paths(other)):
+    for number, folder in enumerate(other.checkpoints):
         before = tree_digest(folder)
         dst = tmp_path / str(number)
         done = cli("consolidate", folder, dst, "--output", "json")
@@ -59,12 +59,6 @@ def test_refused_by_name_or_exact(other: Sample, cli: Cli, tmp_path: Path) -> No
                 prefix = prefix_of(truth, found)
                 assert prefix is not None, f"{kept.name} is not what the checkpoint holds"
                 assert not differences(truth, found, prefix)
-
-
-def checkpoint_paths(sample: Sample) -> list[Path]:
-    """The paths that a user of the sample would give on the command line."""
-    inside = [p for p in sorted(sample.root.iterdir()) if not p.name.startswith("expected")]
-    return [p for p in inside if p.is_dir() or p.suffix in {".ckpt", ".pt", ".safetensors"}]
 
 
 def stored(folder: Path, sample: Sample) -> Tensors:

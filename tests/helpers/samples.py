@@ -79,6 +79,12 @@ class Sample:
         return tuple(sorted(found))
 
     @property
+    def checkpoints(self) -> list[Path]:
+        """The paths that a user of the sample would give on the command line."""
+        inside = [p for p in sorted(self.root.iterdir()) if not p.name.startswith("expected")]
+        return [p for p in inside if p.is_dir() or p.suffix in {".ckpt", ".pt", ".safetensors"}]
+
+    @property
     def expected(self) -> tuple[Path, ...]:
         """The truth's files."""
         names = sorted(p for p in self.root.iterdir() if p.name.startswith("expected"))

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 
-from ckptcore.errors import SourceUnreadable
+from ckptcore.errors import CkptError, SourceUnreadable
 from ckptcore.store import Buffer, Stamped
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen
@@ -261,8 +261,14 @@ class FolderReader:
                 raise altered(f"{self._client.url}/{seen.key}", begin, end - begin)
 
     def _fetch(self, path: str, start: int, into: Buffer) -> Future[ObjectSeen]:
-        seen = self._pinned_to(path)
-        _require_inside(f"{self._url}/{path}", path, start, len(into), seen.nbytes)
+        """Ask for a block; an error is for those who need its bytes, not for those who read ahead."""
+        try:
+            seen = self._pinned_to(path)
+            _require_inside(f"{self._url}/{path}", path, start, len(into), seen.nbytes)
+        except CkptError as error:
+            failed: Future[ObjectSeen] = Future()
+            failed.set_exception(error)
+            return failed
         return self._client.start_get(seen.key, start, seen.etag or None, into)
 
     def _arrived(self, path: str, start: int, data: Buffer) -> None:
