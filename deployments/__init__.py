@@ -1,3 +1,24 @@
 """Start flows on a Prefect server: deployments, workers, the webhook receiver and local services."""
 
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
 POOL = "ckptcore"  # the work pool of all deployments
+
+
+def metrics_options(parser: ArgumentParser, port: int) -> None:
+    """Add ``--metrics-port`` and ``--metrics-host`` to a service's command. port: what the help suggests."""
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="NUMBER",
+        help=f"serve Prometheus metrics at /metrics on this port, such as {port}; 0 picks a free one; "
+        "without it there are none",
+    )
+    parser.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address for the metrics, which need no login: choose one that only the monitor reaches",
+    )

@@ -2,9 +2,10 @@
 
 ``python -m deployments.worker --pool ckptcore --limit 2 --with-healthcheck``
 
-Other arguments are passed to ``prefect worker start --type process``. On SIGTERM or SIGINT, or when the
-worker ends by itself, its remaining runs are ended and rescheduled: another worker resumes them at once,
-after their last complete file. Nothing of Prefect is imported before that.
+``--metrics-port`` serves Prometheus metrics. Other arguments are passed to ``prefect worker start --type
+process``. On SIGTERM or SIGINT, or when the worker ends by itself, its remaining runs are ended and
+rescheduled: another worker resumes them at once, after their last complete file. Nothing of Prefect is
+imported before that.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ckptcore.utils import terminal
+from ckptcore.utils.log_format import log_format
+from deployments import metrics_options
 from deployments.local.process import having
 
 MARK = "CKPTCORE_WORKER"
@@ -37,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=socket.gethostname(),
         help="a name that no other worker has (runs are released by name); default: the host name",
     )
+    metrics_options(parser, 9465)
     given, more = parser.parse_known_args(arguments)
+    terminal.log_to_stderr()
     worker = _Worker()
-    code = worker.run(["--pool", given.pool, "--name", given.name, *more])
+    with worker.metrics(given.metrics_host, given.metrics_port):
+        code = worker.run(["--pool", given.pool, "--name", given.name, *more])
     _release_runs(given.pool, given.name)
     return 0 if worker.ending else code
 
@@ -60,7 +67,10 @@ class _Worker:
         command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", *arguments]
         name, _, value = self._mark.partition("=")
         # A session of its own: Ctrl-C reaches only this process, which forwards it as SIGTERM.
-        self._process = subprocess.Popen(command, env=os.environ | {name: value}, start_new_session=True)
+        env = os.environ | {name: value}
+        if log_format() == "json":  # lines of the worker and of its runs; a setting of the user's own wins
+            env.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER", "json")
+        self._process = subprocess.Popen(command, env=env, start_new_session=True)
         if self.ending:  # the signal came before the process existed
             self._end()
         code = self._process.wait()
@@ -73,6 +83,20 @@ class _Worker:
             while having(self._mark) and time.monotonic() < until:
                 time.sleep(STEP)
         return code
+
+    @contextmanager
+    def metrics(self, host: str, port: int | None) -> Iterator[None]:
+        """Serve metrics of the catalog and of this worker, if a port is given."""
+        if port is None:
+            yield
+            return
+        from deployments.metrics import WorkerMetrics, registry_of, serving
+
+        registry = registry_of(None)
+        WorkerMetrics(registry, lambda: having(self._mark))
+        with serving(registry, host, port) as number:
+            terminal.line(f"metrics at http://{host}:{number}/metrics")
+            yield
 
     def _end(self, *_: Any) -> None:
         self.ending = True

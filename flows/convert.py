@@ -28,6 +28,8 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, OutputMismatch
 from ckptcore.planning.options import MODEL, OF_VERB, Destination, Source, Verb
 from ckptcore.planning.request import Request
+from ckptcore.utils.log_format import log_fields
+from ckptcore.utils.spans import span
 from flows._command import main
 from flows._naming import closed, explain, run_name
 from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
@@ -77,13 +79,21 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
         The results, in the order of the requests.
     """
     first, run = requests[0], str(runtime.flow_run.id)
+    with log_fields(flow_run=run, source=first.source), span("flow", flow_run=run, source=first.source):
+        return _fan_out(requests, job, run)
+
+
+def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result]:
+    first = requests[0]
     registrations = [start(request, job.catalog, run, job.announcement) for request in requests]
     manifest: Manifest | None = None
     try:
         began = time.perf_counter()
-        manifest = read(first.source, first.recover, first.keep_quantized, first.weights)
+        with span("inspect", source=first.source):
+            manifest = read(first.source, first.recover, first.keep_quantized, first.weights)
         timings = {"inspect": time.perf_counter() - began}
-        check(closed(manifest))
+        with span("validate", source=first.source):
+            check(closed(manifest))
     except BaseException as error:
         for registration in registrations:
             fail(registration, error, manifest)
@@ -91,8 +101,10 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
     done: list[Result] = []
     failed: list[Exception] = []
     for request, registration in zip(requests, registrations, strict=True):
+        about = {"destination": request.destination, "conversion": registration.id if registration else None}
         try:
-            result = _one(request, job, manifest, registration, timings)
+            with log_fields(**about), span("conversion", verb=request.verb, **about):
+                result = _one(request, job, manifest, registration, timings)
         except BaseException as error:
             fail(registration, error, manifest)
             if not isinstance(error, Exception):  # stopped: do not start the other outputs
@@ -130,12 +142,14 @@ def _one(
     )
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()
-        proof = verify_export(request, manifest.digest, job.settings)
+        with span("verify_export", destination=request.destination):
+            proof = verify_export(request, manifest.digest, job.settings)
         result = replace(
             result, proof=proof, timings=result.timings | {"verify_export": time.perf_counter() - began}
         )
     noted = record.with_options(assets=asset_keys(request.destination), asset_deps=asset_keys(request.source))
-    return noted(closed(registration), closed(result), closed(manifest))
+    with span("register", destination=request.destination):
+        return noted(closed(registration), closed(result), closed(manifest))
 
 
 def _mismatch(proof: ExportProof) -> OutputMismatch:

@@ -9,6 +9,7 @@ import logging
 
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
+from ckptcore.utils.log_format import JsonFormatter, log_format
 
 # Below ckptcore's logger, so that both reach the flow run's log the same way.
 log = logging.getLogger("ckptcore.tasks")
@@ -27,11 +28,14 @@ def listen(level: int = logging.INFO) -> None:
             core.addHandler(handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_known_traceback)
+    as_json = log_format() == "json"
     # On the handlers, which see the records of every logger below.
     for name in ("", "prefect", "prefect.extra", "prefect.flow_runs", "prefect.task_runs"):
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(f, terminal.Clean) for f in handler.filters):
                 handler.addFilter(terminal.Clean())
+            if as_json and isinstance(handler, logging.StreamHandler):
+                handler.setFormatter(JsonFormatter())
 
 
 def _without_known_traceback(record: logging.LogRecord) -> bool:

@@ -85,10 +85,12 @@ def listed(
         wanted = wanted.where(AuditRecord.subject == subject)
     if before is not None:
         wanted = wanted.where(AuditRecord.id < before)
-    return tuple(
-        AuditRow(r.id, r.at, r.actor, r.via, r.action, r.subject, json.loads(r.detail))
-        for r in conn.execute(wanted)
-    )
+    return tuple(row_of(row) for row in conn.execute(wanted))
+
+
+def row_of(row: Any) -> AuditRow:
+    """Convert a row of ``select(AuditRecord)``."""
+    return AuditRow(row.id, row.at, row.actor, row.via, row.action, row.subject, json.loads(row.detail))
 
 
 def operating_user() -> str:

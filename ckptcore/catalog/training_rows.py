@@ -32,7 +32,7 @@ from ckptcore.catalog.types import CheckpointRow, Direction, State
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
 GOALS = ("min", "max")
 _JSON = ("config", "extra")
@@ -158,18 +158,31 @@ def best(
     if is_behind(conn):
         return ()
     order = Metric.value if goal == "min" else Metric.value.desc()
+    among: list[ColumnElement[bool]] = [
+        Metric.name == metric,
+        Metric.value.is_not(None),
+        Checkpoint.state == State.PRESENT.value,
+    ]
+    if run is not None:
+        of_run = select(TrainingRun.id).where(TrainingRun.name == run).scalar_subquery()
+        among.append(Checkpoint.run_id == of_run)
+    if kind is not None:
+        among.append(Checkpoint.kind == kind)
+    if run is None:
+        # First the last value of the list, along the index of values; then only the rows up to it are sorted.
+        # The rows of one run are few, and found by their run.
+        values = select(Metric.value).join(Checkpoint, Checkpoint.id == Metric.checkpoint_id)
+        last = conn.execute(values.where(*among).order_by(order).offset(limit - 1).limit(1)).scalar()
+        if last is not None:
+            among.append(Metric.value <= last if goal == "min" else Metric.value >= last)
     wanted = (
         checkpoint_rows()
         .add_columns(Metric.value.label("metric_value"), Metric.step.label("metric_step"))
         .join(Metric, Metric.checkpoint_id == Checkpoint.id)
-        .where(Metric.name == metric, Metric.value.is_not(None), Checkpoint.state == State.PRESENT.value)
+        .where(*among)
         .order_by(order, func.coalesce(Checkpoint.step, -1), Checkpoint.id)
         .limit(limit)
     )
-    if run is not None:
-        wanted = wanted.where(TrainingRun.name == run)
-    if kind is not None:
-        wanted = wanted.where(Checkpoint.kind == kind)
     rows = conn.execute(wanted).all()
     if not rows and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
         known = ", ".join(names_of_metrics(conn, limit=10)) or "none"

@@ -25,7 +25,7 @@ from ckptcore.conversion.destination_claim import claim_of
 from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
 from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
-from ckptcore.conversion.registration import UNANNOUNCED, Announcement, fail, register, start
+from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
 from ckptcore.conversion.staged_plan import REQUEST, plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
@@ -43,6 +43,8 @@ from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_source_store
+from ckptcore.utils.log_format import log_fields
+from ckptcore.utils.spans import span
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ def prepare(
     _require_means(settings, request)
     _require_apart(request)
     staging = Staging(request.destination, claim_of(catalog_url, request.destination))
-    with staging.lock(make=True):
+    with span("plan", **_ends(request)), staging.lock(make=True):
         return _prepare(request, settings, manifest, staging, catalog_url, topology)
 
 
@@ -169,7 +171,8 @@ def execute(
         SourceChanged: The source was rewritten since it was planned.
     """
     staging = Staging.of_plan(plan_uri)
-    with staging.lock(shared=True):
+    files = None if indices is None else len(indices)
+    with span("write", destination=staging.destination, files=files), staging.lock(shared=True):
         return _execute(staging, indices, settings or Settings(), progress)
 
 
@@ -202,7 +205,7 @@ def execute_part(
         DamagedCheckpoint: Bytes of the source do not match their checksum.
     """
     staging = Staging.of_plan(plan_uri)
-    with staging.lock(shared=True):
+    with span("write_part", destination=staging.destination, file=part.index), staging.lock(shared=True):
         return _execute(staging, [part.index], settings, progress, part)[0]
 
 
@@ -235,7 +238,7 @@ def finish(
     """
     staging = Staging.of_plan(plan_uri)
     staging.arbiter = claim_of(catalog_url, staging.destination)
-    with staging.lock():
+    with span("publish", destination=staging.destination), staging.lock():
         return finish_staged(staging, settings or Settings(), progress)
 
 
@@ -286,34 +289,51 @@ def convert(
     Raises:
         CkptError: An error of a stage. The catalog records it as a failure.
     """
-    settings = settings or Settings()
     registration = start(request, catalog_url, announcement=announcement)
+    about = {**_ends(request), "conversion": registration.id if registration else None}
+    with log_fields(**about), span("conversion", verb=request.verb, **about):
+        return _convert(registration, request, settings or Settings(), progress, catalog_url, topology)
+
+
+def _convert(
+    registration: Registration | None,
+    request: Request,
+    settings: Settings,
+    progress: Progress | None,
+    catalog_url: str | bool | None,
+    topology: Layouts | None,
+) -> Result:
     report = progress or _silent
     manifest: Manifest | None = None
     try:
         _require_means(settings, request)
         _require_apart(request)
         began = time.perf_counter()
-        manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
+        with span("inspect", source=request.source):
+            manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
         inspected = time.perf_counter() - began
         report("inspect", manifest.nbytes, manifest.nbytes)
         report("validate", 0, manifest.nbytes)
         staging = Staging(request.destination, claim_of(catalog_url, request.destination))
         with staging.lock(make=True):
-            prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
+            with span("plan", **_ends(request)):
+                prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
             report("validate", manifest.nbytes, manifest.nbytes)
             report("plan", prepared.bytes_out, prepared.bytes_out)
             began = time.perf_counter()
-            receipts = _execute(staging, None, settings, progress)
+            with span("write", destination=request.destination, bytes=prepared.bytes_out):
+                receipts = _execute(staging, None, settings, progress)
             wrote = time.perf_counter() - began
-            result = finish_staged(staging, settings, progress)
+            with span("publish", destination=request.destination):
+                result = finish_staged(staging, settings, progress)
             timings = {"inspect": inspected, **prepared.timings, "write": wrote}
             timings |= {k: v for k, v in result.timings.items() if k not in timings}
             result = replace(
                 result, files=receipts, timings=timings, warnings=(*prepared.warnings, *result.warnings)
             )
             report("register", result.nbytes, result.nbytes)
-            result = register(registration, result, manifest)
+            with span("register", destination=request.destination):
+                result = register(registration, result, manifest)
             staging.remove()
     except BaseException as error:
         known = Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
@@ -405,6 +425,10 @@ def _prepare(
         plan.digest,
         composed.timings,
     )
+
+
+def _ends(request: Request) -> dict[str, str]:
+    return {"source": request.source, "destination": request.destination}
 
 
 def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:

@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from ckptcore.errors import CkptError
 from ckptcore.redaction import redacted
+from ckptcore.utils.log_format import JsonFormatter, log_format
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -111,6 +113,20 @@ class Formatter(logging.Formatter):
         return clean(super().format(record), lines=True).replace("\n", "\n  ")
 
 
+def formatter(text: str) -> logging.Formatter:
+    """Return the formatter that ``CKPTCORE_LOG_FORMAT`` asks for; an unusable value ends the process.
+
+    Args:
+        text: The format of lines of text.
+    """
+    try:
+        wanted = log_format()
+    except CkptError as error:
+        block(f"{error.code}: {error.message}", err=True)
+        sys.exit(error.exit_code)
+    return JsonFormatter() if wanted == "json" else Formatter(text)
+
+
 class Clean(logging.Filter):
     """Makes records `clean` before other handlers see them: Prefect's terminal and its server."""
 
@@ -126,9 +142,9 @@ class Clean(logging.Filter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send the log of a service to standard error."""
+    """Send the log of a service to standard error, as ``CKPTCORE_LOG_FORMAT`` says."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
@@ -138,7 +154,7 @@ def guard() -> None:
         if hasattr(stream, "reconfigure"):  # a terminal without UTF-8 gets escapes instead of an error
             stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler()
-    handler.setFormatter(Formatter("%(message)s"))
+    handler.setFormatter(formatter("%(message)s"))
     handler.setLevel(logging.WARNING)
     logging.lastResort = handler
     warnings.showwarning = _warning

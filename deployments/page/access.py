@@ -49,11 +49,14 @@ _log = logging.getLogger("deployments.page")
 
 
 class PageRefused(Exception):
-    """A request that is refused. status: of HTTP. login: whether a login may help."""
+    """A request that is refused.
 
-    def __init__(self, status: int, message: str, *, login: bool = False) -> None:
+    status: of HTTP. login: whether a login may help. wait: seconds until a retry may help, or 0.
+    """
+
+    def __init__(self, status: int, message: str, *, login: bool = False, wait: float = 0.0) -> None:
         super().__init__(message)
-        self.status, self.message, self.login = status, message, login
+        self.status, self.message, self.login, self.wait = status, message, login, wait
 
 
 class Guard:
@@ -95,9 +98,9 @@ class Guard:
 def user_of(request: Request, access: PageAccess) -> str | None:
     """Return the user that a request comes from, or None without a login."""
     headers, client = request.headers, request.client.host if request.client else ""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return _user_of_token(given.strip(), access)
+    given = _bearer(request)
+    if given is not None:
+        return _user_of_token(given, access)
     if client in access.proxies:
         named = headers.getlist(access.user_header)
         if len(named) == 1 and _USER.fullmatch(named[0]):
@@ -108,7 +111,7 @@ def user_of(request: Request, access: PageAccess) -> str | None:
 
 def require_reader(request: Request, access: PageAccess) -> str | None:
     """Return the user, or None for a reader on the same machine. Raises `PageRefused`."""
-    user = user_of(request, access)
+    user = _checked_user(request, access)
     if user is None and not (access.open_reading and _is_local(request)):
         raise PageRefused(401, "this page needs a login", login=True)
     return user
@@ -118,16 +121,41 @@ async def require_writer(request: Request, access: PageAccess) -> tuple[str, dic
     """Return the user who changes something, and the fields of the form. Raises `PageRefused`."""
     fields = await form_of(request)
     require_same_site(request)
-    user = user_of(request, access)
+    user = _checked_user(request, access)
     if user is None:
         raise PageRefused(401, "changes need a login", login=True)
-    with_token = request.headers.get("authorization", "").lower().startswith("bearer ")
+    with_token = _bearer(request) is not None
     # A browser sends cookies, and a proxy adds its header, to any request; neither sends our token.
     if not with_token and not hmac.compare_digest(
         fields.get("csrf", "").encode(), csrf_of(request, access, user).encode()
     ):
         raise PageRefused(403, "the form is too old, or comes from another site; open the page again")
     return user, fields
+
+
+def require_token(request: Request, access: PageAccess) -> str:
+    """Return the user of a bearer token; sessions and proxies do not count. Raises `PageRefused`."""
+    require_same_site(request)
+    user = _checked_user(request, access) if _bearer(request) is not None else None
+    if user is None:
+        raise PageRefused(401, "changes need a token: Authorization: Bearer TOKEN", login=True)
+    return user
+
+
+def require_patience(request: Request, access: PageAccess) -> None:
+    """Raise `PageRefused` if too many logins from the client's address have failed."""
+    wait = access.failed.wait(address_of(request, access))
+    if wait > 0:
+        raise PageRefused(429, f"too many failed logins; try again in {wait:.0f} s", wait=wait)
+
+
+def address_of(request: Request, access: PageAccess) -> str:
+    """Return the client's address; behind a named proxy, the one that the proxy saw."""
+    client = request.client.host if request.client else ""
+    if client in access.proxies:
+        forwarded = request.headers.getlist("x-forwarded-for")
+        return forwarded[-1].rpartition(",")[2].strip() if forwarded else client
+    return client
 
 
 def require_same_site(request: Request) -> None:
@@ -159,14 +187,7 @@ def session_of(token: str, access: PageAccess) -> tuple[str, str] | None:
 
 async def form_of(request: Request) -> dict[str, str]:
     """Return the fields of a form, each once. Raises `PageRefused`."""
-    media = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media != "application/x-www-form-urlencoded":
-        raise PageRefused(415, "use application/x-www-form-urlencoded")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_FORM:
-            raise PageRefused(413, f"a form has at most {MAX_FORM} bytes")
+    body = await body_of(request, "application/x-www-form-urlencoded")
     try:
         pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=50, errors="strict")
     except ValueError as error:
@@ -175,6 +196,35 @@ async def form_of(request: Request) -> dict[str, str]:
     if len(fields) != len(pairs):
         raise PageRefused(400, "a field of the form is repeated")
     return fields
+
+
+async def body_of(request: Request, media: str) -> bytearray:
+    """Return the body of a request with this content type. Raises `PageRefused`."""
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != media:
+        raise PageRefused(415, f"use {media}")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_FORM:
+            raise PageRefused(413, f"a request has at most {MAX_FORM} bytes")
+    return body
+
+
+def _bearer(request: Request) -> str | None:
+    """Return the bearer token of a request, or None if it has none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else None
+
+
+def _checked_user(request: Request, access: PageAccess) -> str | None:
+    """Return the user of a request; a wrong bearer token counts as a failed login."""
+    if _bearer(request) is None:
+        return user_of(request, access)
+    require_patience(request, access)
+    user = user_of(request, access)
+    if user is None:
+        access.failed.note(address_of(request, access))
+    return user
 
 
 def _user_of_token(given: str, access: PageAccess) -> str | None:

@@ -45,6 +45,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": JsonError, "description": "a login is needed"},
     404: {"model": JsonError, "description": "there is no such thing"},
     421: {"description": "the Host header names another server", "content": {"text/plain": {}}},
+    429: {"model": JsonError, "description": "too many failed logins from this address"},
     503: {"model": JsonError, "description": "the catalog does not answer"},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +16,7 @@ from ckptcore.errors import CatalogAway, CkptError, Conflict, UsageError
 from deployments.page.access import Guard, PageRefused, user_of
 from deployments.page.actions import actions
 from deployments.page.api import api
+from deployments.page.api_actions import api_actions
 from deployments.page.settings import PageAccess
 from deployments.page.views import FOLDER, Site, pages
 
@@ -35,6 +37,7 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="ckptcore catalog", docs_url=None, redoc_url=None, version="1")
     app.include_router(api(site))
+    app.include_router(api_actions(site))
     app.include_router(actions(site))
     app.include_router(pages(site))
 
@@ -51,7 +54,9 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
         if request.url.path.removeprefix(root).startswith("/api/"):
             return JSONResponse({"error": code, "message": message, "hint": hint}, status)
         values: dict[str, Any] = {"code": status, "message": message, "hint": hint}
-        return site.page(request, "error.html", user_of(request, access), status, **values)
+        # Who guesses tokens must not see here that one was right.
+        user = None if status == 429 else user_of(request, access)
+        return site.page(request, "error.html", user, status, **values)
 
     @app.exception_handler(CkptError)
     async def failed(request: Request, error: CkptError) -> Response:
@@ -63,7 +68,10 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
         html = not request.url.path.removeprefix(root).startswith("/api/")
         if error.login and html and request.method == "GET":
             return site.page(request, "login.html", None, error.status, failed=False)
-        return answer(request, error.status, "refused", error.message)
+        response = answer(request, error.status, "refused", error.message)
+        if error.wait:
+            response.headers["retry-after"] = f"{math.ceil(error.wait)}"
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptcore.errors import UsageError
+from deployments.page.failed_logins import FailedLogins
 
 MIN_TOKEN = 16  # characters: shorter tokens could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -54,6 +55,7 @@ class PageAccess:
         proxies: Addresses of proxies that name the user.
         user_header: The header in which they do.
         key: The key of sessions and of tokens against cross-site requests.
+        failed: Failed logins by address.
     """
 
     hosts: frozenset[str]
@@ -62,6 +64,7 @@ class PageAccess:
     proxies: frozenset[str] = frozenset()
     user_header: str = "x-forwarded-user"
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    failed: FailedLogins = field(default_factory=FailedLogins, repr=False, compare=False)
 
 
 def access_of(table: PageTable, env: Mapping[str, str] = os.environ) -> PageAccess:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
+from deployments import metrics_options
 
 
 def main() -> None:
@@ -21,13 +22,15 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="only check the file, the secrets and the catalog"
     )
+    metrics_options(parser, 9464)
     given = parser.parse_args()
     terminal.log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
     try:
         from deployments.receiver.serve import check, serve
 
-        check(given.config) if given.check else serve(given.config, given.host, given.port)
+        metrics = None if given.metrics_port is None else (given.metrics_host, given.metrics_port)
+        check(given.config) if given.check else serve(given.config, given.host, given.port, metrics)
     except CkptError as error:
         terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
         sys.exit(error.exit_code)

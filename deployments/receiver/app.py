@@ -62,6 +62,7 @@ def make_app(
     background: Background | None = None,
     clock: Callable[[], float] = time.time,
     page: tuple[str, FastAPI] | None = None,
+    count: Callable[[str, str], None] | None = None,
 ) -> FastAPI:
     """Return the application.
 
@@ -71,8 +72,9 @@ def make_app(
         background: the background work, started and stopped with the application.
         clock: returns seconds since 1970.
         page: the catalog page, and the path below which it is.
+        count: called with each request's source, or "" for an unknown one, and its result.
     """
-    keeper = Keeper(box, clock)
+    keeper, count = Keeper(box, clock), count or _uncounted
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -98,11 +100,13 @@ def make_app(
             event = read_event(sender.dialect, sender.name, headers, body, sender.accepts)
             if not event.wanted:
                 _log.info("%s: %s is not an announcement, ignored", source, event.type)
+                count(source, "ignored")
                 return JSONResponse({"status": "ignored", "type": event.type}, 202)
             order = order_of(sender, event.uri, event.run, event.step)
             kept = await keeper.keep(event, order.uri, body)
         except RequestRefused as refused:
             _log.warning("%s: %d %s %s", short_repr(source), refused.status, refused.name, refused.why)
+            count(source if source in senders else "", refused.name)
             return JSONResponse(
                 refused.reply, refused.status, headers=RETRY_AFTER if refused.status == 503 else None
             )
@@ -110,6 +114,7 @@ def make_app(
             background.wake()
         _log.info("%s: %s %s of %s", source, "accepted" if kept.new else "repeated", kept.id, order.uri)
         reply: dict[str, Any] = {**_accepted(kept)}
+        count(source, reply["status"])
         if event.left_out:
             reply["left_out"] = list(event.left_out)
         return JSONResponse(reply, 202)
@@ -143,6 +148,10 @@ def make_app(
     if page is not None:
         app.mount(*page)
     return app
+
+
+def _uncounted(source: str, result: str) -> None:
+    """Count nothing."""
 
 
 def _accepted(kept: Kept) -> dict[str, str]:

@@ -8,17 +8,18 @@ a process ends between two steps, the next round finishes its work, here or on a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
+from ckptcore.catalog.promotions import MOVED, REMOVED
 from ckptcore.redaction import beginning, redacted
 from deployments.receiver.event import meta_of
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import InboxEvent, Mailbox, News
 from deployments.receiver.run_request import order_of
-from deployments.receiver.settings import NotifyTarget, Sender
+from deployments.receiver.settings import PREFECT, NotifyTarget, Sender
 from tasks.attempts import given_up
 
 LIMIT = 20  # rows of one round
@@ -127,6 +128,36 @@ def work(
     return len(fresh) + sum(one.look(row, states.get(row.flow_run_id or "")) for row in going)
 
 
+def announce_aliases(
+    box: Mailbox, runs: FlowRuns, targets: Mapping[str, NotifyTarget], now: datetime | None = None
+) -> int:
+    """Announce alias changes to the subscribed targets and to Prefect; return how many messages were handled.
+
+    Targets get them from the outbox, like all notifications; the messages to Prefect are sent here.
+
+    Raises:
+        Away: Prefect does not answer. Its messages are sent later.
+    """
+    now = now or datetime.now(UTC)
+    wanted: dict[str, Collection[str]] = {name: target.events for name, target in targets.items()}
+    count = box.announce(now, wanted | {PREFECT: (MOVED, REMOVED)})
+    for message in box.messages(now, LIMIT, [PREFECT]):
+        data = message.body["data"]
+        try:
+            runs.tell(f"ckptcore.{message.type}", str(data.get("uri") or data["checkpoint"]), data)
+        except Exception as error:  # it is repeated, whatever Prefect's error
+            retry_at = (
+                None if message.tries >= MAX_ATTEMPTS else now + timedelta(seconds=delay_after(message.tries))
+            )
+            box.unsent(message, now, beginning(f"{type(error).__name__}: {error}", 500), retry_at)
+            if isinstance(error, Away):
+                raise
+            continue
+        box.sent(message, now)
+        count += 1
+    return count
+
+
 def outcome_of(state: RunState | None, now: datetime) -> str | None:
     """Return ``succeeded`` or ``failed``, or None for a run that has not ended. state: None if unknown."""
     if state is None:
@@ -190,9 +221,9 @@ class _Round:
         if row.tries >= MAX_ATTEMPTS:
             self.end(row, "failed", f"gave up after {row.tries} tries: {why}")
             return
-            _log.warning(
-                "%s: event %s could not be started, next try in %d s: %s", row.source, row.id, seconds, why
-            )
+        _log.warning(
+            "%s: event %s could not be started, next try in %d s: %s", row.source, row.id, seconds, why
+        )
         self.box.later(row, self.now + timedelta(seconds=seconds), why)
 
     def look(self, row: InboxEvent, state: RunState | None) -> bool:
@@ -225,8 +256,12 @@ class _Round:
     def end(self, row: InboxEvent, outcome: str, why: str) -> None:
         """End an event as done or failed, and put the notifications into the outbox."""
         type = f"conversion.{outcome}"
+        destination = self._destination(row)
+        outputs = self.box.outputs(row.flow_run_id, destination, row.uri)
         data = {
             "uri": row.uri,
+            "destination": outputs[-1]["destination"] if outputs else destination,
+            "outputs": outputs,
             "run": row.run,
             "step": row.step,
             "flow_run_id": row.flow_run_id,
@@ -243,6 +278,14 @@ class _Round:
         if self.box.end(row, self.now, why if outcome == "failed" else None, news):
             _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why)
             self.tell(f"ckptcore.{type}", row, data)
+
+    def _destination(self, row: InboxEvent) -> str:
+        """Return where the configuration sends an event's output, or "" if it no longer allows the event."""
+        try:
+            order = order_of(self.senders[row.source], row.uri, row.run, row.step)
+        except RequestRefused:
+            return ""
+        return str(order.parameters["destination"])
 
     def tell(self, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
         """Send an event to Prefect, at most once. The outbox is the reliable way to learn of an end."""

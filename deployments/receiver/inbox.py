@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ckptcore.catalog import open_catalog
+from ckptcore.catalog import open_catalog, promotions
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, inbox, outbox
+from ckptcore.catalog.run_outputs import output_at, outputs_of_run
 from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # rows of a process that died are free after this time
@@ -117,6 +118,31 @@ class Mailbox:
                 outbox.failed(conn, now, message, why)
             else:
                 outbox.later(conn, message, retry_at, why)
+
+    def outputs(self, flow_run_id: str | None, destination: str, source: str) -> list[dict[str, Any]]:
+        """Return what a run made, or what was made at the destination from the source before it."""
+        with self._catalog.reading() as conn:
+            return outputs_of_run(conn, flow_run_id) or (
+                output_at(conn, destination, source) if destination else []
+            )
+
+    def announce(self, now: datetime, endpoints: Mapping[str, Collection[str]]) -> int:
+        """Put messages about alias changes into the outbox, and return how many are new.
+
+        Args:
+            now: the time to record.
+            endpoints: name -> the types of messages that it gets.
+        """
+        with self._catalog.reading() as conn:
+            found = [
+                (name, change)
+                for name, types in endpoints.items()
+                for change in promotions.unannounced(conn, now, name, types)
+            ]
+        if not found:
+            return 0
+        with self._transaction() as conn:
+            return sum(promotions.announce(conn, now, name, change) for name, change in found)
 
     def watched(self) -> list[str]:
         """Return the URIs of the enabled watched roots."""

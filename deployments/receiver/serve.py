@@ -6,6 +6,8 @@ import gc
 import signal
 import socket
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -15,9 +17,10 @@ from fastapi import FastAPI
 import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
+from deployments.metrics import ReceiverMetrics, registry_of, serving
 from deployments.receiver.app import make_app
 from deployments.receiver.background import Loop, Watched
-from deployments.receiver.dispatch import work
+from deployments.receiver.dispatch import announce_aliases, work
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
@@ -33,8 +36,11 @@ def check(config: Path) -> None:
     Mailbox(settings.catalog).close()
 
 
-def serve(config: Path, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT. Prints the address on stdout once it listens."""
+def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Prints the address on stdout once it listens.
+
+    metrics: the address and the port of the metrics, or None.
+    """
     from deployments.receiver.prefect_runs import PrefectRuns
 
     settings, senders = load(config)
@@ -42,16 +48,28 @@ def serve(config: Path, host: str, port: int) -> None:
     # One mailbox each: requests never wait in a connection pool for the loops' transactions.
     turn = threading.Lock()
     box, rows, news = (Mailbox(settings.catalog, turn) for _ in range(3))
-    with _listening(host, port) as listener, httpx.Client() as client:
+    with ExitStack() as opened:
+        listener = opened.enter_context(_listening(host, port))
+        client = opened.enter_context(httpx.Client())
         watched = Watched(rows, senders)
         watched.refresh()
         loop = Loop(
-            {"roots": watched.refresh, "start": lambda: work(rows, runs, senders, settings.notify)},
+            {
+                "roots": watched.refresh,
+                "start": lambda: work(rows, runs, senders, settings.notify),
+                "aliases": lambda: announce_aliases(rows, runs, settings.notify),
+            },
             beside=Loop({"notify": lambda: send_due(news, settings.notify, client)}),
         )
+        count: Callable[[str, str], None] | None = None
+        if metrics is not None:
+            registry = registry_of(settings.catalog)
+            count = ReceiverMetrics(registry, loop.trouble).count
+            number = opened.enter_context(serving(registry, *metrics))
+            terminal.line(f"metrics at http://{metrics[0]}:{number}/metrics")
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(senders, box, loop, page=_page(settings)),
+                make_app(senders, box, loop, page=_page(settings), count=count),
                 log_level="warning",
                 access_log=False,
                 server_header=False,

@@ -24,6 +24,7 @@ from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
 
+PREFECT = "prefect/events"  # the endpoint of the outbox for events to Prefect
 MIN_SECRET = 16  # characters: shorter secrets could be guessed
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 FIELDS = re.compile(r"\{([^{}]*)\}")
@@ -63,11 +64,17 @@ class SourceSettings(_Strict):
 
 
 class NotifyTarget(_Strict):
-    """A receiver of notifications. secret: the environment variable with its secret, ``whsec_...``."""
+    """A receiver of notifications.
+
+    Attributes:
+        url: its address.
+        secret: the environment variable with its secret, ``whsec_...``.
+        events: the types of messages that it gets.
+    """
 
     url: str = Field(pattern="^https?://")
     secret: str
-    events: list[Literal["conversion.succeeded", "conversion.failed"]] = [
+    events: list[Literal["conversion.succeeded", "conversion.failed", "alias.moved", "alias.removed"]] = [
         "conversion.succeeded",
         "conversion.failed",
     ]
@@ -171,6 +178,8 @@ def problems(settings: ReceiverSettings, env: Mapping[str, str]) -> list[str]:
         except UsageError as error:
             found.append(error.message)
     for name, target in settings.notify.items():
+        if name == PREFECT:
+            found.append(f"notify {name!r}: the name is used for events to Prefect; choose another one")
         found += _secrets(f"notify {name}", [target.secret], "whsec", env)
         found += _url(f"notify {name}", target.url)
     if not settings.roots and not settings.watched_roots:

@@ -15,8 +15,9 @@ import pytest
 import webhooks
 from standardwebhooks import Webhook
 
-from ckptcore.catalog import open_catalog
+from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.export_verdicts import record
 from ckptcore.catalog.queues import inbox
 from deployments.receiver.background import Loop, Watched
 from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, work
@@ -423,3 +424,82 @@ def test_bodies_are_stored_as_received(box: Mailbox, url: str) -> None:
     body = json.dumps({"text": "caf\u00e9 \u0000"})
     box.put([(event(), webhooks.URI, body)], NOW)
     assert state(url, "body") == [(body,)]
+
+
+def test_the_end_of_a_run_is_announced_with_what_it_made(
+    box: Mailbox, url: str, runs: FakeRuns, senders: dict[str, Sender], tmp_path: Path
+) -> None:
+    box.put([(event(), webhooks.URI, "{}")], NOW)
+    work(box, runs, senders, TARGETS, NOW)
+    files = [("model.safetensors", 8, "d" * 64)]
+    with open_catalog(url) as catalog:
+        for flow_run in (None, "run-0"):  # an earlier conversion by hand, which failed, and the run's own
+            id = catalog.begin(
+                {"verb": "export"},
+                source_uri=webhooks.URI,
+                destination_uri="/exports/llama/step-7",
+                verb="export",
+                tool_version="1",
+                flow_run_id=flow_run,
+            )
+            if flow_run is None:
+                catalog.fail(id, code="disk-full", message="no")
+        source = CheckpointFacts(
+            webhooks.URI, "dcp", "a" * 64, 8, [], [("f", 8, None)], 7, "llama", {}, "coverage"
+        )
+        made = CheckpointFacts(
+            "/exports/llama/step-7",
+            "safetensors",
+            "b" * 64,
+            8,
+            [],
+            files,
+            7,
+            "llama",
+            {},
+            "coverage",
+            "f" * 64,
+        )
+        catalog.succeed(
+            id, ConversionFacts("p" * 64, 8, 8, 1, {}, fingerprint="f" * 64), source=source, derived=made
+        )
+        with catalog.writing() as conn:
+            record(conn, NOW, id, [("names", "ok", "fine"), ("values", "not-done", "the source is gone")])
+        checkpoint = catalog.at("/exports/llama/step-7")
+    assert checkpoint is not None
+    runs.now["run-0"] = RunState("COMPLETED", NOW, "")
+    work(box, runs, senders, TARGETS, NOW + timedelta(minutes=1))
+    bodies = [json.loads(text) for (text,) in outbox_of(url, "body")]
+    assert len(bodies) == 2
+    data = bodies[0]["data"]
+    assert data["destination"] == "/exports/llama/step-7"
+    assert data["outputs"] == [
+        {
+            "verb": "export",
+            "state": "succeeded",
+            "destination": "/exports/llama/step-7",
+            "conversion": id,
+            "checkpoint": checkpoint[0].id,
+            "bytes": 8,
+            "fingerprint": "f" * 64,
+            "verified_level": "coverage",
+            "error_code": None,
+            "export_verdict": "unproven",
+            "export_checks": {"names": "ok", "values": "not-done"},
+        }
+    ]
+    # A second announcement converts nothing; its end names the output that exists.
+    box.put([(event("e2"), webhooks.URI, "{}")], NOW)
+    work(box, runs, senders, TARGETS, NOW + timedelta(minutes=2))
+    runs.now["run-1"] = RunState(
+        "COMPLETED", NOW, "/exports/llama/step-7 was made from this checkpoint before"
+    )
+    work(box, runs, senders, TARGETS, NOW + timedelta(minutes=3))
+    assert json.loads(outbox_of(url, "body")[-1][0])["data"]["outputs"] == data["outputs"]
+
+
+def outbox_of(url: str, columns: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(url.removeprefix("sqlite:///"))
+    found = connection.execute(f"SELECT {columns} FROM outbox ORDER BY id").fetchall()
+    connection.close()
+    return found

@@ -428,7 +428,14 @@ def test_openapi_describes_the_api(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
     assert "/api/v1/checkpoints/{ref}/tensors" in schema["paths"]
     assert not [path for path in schema["paths"] if not path.startswith("/api/v1/")]
-    assert all("get" in methods and len(methods) == 1 for methods in schema["paths"].values())
+    changing = {path for path, methods in schema["paths"].items() if set(methods) == {"post"}}
+    assert changing == {
+        "/api/v1/checkpoints/{ref}/aliases",
+        "/api/v1/checkpoints/{ref}/holds",
+        "/api/v1/holds/{hold}/release",
+        "/api/v1/inbox/{ref}/retry",
+    }
+    assert all(set(methods) == {"get"} for path, methods in schema["paths"].items() if path not in changing)
 
 
 def test_json_has_no_number_that_json_lacks(client: TestClient, catalog: Catalog, facts: Facts) -> None:
@@ -459,3 +466,86 @@ def test_the_table_of_the_receiver_is_checked() -> None:
         assert text in error.value.message
     with pytest.raises(UsageError, match="nobody can log in"):
         access_of(PageTable(hosts=["h"]), {})
+
+
+def test_failed_logins_are_limited(catalog: Catalog, filled: dict[str, str]) -> None:
+    from deployments.page.failed_logins import MOST
+
+    wrong = {"authorization": "Bearer wrong-token-of-24-characters"}
+    rights = access(open_reading=False)
+    away = browser(catalog, rights, "203.0.113.7")
+    for n in range(MOST):
+        answer = (
+            away.post("/login", data={"token": f"wrong-token-number-{n:06}"})
+            if n % 2
+            else away.get("/", headers=wrong)
+        )
+        assert answer.status_code == 401
+    right = {"authorization": f"Bearer {TOKEN}"}
+    for refused in (
+        away.post("/login", data={"token": TOKEN}),
+        away.get("/", headers=right),
+        away.get("/api/v1/runs", headers=right),
+        away.post(f"/api/v1/checkpoints/{filled['export 20']}/aliases", json={"name": "a"}, headers=right),
+    ):
+        assert refused.status_code == 429
+        assert 0 < int(refused.headers["retry-after"]) <= 300
+        assert "ada" not in refused.text
+    assert away.get("/login").status_code == 200  # a page without a login
+    assert browser(catalog, rights, "203.0.113.8").get("/", headers=right).status_code == 200
+
+
+def test_failed_logins_are_forgotten_and_bounded() -> None:
+    from deployments.page import failed_logins
+
+    now = [0.0]
+    counted = failed_logins.FailedLogins(lambda: now[0])
+    for n in range(failed_logins.MOST):
+        assert counted.wait("2001:db8::1") == 0
+        counted.note(f"2001:db8::{n}")  # one network
+        now[0] += 1
+    assert counted.wait("2001:db8::ffff") == failed_logins.SECONDS - failed_logins.MOST
+    assert counted.wait("2001:db8:1::1") == 0
+    now[0] += failed_logins.SECONDS
+    assert counted.wait("2001:db8::1") == 0
+    for n in range(failed_logins.ADDRESSES + 5):
+        counted.note(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}")
+    assert len(counted._failed) == failed_logins.ADDRESSES
+
+
+def test_programs_change_by_json_with_a_token(
+    client: TestClient, catalog: Catalog, filled: dict[str, str]
+) -> None:
+    ref, token = filled["export 20"], {"authorization": f"Bearer {TOKEN}"}
+    aliases, holds = f"/api/v1/checkpoints/{ref}/aliases", f"/api/v1/checkpoints/{ref}/holds"
+    log_in(client)  # a session does not count: another site could use it
+    assert client.post(aliases, json={"name": "best"}).status_code == 401
+    assert (
+        client.post(
+            aliases, json={"name": "best"}, headers=token | {"origin": "https://evil.example"}
+        ).status_code
+        == 403
+    )
+    assert client.post(aliases, content=b'{"name": "best"}', headers=token).status_code == 415
+    assert client.post(aliases, json={"name": "x" * (64 << 10)}, headers=token).status_code == 413
+    for wrong in ({}, {"name": "best", "force": True}, {"name": 7}, [], "best"):
+        assert client.post(aliases, json=wrong, headers=token).status_code == 400
+    made = client.post(aliases, json={"name": "best", "expect": ""}, headers=token)
+    assert made.status_code == 200
+    assert (made.json()["name"], made.json()["checkpoint"], made.json()["version"]) == ("best", ref, 1)
+    assert client.post(aliases, json={"name": "best", "expect": ""}, headers=token).status_code == 409
+    hold = client.post(holds, json={"reason": "paper", "until": "2999-01-31"}, headers=token).json()
+    assert (hold["owner"], hold["until"][:10]) == ("ada", "2999-01-31")
+    assert client.post(holds, json={"reason": "paper", "until": "soon"}, headers=token).status_code == 400
+    assert client.post(f"/api/v1/holds/{hold['id']}/release", headers=token).json()["id"] == hold["id"]
+    assert client.post(f"/api/v1/holds/{hold['id']}/release", headers=token).status_code == 404
+    with catalog.queueing() as conn:
+        row, _ = inbox.accept(conn, *_event())
+        [taken] = inbox.take(conn, _event()[0], limit=1, lease=_lease(), only=["hooks"])
+        inbox.failed(conn, _event()[0], taken, "no such folder")
+    assert client.post(f"/api/v1/inbox/{row.id}/retry", headers=token).json() == {"events": [row.id]}
+    with catalog.reading() as conn:
+        found = [(r.actor, r.via, r.action) for r in audit.listed(conn)]
+    assert found == [
+        ("ada", "page", action) for action in ("inbox.retry", "hold.release", "hold.place", "alias.set")
+    ]

@@ -1,0 +1,152 @@
+"""Count what monitoring asks for: queues, conversions, failures, proofs and sizes.
+
+Every number is an aggregate over columns; no row is returned. At 100,000 checkpoints all of them together
+take less than a second, so a monitor may ask every 15 seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Text, column, func, select, table, text
+
+from ckptcore.catalog.holds import in_force
+from ckptcore.catalog.models import Checkpoint, Conversion, FindingRecord, Hold, Inbox
+from ckptcore.catalog.queues import Stage, inbox, outbox
+from ckptcore.catalog.types import Outcome, State
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.DELETED.value)
+_DATABASE_SIZE = {
+    "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
+    "postgresql": "SELECT pg_database_size(current_database())",
+}
+# The view has the durations, which each database computes in its own way.
+_TIMED = table(
+    "conversion_throughput", column("verb", Text), column("seconds"), column("bytes_in"), column("bytes_out")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the successful conversions of a verb have done so far. seconds: the sum of their durations."""
+
+    conversions: int
+    bytes_in: int
+    bytes_out: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Checkpoints of one kind in one state, and their bytes."""
+
+    checkpoints: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The numbers of a catalog at one time.
+
+    Attributes:
+        inbox: Events by stage.
+        outbox: Messages by stage.
+        oldest_event: When the oldest event arrived that is not done and has not failed; None without one.
+        conversions: Conversions by verb and state.
+        failures: Failed conversions by the code of their error.
+        work: Verb -> what its successful conversions did.
+        stock: (kind, state) -> checkpoints.
+        unproven: Current checkpoints that were never verified.
+        oldest_unproven: When the oldest of those was recorded; None without one.
+        oldest_proof: The oldest time of the last verification among the verified current checkpoints.
+        findings: Open findings of current checkpoints by severity.
+        holds: Holds in force.
+        database_bytes: The size of the database.
+    """
+
+    inbox: dict[str, int]
+    outbox: dict[str, int]
+    oldest_event: datetime | None
+    conversions: dict[tuple[str, str], int]
+    failures: dict[str, int]
+    work: dict[str, Work]
+    stock: dict[tuple[str, str], Stock]
+    unproven: int
+    oldest_unproven: datetime | None
+    oldest_proof: datetime | None
+    findings: dict[str, int]
+    holds: int
+    database_bytes: int
+
+
+def figures(conn: Connection, now: datetime) -> Figures:
+    """Return the numbers of a catalog. All tables of this version must exist."""
+    waiting = Inbox.state.in_((Stage.WAITING.value, Stage.TAKEN.value))
+    current = Checkpoint.state.not_in(_NOT_CURRENT)
+    unproven = conn.execute(
+        select(func.count(), func.min(Checkpoint.created_at)).where(current, Checkpoint.verified_at.is_(None))
+    ).one()
+    return Figures(
+        inbox=inbox.depth(conn),
+        outbox=outbox.depth(conn),
+        oldest_event=conn.execute(select(func.min(Inbox.received_at)).where(waiting)).scalar(),
+        conversions=_conversions(conn),
+        failures={
+            row.code: row.n
+            for row in conn.execute(
+                select(func.coalesce(Conversion.error_code, "unknown").label("code"), func.count().label("n"))
+                .where(Conversion.state == Outcome.FAILED.value)
+                .group_by(Conversion.error_code)
+            )
+        },
+        work=_work(conn),
+        stock=_stock(conn),
+        unproven=unproven[0],
+        oldest_unproven=unproven[1],
+        oldest_proof=conn.execute(select(func.min(Checkpoint.verified_at)).where(current)).scalar(),
+        findings={
+            row.severity: row.n
+            for row in conn.execute(
+                select(FindingRecord.severity, func.count().label("n"))
+                .join(Checkpoint, Checkpoint.id == FindingRecord.checkpoint_id)
+                .where(FindingRecord.resolved_at.is_(None), current)
+                .group_by(FindingRecord.severity)
+            )
+        },
+        holds=conn.execute(select(func.count()).select_from(Hold).where(*in_force(now))).scalar_one(),
+        database_bytes=int(conn.execute(text(_DATABASE_SIZE[conn.dialect.name])).scalar_one()),
+    )
+
+
+def _conversions(conn: Connection) -> dict[tuple[str, str], int]:
+    counted = select(Conversion.verb, Conversion.state, func.count().label("n"))
+    rows = conn.execute(counted.group_by(Conversion.verb, Conversion.state))
+    return {(row.verb, row.state): row.n for row in rows}
+
+
+def _work(conn: Connection) -> dict[str, Work]:
+    summed = select(
+        _TIMED.c.verb,
+        func.count().label("n"),
+        func.coalesce(func.sum(_TIMED.c.bytes_in), 0).label("bytes_in"),
+        func.coalesce(func.sum(_TIMED.c.bytes_out), 0).label("bytes_out"),
+        func.coalesce(func.sum(_TIMED.c.seconds), 0).label("seconds"),
+    )
+    rows = conn.execute(summed.group_by(_TIMED.c.verb))
+    return {r.verb: Work(r.n, int(r.bytes_in), int(r.bytes_out), float(r.seconds)) for r in rows}
+
+
+def _stock(conn: Connection) -> dict[tuple[str, str], Stock]:
+    counted = select(
+        Checkpoint.kind,
+        Checkpoint.state,
+        func.count().label("n"),
+        func.coalesce(func.sum(Checkpoint.total_bytes), 0).label("nbytes"),
+    )
+    rows = conn.execute(counted.group_by(Checkpoint.kind, Checkpoint.state))
+    return {(row.kind, row.state): Stock(row.n, int(row.nbytes)) for row in rows}

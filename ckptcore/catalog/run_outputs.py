@@ -1,0 +1,71 @@
+"""Find what a flow run made, with its proofs: what a notification about its end contains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import select
+
+from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.query import conversion_row, conversions_of, current_first
+from ckptcore.catalog.types import ConversionRow, Direction, Outcome
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+def outputs_of_run(conn: Connection, flow_run_id: str | None) -> list[dict[str, Any]]:
+    """Return the last conversion of a flow run to each destination, in the order in which they began."""
+    if flow_run_id is None:
+        return []
+    mine = select(Conversion).where(Conversion.flow_run_id == flow_run_id).order_by(Conversion.id)
+    last = {row.destination_uri: row for row in conn.execute(mine)}  # a resumed run has begun several times
+    return [_output(conn, conversion_row(row)) for row in last.values()]
+
+
+def output_at(conn: Connection, destination: str, source: str) -> list[dict[str, Any]]:
+    """Return the current checkpoint at a place as such an output, if it was made from this source."""
+    there = select(Checkpoint.id).where(Checkpoint.uri == normal_uri(destination)).order_by(*current_first())
+    row = conn.execute(there).first()
+    if row is None:
+        return []
+    wanted = normal_uri(source)
+    for made in conversions_of(conn, row.id, Direction.OUT):
+        if made.state == Outcome.SUCCEEDED.value and made.source_uri == wanted:
+            return [_output(conn, made)]
+    return []
+
+
+def export_of(conn: Connection, checkpoint: int) -> dict[str, Any]:
+    """Return the verdict and the checks of the last verified export to a checkpoint (its row id)."""
+    for made in conversions_of(conn, checkpoint, Direction.OUT):
+        if made.export_verdict is not None:
+            return _verdicts(made)
+    return _verdicts(None)
+
+
+def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
+    written = conn.execute(
+        select(Checkpoint.uuid, Checkpoint.fingerprint, Checkpoint.verified_level, Checkpoint.total_bytes)
+        .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
+        .join(Conversion, Conversion.id == ConversionIO.conversion_id)
+        .where(Conversion.uuid == made.id, ConversionIO.direction == Direction.OUT.value)
+    ).first()
+    return {
+        "verb": made.verb,
+        "state": made.state,
+        "destination": made.destination_uri,
+        "conversion": made.id,
+        "checkpoint": written.uuid if written else None,
+        "bytes": written.total_bytes if written else None,
+        "fingerprint": written.fingerprint if written else None,
+        "verified_level": written.verified_level if written else None,
+        "error_code": made.error_code,
+        **_verdicts(made),
+    }
+
+
+def _verdicts(made: ConversionRow | None) -> dict[str, Any]:
+    checks = {} if made is None else {name: each["verdict"] for name, each in made.export_checks.items()}
+    return {"export_verdict": None if made is None else made.export_verdict, "export_checks": checks}

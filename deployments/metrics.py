@@ -1,0 +1,220 @@
+"""Serve numbers for Prometheus at ``/metrics``, on a port of their own.
+
+`CatalogMetrics` reads the catalog when a monitor asks, so every process that serves it reports the same
+numbers; the dashboard takes the highest of them. `ReceiverMetrics` and `WorkerMetrics` add what one process
+knows itself. Names and labels are stable: dashboards and alerts of users depend on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ckptcore import __version__
+from ckptcore.catalog import open_catalog
+from ckptcore.catalog.figures import Figures, figures
+from ckptcore.catalog.types import Outcome
+from ckptcore.errors import CkptError, UsageError
+from ckptcore.redaction import beginning
+
+KEEP_SECONDS = 10.0  # several monitors cost the catalog one reading
+
+_log = logging.getLogger("deployments.metrics")
+
+
+class CatalogMetrics(Collector):
+    """The numbers of a catalog, read at most once in `KEEP_SECONDS`.
+
+    Args:
+        read: Returns the numbers. An error becomes ``ckptcore_catalog_up 0``.
+        clock: Returns seconds that only grow.
+    """
+
+    def __init__(self, read: Callable[[], Figures], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._clock, self._turn = read, clock, threading.Lock()
+        self._kept: tuple[float, list[Metric]] | None = None
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: registering must not read the catalog."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric, or only that the catalog does not answer."""
+        with self._turn:
+            if self._kept is None or self._clock() - self._kept[0] >= KEEP_SECONDS:
+                self._kept = (self._clock(), self._metrics())
+            found = self._kept[1]
+        yield from found
+
+    def _metrics(self) -> list[Metric]:
+        began = time.perf_counter()
+        try:
+            read = self._read()
+        except CkptError as error:
+            _log.warning("cannot read the catalog's numbers: %s", beginning(error.message, 300))
+            return [_gauge("catalog_up", "Whether the catalog answered.", 0)]
+        took = time.perf_counter() - began
+        return [
+            _gauge("catalog_up", "Whether the catalog answered.", 1),
+            _gauge("catalog_read_seconds", "How long the catalog took to count all this.", took),
+            *_of(read, datetime.now(UTC)),
+        ]
+
+
+def _of(read: Figures, now: datetime) -> Iterator[Metric]:
+    yield _labelled("inbox_events", "Events in the inbox.", "stage", read.inbox)
+    yield _labelled("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
+    yield _age("inbox_oldest_seconds", "Age of the oldest event that is not done.", read.oldest_event, now)
+    yield from _conversions(read)
+    count = GaugeMetricFamily("ckptcore_checkpoints", "Checkpoints in the catalog.", labels=["kind", "state"])
+    size = GaugeMetricFamily("ckptcore_checkpoint_bytes", "Their bytes.", labels=["kind", "state"])
+    for labels, each in sorted(read.stock.items()):
+        count.add_metric(list(labels), each.checkpoints)
+        size.add_metric(list(labels), each.nbytes)
+    yield count
+    yield size
+    yield _gauge("checkpoints_unproven", "Current checkpoints that were never verified.", read.unproven)
+    yield _age(
+        "oldest_unproven_seconds",
+        "Age of the oldest current checkpoint that was never verified.",
+        read.oldest_unproven,
+        now,
+    )
+    yield _age(
+        "oldest_proof_seconds",
+        "Age of the last verification of the checkpoint that was verified the longest ago.",
+        read.oldest_proof,
+        now,
+    )
+    yield _labelled("open_findings", "Open findings of current checkpoints.", "severity", read.findings)
+    yield _gauge("holds", "Holds in force.", read.holds)
+    yield _gauge("catalog_bytes", "Size of the catalog's database.", read.database_bytes)
+
+
+def _conversions(read: Figures) -> Iterator[Metric]:
+    running = GaugeMetricFamily("ckptcore_conversions_running", "Conversions that began.", labels=["verb"])
+    ended = CounterMetricFamily("ckptcore_conversions", "Ended conversions.", labels=["verb", "outcome"])
+    for (verb, state), number in sorted(read.conversions.items()):
+        if state == Outcome.RUNNING.value:
+            running.add_metric([verb], number)
+        else:
+            ended.add_metric([verb, state], number)
+    yield running
+    yield ended
+    failed = CounterMetricFamily("ckptcore_conversion_failures", "Failed conversions.", labels=["code"])
+    for code, number in sorted(read.failures.items()):
+        failed.add_metric([code], number)
+    yield failed
+    sums: dict[str, tuple[str, Callable[[Any], float]]] = {
+        "read_bytes": ("Bytes that successful conversions read.", lambda work: work.bytes_in),
+        "written_bytes": ("Bytes that successful conversions wrote.", lambda work: work.bytes_out),
+        "seconds": ("Sum of the durations of successful conversions.", lambda work: work.seconds),
+    }
+    for name, (text, value) in sums.items():
+        made = CounterMetricFamily(f"ckptcore_conversion_{name}", text, labels=["verb"])
+        for verb, work in sorted(read.work.items()):
+            made.add_metric([verb], value(work))
+        yield made
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"ckptcore_{name}", text, value=value)
+
+
+def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    made = GaugeMetricFamily(f"ckptcore_{name}", text, labels=[label])
+    for key, value in sorted(values.items()):
+        made.add_metric([key], value)
+    return made
+
+
+def _age(name: str, text: str, since: datetime | None, now: datetime) -> Metric:
+    """Return the age in seconds; 0 if there is nothing to wait for, so that an alert can compare it."""
+    return _gauge(name, text, 0.0 if since is None else max(0.0, (now - since).total_seconds()))
+
+
+class ReceiverMetrics:
+    """What a receiver counts itself: requests by source and result, and whether events are being started."""
+
+    def __init__(self, registry: CollectorRegistry, trouble: Callable[[], str]) -> None:
+        self._requests = Counter(
+            "ckptcore_receiver_requests",
+            "Requests to /hooks by their result: accepted, duplicate, ignored, or the name of the refusal.",
+            ["source", "result"],
+            registry=registry,
+        )
+        up = Gauge(
+            "ckptcore_receiver_starting", "Whether accepted events are being started.", registry=registry
+        )
+        up.set_function(lambda: 0.0 if trouble() else 1.0)
+
+    def count(self, source: str, result: str) -> None:
+        """Count one request. source: a configured name, or "" for an unknown one."""
+        self._requests.labels(source or "unknown", result).inc()
+
+
+class WorkerMetrics:
+    """What a worker knows itself: the processes of its runs, and their memory."""
+
+    def __init__(self, registry: CollectorRegistry, processes: Callable[[], list[int]]) -> None:
+        counted = Gauge(
+            "ckptcore_worker_processes",
+            "Processes of the worker and of the runs that it started.",
+            registry=registry,
+        )
+        counted.set_function(lambda: len(processes()))
+        memory = Gauge("ckptcore_worker_resident_bytes", "Their resident memory.", registry=registry)
+        memory.set_function(lambda: sum(map(_resident, processes())))
+
+
+def _resident(pid: int) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    import resource
+
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
+
+
+def registry_of(catalog_url: str | None) -> CollectorRegistry:
+    """Return a registry with this process, the version, and the numbers of a catalog.
+
+    The catalog is opened when a monitor asks, and closed behind it: no connection stays open between.
+    """
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    version = Gauge("ckptcore_build_info", "The version.", ["version"], registry=registry)
+    version.labels(__version__).set(1)
+
+    def read() -> Figures:
+        with open_catalog(catalog_url, create=False) as catalog, catalog.reading() as conn:
+            return figures(conn, datetime.now(UTC))
+
+    registry.register(CatalogMetrics(read))
+    return registry
+
+
+@contextmanager
+def serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
+    """Serve ``/metrics`` from threads of this process; yields the port. Raises `UsageError`."""
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise UsageError(f"cannot serve metrics at {host}:{port}: {error.strerror or error}") from error
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,73 @@
+"""Change aliases, holds and queues. Each change is recorded with its user, in one transaction."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from ckptcore.catalog import aliases, audit, holds, queues
+from ckptcore.catalog.aliases import AliasRow
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.holds import HoldRow
+from ckptcore.errors import UsageError
+
+
+def set_alias(catalog: Catalog, user: str, ref: str, name: str, expect: str | None) -> AliasRow:
+    """Set an alias, if it still refers to the checkpoint that the user expects; None expects nothing."""
+    now = datetime.now(UTC)
+    with catalog.writing() as conn:
+        before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
+        row = aliases.set_alias(conn, now, name, ref, expect)
+        detail = {"alias": name, "before": before}
+        audit.note(conn, now, "alias.set", row.checkpoint, detail, actor=user, via=audit.PAGE)
+    return row
+
+
+def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: datetime | None) -> HoldRow:
+    """Place a hold in the user's name."""
+    now = datetime.now(UTC)
+    with catalog.writing() as conn:
+        hold = holds.place(conn, now, ref, reason, owner=user, until=until)
+        row = _active(holds.active(conn, now, ref), hold)
+        detail = {"hold": hold, "reason": reason, "until": None if until is None else f"{until:%Y-%m-%d}"}
+        audit.note(conn, now, "hold.place", row.checkpoint, detail, actor=user, via=audit.PAGE)
+    return row
+
+
+def release_hold(catalog: Catalog, user: str, hold: str) -> HoldRow:
+    """Release a hold, and return it as it was."""
+    now = datetime.now(UTC)
+    with catalog.writing() as conn:
+        row = _active(holds.active(conn, now), hold)
+        holds.release(conn, now, hold)
+        detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
+        audit.note(conn, now, "hold.release", row.checkpoint, detail, actor=user, via=audit.PAGE)
+    return row
+
+
+def retry_event(catalog: Catalog, user: str, ref: str) -> tuple[str, ...]:
+    """Make a failed event due again, and return its id."""
+    now = datetime.now(UTC)
+    with catalog.writing() as conn:
+        found = queues.inbox.retry(conn, now, ref)
+        for each in found:
+            audit.note(conn, now, "inbox.retry", each, {}, actor=user, via=audit.PAGE)
+    return found
+
+
+def day(text: str) -> datetime | None:
+    """Return the beginning of a day, ``YYYY-MM-DD`` in UTC; None for an empty text. Raises `UsageError`."""
+    if not text:
+        return None
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+    except ValueError as error:
+        raise UsageError(f"{text[:20]!r} is not a date", hint="as in 2027-01-31") from error
+
+
+def _active(active: tuple[HoldRow, ...], hold: str) -> HoldRow:
+    for row in active:
+        if row.id == hold:
+            return row
+    raise UsageError(
+        f"there is no hold {hold} in force", hint="it may have been released; open the page again"
+    )
