@@ -56,6 +56,7 @@ class Mesh:
     Attributes:
         axes: (name, size) per axis, the slowest first; rank r has the row-major coordinate r.
         device: Device type of the ranks' tensors, a torch name; it changes no box.
+        called: What the job calls each axis; empty for the names in ``axes``. It changes no box.
 
     >>> Mesh((("dp", 2), ("tp", 2))).size, MESH_OF_ONE.size
     (4, 1)
@@ -63,6 +64,7 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...] = ()
     device: str = "cpu"
+    called: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if any(n < 1 for _, n in self.axes) or len({a for a, _ in self.axes}) != len(self.axes):
@@ -72,6 +74,16 @@ class Mesh:
     def size(self) -> int:
         """Count the ranks."""
         return prod(n for _, n in self.axes)
+
+    def name_in_job(self, axis: str) -> str:
+        """Return what the job calls an axis; neighbours that shard as one have the name torch gives them.
+
+        >>> Mesh((("dp_replicate", 2), ("fsdp", 4)), called=("ddp", "fsdp")).name_in_job("dp_replicate+fsdp")
+        'ddp_fsdp'
+        """
+        names = [a for a, _ in self.axes]
+        called = dict(zip(names, self.called or names, strict=True))
+        return "_".join(called[part] for part in axis.split("+"))
 
     def coordinates(self) -> Iterator[tuple[int, ...]]:
         """Yield the coordinate of each rank, in rank order."""

@@ -2,8 +2,9 @@
 
 Whatever their order in the text, axes get the order of trainers, the slowest first: pp, dp_replicate, fsdp,
 cp, ep, tp (torchtitan: distributed/parallel_dims.py; Megatron-Core has tp fastest and pp slowest, too).
-The number of ranks is the product of all sizes. ``cuda:fsdp=4`` is a mesh of GPUs. The device matters to
-formats that keep the mesh itself: torch loads nothing into a tensor from one of another mesh.
+The number of ranks is the product of all sizes. ``cuda:fsdp=4`` is a mesh of GPUs. The device and the names
+that the text has for the axes matter to formats that keep the mesh itself: torch loads nothing into a tensor
+from one of another mesh.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ def parse_mesh(text: str) -> Mesh:
     (('dp_replicate', 2), ('fsdp', 8), ('tp', 2))
     >>> parse_mesh("cuda:fsdp=8").device
     'cuda'
+    >>> parse_mesh("fsdp=2,ddp=2").called
+    ('ddp', 'fsdp')
 
     Raises:
         UsageError: An axis is unknown or repeated, or a size is invalid.
     """
     sizes: dict[str, int] = {}
+    called: dict[str, str] = {}
     device, colon, axes = text.rpartition(":")
     if colon and device.strip() not in DEVICES:
         raise UsageError(f"--mesh {text}: unknown device {device!r}", hint=f"one of: {', '.join(DEVICES)}")
@@ -56,10 +60,11 @@ def parse_mesh(text: str) -> Mesh:
             raise UsageError(f"--mesh {text}: the axis {name} is given twice", hint=HINT)
         if size < 1:
             raise UsageError(f"--mesh {text}: the axis {name} must have 1 rank or more", hint=HINT)
-        sizes[name] = size
+        sizes[name], called[name] = size, match[1]
     if "cp" in sizes:
         sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("cp")
-    mesh = Mesh(tuple((a, sizes[a]) for a in AXES if a in sizes), device.strip() or "cpu")
+    axes = tuple((a, sizes[a]) for a in AXES if a in sizes)
+    mesh = Mesh(axes, device.strip() or "cpu", tuple(called.get(a, a) for a, _ in axes))
     if mesh.size > MAX_RANKS:
         raise UsageError(f"--mesh {text} must have at most {MAX_RANKS} ranks (got {mesh.size})")
     return mesh

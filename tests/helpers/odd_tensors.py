@@ -32,7 +32,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qint32": lambda: quantized(torch.qint32),
     "per channel": lambda: per_channel(torch.qint8),
     "quint4x2": lambda: per_channel(torch.quint4x2),
-    "float4": lambda: bytes_as(torch.float4_e2m1fn_x2),
     "bits8": lambda: bytes_as(torch.bits8),
     "coo": lambda: torch.eye(4).to_sparse(),
     "csr": lambda: torch.eye(4).to_sparse_csr(),
@@ -45,3 +44,5 @@ KINDS: dict[str, Callable[[], Any]] = {
     "parameter": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
     "module": lambda: torch.nn.Linear(2, 3),
 }
+if hasattr(torch, "float4_e2m1fn_x2"):  # torch 2.8
+    KINDS["float4"] = lambda: bytes_as(torch.float4_e2m1fn_x2)

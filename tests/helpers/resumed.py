@@ -30,9 +30,11 @@ class Resumed:
 
 STATE = "weights, optimizer state"
 STEPS = f"{STATE}, losses of the next 2 steps"
-LIGHTNING, OLMO, OLMO_3, TITAN, DEEPSPEED = (
-    f"`CKPTCORE_{n}_PYTHON`" for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3", "TORCHTITAN", "DEEPSPEED")
+LIGHTNING, OLMO, OLMO_3, TITAN, DEEPSPEED, VERL = (
+    f"`CKPTCORE_{n}_PYTHON`"
+    for n in ("LIGHTNING", "OLMO_CORE", "OLMO_CORE_3", "TORCHTITAN", "DEEPSPEED", "VERL")
 )
+RANK_FILES = "formats/torch_ranks/test_rank_resume.py::test_a_job_of_another_size_resumes_from_rank_files"
 ROWS = (
     Resumed(
         "dcp",
@@ -102,6 +104,33 @@ ROWS = (
         "fsdp=1, fsdp=3",
         f"{STATE}, extra state",
         "formats/torch_ranks/test_rank_files.py::test_torch_loads_every_ranks_file",
+    ),
+    Resumed(
+        "torch_ranks; dcp",
+        "verl 0.9.1: its `FSDPCheckpointManager`, FSDP2; torch 2.13: FSDP2",
+        "fsdp=4, ddp=2 fsdp=2",
+        "fsdp 1, 2 and 3, ddp=2 fsdp=2, ddp=2 fsdp=1; dcp: fsdp=3",
+        f"{STEPS}; scheduler",
+        RANK_FILES,
+        f"soak, {VERL}",
+    ),
+    Resumed(
+        "torch_ranks",
+        "verl 0.9.1: its `FSDPCheckpointManager`, FSDP1 with and without `use_orig_params`",
+        "fsdp=4",
+        "fsdp=2, fsdp=3",
+        "weights, losses of the next 2 steps of a new optimizer; scheduler",
+        RANK_FILES,
+        f"soak, {VERL}",
+    ),
+    Resumed(
+        "torch_ranks; dcp",
+        "torch 2.13: FSDP1 with and without `use_orig_params`, sharded state dicts, the optimizer's by name",
+        "fsdp=4",
+        "fsdp=2, fsdp=3; dcp: fsdp 2 and 3",
+        f"{STEPS}; scheduler",
+        RANK_FILES,
+        "soak",
     ),
     Resumed(
         "lightning (folder)",
@@ -203,6 +232,15 @@ ROWS = (
         "megatron-core",
     ),
     Resumed(
+        "torch_dist",
+        "Megatron-Core 0.19.2: GPTModel, a vocabulary of 101 rows in a model with 102",
+        "tp=1",
+        "tp=2",
+        "weights, losses of the next 2 steps of SGD beside a load of the original",
+        "formats/megatron/test_megatron_resume.py::test_a_vocabulary_that_tp_does_not_divide",
+        "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
+    ),
+    Resumed(
         "deepspeed_universal, deepspeed_universal_zero3",
         "DeepSpeed 0.19.8: `engine.load_checkpoint` with `load_universal`",
         "ZeRO 1 to 3 on 2 ranks",
@@ -239,7 +277,11 @@ MISSING = (
         "OLMo-core's trainer",
         "its loaders, model and optimizer are run; its loop, with data loader and scheduler, is not",
     ),
-    ("verl's trainer", "its way to load rank files is repeated; its workers need CUDA"),
+    ("verl's trainer", "its checkpoint manager is run; its workers need CUDA"),
+    (
+        "The optimizer of verl under FSDP1, and FSDP1's local state dicts",
+        "their flat runs name neither parameters nor shapes: refused, with the option that leaves them out",
+    ),
     (
         "Hugging Face Trainer, Accelerate with FSDP1",
         "their folders are read and not written; `reshard --to dcp` is what they get",

@@ -1,9 +1,10 @@
 """Train a small model with DeepSpeed on CPU ranks, from the start or from a checkpoint; report what it holds.
 
 Runs in an environment of DeepSpeed's own: ``python deepspeed_job.py '{"world": 2, "stage": 2, ...}'``. Keys:
-world, stage, groups (1 or 2), bf16, load (folder for `load_checkpoint`), universal, steps, save, out. Every
-world size sees the same batches. ``out`` gets masters, moments and groups after the load, and all losses.
-With ``fsdp2`` the job trains with FSDP2 of torch instead, and saves model and optimizer with its DCP.
+world, stage, groups (1 or 2), bf16, load (folder for `load_checkpoint`), universal, steps, save, client (a
+file of torch with the job's own ``client_state``), out. Every world size sees the same batches. ``out`` gets
+masters, moments and groups after the load, and all losses. With ``fsdp2`` the job trains with FSDP2 of torch
+instead, and saves model and optimizer with its DCP.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def main(rank: int, form: dict[str, Any], port: int) -> None:
         losses.append(mean.item() / form["world"])
     if form.get("save"):
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-        engine.save_checkpoint(form["save"], tag="save", client_state={**info, "mine": {"a": 1}})
+        mine = torch.load(form["client"], weights_only=False) if "client" in form else {"a": 1}
+        engine.save_checkpoint(form["save"], tag="save", client_state={**info, "mine": mine})
     if rank == 0:
         kept = {k: client[k] for k in ("mine",) if k in (client or {})}
         torch.save(

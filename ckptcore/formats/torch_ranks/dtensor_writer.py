@@ -147,7 +147,7 @@ def _axis(mesh: Mesh, name: str, rank: int, made: int) -> _Axis:
     # Groups are made for the coordinates on all other axes, row-major.
     index = rank // (stride * size) * stride + rank % stride
     group = "0" if size == mesh.size else str(made + index)
-    return _Axis(name.replace("+", "_"), size, stride, rank // stride % size, group)
+    return _Axis(mesh.name_in_job(name), size, stride, rank // stride % size, group)
 
 
 def _flat_layout(axis: _Axis) -> _Made:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_values import same, values
 from paths import JOBS
 
 import ckptcore
@@ -127,3 +128,16 @@ def test_fsdp2_to_deepspeed(run: Run, tmp_path: Path, stage: int) -> None:
     )
     require_of(found, root / "save", "model.", "optim.state.")
     assert [g["weight_decay"] for g in found["options"]] == [0.05]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_of_libraries_reach_the_engine(run: Run, tmp_path: Path, stage: int) -> None:
+    """What a job keeps in ``client_state`` comes back from `load_checkpoint` as what it was."""
+    root = tmp_path / "run"
+    kept = {key: value for key, value in values().items() if key != "simple"}  # read as a Namespace
+    torch.save(kept, tmp_path / "client.pt")
+    run(world=2, stage=stage, steps=1, save=str(root), client=str(tmp_path / "client.pt"))
+    ours = universal(root / "save", stage)
+    found = run(world=4, stage=stage, universal=True, steps=1, load=str(ours))["client"]["mine"]
+    assert found.keys() == kept.keys()
+    assert [key for key, value in kept.items() if not same(found[key], value)] == []
