@@ -243,7 +243,7 @@ def test_a_lease_that_could_not_be_ended_keeps_nobody_away(
     require_right(server, tensors)
 
 
-def test_an_object_that_arrived_altered_is_uploaded_again(source: str, tensors: bytes) -> None:
+def test_the_next_run_uploads_an_altered_object(source: str, tensors: bytes) -> None:
     """The store compares nothing, and keeps a checksum of what it got."""
     with fault_s3.serving(min_part=PART, checks=False) as server:
         server.fault("UploadPart", action="flip", skip=1)
@@ -254,7 +254,7 @@ def test_an_object_that_arrived_altered_is_uploaded_again(source: str, tensors: 
         require_right(server, tensors)
 
 
-def test_a_small_object_that_arrived_altered_is_sent_again(source: str, tensors: bytes) -> None:
+def test_a_small_object_that_arrived_altered_is_repeated(source: str, tensors: bytes) -> None:
     with fault_s3.serving(min_part=PART, checks=False, keeps=None) as server:
         for skip in (0, 4, 9):
             server.fault("PutObject", action="flip", skip=skip)
