@@ -288,7 +288,12 @@ class Lease:
                 hint="record runs in a catalog that all of them share (--catalog URL): its claim decides",
                 kind=Kind.UNSUPPORTED.value,
             )
-        self._arbiter.take()
+        try:
+            self._arbiter.take()
+        except CkptError:
+            with suppress(CkptError):  # it replaced the object of the one who has it, who writes it anew
+                self._remove(mine)
+            raise
         self._decides = True
         try:
             return mine, self._client.put(self._key, _packed(mine))
