@@ -136,7 +136,7 @@ class ObjectWriter:
 
     def commit(self) -> None:
         """Write the object."""
-        self._client.put(self._key, self._data)
+        self._client.put(self._key, bytes(self._data))
 
     def abort(self) -> None:
         """Forget the bytes: the store has none of them."""

@@ -15,6 +15,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote
@@ -58,7 +59,7 @@ class Asked:
     method: str
     path: str
     query: Mapping[str, str]
-    headers: Mapping[str, str]
+    headers: Message[str, str]
     body: bytes
 
     @property
@@ -67,7 +68,7 @@ class Asked:
         return operation(self.method, self.path, self.query, self.headers)
 
 
-def operation(method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> str:
+def operation(method: str, path: str, query: Mapping[str, str], headers: Message[str, str]) -> str:
     """Return the name of S3's operation that a request is."""
     key = path.partition("/")[2]
     if not key:
@@ -280,9 +281,9 @@ class S3Answers:
         names = _without(list(self._names(bucket, prefix, query.get("delimiter", ""))), missing)
         after_name = query.get("continuation-token", "")
         left = [name for name in names if name > after_name]
-        shown, more = left[: self.page], len(left) > self.page
+        listed, more = left[: self.page], len(left) > self.page
         text = ""
-        for name in shown:
+        for name in listed:
             there = self.objects.get(f"{bucket}/{name}")
             if there is None or (query.get("delimiter") and name.endswith(query["delimiter"])):
                 text += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
@@ -292,7 +293,7 @@ class S3Answers:
                 f"<ETag>&quot;{there.etag}&quot;</ETag><LastModified>{_date(there.when)}</LastModified></Contents>"
             )
         if more:
-            text += f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>"
+            text += f"<NextContinuationToken>{escape(listed[-1])}</NextContinuationToken>"
         raise _xml(
             f"<ListBucketResult><Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix>"
             f"<IsTruncated>{str(more).lower()}</IsTruncated>{text}</ListBucketResult>"

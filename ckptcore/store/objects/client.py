@@ -176,7 +176,7 @@ class S3Client:
             self.get(key, 0, etag, memoryview(back))
         except (SourceChanged, SourceUnreadable):  # another writer was faster, or reading is not permitted
             return True
-        if back != data:
+        if bytes(back) != bytes(data):
             return False
         self._md5 = False
         return True

@@ -30,7 +30,7 @@ from ckptcore.store.objects.retry import Kind, kind_of
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by
 _log = logging.getLogger("ckptcore")
-_HELD: set[str] = set()  # tokens of the leases that this process has, or is about to have
+_RESERVED: set[str] = set()  # tokens of the leases that this process has, or is about to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Holder:
         if self.host == here.host and self.process[2:] == here.process[2:]:
             pid, started = self.process[:2]
             if self.process == here.process:  # of this process: it may have been unable to end it
-                return self.token in _HELD
+                return self.token in _RESERVED
             return _started(pid) == started
         return True
 
@@ -124,11 +124,11 @@ class Lease:
             DestinationUnwritable: The store ignores create-only requests, and there is no arbiter.
         """
         mine = self._new(1)
-        _HELD.add(mine.token)
+        _RESERVED.add(mine.token)
         try:
             mine, etag = self._taken(mine)
         except BaseException:
-            _HELD.discard(mine.token)
+            _RESERVED.discard(mine.token)
             raise
         with self._lock:
             self._mine, self._etag = mine, etag or None
@@ -208,7 +208,7 @@ class Lease:
             holder, self._mine = self._mine, None
         if holder is None:
             return
-        _HELD.discard(holder.token)
+        _RESERVED.discard(holder.token)
         try:
             self._remove(holder)
         except CkptError as error:  # it ends by itself; what was done under it is done
@@ -283,12 +283,17 @@ class Lease:
             with suppress(CkptError):  # the refusal says more; without that right the object ends by itself
                 self._remove(mine)
             raise DestinationUnwritable(
-                f"cannot write {self._destination}: its store ignores create-only requests, so two runs could "
-                "write it at once",
-                hint="record runs in a catalog that all of them share (--catalog URL): its claim decides then",
+                f"cannot write {self._destination}: its store ignores create-only requests, so two runs "
+                "could write it at once",
+                hint="record runs in a catalog that all of them share (--catalog URL): its claim decides",
                 kind=Kind.UNSUPPORTED.value,
             )
-        self._arbiter.take()
+        try:
+            self._arbiter.take()
+        except CkptError:
+            with suppress(CkptError):  # it replaced the object of the one who has it, who writes it anew
+                self._remove(mine)
+            raise
         self._decides = True
         try:
             return mine, self._client.put(self._key, _packed(mine))

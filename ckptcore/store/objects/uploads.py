@@ -29,7 +29,7 @@ from ckptcore.utils.crc32 import combine, crc32
 from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4
-_AGAIN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"
+_RERUN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"
 _CRC32 = ALGORITHMS["CRC32"]
 
 
@@ -485,7 +485,7 @@ def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
     """
     if seen.nbytes != uploaded.nbytes:
         raise OutputMismatch(
-            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})", hint=_AGAIN
+            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})", hint=_RERUN
         )
     wanted: Checksum = _CRC32.encoded(uploaded.crc)
     kept = [c for c in seen.checksums if c.algorithm == wanted.algorithm]
@@ -493,7 +493,7 @@ def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
         raise OutputMismatch(
             f"{uploaded.key} was altered on its way to the store: it must have CRC-32 {wanted.value} "
             f"(the store has {kept[0].value})",
-            hint=_AGAIN,
+            hint=_RERUN,
         )
     return bool(kept)
 

@@ -157,8 +157,8 @@ def judged(
                 outcomes[error.code] = outcomes.get(error.code, 0) + 1
                 server.calm()
                 server.put(victim, before)
-                again, _ = made(url, tmp_path / f"{moment}-again.safetensors")
-                assert list(again.values()) == list(right.values()), f"{fault}: wrong in the next run"
+                rerun, _ = made(url, tmp_path / f"{moment}-again.safetensors")
+                assert list(rerun.values()) == list(right.values()), f"{fault}: wrong in the next run"
             else:
                 outcomes["unhit"] += rule.times > 0
                 if list(got.values()) == list(right.values()):

@@ -154,6 +154,29 @@ def test_a_run_that_stops_while_it_uploads_sends_no_part_twice(
     assert len(rest) == 3 - len(sent)
 
 
+@pytest.mark.parametrize(
+    ("operation", "path"),
+    [
+        ("PutObject", r"request\.json$"),
+        ("PutObject", r"receipts/"),
+        ("CopyObject", "README"),
+        ("UploadPart", ""),
+        ("CompleteMultipartUpload", ""),
+        ("ListObjectsV2", ""),
+    ],
+)
+def test_one_layer_repeats_requests(
+    server: fault_s3.FaultyS3, source: str, operation: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the error counts is what the store saw: no library repeats a request beside it."""
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "0.5")
+    server.fault(operation, path=path, times=10**9)
+    with pytest.raises(StorageTrouble) as caught:
+        convert(source, settings=Settings(memory=1 << 20, workers=1))
+    statuses = [row for row in server.log if row[4] == operation and row[3] == 503]
+    assert caught.value.values["attempts"] == len([r for r in statuses if r[1:3] == statuses[0][1:3]])
+
+
 def test_an_upload_that_a_lifecycle_rule_ended(
     server: fault_s3.FaultyS3, source: str, tensors: bytes
 ) -> None:
@@ -243,7 +266,7 @@ def test_a_lease_that_could_not_be_ended_keeps_nobody_away(
     require_right(server, tensors)
 
 
-def test_an_object_that_arrived_altered_is_uploaded_again(source: str, tensors: bytes) -> None:
+def test_the_next_run_uploads_an_altered_object(source: str, tensors: bytes) -> None:
     """The store compares nothing, and keeps a checksum of what it got."""
     with fault_s3.serving(min_part=PART, checks=False) as server:
         server.fault("UploadPart", action="flip", skip=1)
@@ -254,7 +277,7 @@ def test_an_object_that_arrived_altered_is_uploaded_again(source: str, tensors: 
         require_right(server, tensors)
 
 
-def test_a_small_object_that_arrived_altered_is_sent_again(source: str, tensors: bytes) -> None:
+def test_a_small_object_that_arrived_altered_is_repeated(source: str, tensors: bytes) -> None:
     with fault_s3.serving(min_part=PART, checks=False, keeps=None) as server:
         for skip in (0, 4, 9):
             server.fault("PutObject", action="flip", skip=skip)
