@@ -40,6 +40,7 @@ def stream(bucket: str, source: str, target: str) -> None:
             await obstore.put_async(store, f"{target}/{name}", body, chunk_size=_PART, max_concurrency=4)
 
     asyncio.run(copy_all())
+    os._exit(0)  # threads of its runtime may abort an interpreter that ends (pyo3-async-runtimes #40)
 
 
 def get(bucket: str, source: str, target: str) -> None:

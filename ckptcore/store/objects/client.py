@@ -29,7 +29,6 @@ _STALLED_S = 15  # without a byte
 _CONNECTIONS = 64
 _SMOOTH = 0.2  # weight of the latest answer
 _RECEIVED = 1 << 20  # bytes asked of a body at a time
-_SENT = 1 << 20  # bytes of a part that are sent at a time
 # botocore's own repeats and checks are off: they would multiply, and cost a second pass over the bytes.
 _CONFIG: Mapping[str, Any] = {
     "retries": {"mode": "standard", "total_max_attempts": 1},
@@ -318,8 +317,8 @@ class _PartBody(io.BytesIO):
         self._view, self._at = memoryview(data).cast("B"), 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: a view of them, which aiohttp takes like bytes, and more than it asks for."""
-        wanted = len(self._view) if size is None or size < 0 else max(size, _SENT)
+        """Return the next bytes: a view of them, which aiohttp takes like bytes."""
+        wanted = len(self._view) if size is None or size < 0 else size
         found = self._view[self._at : self._at + wanted]
         self._at += len(found)
         return found  # type: ignore[return-value]
@@ -331,6 +330,8 @@ class _PartBody(io.BytesIO):
         target[: len(found)] = found
         self._at += len(found)
         return len(found)
+
+    read1, readinto1 = read, readinto  # those of the base know nothing of these bytes
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Move to a byte."""
