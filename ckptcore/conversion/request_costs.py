@@ -1,7 +1,8 @@
 """Estimate the requests of a conversion to object stores, and what they cost.
 
-Reads are counted by the order and the blocks that a run uses (`ckptcore.execution.expected_reads`). Prices are US
-dollars for 1,000 requests, from ``CKPTCORE_REQUEST_PRICES``; bytes between a store and its region are free.
+Reads are counted by the order and the blocks that a run uses (`ckptcore.execution.expected_reads`). Prices
+are US dollars for 1,000 requests, from ``CKPTCORE_REQUEST_PRICES``; bytes between a store and its region are
+free.
 """
 
 from __future__ import annotations

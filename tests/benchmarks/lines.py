@@ -210,6 +210,11 @@ def _overhead(server: str) -> Program:
     return Program(f"flow/server-{server}", "ram", "files-20", argv, ("--runs", "1"))
 
 
+def _objects(milliseconds: int) -> Program:
+    argv = ("objects.py", "SRC", "OUT", "--latency", str(milliseconds / 1000), "--ckptcore", "CKPTCORE")
+    return Program(f"objects/row-2gb/{milliseconds}-ms", "ram", "row-2gb", argv, ("--runs", "1"))
+
+
 def _disk(source: str, factor: float, subject: str = "ckptcore") -> Race:
     return Race(f"disk/{source}", "disk", source, (AtMost(subject, "cp", factor, plus=1.0),))
 
@@ -316,6 +321,8 @@ LINES: tuple[Line, ...] = (
     Program(
         "map/47000-tensors", "ram", None, ("megatron.py", "map", "OUT"), ("--experts", "8", "--runs", "1")
     ),
+    _objects(0),
+    _objects(30),
     Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),

@@ -4,7 +4,8 @@
 
 It has what copying and converting need: ranges, conditions, uploads in parts, listings. It proves nothing:
 no signatures, no checksums (tests/helpers/fault_s3.py has those). ``GET /-/count`` returns the requests so far
-as JSON, and ``PUT /-/latency`` with a number changes the wait before every answer.
+as JSON, ``PUT /-/latency`` with a number changes the wait before every answer, and ``DELETE /-/out`` removes
+all objects but those below a ``src`` folder.
 """
 
 from __future__ import annotations
@@ -123,6 +124,9 @@ class Server:
             raise Answer(200, json.dumps(self.counts).encode())
         if path == "-/latency":
             self.latency = float(body)
+            raise Answer
+        if path == "-/out":
+            self.objects = {p: o for p, o in self.objects.items() if "/src/" in p}
             raise Answer
         if self.latency:
             time.sleep(self.latency)

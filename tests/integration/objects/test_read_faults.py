@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fault_s3 import CHECKSUMS, FaultyS3, serving
 from paths import FIXTURES
@@ -17,7 +18,9 @@ from paths import FIXTURES
 import ckptcore
 from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, StorageTrouble
 from ckptcore.store import open_source_store
+from ckptcore.store.ahead import ExpectedReads
 from ckptcore.store.objects import small_reads
+from ckptcore.store.objects.blocks import plan_blocks
 from ckptcore.store.objects.retry import DEADLINE_VARIABLE
 
 DCP = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
@@ -311,6 +314,24 @@ def test_requests_of_a_conversion(tmp_path: Path) -> None:
         )  # its ETag proves nothing, but its checksum does
         # One for the values that are no tensors, and one for all tensors.
         assert server.count("GetObject", path="distcp$") <= 2 * len(data)
+
+
+def test_requests_of_large_files_by_plan() -> None:
+    """A model of 416 MiB in 8 files: blocks of 16 MiB, and no more than two requests for each file beyond."""
+    sizes = {f"__{n}_0.distcp": 52 << 20 for n in range(8)}
+    rows = [(f, a, min(a + (1 << 20), n)) for a in range(0, 52 << 20, 1 << 20) for f, n in sizes.items()]
+    paths = tuple(sizes)
+    when = np.arange(len(rows), dtype=float)
+    reads = ExpectedReads(
+        paths,
+        np.array([paths.index(f) for f, _, _ in rows]),
+        np.array([a for _, a, _ in rows]),
+        np.array([b for _, _, b in rows]),
+        when,
+        when + 1,
+    )
+    table = plan_blocks(reads, 512 << 20)  # half of the default budget
+    assert len(table) <= 1.3 * -(-(416 << 20) // (16 << 20)) + 2 * len(sizes)
 
 
 def test_errors_name_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A source whose every file has a little of every output: each block is read once, and each part sent once."""
+"""Every source file has a little of every output: each block is read once, and each part sent once."""
 
 from __future__ import annotations
 
