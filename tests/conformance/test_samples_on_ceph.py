@@ -75,25 +75,25 @@ def test_a_file_of_parts_is_resumed_and_never_overwritten(
 ) -> None:
     """Parts of 16 MiB: a run goes on in the upload that another one has begun."""
     torch.manual_seed(3)
-    save_file({f"w{n}": torch.randn(1 << 20) for n in range(11)}, tmp_path / "model.safetensors")
+    source, local = tmp_path / "source", tmp_path / "near"
+    source.mkdir()
+    save_file({f"w{n}": torch.randn(1 << 20) for n in range(11)}, source / "model.safetensors")
     means = Settings(memory=256 << 20, workers=2, fingerprint=True)
     out = "s3://outputs/large"
-    prepared = ckptcore.prepare(str(tmp_path), out, verb="export", settings=means)
+    prepared = ckptcore.prepare(str(source), out, verb="export", settings=means)
     first, *_ = pipeline.parts(prepared.plan_uri, 0, 16 << 20, means)
     pipeline.execute_part(prepared.plan_uri, first, means)
     assert len(left()[1]) == 1
     sent, send = [], S3Client.start_part
     monkeypatch.setattr(S3Client, "start_part", lambda *given: sent.append(given[3]) or send(*given))
-    made = ckptcore.convert(str(tmp_path), out, verb="export", settings=means, catalog=False)
+    made = ckptcore.convert(str(source), out, verb="export", settings=means, catalog=False)
     # Where a store keeps no checksums of parts, as Ceph 16, nothing proves the first one: it is sent again.
     assert sent in ([2, 3], [1, 2, 3])
-    near = ckptcore.convert(
-        str(tmp_path), str(tmp_path / "near"), verb="export", settings=means, catalog=False
-    )
+    near = ckptcore.convert(str(source), str(local), verb="export", settings=means, catalog=False)
     assert made.fingerprint == near.fingerprint
     far = fsspec.filesystem("s3").cat_file("outputs/large/model.safetensors")
-    assert far == (tmp_path / "near" / "model.safetensors").read_bytes()
+    assert far == (local / "model.safetensors").read_bytes()
     assert (made.files[0].digest or "").startswith(f"blake3-parts-{16 << 20}:")
     assert left() == ([], [])
     with pytest.raises(DestinationExists):
-        ckptcore.convert(str(tmp_path), out, verb="export", settings=means, catalog=False)
+        ckptcore.convert(str(source), out, verb="export", settings=means, catalog=False)

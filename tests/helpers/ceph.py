@@ -88,19 +88,19 @@ def serving(min_part: int = 5 << 20) -> Iterator[dict[str, str]]:
     )
     daemons: list[subprocess.Popen[bytes]] = []
 
-    def call(program: str, *words: str, conf: bool = True) -> None:
-        command = [program, *(["-c", str(folder / "ceph.conf")] if conf else []), *words]
+    def call(program: str, *arguments: str, conf: bool = True) -> None:
+        command = [program, *(["-c", str(folder / "ceph.conf")] if conf else []), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=folder)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
-    def start(program: str, *words: str) -> None:
-        command = [program, "-c", str(folder / "ceph.conf"), "-f", *words]
+    def start(program: str, *arguments: str) -> None:
+        command = [program, "-c", str(folder / "ceph.conf"), "-f", *arguments]
         with (folder / "log" / f"{program}.out").open("wb") as out:
             daemons.append(subprocess.Popen(command, stdout=out, stderr=out, cwd=folder))
 
     try:
         keyring, monmap = str(folder / "keyring"), str(folder / "monmap")
-        all_of = [word for what in ("mon", "osd", "mgr") for word in ("--cap", what, "allow *")]
+        all_of = [each for what in ("mon", "osd", "mgr") for each in ("--cap", what, "allow *")]
         call("ceph-authtool", keyring, "-C", "--gen-key", "-n", "mon.", "--cap", "mon", "allow *", conf=False)
         call("ceph-authtool", keyring, "--gen-key", "-n", "client.admin", *all_of, conf=False)
         gateway = ["--cap", "mon", "allow rwx", "--cap", "osd", "allow rwx"]
