@@ -183,7 +183,7 @@ def _digests(catalog: Catalog, uri: str, manifest: Manifest) -> list[Published]:
     with closing(open_store(manifest.root)) as store:
         alone = manifest.origin.get("file")
         there = store.list() if alone is None else {alone: store.size(alone)}
-        found = []
+        found: list[Published] = []
         for path, size in there.items():
             if size is None:
                 continue

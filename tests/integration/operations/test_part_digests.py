@@ -129,17 +129,17 @@ def test_scrub_and_validate(
     assert _validated(url) == (False, {"digest-mismatch"})
     found = scrub(catalog, share=1)
     assert found.counts == {"proven": 1, "damaged": 1}
-    shown = catalog.show(OUT)
-    assert isinstance(shown, CheckpointDetail)
-    assert {f.code for f in shown.findings} == {"digest-mismatch"}
+    detail = catalog.show(OUT)
+    assert isinstance(detail, CheckpointDetail)
+    assert {f.code for f in detail.findings} == {"digest-mismatch"}
     assert manifest.nbytes == ckptcore.open(OUT).nbytes
 
 
 def _validated(url: str) -> tuple[bool, set[str]]:
-    from ckptcore.operations.registered_files import against_catalog
+    from ckptcore.operations.registered_files import secondst_catalog
 
     manifest = ckptcore.open(OUT)
-    report = against_catalog(manifest, ckptcore.check(manifest, "bytes"), OUT, url)
+    report = secondst_catalog(manifest, ckptcore.check(manifest, "bytes"), OUT, url)
     return report.ok, {f.code for f in report.findings}
 
 
@@ -172,12 +172,12 @@ def test_fingerprints_and_differences(made: Made, server: fault_s3.FaultyS3, tmp
 
 
 def test_a_resumed_upload_has_the_same_digest(made: Made, server: fault_s3.FaultyS3, url: str) -> None:
-    again = "s3://bucket/models/again"
+    second = "s3://bucket/models/second"
     server.fault("PUT", query="partNumber", skip=2, times=999, status=403, code="AccessDenied")
     with pytest.raises(CkptError):
-        ckptcore.convert(SOURCE, again, verb="export", settings=MEANS, catalog=url)
+        ckptcore.convert(SOURCE, second, verb="export", settings=MEANS, catalog=url)
     server.calm()
-    resumed = ckptcore.convert(SOURCE, again, verb="export", settings=MEANS, catalog=url)
+    resumed = ckptcore.convert(SOURCE, second, verb="export", settings=MEANS, catalog=url)
     assert server.count("PUT", "partNumber") < 7
     assert [(f.path, f.digest) for f in resumed.files] == [(f.path, f.digest) for f in made.result.files]
     assert server.uploads == {}
@@ -197,10 +197,10 @@ def test_rebuild_records_the_same_content(lost: bool, made: Made, catalog: Catal
         return
     rebuild(catalog, ["s3://bucket/runs"], made=[OUT], digests=True)
     assert content(catalog, OUT) == before
-    shown = catalog.show(OUT)
-    assert isinstance(shown, CheckpointDetail)
-    assert shown.tags == {"eval": "1"}
-    assert len(shown.written_by) == 1
+    detail = catalog.show(OUT)
+    assert isinstance(detail, CheckpointDetail)
+    assert detail.tags == {"eval": "1"}
+    assert len(detail.written_by) == 1
 
 
 def test_an_export_whose_source_is_gone_is_compared_with_its_record(
@@ -231,8 +231,8 @@ def test_replacing_in_place_accounts_for_files_by_their_digests(
     with pytest.raises(DestinationExists, match=re.escape(large.path)):
         ckptcore.convert(SOURCE, other, **options)
     server.objects[kept] = right
-    again = ckptcore.convert(SOURCE, other, **options)
-    assert [(f.path, f.digest) for f in again.files] == [(f.path, f.digest) for f in first.files]
+    second = ckptcore.convert(SOURCE, other, **options)
+    assert [(f.path, f.digest) for f in second.files] == [(f.path, f.digest) for f in first.files]
 
 
 @pytest.mark.parametrize("form", ["same", "cast"])
@@ -248,7 +248,7 @@ def test_retire_proves_a_source_by_such_an_output(
         roots.add(conn, datetime.now(UTC), "r", "s3://bucket/runs")
     ckptcore.convert("s3://bucket/runs/llama/step-2", "s3://bucket/models/two", settings=MEANS, catalog=url)
     right = fault_s3.Stored(server.objects[FILE].data, server.objects[FILE].etag)
-    # Somebody copied the output beside its source: its digest tells that it is not lost.
+    # A user copied the output beside its source: by its digest, the copy is not lost.
     server.objects["bucket/runs/llama/step-1/notes/copy.bin"] = right
     allowed = Allowed.of(["cast"])
     flip(server, -1)
