@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar, cast
 
-from prefect import runtime
+from prefect import State, runtime
+from prefect.logging.handlers import APILogHandler
+from prefect.states import Failed
 from prefect.utilities.annotations import quote
 
 from ckptcore.errors import CkptError
 from ckptcore.redaction import redacted
+from tasks.logs import log
 
 T = TypeVar("T")
 
@@ -40,6 +44,20 @@ def explain(error: CkptError) -> str:
     if error.hint:
         lines.append(f"next: {error.hint}")
     return "\n".join(lines)
+
+
+def failed(error: CkptError) -> State[Any]:
+    """Return the state of a failed run, with the error in its message, and log the error.
+
+    ``prefect deployment run --watch`` shows logs, not messages of states, and ends soon after the state: the
+    log is sent before.
+    """
+    log.error("%s", explain(error))
+    for handler in logging.getLogger("prefect.flow_runs").handlers:
+        if isinstance(handler, APILogHandler):
+            handler.flush()
+    # The state's message should show the finding, not "encountered an exception".
+    return Failed(message=explain(error), data=error)
 
 
 def closed(value: T) -> T:

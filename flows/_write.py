@@ -22,7 +22,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from flows._batches import batches
 from flows._engine import Engine, RunningEngine, is_lost, running_engine
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import artifact_or_none, key_of
 from tasks.join import join
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -75,7 +75,7 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
     progress = artifact_or_none(
         create_progress_artifact,
         0.0,
-        "conversion-progress",
+        key_of("conversion-progress", prepared.plan_uri),
         f"{show_size(total)} in {count(len(work), 'task')}",
     )
     STOP.clear()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from prefect import State, flow, runtime
-from prefect.states import Completed, Failed
+from prefect.states import Completed
 
 from ckptcore.catalog.training import ANNOUNCED
 from ckptcore.conversion.publish import Result
@@ -22,7 +22,7 @@ from ckptcore.errors import Busy, CkptError, DestinationExists
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
 from flows._announcement import alone, effective_request, made_from, require_inside
-from flows._naming import explain, run_name
+from flows._naming import failed, run_name
 from flows._options import FlowOptions, declared, takes
 from flows._reschedule import own_pauses, put_off
 from flows._retry import patiently
@@ -120,8 +120,7 @@ def arrived(
             put_off(looks, reason(error))
             raise
     except CkptError as error:
-        # The state's message should show the finding, not "encountered an exception".
-        return Failed(message=explain(error), data=error)
+        return failed(error)
 
 
 def reason(error: Exception) -> str:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from prefect import State, flow, runtime
-from prefect.states import Failed
 
 from ckptcore.checking.export_proof import ExportProof
 from ckptcore.conversion.publish import Result
@@ -31,7 +30,7 @@ from ckptcore.planning.request import Request
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from flows._command import main
-from flows._naming import closed, explain, run_name
+from flows._naming import closed, failed, run_name
 from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows._write import write_all
 from tasks.assets import asset_keys
@@ -57,8 +56,7 @@ def converted(verb: str, source: str, destination: str | None, options: FlowOpti
     try:
         return steps(options.request(verb, source, destination), options.job())
     except CkptError as error:
-        # The state's message should show the finding, not "encountered an exception".
-        return Failed(message=explain(error), data=error)
+        return failed(error)
 
 
 def steps(request: Request, job: FlowJob) -> Result:

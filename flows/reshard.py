@@ -11,7 +11,6 @@ from itertools import combinations
 from typing import Annotated, Any, Literal
 
 from prefect import State, flow
-from prefect.states import Failed
 from pydantic import BaseModel, ConfigDict
 
 from ckptcore.conversion.publish import Result
@@ -19,7 +18,7 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.options import OF_VERB, Mesh, Option, Source
 from ckptcore.store.place import identify, overlaps
 from flows._command import main
-from flows._naming import explain, run_name
+from flows._naming import failed, run_name
 from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import fan_out
 
@@ -68,8 +67,7 @@ def reshard(
                 )
         return fan_out(requests, options.job())
     except CkptError as error:
-        # The state's message should show the finding, not "encountered an exception".
-        return Failed(message=explain(error), data=error)
+        return failed(error)
 
 
 if __name__ == "__main__":

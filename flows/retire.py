@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from prefect import State, flow
-from prefect.states import Completed, Failed
+from prefect.states import Completed
 
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import RetireOptions
@@ -17,7 +17,7 @@ from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.planning.options import MEANS, Option, Options, options_of
 from ckptcore.utils.units import show_size
-from flows._naming import explain
+from flows._naming import failed
 from flows._options import declared, takes
 from tasks.maintenance import retire as retire_sources
 
@@ -39,6 +39,6 @@ def retire(
         take = means if wanted.fingerprint else None
         found = retire_sources(scope, policy, wanted.yes, allowed, take, wanted.catalog, means)
     except CkptError as error:
-        return Failed(message=explain(error), data=error)
+        return failed(error)
     counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"
     return Completed(message=f"{counts}, {show_size(found.nbytes)}", data=found)

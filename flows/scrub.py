@@ -16,7 +16,7 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import ScrubOptions
 from ckptcore.planning.options import options_of
 from ckptcore.utils.units import parse_duration
-from flows._naming import explain
+from flows._naming import failed
 from flows._options import declared, takes
 from tasks.maintenance import scrub as scrub_share
 
@@ -31,7 +31,7 @@ def scrub(**given: Any) -> State[Any]:
     try:
         found = scrub_share(wanted.share, parse_duration(wanted.budget), wanted.catalog)
     except CkptError as error:
-        return Failed(message=explain(error), data=error)
+        return failed(error)
     summary = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "nothing was due"
     if found.exit_code == 0:
         return Completed(message=summary, data=found)

@@ -23,7 +23,7 @@ from ckptcore.operations.sweep import Standing, SweepItem, Swept, forget_events,
 from ckptcore.planning.options import MEANS, Option, options_of
 from ckptcore.planning.request import Request
 from ckptcore.utils.units import parse_duration
-from flows._naming import closed, explain
+from flows._naming import closed, failed
 from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import steps
 from tasks.sweep import look, note
@@ -61,7 +61,7 @@ def sweep(
             if not dry_run:
                 forget_events(known)
     except CkptError as error:
-        return Failed(message=explain(error), data=error)
+        return failed(error)
     return _outcome(Swept(tuple(found), dry_run))
 
 

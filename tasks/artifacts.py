@@ -6,13 +6,32 @@ A missing server costs the artifact and a line in the log. Credentials in URLs a
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from typing import ParamSpec, TypeVar
+
+from prefect import runtime
 
 from ckptcore.redaction import redacted_value
 from tasks.logs import log
 
+_RUN, _OUTPUT = 12, 8  # hexadecimal digits
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def key_of(kind: str, output: str = "") -> str:
+    """Return the key of an artifact of the current run, and of one of its outputs.
+
+    Prefect shows the newest artifact of each key. With one key for all runs, a run's page would lose its
+    artifacts to the next run, and a run with several outputs would show the last one only.
+    """
+    run: str | None = runtime.flow_run.id
+    parts = [kind]
+    if run is not None:
+        parts.append(run.replace("-", "")[:_RUN])
+    if output:
+        parts.append(sha256(output.encode()).hexdigest()[:_OUTPUT])
+    return "-".join(parts)
 
 
 def artifact_or_none(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:

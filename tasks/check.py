@@ -8,7 +8,7 @@ from prefect.artifacts import create_table_artifact
 from ckptcore.checking.check import Report
 from ckptcore.checking.examine import validate
 from ckptcore.core.manifest import Manifest
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import artifact_or_none, key_of
 from tasks.logs import log
 from tasks.markdown_text import count
 from tasks.retry import STEP
@@ -38,7 +38,7 @@ def check(manifest: Manifest, level: str = "coverage") -> Report:
     artifact_or_none(
         create_table_artifact,
         rows or [FINE],
-        key="checkpoint-validation",
+        key=key_of("checkpoint-validation"),
         description=f"`{manifest.root}` is {summary}",
     )
     log.info("%s", summary)

@@ -9,7 +9,7 @@ from ckptcore.conversion.pipeline import Prepared, prepare
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import artifact_or_none, key_of
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
@@ -40,7 +40,7 @@ def plan(
     artifact_or_none(
         create_markdown_artifact,
         "\n\n".join(["# Plan", table(("what", "value"), facts), warnings]),
-        key="conversion-plan",
+        key=key_of("conversion-plan", request.destination),
         description=f"{request.verb} `{request.source}` to `{request.destination}`",
     )
     log.info("%s to write, %s", show_size(prepared.bytes_out), count(len(prepared.files), "file"))

@@ -10,7 +10,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import artifact_or_none, key_of
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
@@ -29,7 +29,7 @@ def publish(plan_uri: str, settings: Settings, catalog: str | bool | None = Fals
         create_markdown_artifact,
         f"# {result.destination}\n\n{result.format}: {summary}\n\n"
         + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
-        key="conversion-result",
+        key=key_of("conversion-result", result.destination),
         description=f"`{result.destination}`: {summary}",
     )
     path = local_path(result.destination)
@@ -37,7 +37,7 @@ def publish(plan_uri: str, settings: Settings, catalog: str | bool | None = Fals
         create_link_artifact,
         path.resolve().as_uri() if path is not None else result.destination,
         link_text=result.destination,
-        key="conversion-destination",
+        key=key_of("conversion-destination", result.destination),
     )
     log.info("published %s: %s", result.destination, summary)
     return result

@@ -12,7 +12,7 @@ from ckptcore.conversion.pipeline import settle
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, register
 from ckptcore.core.manifest import Manifest
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import artifact_or_none, key_of
 from tasks.assets import asset_keys
 from tasks.logs import log
 from tasks.retry import STEP
@@ -30,7 +30,7 @@ def _record(registration: Registration | None, result: Result, manifest: Manifes
         artifact_or_none(
             create_markdown_artifact,
             CATALOG_TEXT.format(id=known.conversion, uri=shlex.quote(result.destination)),
-            key="conversion-catalog",
+            key=key_of("conversion-catalog", result.destination),
             description=f"conversion {known.conversion} in the catalog",
         )
         log.info("conversion %s is in the catalog", known.conversion)

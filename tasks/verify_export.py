@@ -10,7 +10,7 @@ from ckptcore.comparison.verify_export import Wanted
 from ckptcore.comparison.verify_export import verify_export as verify
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
-from tasks.artifacts import artifact_or_none
+from tasks.artifacts import artifact_or_none, key_of
 from tasks.logs import log
 from tasks.markdown_text import table
 from tasks.retry import STEP
@@ -34,7 +34,7 @@ def verify_export(request: Request, manifest_digest: str, settings: Settings) ->
     artifact_or_none(
         create_markdown_artifact,
         "\n\n".join(parts),
-        key="export-verification",
+        key=key_of("export-verification", request.destination),
         description=f"`{proof.export}`: {proof.verdict}",
     )
     for check in proof.checks:

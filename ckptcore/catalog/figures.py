@@ -32,7 +32,7 @@ _TIMED = table(
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkDone:
     """What the successful conversions of a verb have done so far. seconds: the sum of their durations."""
 
     conversions: int
@@ -74,7 +74,7 @@ class Figures:
     oldest_event: datetime | None
     conversions: dict[tuple[str, str], int]
     failures: dict[str, int]
-    work: dict[str, Work]
+    work: dict[str, WorkDone]
     stock: dict[tuple[str, str], Stock]
     unproven: int
     oldest_unproven: datetime | None
@@ -129,7 +129,7 @@ def _conversions(conn: Connection) -> dict[tuple[str, str], int]:
     return {(row.verb, row.state): row.n for row in rows}
 
 
-def _work(conn: Connection) -> dict[str, Work]:
+def _work(conn: Connection) -> dict[str, WorkDone]:
     summed = select(
         _TIMED.c.verb,
         func.count().label("n"),
@@ -138,7 +138,7 @@ def _work(conn: Connection) -> dict[str, Work]:
         func.coalesce(func.sum(_TIMED.c.seconds), 0).label("seconds"),
     )
     rows = conn.execute(summed.group_by(_TIMED.c.verb))
-    return {r.verb: Work(r.n, int(r.bytes_in), int(r.bytes_out), float(r.seconds)) for r in rows}
+    return {r.verb: WorkDone(r.n, int(r.bytes_in), int(r.bytes_out), float(r.seconds)) for r in rows}
 
 
 def _stock(conn: Connection) -> dict[tuple[str, str], Stock]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,10 +47,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def artifacts(flow_run_id: UUID) -> dict[str, Any]:
-    """The artifacts of a run, by key."""
+    """The artifacts of a run, by key, without the digits of the run and of the output."""
     with get_client(sync_client=True) as client:
         only = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
-        return {a.key or "": a for a in client.read_artifacts(artifact_filter=only)}
+        found = client.read_artifacts(artifact_filter=only)
+        return {re.sub(r"(-[0-9a-f]{12})?(-[0-9a-f]{8})?$", "", a.key or ""): a for a in found}
 
 
 def sent_logs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

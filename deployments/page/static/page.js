@@ -1,5 +1,5 @@
-// The pages work without this file. It adds: "/" goes to the search field, a question before each change, and the
-// digits of an id or a digest are copied by a click.
+// The pages work without this file. It adds: "/" goes to the search field, a question before each change, a graph that
+// begins at its checkpoint, and the digits of an id or a digest are copied by a click.
 "use strict";
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
@@ -33,4 +33,10 @@ for (const box of boxes) {
       form.querySelector("button").disabled = pair.length !== 2;
     }
   });
+}
+// A long lineage begins at the checkpoint of the page, not at its first ancestor.
+for (const here of document.querySelectorAll("svg.lineage rect.here")) {
+  const frame = here.closest(".scroll");
+  const box = here.getBoundingClientRect();
+  frame.scrollLeft += box.left - frame.getBoundingClientRect().left - (frame.clientWidth - box.width) / 2;
 }

@@ -93,7 +93,7 @@ def test_the_numbers_are_those_of_the_rows(filled: str) -> None:
     assert found["ckptcore_catalog_bytes",] > 1 << 16
 
 
-def test_a_catalog_that_is_away_is_zero_and_read_again() -> None:
+def test_a_catalog_that_is_away_is_zero_until_it_answers() -> None:
     now, errors = [0.0], [True]
 
     def read() -> object:

@@ -137,3 +137,29 @@ def test_a_value_that_prefect_replaces_is_not_checked() -> None:
         == []
     )
     assert misfits(arrived, OF_EVENT | {"dtype": datetime.date(2026, 1, 1)})
+
+
+def test_every_automation_has_a_name_and_a_description() -> None:
+    triggers = [each for one in declared() for each in one.get("triggers") or ()]
+    automations = yaml.safe_load((Path(deploy.__file__).parent / "automations.yaml").read_text())[
+        "automations"
+    ]
+    named = [*triggers, *automations]
+    assert len(triggers) >= 6
+    assert all(each["name"].startswith("ckptcore-") for each in named)
+    assert len({each["name"] for each in named}) == len(named)
+    assert all(" " in each["description"] for each in named)
+
+
+@pytest.mark.parametrize("one", declared(), ids=lambda one: str(one["name"]))
+def test_the_form_describes_every_parameter(one: dict[str, Any]) -> None:
+    from prefect.utilities.callables import parameter_schema
+
+    properties = parameter_schema(flow_of(one)).model_dump_for_openapi()["properties"]
+    assert properties
+    assert [name for name, field in properties.items() if not field.get("description")] == []
+    choices = {name: field["enum"] for name, field in properties.items() if "enum" in field}
+    if one["name"] in ("convert", "arrived"):
+        assert choices["verb"] == ["consolidate", "export"]
+    if one["name"] in ("convert", "consolidate", "export", "reshard"):
+        assert choices["weights"] == ["auto", "master", "module"]

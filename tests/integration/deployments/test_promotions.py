@@ -117,7 +117,7 @@ def test_changes_by_command_and_page_are_announced_once(
     ]
 
 
-def test_prefect_gets_a_change_when_it_answers_again(box: Mailbox, url: str, checkpoints: list[str]) -> None:
+def test_prefect_gets_a_change_once_it_answers(box: Mailbox, url: str, checkpoints: list[str]) -> None:
     with open_catalog(url) as catalog:
         CliRunner().invoke(cli, ["alias", "set", "best", checkpoints[0], "--catalog", url])
         catalog.close()

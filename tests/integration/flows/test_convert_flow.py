@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def test_the_run_has_logs_and_artifacts(
 
     assert observe.name(run) == f"consolidate run/step-7 to {tmp_path.name}/out"
     found = observe.artifacts(run)
+    # The next run must not replace them.
+    assert all(run.hex[:12] in a.key for a in found.values())
     assert {key: a.type for key, a in found.items()} == {
         "checkpoint-validation": "table",
         "conversion-plan": "markdown",
@@ -104,10 +107,13 @@ def test_permanent_errors_are_not_retried(
 def test_a_damaged_source_stops_before_any_work(
     convert: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = failing(monkeypatch, lambda n: None)
+    calls, sent = failing(monkeypatch, lambda n: None), observe.sent_logs(monkeypatch)
     (data,) = source.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:-5000])
     state = convert(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
+    # `prefect deployment run --watch` shows logs until the state, and no message of a state.
+    reasons = [log["message"] for log in sent if log["level"] == logging.ERROR]
+    assert reasons[0] == state.message
 
     assert state.is_failed()
     assert data.name in state.message
