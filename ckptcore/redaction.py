@@ -46,7 +46,7 @@ _SHAPED = r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}
 # user:password@ of a URL. Users paste passwords with a slash or a question mark in them: everything up to the
 # last @ of the word is removed, unless the colon is followed by the port of a host.
 _USERINFO = (
-    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})"
+    r"(?i)(?P<scheme>(?<![a-z0-9+.-])(?!merged://\[)[a-z][a-z0-9+.-]{0,30})"
     # A path turns two slashes into one.
     r"(?P<sep>://|%3A%2F%2F|:/(?=[^\s/:@]{1,512}:[^\s@]{1,2048}@))"
     r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"

@@ -17,6 +17,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "a value keeps its class, so that torch.load opens the output with weights_only=False only",
         "open it with weights_only=False, or leave the value out with --exclude",
     ),
+    "files-differ": (
+        "error",
+        "two folders of one source have a file of one name with different bytes",
+        "name the folders of one save, or remove the file that does not belong to it",
+    ),
     "unused-option": (
         "warning",
         "a glob or rename of a command matches no tensor",

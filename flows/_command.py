@@ -104,6 +104,7 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
     option, (kind, _) = option_of(parameter), split(parameter.annotation)
     default = parameter.default
     if parameter.name in ENDS:
+        kind = str  # a source in several folders is one text here: merged://[FOLDER,FOLDER]
         metavar = option.metavar if default is parameter.empty else f"[{option.metavar}]"
         return parameter.replace(
             annotation=Annotated[kind, typer.Argument(metavar=metavar, help=option.help)]

@@ -22,6 +22,7 @@ from ckptcore.planning.request import Request
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.text import short_repr
 
 _ELSEWHERE = "choose another destination"
@@ -274,6 +275,8 @@ def _named_folder(named: str | None) -> str | None:
 
 def _require_plain(destination: str) -> None:
     """Raise `UsageError` unless a destination has one meaning: here, in its store, and for later readers."""
+    if is_merged(destination):
+        raise UsageError(f"cannot write {destination}: it is several folders", hint="name one folder")
     if "::" in destination:
         raise UsageError(
             f"cannot write {destination}: it is a chain of file systems", hint="name the place at its end"

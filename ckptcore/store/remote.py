@@ -62,7 +62,7 @@ class FsspecStore:
 
         found: dict[str, Stamped] = _retrying(self.url, call)
         if not found:
-            raise SourceUnreadable(f"{self.url} does not exist or is empty")
+            raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
         return found
 
     def _sized(self, name: str, info: dict[str, Any]) -> dict[str, Any]:
