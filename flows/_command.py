@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from ckptcore.cli.options import typer_type
+from ckptcore.conversion.destination import require_no_credentials
 from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
@@ -77,6 +78,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
         if "sharding" in found:
             found["sharding"] = read_rules(found["sharding"])
         _require_types(flow, found)
+        require_no_credentials(*(found.get(end) for end in ENDS))  # Prefect stores parameters as given
     except typer.TyperException as error:
         message, code = error.format_message(), UsageError.exit_code
     except typer.Exit as error:

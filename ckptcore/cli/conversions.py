@@ -104,6 +104,10 @@ def plan(
     manifest = read(request.source, request.recover, request.keep_quantized, request.weights)
     composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     costs = None
+    if is_s3(dst):
+        from ckptcore.conversion.staged_uploads import upload_budget
+
+        upload_budget(composed.plan.files, settings)  # as a run refuses it
     if reads_s3(request.source) or is_s3(dst):
         from ckptcore.conversion.request_costs import request_costs
 

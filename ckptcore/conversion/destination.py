@@ -19,6 +19,7 @@ from pathlib import Path
 from ckptcore.errors import DestinationExists, DestinationUnwritable, UsageError
 from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
+from ckptcore.redaction import holds_credentials
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
@@ -107,6 +108,7 @@ def require_place(
     Raises:
         UsageError: The destination breaks one of these rules.
     """
+    require_no_credentials(source, destination, config, tokenizer)
     _require_plain(destination)
     parent, name = split_url(destination)
     staging = identify(join_url(parent, f".{name}.ckptcore"))
@@ -168,6 +170,16 @@ def refuse_existing(request: Request) -> None:
         raise DestinationExists(f"{request.destination} exists")
     if request.replaces and path is None and not request.overwrite_in_place:
         _require_atomic(request)
+
+
+def require_no_credentials(*places: str | None) -> None:
+    """Raise `UsageError` for a URL with a password or a signature: plans, results and journals keep URLs."""
+    for url in places:
+        if url is not None and holds_credentials(url):
+            raise UsageError(
+                f"cannot convert with {url}: the URL has credentials in it, which plans would keep",
+                hint="set them in the environment or in a profile, or give them with --storage-option",
+            )
 
 
 def _require_atomic(request: Request) -> None:

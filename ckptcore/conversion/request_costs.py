@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from ckptcore.errors import UsageError
 from ckptcore.execution.expected_reads import planned_reads
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan
 from ckptcore.planning.request import Settings
-from ckptcore.store import is_s3
-from ckptcore.store.ahead import joined
+from ckptcore.store import is_s3, reads_s3
+from ckptcore.store.ahead import ExpectedReads, joined
+from ckptcore.store.merged import MergedAhead, open_merged
 from ckptcore.store.objects.blocks import plan_blocks
+from ckptcore.store.objects.part_plan import plan_parts
 
 PRICES_VARIABLE = "CKPTCORE_REQUEST_PRICES"
 _PRICES = {"get": 0.0004, "put": 0.005}  # of S3 Standard in us-east-1
 _PAGE = 1000  # objects of one listing
-_PART, _MOST_PARTS = 16 << 20, 9000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class RequestCosts:
         get_bytes: Bytes of these.
         over_read: Bytes of these that no tensor needs.
         list: Listings of the source.
-        put: Uploads of small files and of parts.
+        put: Uploads of small files and of parts, with what begins and completes them.
+        put_bytes: Bytes of these.
         dollars: At the prices of the environment.
     """
 
@@ -44,6 +49,7 @@ class RequestCosts:
     over_read: int
     list: int
     put: int
+    put_bytes: int
     dollars: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,25 +72,37 @@ def request_costs(
     Raises:
         UsageError: The prices in the environment are wrong.
     """
-    if not (is_s3(source) or is_s3(destination)):
+    if not (reads_s3(source) or is_s3(destination)):
         return None
     prices = _prices()
-    get = get_bytes = over = listings = put = 0
-    if is_s3(source):
+    get = get_bytes = over = listings = put = put_bytes = 0
+    if reads_s3(source):
         reads = joined([planned_reads(each, compares=settings.verify) for each in files])
-        table = plan_blocks(reads, settings.memory // 2)
-        get, get_bytes, over = len(table), int((table.end - table.start).sum()), table.over_read
-        listings = 4 * -(-len(reads.paths) // _PAGE)
+        for part, memory in _by_store(reads, plan.source, settings.memory // 2):
+            table = plan_blocks(part, memory)
+            get += len(table)
+            get_bytes += int((table.end - table.start).sum())
+            over += table.over_read
+            listings += 4 * max(1, -(-len(np.unique(part.file)) // _PAGE))
     if is_s3(destination):
         put = sum(_parts(f.nbytes) for f in plan.files) + len(plan.extra)
+        put_bytes = plan.bytes_out
     dollars = (get * prices["get"] + (put + listings) * prices["put"]) / 1000
-    return RequestCosts(get, get_bytes, over, listings, put, round(dollars, 6))
+    return RequestCosts(get, get_bytes, over, listings, put, put_bytes, round(dollars, 6))
+
+
+def _by_store(reads: ExpectedReads, source: str, memory: int) -> list[tuple[ExpectedReads, int]]:
+    """Return what is read of each S3 store, and the memory for its blocks."""
+    if is_s3(source):
+        return [(reads, memory)]
+    with closing(open_merged(source)) as store:
+        return store.split(reads, memory) if isinstance(store, MergedAhead) else []
 
 
 def _parts(nbytes: int) -> int:
     """Count the requests that upload a file: begin, parts, complete; or one for a small file."""
-    part = max(_PART, -(-nbytes // _MOST_PARTS) + (1 << 20) - 1 & ~((1 << 20) - 1))
-    return 1 if nbytes <= part else 2 + -(-nbytes // part)
+    count = plan_parts(nbytes).count
+    return 1 if count == 1 else 2 + count
 
 
 def _prices() -> dict[str, float]:

@@ -233,23 +233,24 @@ class MergedAhead(MergedStore):
 
     def expect(self, reads: ExpectedReads, memory: int) -> None:
         """Read ahead what is expected of each folder on S3, with at most ``memory`` bytes of blocks."""
-        holder = np.array(
-            [-1 if (at := self._holder(path)) is None else at for path in reads.paths], np.int64
-        )
-        of = holder[reads.file]
-        busy = [number for number, _ in self._ahead() if (of == number).any()]
-        for number, store in self._ahead():
+        ahead = [store for _, store in self._ahead()]
+        for store, (part, share) in zip(ahead, self.split(reads, memory), strict=True):
+            store.expect(part, share)
+
+    def split(self, reads: ExpectedReads, memory: int) -> list[tuple[ExpectedReads, int]]:
+        """Return the expected reads of each folder on S3, and its share of the memory."""
+        holders = [self._holder(path) for path in reads.paths]
+        of = np.array([-1 if at is None else at for at in holders], np.int64)[reads.file]
+        numbers = [number for number, _ in self._ahead()]
+        share = memory // max(1, sum(bool((of == number).any()) for number in numbers))
+        parts = []
+        for number in numbers:
             rows = of == number
-            part = ExpectedReads(
-                reads.paths,
-                reads.file[rows],
-                reads.start[rows],
-                reads.end[rows],
-                reads.begins[rows],
-                reads.ends[rows],
-                frozenset(path for path in reads.bare if self._holder(path) == number),
-            )
-            store.expect(part, memory // max(1, len(busy)))
+            columns = (reads.file, reads.start, reads.end, reads.begins, reads.ends)
+            bare = frozenset(p for p, at in zip(reads.paths, holders, strict=True) if at == number)
+            part = ExpectedReads(reads.paths, *(column[rows] for column in columns), bare & reads.bare)
+            parts.append((part, share))
+        return parts
 
     def forget(self, path: str, start: int, length: int) -> bool:
         """Drop what is kept of a range; return whether that can make a difference."""
