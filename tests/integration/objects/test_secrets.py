@@ -14,6 +14,8 @@ import pytest
 from fault_s3 import FaultyS3, Stored
 from paths import FIXTURES, ROOT
 
+from ckptcore.cli.main import run
+
 DCP = FIXTURES / "torch" / "dcp_dims_4r" / "ckpt"
 SECRETS = {
     "key": "AKIAZZTOPENVIRONMENT",
@@ -97,29 +99,41 @@ class Left:
         ]
 
 
-def test_no_run_leaves_a_secret(server: FaultyS3, environment: dict[str, str], tmp_path: Path):
+def test_no_run_leaves_a_secret(
+    server: FaultyS3,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
     left = Left(server, tmp_path / "left", environment)
     options = ("--storage-option", f"secret={SECRETS['option']}", "--storage-option", f"key={SECRETS['key']}")
     source = "s3://b/run/step-3"
     left.run(*options, "consolidate", source, "s3://b/out/model.safetensors", "--output", "json")
-    left.run(*options, "plan", source, "s3://b/out/other", "--to", "dcp", "--save", str(left.folder / "plan"))
-    left.run("--storage-option", "profile=team", "validate", source, "--level", "bytes")
+    left.run(
+        "--storage-option",
+        "profile=team",
+        "plan",
+        source,
+        "s3://b/out/other",
+        "--to",
+        "dcp",
+        "--save",
+        str(left.folder / "plan"),
+    )
     # A run that ends with its staging prefix left, and journals in it.
     server.fault("POST", query="uploadId", times=99, action="status", status=403, code="AccessDenied")
     left.run(*options, "consolidate", source, "s3://b/out/denied.safetensors", code=None)
     assert [key for key in server.objects if ".ckptcore/" in key]
     server.calm()
-    for url in (
-        f"s3://me:{SECRETS['userinfo']}@b/run/step-3",
-        f"{server.url}/b/out/model.safetensors?X-Amz-Signature={SECRETS['signature']}",
-        f"http://me:{SECRETS['userinfo']}@127.0.0.1:1/a.safetensors",
-        f"merged://[{source},s3://me:{SECRETS['userinfo']}@b/other]",
-    ):
-        for verb in ("consolidate", "plan", "export"):
-            left.run(verb, url, str(left.folder / "never"), code=2)
-    left.run("consolidate", source, f"s3://me:{SECRETS['userinfo']}@b/never", code=2)
-    left.run("inspect", f"s3://me:{SECRETS['userinfo']}@b/run/step-3", code=None)
-    left.run("validate", f"{server.url}/b/none?X-Amz-Signature={SECRETS['signature']}", code=None)
+    monkeypatch.setattr(os, "environ", environment | {"CKPTCORE_REQUEST_DEADLINE": "0.2"})
+    signed = f"{server.url}/b/none?X-Amz-Signature={SECRETS['signature']}"
+    userinfo = f"s3://me:{SECRETS['userinfo']}@b/run/step-3"
+    for url in (signed, userinfo, f"merged://[{source},{userinfo}]", f"http://{SECRETS['userinfo']}@h/a.pt"):
+        for argv in (["consolidate", url, "never"], ["plan", url, "never"], ["export", source, url]):
+            assert run(argv) == 2
+    assert run(["inspect", userinfo]) > 2
+    left.texts["in this process"] = "".join(capfd.readouterr()).encode()
     assert left.search() == []
     left.texts["proof that the search finds one"] = SECRETS["token"].encode()
     assert len(left.search()) == 1
