@@ -204,6 +204,11 @@ def open_source_store(url: str, versions: Mapping[str, str | None] | None = None
         from ckptcore.store.merged import open_merged
 
         return open_merged(url, versions)
+    if url.startswith("hf://"):
+        from ckptcore.store.hub import HubStore, is_repository
+
+        if is_repository(url):
+            return HubStore(url)
     return open_store(url)
 
 

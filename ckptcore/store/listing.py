@@ -17,7 +17,7 @@ from ckptcore.utils.merged_url import is_merged, roots_of
 MAX_FILES = 2_000_000
 # Keys of a file's time and version in fsspec file systems.
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
-_VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)

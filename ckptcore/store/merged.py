@@ -57,7 +57,7 @@ class MergedStore:
         self.url = url.rstrip("/")
         self.local: Path | None = None
         self.roots = roots_of(self.url)
-        self._whole = not split_merged(self.url)[1]
+        self._complete = not split_merged(self.url)[1]
         for one, other in combinations(map(identify, self.roots), 2):
             if relation(one, other) is not Relation.APART:
                 raise UsageError(
@@ -81,7 +81,7 @@ class MergedStore:
     @property
     def absent(self) -> tuple[str, ...]:
         """The folders of the source that do not exist or are empty."""
-        if not self._whole:  # a node has files of its own ranks, and not every folder
+        if not self._complete:  # a node has files of its own ranks, and not every folder
             return ()
         pairs = zip(self.roots, self._listings(), strict=True)
         return tuple(root for root, listing in pairs if not listing)

@@ -36,14 +36,14 @@ SAMPLES = {
     "ranks": FIXTURES / "torch" / "verl_fsdp2_4r" / "ckpt" / "global_step_10" / "actor",
     "megatron": FIXTURES / "megatron" / "legacy_llama_tp2pp2_0.15.3" / "ckpt",
 }
-WHOLE = {".metadata", "metadata.json", "common.pt", "config.json"}  # what every node has
+SHARED = {".metadata", "metadata.json", "common.pt", "config.json"}  # what every node has
 
 
 def split(source: Path, under: Path, nodes: int = 2) -> list[str]:
     """Copy a checkpoint to folders, each with every ``nodes``-th of its files, and return them."""
     files = sorted(f for f in source.rglob("*") if f.is_file())
     for number, file in enumerate(files):
-        for node in range(nodes) if file.name in WHOLE else (number % nodes,):
+        for node in range(nodes) if file.name in SHARED else (number % nodes,):
             target = under / f"node{node}" / "step-3" / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
@@ -68,14 +68,14 @@ def upload(server: FaultyS3, folder: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_equals_the_whole(kind: str, tmp_path: Path):
+def test_equals_one_folder(kind: str, tmp_path: Path):
     source = SAMPLES[kind]
     nodes = split(source, tmp_path, 3)
     report = ckptcore.check(ckptcore.open(nodes), "bytes")
     alone = ckptcore.check(ckptcore.open(str(source)), "bytes")
     assert [(f.code, f.file) for f in report.findings] == [(f.code, f.file) for f in alone.findings]
     assert report.ok
-    _, right = converted(str(source), tmp_path / "whole.safetensors")
+    _, right = converted(str(source), tmp_path / "one.safetensors")
     _, found = converted(nodes, tmp_path / "merged.safetensors")
     assert found == right
     assert ckptcore.diff(nodes, str(source)).equal
@@ -84,7 +84,7 @@ def test_equals_the_whole(kind: str, tmp_path: Path):
 
 def test_mixed_with_s3(tmp_path: Path):
     nodes = split(DCP, tmp_path, 3)
-    _, right = converted(str(DCP), tmp_path / "whole.safetensors")
+    _, right = converted(str(DCP), tmp_path / "one.safetensors")
     with serving() as server:
         mixed = [nodes[0], *(upload(server, node, f"node{n}") for n, node in enumerate(nodes[1:], 1))]
         for node in nodes[1:]:
@@ -145,7 +145,7 @@ def test_a_folder_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert nodes[2] in found[0].message
     with pytest.raises(NotComplete):
         converted(nodes, tmp_path / "a.safetensors")
-    _, right = converted(str(DCP), tmp_path / "whole.safetensors")
+    _, right = converted(str(DCP), tmp_path / "one.safetensors")
     assert converted(nodes, tmp_path / "a.safetensors", allow_incomplete=True)[1] == right
     catalog = str(tmp_path / "catalog.sqlite")
     assert run(["validate", *nodes, "--catalog", catalog, "--output", "json"]) == 1
