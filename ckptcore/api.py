@@ -17,6 +17,7 @@ from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose
 from ckptcore.planning.options import request_field
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.merged_url import merged_url
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from ckptcore.planning.export_source import KnownExport
 
 
+Several = str | Sequence[str]  # the folder of a checkpoint, or those of one in several folders
+
+
 def open(
-    url: str,
+    url: Several,
     *,
     allow_incomplete: bool = False,
     keep_quantized: bool = False,
@@ -40,7 +44,7 @@ def open(
     """Read the manifest of a checkpoint folder or file, without reading a tensor byte.
 
     Args:
-        url: Path or fsspec URL.
+        url: Path or fsspec URL; several, where each node of a job kept the files of its own ranks.
         allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
         keep_quantized: Describe quantised weights as stored, instead of their values in float32.
         weights: Which of two stored copies of trained weights is the model: ``master``, ``module``, ``auto``.
@@ -56,7 +60,7 @@ def open(
         NotComplete: The save has not finished.
         DamagedCheckpoint: The metadata cannot be used.
     """
-    return inspect(url, allow_incomplete or recover, keep_quantized, weights)
+    return inspect(merged_url(url), allow_incomplete or recover, keep_quantized, weights)
 
 
 def check(
@@ -82,8 +86,8 @@ def check(
 
 
 def diff(
-    a: str | Manifest,
-    b: str | Manifest,
+    a: Several | Manifest,
+    b: Several | Manifest,
     *,
     model: bool = False,
     model_prefix: Sequence[str] = (),
@@ -106,7 +110,7 @@ def diff(
     side lacks because a conversion leaves it out is in ``difference.dropped``.
 
     Args:
-        a: A manifest, or a path or URL.
+        a: A manifest, or a path or URL, or several of one checkpoint.
         b: The other checkpoint.
         model: Compare the model parts only, as ``export`` finds them, without wrapper prefixes and without
             plain values.
@@ -147,14 +151,15 @@ def diff(
         ignore_dropped=ignore_dropped,
     )
     one, two = (
-        open(s, keep_quantized=keep_quantized, weights=weights) if isinstance(s, str) else s for s in (a, b)
+        s if isinstance(s, Manifest) else open(s, keep_quantized=keep_quantized, weights=weights)
+        for s in (a, b)
     )
-    urls = (a if isinstance(a, str) else a.root, b if isinstance(b, str) else b.root)
+    urls = (_url_of(a), _url_of(b))
     return run(one, two, rules, settings or Settings(), progress, urls)
 
 
 def fingerprint(
-    source: str | Manifest,
+    source: Several | Manifest,
     *,
     model: bool = False,
     model_prefix: str | None = None,
@@ -172,7 +177,7 @@ def fingerprint(
     other. `ckptcore.fingerprints.sums` explains what a fingerprint proves.
 
     Args:
-        source: A manifest, or a path or URL.
+        source: A manifest, or a path or URL, or several of one checkpoint.
         model: Take the model part only, as ``export`` finds it, without wrapper prefixes.
         model_prefix: Prefix of the model's names; None finds it.
         include: Globs on stored names; empty for all.
@@ -198,7 +203,9 @@ def fingerprint(
     of_model = model or model_prefix is not None
     rules = FingerprintRules(of_model, model_prefix, *map(_frozen, (include, exclude, rename)))
     manifest = (
-        open(source, keep_quantized=keep_quantized, weights=weights) if isinstance(source, str) else source
+        source
+        if isinstance(source, Manifest)
+        else open(source, keep_quantized=keep_quantized, weights=weights)
     )
     return run(manifest, settings or Settings(), progress, rules)
 
@@ -371,11 +378,11 @@ def load_into(
     return run(manifest, state_dict, prefix=prefix, strict=strict, verify=verify)
 
 
-def plan(source: str | Manifest, destination: str, **options: Any) -> Composed:
+def plan(source: Several | Manifest, destination: str, **options: Any) -> Composed:
     """Plan a conversion without writing anything.
 
     Args:
-        source: A manifest, or a path or URL.
+        source: A manifest, or a path or URL, or several of one checkpoint.
         destination: Path or URL of the output.
         options: Fields of `Request`.
 
@@ -386,16 +393,17 @@ def plan(source: str | Manifest, destination: str, **options: Any) -> Composed:
         DamagedCheckpoint: The checkpoint is incomplete.
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
-    manifest = open(source) if isinstance(source, str) else source
-    url = source if isinstance(source, str) else manifest.root
-    return compose(_request(url, destination, options), manifest)
+    manifest = source if isinstance(source, Manifest) else open(source)
+    return compose(_request(_url_of(source), destination, options), manifest)
 
 
-def prepare(source: str, destination: str, *, settings: Settings | None = None, **options: Any) -> Prepared:
+def prepare(
+    source: Several, destination: str, *, settings: Settings | None = None, **options: Any
+) -> Prepared:
     """Plan a conversion, claim its destination, and save the plan beside it.
 
     Args:
-        source: Path or URL of the checkpoint.
+        source: Path or URL of the checkpoint, or several of one checkpoint.
         destination: Path or URL of the output.
         settings: Memory budget, threads and device.
         options: Fields of `Request`.
@@ -406,7 +414,7 @@ def prepare(source: str, destination: str, *, settings: Settings | None = None, 
         DamagedCheckpoint: The checkpoint is incomplete.
         UsageError: The options contradict each other, or do not fit the checkpoint.
     """
-    return run_prepare(_request(source, destination, options), settings)
+    return run_prepare(_request(_url_of(source), destination, options), settings)
 
 
 def execute(
@@ -449,7 +457,7 @@ def publish(plan: Prepared | str) -> Result:
 
 
 def convert(
-    source: str,
+    source: Several,
     destination: str,
     *,
     settings: Settings | None = None,
@@ -460,7 +468,7 @@ def convert(
     """Convert a checkpoint: plan, write, verify and publish.
 
     Args:
-        source: Path or URL of the checkpoint.
+        source: Path or URL of the checkpoint, or several of one checkpoint.
         destination: Path or URL of the output.
         settings: Memory budget, threads and device. Memory use is ``settings.memory``.
         progress: Called with (stage, bytes done, bytes in total).
@@ -473,11 +481,15 @@ def convert(
     Raises:
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
-    return run_all(_request(source, destination, options), settings, progress, catalog)
+    return run_all(_request(_url_of(source), destination, options), settings, progress, catalog)
 
 
 def _request(source: str, destination: str, options: dict[str, Any]) -> Request:
     return Request(source, destination, **_fields(options))
+
+
+def _url_of(source: Several | Manifest) -> str:
+    return source.root if isinstance(source, Manifest) else merged_url(source)
 
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:

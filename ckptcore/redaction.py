@@ -46,7 +46,7 @@ _SHAPED = r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}
 # user:password@ of a URL. Users paste passwords with a slash or a question mark in them: everything up to the
 # last @ of the word is removed, unless the colon is followed by the port of a host.
 _USERINFO = (
-    r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30})"
+    r"(?i)(?P<scheme>(?<![a-z0-9+.-])(?!merged://\[)[a-z][a-z0-9+.-]{0,30})"
     # A path turns two slashes into one.
     r"(?P<sep>://|%3A%2F%2F|:/(?=[^\s/:@]{1,512}:[^\s@]{1,2048}@))"
     r"(?P<user>[^\s/?#\"'<>]{0,2048}(?:@|%40)"
@@ -54,9 +54,10 @@ _USERINFO = (
 )
 _NO_SECRET = r"(?i)[^:@]*:\*\*\*@"  # SQLAlchemy writes this
 # Schemes where a user alone is a name, and not a key that grants access.
-_BY_NAME = r"(?i)(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)"
+_CONTAINERS = r"(?i)(?:abfss?|wasbs?|adl|az)"  # Azure: container@account
+_BY_NAME = rf"{_CONTAINERS}|(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)"
 
-_STRICT_USERINFO = r"(?<=://)[^/@\s]+@"
+_STRICT_USERINFO = r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)(?P<user>[^/@\s]+)@"
 _MAY_HOLD = r"(?i):/|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
 
 
@@ -133,9 +134,25 @@ def bare_url(url: str) -> str:
 
     >>> bare_url("s3://me:secret@bucket/token=1/a"), bare_url("https://h/a?part=1&sig=x")
     ('s3://bucket/token=1/a', 'https://h/a?part=1&sig=...')
+    >>> bare_url("abfss://container@account.dfs.core.windows.net/a")
+    'abfss://container@account.dfs.core.windows.net/a'
     """
-    place, mark, query = _compiled(_STRICT_USERINFO).sub("", url).partition("?")
+    place, mark, query = _compiled(_STRICT_USERINFO).sub(_without_strict_user, url).partition("?")
     return place + _compiled(_QUERY).sub(rf"\1{GONE}", mark + query)
+
+
+def holds_credentials(url: str) -> bool:
+    """Report whether a URL has credentials in it. A user alone, as of ``ssh://me@host``, is none.
+
+    >>> [*map(holds_credentials, ("s3://me:secret@b/a", "https://h/a?sig=x", "s3://b/a", "/a/token=1"))]
+    [True, True, False, False]
+    """
+    return "://" in url and redacted(url) != url
+
+
+def _without_strict_user(found: re.Match[str]) -> str:
+    container = ":" not in found["user"] and _compiled(_CONTAINERS).match(found["scheme"])
+    return found[0] if container else found["scheme"]
 
 
 def _without_user(found: re.Match[str]) -> str:

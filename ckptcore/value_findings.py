@@ -24,6 +24,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
+    "files-differ": (
+        "error",
+        "two folders of one source have a file of one name with different bytes",
+        "name the folders of one save, or remove the file that does not belong to it",
+    ),
     "unused-option": (
         "warning",
         "a glob or rename of a command matches no tensor",

@@ -13,6 +13,7 @@ from ckptcore.operations import convert_once as once
 from ckptcore.operations.export_target import announced_request
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path
+from ckptcore.utils.merged_url import roots_of
 from tasks.logs import log
 
 
@@ -21,6 +22,10 @@ def require_inside(source: str, root: str) -> None:
 
     The receiver of the event could only compare texts.
     """
+    if roots := roots_of(source):
+        for each in roots:
+            require_inside(each, root)
+        return
     path, top = local_path(source), local_path(root)
     if path is not None and top is not None:
         here, above = os.path.realpath(path), os.path.realpath(top)

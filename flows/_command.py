@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from ckptcore.cli.options import typer_type
+from ckptcore.conversion.destination import require_no_credentials
 from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
@@ -77,6 +78,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
         if "sharding" in found:
             found["sharding"] = read_rules(found["sharding"])
         _require_types(flow, found)
+        require_no_credentials(*(found.get(end) for end in ENDS))  # Prefect stores parameters as given
     except typer.TyperException as error:
         message, code = error.format_message(), UsageError.exit_code
     except typer.Exit as error:
@@ -104,6 +106,7 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
     option, (kind, _) = option_of(parameter), split(parameter.annotation)
     default = parameter.default
     if parameter.name in ENDS:
+        kind = str  # a source in several folders is one text here: merged://[FOLDER,FOLDER]
         metavar = option.metavar if default is parameter.empty else f"[{option.metavar}]"
         return parameter.replace(
             annotation=Annotated[kind, typer.Argument(metavar=metavar, help=option.help)]

@@ -12,6 +12,7 @@ from prefect.utilities.annotations import quote
 
 from ckptcore.errors import CkptError
 from ckptcore.redaction import redacted
+from ckptcore.utils.merged_url import roots_of
 from tasks.logs import log
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ def run_name() -> str:
     """Return a run's name for lists of runs: ``export llama/step-300 to models/llama``."""
     given: dict[str, Any] = runtime.flow_run.parameters
     verb = given.get("verb", runtime.flow_run.flow_name)
-    ends = (_last_two(redacted(str(given[end]))) for end in ("source", "destination") if given.get(end))
+    ends = (_place(given[end]) for end in ("source", "destination") if given.get(end))
     return f"{verb} {' to '.join(ends)}"
 
 
@@ -66,6 +67,14 @@ def closed(value: T) -> T:
     Prefect would visit every element of a manifest.
     """
     return cast("T", quote(value))
+
+
+def _place(given: str | list[str]) -> str:
+    """Return the end of a path or URL; of a source in several folders, that of the first and their number."""
+    each = [given] if isinstance(given, str) else given
+    each = [root for one in each for root in roots_of(one) or (one,)]
+    more = f" and {len(each) - 1} more" if each[1:] else ""
+    return f"{_last_two(redacted(each[0]))}{more}"
 
 
 def _last_two(url: str) -> str:

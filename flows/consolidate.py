@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from prefect import State, flow
 
 from ckptcore.conversion.publish import Result
-from ckptcore.planning.options import OF_VERB, Option, Source
+from ckptcore.planning.options import OF_VERB, Option, Sources
 from flows._command import main
 from flows._naming import run_name
 from flows._options import RUN, FlowOptions, declared, flow_options, takes
@@ -20,7 +20,7 @@ from flows.convert import converted
 @flow(name="consolidate", flow_run_name=run_name)
 @takes(declared(*OF_VERB["consolidate"], *RUN))
 def consolidate(
-    source: Source,
+    source: Sources,
     destination: Annotated[
         str, Option("A new folder, or one file by its suffix; default: SRC.consolidated.", "DST")
     ] = "",

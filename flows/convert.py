@@ -25,7 +25,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, fail, start
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, OutputMismatch
-from ckptcore.planning.options import MODEL, OF_VERB, Destination, Source, Verb
+from ckptcore.planning.options import MODEL, OF_VERB, Destination, Sources, Verb
 from ckptcore.planning.request import Request
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
@@ -45,13 +45,15 @@ from tasks.verify_export import verify_export
 @flow(name="convert", flow_run_name=run_name)
 @takes(declared(*MODEL, *OF_VERB["consolidate"], *EXPORT, *RUN))
 def convert(
-    source: Source, destination: Destination, verb: Verb = "consolidate", **given: Any
+    source: Sources, destination: Destination, verb: Verb = "consolidate", **given: Any
 ) -> Result | State[Any]:
     """Convert a sharded checkpoint into a verified and registered one."""
     return converted(verb, source, destination, flow_options(FlowOptions, given))
 
 
-def converted(verb: str, source: str, destination: str | None, options: FlowOptions) -> Result | State[Any]:
+def converted(
+    verb: str, source: str | Sequence[str], destination: str | None, options: FlowOptions
+) -> Result | State[Any]:
     """Return the result of a flow, or the state of a failed one. destination: see `Options.request`."""
     try:
         return steps(options.request(verb, source, destination), options.job())

@@ -10,7 +10,7 @@ from typing import Any
 from prefect import State, flow
 
 from ckptcore.conversion.publish import Result
-from ckptcore.planning.options import OF_VERB, Destination, Source
+from ckptcore.planning.options import OF_VERB, Destination, Sources
 from flows._command import main
 from flows._naming import run_name
 from flows._options import EXPORT, RUN, FlowOptions, declared, flow_options, takes
@@ -19,7 +19,7 @@ from flows.convert import converted
 
 @flow(name="export", flow_run_name=run_name)
 @takes(declared(*OF_VERB["export"], *EXPORT, *RUN))
-def export(source: Source, destination: Destination, **given: Any) -> Result | State[Any]:
+def export(source: Sources, destination: Destination, **given: Any) -> Result | State[Any]:
     """Export the model in a sharded checkpoint to a folder that transformers opens."""
     return converted("export", source, destination, flow_options(FlowOptions, given))
 

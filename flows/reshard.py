@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.planning.options import OF_VERB, Mesh, Option, Source
+from ckptcore.planning.options import OF_VERB, Mesh, Option, Sources
 from ckptcore.store.place import identify, overlaps
 from flows._command import main
 from flows._naming import failed, run_name
@@ -38,7 +38,7 @@ class Target(BaseModel):
 @flow(name="reshard", flow_run_name=run_name)
 @takes(declared(*OF_VERB["reshard"], *RUN))
 def reshard(
-    source: Source,
+    source: Sources,
     destination: Annotated[str, Option("The new folder.", "DST")] = "",
     mesh: Mesh = "",
     also: Annotated[

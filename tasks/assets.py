@@ -11,6 +11,7 @@ from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTER
 
 from ckptcore.redaction import bare_url
 from ckptcore.store import local_path
+from ckptcore.utils.merged_url import roots_of
 
 
 def asset_keys(*places: str) -> list[Asset | str]:
@@ -20,7 +21,7 @@ def asset_keys(*places: str) -> list[Asset | str]:
     ['s3://team/run/step-7', 'file:///models/llama', 'file:///models/a_b']
     """
     found: list[Asset | str] = []
-    for place in places:
+    for place in [each for one in places for each in roots_of(one) or (one,)]:
         path = local_path(place)
         key = f"file://{path.absolute()}" if path is not None else bare_url(place)
         for character in RESTRICTED_ASSET_CHARACTERS:

@@ -27,6 +27,7 @@ from ckptcore.catalog.query import (
 )
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding
+from ckptcore.utils.merged_url import is_merged, roots_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -172,9 +173,19 @@ def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
-    """Return the URIs of other existing checkpoints inside this one's folder."""
-    below = Checkpoint.uri.startswith(uri.rstrip("/") + "/", autoescape=True)
-    return tuple(conn.execute(select(Checkpoint.uri).where(below, Checkpoint.state.in_(_ALIVE))).scalars())
+    """Return the URIs of other existing checkpoints with files inside this one's folder."""
+    top = uri.rstrip("/") + "/"
+    below = Checkpoint.uri.startswith(top, autoescape=True)
+    merged = Checkpoint.uri.startswith("merged://", autoescape=True)
+    rows = conn.execute(
+        select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
+    )
+    return tuple(
+        each
+        for each in rows.scalars()
+        if not is_merged(each)
+        or any(f"{root}/".startswith(top) or top.startswith(f"{root}/") for root in roots_of(each))
+    )
 
 
 def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:

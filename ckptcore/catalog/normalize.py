@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.redaction import bare_url, redacted
+from ckptcore.utils.merged_url import is_merged, merged_url, split_merged
 
 
 def storable(text: str) -> str:
@@ -59,7 +60,12 @@ def normal_uri(uri: str) -> str:
     's3://bucket/run/step-10'
     >>> normal_uri("file:///nowhere/at/all/")
     '/nowhere/at/all'
+    >>> normal_uri("merged://[s3://me:secret@b/n1/,/nowhere/n0/]")
+    'merged://[/nowhere/n0,s3://b/n1]'
     """
+    if is_merged(uri):
+        roots, inner = split_merged(uri)
+        return merged_url(map(normal_uri, roots)) + (f"/{storable(inner)}" if inner else "")
     scheme, found, rest = uri.partition("://")
     if not found or scheme in ("file", "local"):
         path = rest if found else uri
@@ -77,7 +83,11 @@ def parents(uri: str) -> list[str]:
     ['s3://bucket/a', 's3://bucket']
     >>> parents("/a/b")
     ['/a', '/']
+    >>> parents("merged://[/node0/a,/node1/a]")
+    []
     """
+    if is_merged(uri):  # it is in several folders, and all of it in none
+        return []
     scheme, found, rest = uri.partition("://")
     head = scheme + found if found else ""
     path = rest if found else uri

@@ -21,7 +21,7 @@ from ckptcore.cli.options import (
     One,
     Other,
     Output,
-    Src,
+    Srcs,
     declared,
     takes,
 )
@@ -29,10 +29,11 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import VerifyOptions
 from ckptcore.planning.options import MEANS, RECORD, Options, options_of, pairs, request_field
 from ckptcore.utils import terminal
+from ckptcore.utils.merged_url import merged_url
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "include", "exclude"), ANSWER)
-def inspect(src: Src, **given: Any) -> None:
+def inspect(src: Srcs, **given: Any) -> None:
     """Show the format, tensors, shapes and sizes of a checkpoint. Reads headers only."""
     # Not through `convert`: what only writes is not imported.
     from ckptcore.formats import open_source, read_manifest
@@ -40,7 +41,7 @@ def inspect(src: Src, **given: Any) -> None:
     options = Options.of(given)
     manifest = read_manifest(
         open_source(
-            src,
+            merged_url(src),
             recover=options.allow_incomplete,
             keep_quantized=options.keep_quantized,
             weights=options.weights,
@@ -52,33 +53,33 @@ def inspect(src: Src, **given: Any) -> None:
 
 
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "workers", *RECORD), ANSWER)
-def validate(src: Src, level: Level = "coverage", **given: Any) -> None:
+def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
     """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
     from ckptcore.checking.examine import inspect as read
     from ckptcore.checking.examine import validate as check
 
-    options, as_json = Options.of(given), given["output"] is Output.JSON
+    options, as_json, url = Options.of(given), given["output"] is Output.JSON, merged_url(src)
     try:
         with show.progress() as progress:
-            manifest = read(src, options.allow_incomplete, options.keep_quantized, options.weights)
+            manifest = read(url, options.allow_incomplete, options.keep_quantized, options.weights)
             report = check(manifest, level, workers=options.settings().threads, progress=progress)
             if not options.no_catalog and level in ("bytes", "values"):
                 from ckptcore.operations.registered_files import (
                     against_catalog,  # SQLAlchemy: only who needs it waits for it
                 )
 
-                report = against_catalog(manifest, report, src, options.catalog)
+                report = against_catalog(manifest, report, url, options.catalog)
     except CkptError as error:
         if error.exit_code != 1:
             raise
-        show.report(show.report_of(error, src, level), as_json=as_json)
+        show.report(show.report_of(error, url, level), as_json=as_json)
         raise typer.Exit(1) from error
     # The answer comes first: an unusable catalog must not hide a result that took hours.
     show.report(report, as_json=as_json)
     if not options.no_catalog:
         from ckptcore.operations.registered_files import record_report
 
-        if not record_report(manifest, src, report, options.catalog):
+        if not record_report(manifest, url, report, options.catalog):
             terminal.line(
                 "not recorded: the files differ from the checkpoint that the catalog has here, with digests. "
                 "try --level bytes to compare them, or `ckptcore catalog rebuild --digests` to record them",
@@ -118,7 +119,7 @@ def diff(a: One, b: Other, **given: Any) -> None:
 
 
 @takes(PART, RUN, declared(*RECORD), ANSWER)
-def fingerprint(src: Src, **given: Any) -> None:
+def fingerprint(src: Srcs, **given: Any) -> None:
     """Compute one digest of all tensor values.
 
     It is equal for every copy, whatever its format, topology and files.
@@ -126,8 +127,8 @@ def fingerprint(src: Src, **given: Any) -> None:
     from ckptcore.api import fingerprint as take
     from ckptcore.checking.examine import inspect as read
 
-    options = Options.of(given)
-    manifest = read(src, keep_quantized=options.keep_quantized, weights=options.weights)
+    options, url = Options.of(given), merged_url(src)
+    manifest = read(url, keep_quantized=options.keep_quantized, weights=options.weights)
     with show.progress() as progress:
         taken = take(
             manifest,
@@ -139,11 +140,11 @@ def fingerprint(src: Src, **given: Any) -> None:
             settings=options.settings(),
             progress=progress,
         )
-    show.fingerprint(taken, src, as_json=given["output"] is Output.JSON)
+    show.fingerprint(taken, url, as_json=given["output"] is Output.JSON)
     if not options.no_catalog:
         from ckptcore.conversion.registration import record_fingerprint
 
-        record_fingerprint(manifest, src, taken.tensors, dict(taken.renamed), options.catalog)
+        record_fingerprint(manifest, url, taken.tensors, dict(taken.renamed), options.catalog)
 
 
 # Options of the export, for exports that the catalog does not know.

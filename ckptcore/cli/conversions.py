@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptcore.cli import render as show
-from ckptcore.cli.options import ANSWER, RUN, SAVE, WAIT, Dst, Output, Src, declared, takes
+from ckptcore.cli.options import ANSWER, RUN, SAVE, WAIT, Dst, Output, Srcs, declared, help_of, takes
 from ckptcore.cli.render_operations import already, waits
 from ckptcore.planning.options import (
     CONTENT,
@@ -24,10 +24,11 @@ from ckptcore.planning.options import (
     RECORD,
     SHARDS,
     Options,
+    Source,
     here,
     read_rules,
 )
-from ckptcore.store import is_s3
+from ckptcore.store import is_s3, reads_s3
 
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
@@ -37,16 +38,24 @@ if TYPE_CHECKING:
 
 @takes(declared(*OF_VERB["consolidate"]), WAIT, ANSWER)
 def consolidate(
-    src: Src,
-    dst: Annotated[str | None, typer.Argument(metavar="DST", help="Default: SRC.consolidated.")] = None,
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC... [DST]",
+            help=f"{help_of(Source)} Several: the folders that hold its files. Then the new folder or file; "
+            "default: SRC.consolidated.",
+        ),
+    ],
     **given: Any,
 ) -> None:
     """Write all tensors, named as stored, to a file or folder."""
-    _convert(_options(given).request("consolidate", src, dst), given)
+    *src, last = places
+    dst = last if src else None
+    _convert(_options(given).request("consolidate", src or [last], dst), given)
 
 
 @takes(declared(*OF_VERB["export"]), WAIT, ANSWER)
-def export(src: Src, dst: Dst, **given: Any) -> None:
+def export(src: Srcs, dst: Dst, **given: Any) -> None:
     """Write the model part as a Hugging Face folder.
 
     The folder contains the shards, their index, the config and the tokenizer.
@@ -55,7 +64,7 @@ def export(src: Src, dst: Dst, **given: Any) -> None:
 
 
 @takes(declared(*OF_VERB["reshard"]), WAIT, ANSWER)
-def reshard(src: Src, dst: Dst, **given: Any) -> None:
+def reshard(src: Srcs, dst: Dst, **given: Any) -> None:
     """Write all state for the ranks of another mesh.
 
     Model, optimizer and trainer state are sharded over the axes fsdp, tp, pp and ep.
@@ -65,7 +74,7 @@ def reshard(src: Src, dst: Dst, **given: Any) -> None:
 
 @takes(declared(*MODEL, *SHARDS, *CONTENT, *PLACE, *MEANS, "no_catalog"), SAVE, ANSWER)
 def plan(
-    src: Src,
+    src: Srcs,
     dst: Dst,
     verb: Annotated[
         str,
@@ -92,13 +101,17 @@ def plan(
     settings = options.settings()
     folder = None if given["save"] is None else here("--save", given["save"])
     refuse_existing(request)
-    manifest = read(src, request.recover, request.keep_quantized, request.weights)
+    manifest = read(request.source, request.recover, request.keep_quantized, request.weights)
     composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     costs = None
-    if is_s3(src) or is_s3(dst):
+    if is_s3(dst):
+        from ckptcore.conversion.staged_uploads import upload_budget
+
+        upload_budget(composed.plan.files, settings)  # as a run refuses it
+    if reads_s3(request.source) or is_s3(dst):
         from ckptcore.conversion.request_costs import request_costs
 
-        costs = request_costs(composed.plan, composed.files, src, dst, settings)
+        costs = request_costs(composed.plan, composed.files, request.source, dst, settings)
     peak = peak_memory(composed.plan, settings)
     show.plan(composed, peak, costs, as_json=given["output"] is Output.JSON)
 

@@ -137,6 +137,10 @@ def level(text: str) -> str:
 
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help=help_of(Source))]
+Srcs = Annotated[
+    list[str],
+    typer.Argument(metavar="SRC...", help=f"{help_of(Source)} Several: the folders that hold its files."),
+]
 Dst = Annotated[str, typer.Argument(metavar="DST", help=help_of(Destination))]
 One = Annotated[str, typer.Argument(metavar="A", help="Path or fsspec URL of a checkpoint.")]
 Other = Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, of any format and topology.")]

@@ -175,7 +175,7 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, *, as_json: boo
         out.print(
             f"S3: {count(costs.get, 'GET')} of {show_size(costs.get_bytes)} "
             f"({show_size(costs.over_read)} over-read), {count(costs.list, 'LIST')}, "
-            f"{count(costs.put, 'PUT')}; about ${costs.dollars:.4f}"
+            f"{count(costs.put, 'PUT')} of {show_size(costs.put_bytes)}; about ${costs.dollars:.4f}"
         )
     if value.ranks:
         sizes = value.ranks.per_rank

@@ -19,9 +19,11 @@ from pathlib import Path
 from ckptcore.errors import DestinationExists, DestinationUnwritable, UsageError
 from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
+from ckptcore.redaction import holds_credentials
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.text import short_repr
 
 _ELSEWHERE = "choose another destination"
@@ -106,6 +108,7 @@ def require_place(
     Raises:
         UsageError: The destination breaks one of these rules.
     """
+    require_no_credentials(source, destination, config, tokenizer)
     _require_plain(destination)
     parent, name = split_url(destination)
     staging = identify(join_url(parent, f".{name}.ckptcore"))
@@ -167,6 +170,16 @@ def refuse_existing(request: Request) -> None:
         raise DestinationExists(f"{request.destination} exists")
     if request.replaces and path is None and not request.overwrite_in_place:
         _require_atomic(request)
+
+
+def require_no_credentials(*places: str | None) -> None:
+    """Raise `UsageError` for a URL with a password or a signature: plans, results and journals keep URLs."""
+    for url in places:
+        if url is not None and holds_credentials(url):
+            raise UsageError(
+                f"cannot convert with {url}: the URL has credentials in it, which plans would keep",
+                hint="set them in the environment or in a profile, or give them with --storage-option",
+            )
 
 
 def _require_atomic(request: Request) -> None:
@@ -274,6 +287,8 @@ def _named_folder(named: str | None) -> str | None:
 
 def _require_plain(destination: str) -> None:
     """Raise `UsageError` unless a destination has one meaning: here, in its store, and for later readers."""
+    if is_merged(destination):
+        raise UsageError(f"cannot write {destination}: it is several folders", hint="name one folder")
     if "::" in destination:
         raise UsageError(
             f"cannot write {destination}: it is a chain of file systems", hint="name the place at its end"

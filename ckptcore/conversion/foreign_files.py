@@ -29,6 +29,7 @@ from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.request import Request
 from ckptcore.store import Readable, local_path, open_store, split_url
 from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take, take_settled
+from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.text import some
 
 _CARD = "README.md"
@@ -197,6 +198,8 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
 
 def inodes_of(url: str) -> set[tuple[int, int] | None]:
     """Return (device, inode) of every file and folder of a place, and of its links' targets."""
+    if roots := roots_of(url):
+        return set().union(*map(inodes_of, roots))
     path = local_path(url)
     if path is None:
         return set()

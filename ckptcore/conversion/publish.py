@@ -36,7 +36,7 @@ from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
-from ckptcore.store import Readable, is_s3
+from ckptcore.store import Readable, reads_s3
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
 def _unproven(source: str, receipts: Sequence[Receipt]) -> tuple[Finding, ...]:
     """Return a note on what came over a network without any checksum: flipped bits would not be seen."""
     count = sum(r.unverified for r in receipts)
-    if not count or not is_s3(source):
+    if not count or not reads_s3(source):
         return ()
     message = f"{count} source records have a checksum neither in their format nor in their store"
     return (finding("unproven", "bytes", message),)

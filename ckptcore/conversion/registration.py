@@ -21,6 +21,7 @@ from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
+from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.step_names import step_of
 
 if TYPE_CHECKING:
@@ -284,7 +285,12 @@ def _step_and_run(uri: str) -> tuple[int | None, str | None]:
 
     >>> _step_and_run("/runs/llama-7b/step-300"), _step_and_run("/data/model")
     ((300, 'llama-7b'), (None, None))
+    >>> _step_and_run("merged://[/node0/llama/step-300,/node1/llama/step-300]")
+    (300, 'llama')
     """
+    if roots := roots_of(uri):  # what all of its folders say
+        steps, runs = zip(*map(_step_and_run, roots), strict=True)
+        return (steps[0] if len({*steps}) == 1 else None), (runs[0] if len({*runs}) == 1 else None)
     path = local_path(uri)
     parent, name = split_url(str(path.absolute()) if path is not None else uri)
     step = step_of(name)

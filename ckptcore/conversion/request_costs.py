@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from ckptcore.conversion.staged_uploads import beside_uploads, is_uploaded
 from ckptcore.errors import UsageError
@@ -18,7 +21,9 @@ from ckptcore.execution.expected_reads import schedule_reads
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
-from ckptcore.store import is_s3
+from ckptcore.store import is_s3, reads_s3
+from ckptcore.store.ahead import ExpectedReads
+from ckptcore.store.merged import MergedAhead, open_merged
 from ckptcore.store.objects.blocks import plan_blocks
 from ckptcore.store.objects.part_plan import plan_parts
 
@@ -36,7 +41,8 @@ class RequestCosts:
         get_bytes: Bytes of these.
         over_read: Bytes of these that no tensor needs.
         list: Listings of the source.
-        put: Uploads of small files and of parts.
+        put: Uploads of small files and of parts, with what begins and completes them.
+        put_bytes: Bytes of these.
         dollars: At the prices of the environment.
     """
 
@@ -45,6 +51,7 @@ class RequestCosts:
     over_read: int
     list: int
     put: int
+    put_bytes: int
     dollars: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,22 +74,34 @@ def request_costs(
     Raises:
         UsageError: The prices in the environment are wrong.
     """
-    if not (is_s3(source) or is_s3(destination)):
+    if not (reads_s3(source) or is_s3(destination)):
         return None
     prices = _prices()
-    get = get_bytes = over = listings = put = 0
-    if is_s3(source):
+    get = get_bytes = over = listings = put = put_bytes = 0
+    if reads_s3(source):
         uploads = is_s3(destination)
         means = beside_uploads(plan.files, settings) if uploads else settings
         schedule = schedule_reads(files, means, uploads=uploads)
-        if schedule.reads is not None:
-            table = plan_blocks(schedule.reads, schedule.window)
-            get, get_bytes, over = len(table), int((table.end - table.start).sum()), table.over_read
-            listings = 4 * -(-len(schedule.reads.paths) // _PAGE)
+        parts = [] if schedule.reads is None else _by_store(schedule.reads, plan.source, schedule.window)
+        for part, memory in parts:
+            table = plan_blocks(part, memory)
+            get += len(table)
+            get_bytes += int((table.end - table.start).sum())
+            over += table.over_read
+            listings += 4 * max(1, -(-len(np.unique(part.file)) // _PAGE))
     if is_s3(destination):
         put = sum(_parts(f) for f in plan.files) + len(plan.extra)
+        put_bytes = plan.bytes_out
     dollars = (get * prices["get"] + (put + listings) * prices["put"]) / 1000
-    return RequestCosts(get, get_bytes, over, listings, put, round(dollars, 6))
+    return RequestCosts(get, get_bytes, over, listings, put, put_bytes, round(dollars, 6))
+
+
+def _by_store(reads: ExpectedReads, source: str, memory: int) -> list[tuple[ExpectedReads, int]]:
+    """Return what is read of each S3 store, and the memory for its blocks."""
+    if is_s3(source):
+        return [(reads, memory)]
+    with closing(open_merged(source)) as store:
+        return store.split(reads, memory) if isinstance(store, MergedAhead) else []
 
 
 def _parts(file: PlannedFile) -> int:

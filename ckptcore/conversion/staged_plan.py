@@ -109,7 +109,9 @@ def plan_run(
         source=source,
         items=plan.items,
         # Where every request is for the version that was noted, each read proves it.
-        unchanged=_ignore if isinstance(source, ReadsAhead) else partial(_require_same, noted, source),
+        unchanged=_ignore
+        if isinstance(source, ReadsAhead) and source.pins
+        else partial(_require_same, noted, source),
         files=staging.files,
         receipts=staging.receipts,
         scratch=str(staging.root.local) if staging.root.local is not None else None,

@@ -71,6 +71,7 @@ from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.store import Stamped, Store, hub_hint, join_url, open_source_store, split_url
+from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
 
 accept_old_fields()
@@ -172,6 +173,10 @@ def open_source(
         SourceUnreadable: The URL does not exist, is no regular file, or cannot be opened.
     """
     store = open_source_store(url)
+    if isinstance(store, MergedStore):
+        seen_in_all = store.stamped()
+        store.require_equal()
+        return _source(store, None, seen_in_all, recover, keep_quantized, weights)
     if store.local is not None:
         try:
             is_folder = store.local.is_dir()
@@ -260,6 +265,12 @@ def _read_manifest(source: Source) -> Manifest:
         message = f"files named by rank, like those of another checkpoint, are not read: {others[0]}{more}"
         stray = finding("stray-file", "files", message, file=others[0])
         manifest = replace(manifest, findings=(*manifest.findings, stray))
+    absent = root.store.absent if isinstance(root.store, MergedStore) and not root.recover else ()
+    if absent:
+        more = f" and {len(absent) - 1} more" if absent[1:] else ""
+        message = f"a folder of the source does not exist or is empty: {absent[0]}{more}"
+        lacks = finding("not-complete", "files", message, hint="name the folder of every node")
+        manifest = replace(manifest, findings=(*manifest.findings, lacks))
     origin = {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name}
     manifest = replace(manifest, origin=origin)
     return _as_listed(root, manifest, {join_url(source.store.url, name) for name in names})

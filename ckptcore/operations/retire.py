@@ -45,6 +45,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import Store, local_path, open_store, split_url
 from ckptcore.store.below import open_above
 from ckptcore.store.contents import Thing, contents, difference, require_no_mount
+from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -373,6 +374,13 @@ def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
 
     On an object store the name is the place. Raise `UsageError` if there is none.
     """
+    if is_merged(source.uri):
+        # Its folders may be of other machines and stores, and other saves may use them: what one deletion
+        # cannot prove and undo as a whole is not begun.
+        raise UsageError(
+            f"cannot delete {source.uri}: it is several folders",
+            hint="remove them by hand when they are replaced",
+        )
     error: UsageError | None = None
     for root in above:
         if not source.uri.startswith(root.uri.rstrip("/") + "/"):

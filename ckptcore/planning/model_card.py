@@ -19,6 +19,7 @@ from ckptcore.planning.model_files import ModelFiles
 from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.store import local_path, split_url
+from ckptcore.utils.merged_url import merged_url, roots_of
 
 _PROVENANCE = re.compile(
     r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
@@ -154,6 +155,8 @@ def _major(version: object) -> int:
 
 def _clean_url(url: str) -> str:
     """Return a full path or URL, without credentials."""
+    if roots := roots_of(url):
+        return merged_url(map(_clean_url, roots))
     path = local_path(url)
     return os.path.abspath(path) if path is not None else bare_url(url)
 

@@ -38,6 +38,7 @@ from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.merged_url import merged_url, split_merged
 from ckptcore.utils.units import show_size
 
 _OWN_LORA = frozenset({"phi4mm"})  # models with LoRA weights of their own
@@ -290,6 +291,10 @@ def _places_outwards(request: Request, manifest: Manifest) -> Iterator[list[HubF
 
 
 def _absolute(url: str) -> str:
+    roots, inner = split_merged(url)
+    if roots:
+        top = merged_url(map(_absolute, roots))
+        return f"{top}/{inner}" if inner else top
     path = local_path(url)
     return url.rstrip("/") if path is None else str(path.absolute())
 

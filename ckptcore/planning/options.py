@@ -10,12 +10,13 @@ options when the program starts, and `ckptcore inspect` must not wait for pydant
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.merged_url import is_merged, merged_url
 from ckptcore.utils.units import parse_size
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ Declared = TypeVar("Declared")
 Declaration = tuple[Any, Option, Any]  # type, option, default
 Texts = tuple[str, ...] | None
 Source = Annotated[str, Option("Path or fsspec URL of the checkpoint.", "SRC")]
+Sources = Annotated[
+    str | list[str],
+    Option("Path or fsspec URL of the checkpoint, or a list of the folders that hold it.", "SRC"),
+]
 Destination = Annotated[
     str, Option("New folder, or one file with the suffix .safetensors, .pt, .pth, .bin or .ckpt.", "DST")
 ]
@@ -239,12 +244,12 @@ class Options:
         """Return the options among the arguments of a command, which may have others."""
         return read_options(cls, given)
 
-    def request(self, verb: str, source: str, destination: str | None = None) -> Request:
+    def request(self, verb: str, source: str | Sequence[str], destination: str | None = None) -> Request:
         """Return what to make of a checkpoint.
 
         Args:
             verb: ``consolidate``, ``export`` or ``reshard``.
-            source: Path or URL of the checkpoint.
+            source: Path or URL of the checkpoint, or several of one checkpoint.
             destination: Path or URL of the output; None means ``SOURCE.consolidated``.
 
         Raises:
@@ -252,9 +257,12 @@ class Options:
         """
         from ckptcore.planning.request import Request
 
+        url = merged_url(source)
+        if destination is None and is_merged(url):
+            raise UsageError("a destination is needed: there are several sources")
         return Request(
-            source=source,
-            destination=f"{source.rstrip('/')}.consolidated" if destination is None else destination,
+            source=url,
+            destination=f"{url.rstrip('/')}.consolidated" if destination is None else destination,
             verb=verb,
             to=self.to,
             include=tuple(self.include or ()),

@@ -49,7 +49,7 @@ class Request:
     """What to make of a checkpoint. Everything here decides the output's bytes.
 
     Attributes:
-        source: Path or URL of the checkpoint.
+        source: Path or URL of the checkpoint; of one in several folders, ``merged_url`` of them.
         destination: Path or URL of the output.
         verb: ``consolidate`` keeps every tensor under its stored name, ``export`` takes the model part,
             ``reshard`` cuts everything for the ranks of a mesh.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
+from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:
     from ckptcore.store.objects.uploads import Uploaded
@@ -172,6 +173,10 @@ def open_store(url: str) -> Store:
         from ckptcore.store.local import LocalStore
 
         return LocalStore(path)
+    if is_merged(url):
+        from ckptcore.store.merged import open_merged
+
+        return open_merged(url)
     if is_s3(url):
         from ckptcore.store.s3 import S3Store
 
@@ -195,12 +200,26 @@ def open_source_store(url: str, versions: Mapping[str, str | None] | None = None
         from ckptcore.store.s3 import S3Store
 
         return S3Store(url, pinned=True, versions=versions)
+    if is_merged(url):
+        from ckptcore.store.merged import open_merged
+
+        return open_merged(url, versions)
+    if url.startswith("hf://"):
+        from ckptcore.store.hub import HubStore, is_repository
+
+        if is_repository(url):
+            return HubStore(url)
     return open_store(url)
 
 
 def is_s3(url: str) -> bool:
     """Report whether a URL names a place on an S3 store, and no chain of file systems."""
     return url.startswith(("s3://", "s3a://")) and "::" not in url
+
+
+def reads_s3(url: str) -> bool:
+    """Report whether a source, or one of its folders, is on an S3 store."""
+    return any(map(is_s3, roots_of(url) or (url,)))
 
 
 def local_path(url: str) -> Path | None:
@@ -232,7 +251,13 @@ def split_url(url: str) -> tuple[str, str]:
     (('s3://bucket/run', 'step-3'), ('.', 'step-3'))
     >>> split_url("memory://step-3")
     ('memory://', 'step-3')
+    >>> split_url("merged://[/node0/a,/node1/a]/optim"), split_url("merged://[/node0/a,/node1/a]")[1]
+    (('merged://[/node0/a,/node1/a]', 'optim'), '')
     """
+    if is_merged(url):
+        roots, inner = split_merged(url)
+        above, _, name = inner.rpartition("/")
+        return join_url(merged_url(roots), above) if above else merged_url(roots), name
     path = local_path(url)
     if path is not None:
         full = Path(os.path.normpath(path))

@@ -61,6 +61,10 @@ class StoreProof:
 class ReadsAhead(Protocol):
     """A store that reads ahead what is expected, within a memory budget."""
 
+    @property
+    def pins(self) -> bool:
+        """Whether each file is read in one version, so that a change needs no second look."""
+
     def expect(self, reads: ExpectedReads, memory: int) -> None:
         """Replace the expectations; ``memory`` is the most that blocks may take, bytes."""
 

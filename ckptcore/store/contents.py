@@ -17,6 +17,7 @@ from ckptcore.errors import SourceChanged, SourceUnreadable, UsageError
 from ckptcore.store import local_path
 from ckptcore.store.listing import MAX_FILES, everything_at
 from ckptcore.store.place import mounts
+from ckptcore.utils.merged_url import is_merged
 
 MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
 _UNKNOWN = "unknown"  # the version in a survey of an object whose store reports none
@@ -90,6 +91,8 @@ def contents(url: str, *, follow: bool = False) -> dict[str, Thing]:
         StorageTrouble: The store failed.
         UsageError: A deletion would be unsafe: another file system, a mount, an object without a version.
     """
+    if is_merged(url):
+        raise UsageError(f"cannot list {url} as one place", hint="name each of its folders alone")
     path = local_path(url)
     if path is None:
         return _remote_things(url)

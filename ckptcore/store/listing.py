@@ -12,11 +12,12 @@ from blake3 import blake3
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import local_path
+from ckptcore.utils.merged_url import is_merged, roots_of
 
 MAX_FILES = 2_000_000
 # Keys of a file's time and version in fsspec file systems.
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
-_VERSIONS = ("ETag", "etag", "md5Hash", *_TIMES)
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,11 @@ def folder_at(url: str) -> Folder:
         StorageTrouble: The store failed.
         UsageError: The URL cannot be opened.
     """
+    if roots := roots_of(url):
+        each = [folder_at(root) for root in reversed(roots)]  # the first that has a file counts
+        files = {name: nbytes for folder in each for name, nbytes in folder.files.items()}
+        names = {name for folder in each for name in folder.folders}
+        return Folder(dict(sorted(files.items())), tuple(sorted(names)))
     path = local_path(url)
     if path is not None:
         return _folder_here(os.fspath(path))
@@ -228,6 +234,8 @@ def _seen(status: os.stat_result) -> ListedFile:
 
 
 def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, ListedFile]]:
+    if is_merged(url):
+        raise UsageError(f"cannot list {url} as one folder", hint="name each of its folders alone")
     import fsspec
 
     try:

@@ -47,7 +47,7 @@ class LocalStore:
             if not self._root.is_dir():
                 if self._root.exists():
                     raise SourceUnreadable(f"{self.url} is a file, not a folder")
-                raise SourceUnreadable(f"{self.url} does not exist", hint="check the path")
+                raise SourceUnreadable(f"{self.url} does not exist", hint="check the path", absent=True)
             for folder, _, names in os.walk(self._root, onerror=_reraise):
                 for name in names:
                     path = os.path.join(folder, name)

@@ -17,6 +17,7 @@ from enum import StrEnum
 from urllib.parse import unquote, urlsplit
 
 from ckptcore.store import local_path
+from ckptcore.utils.merged_url import roots_of
 
 _FAMILIES = {
     "s3": "s3",
@@ -71,6 +72,7 @@ class Location:
         trail: (device, inode) of the place itself, where it exists, and of the existing folders above it,
             nearest first. Remote places have none.
         exists: Whether ``trail`` begins with the place itself.
+        parts: The places of a merged source, which has no spots of its own.
     """
 
     url: str
@@ -79,6 +81,7 @@ class Location:
     spots: frozenset[tuple[str, tuple[str, ...]]]
     trail: tuple[tuple[int, int], ...] = ()
     exists: bool = False
+    parts: tuple[Location, ...] = ()
 
     @property
     def is_bucket(self) -> bool:
@@ -94,6 +97,8 @@ def identify(url: str) -> Location:
     Raises:
         UsageError: It is not a URL.
     """
+    if roots := roots_of(url):
+        return Location(url, "merged", "", frozenset(), parts=tuple(map(identify, roots)))
     last = next((part for part in reversed(url.split("::")) if part), "")
     path = local_path(last)
     scheme, sign, rest = last.partition("://")
@@ -106,7 +111,13 @@ def identify(url: str) -> Location:
 
 
 def relation(a: Location, b: Location) -> Relation:
-    """Return how ``a`` relates to ``b``: SAME, INSIDE it, AROUND it, or APART where none is possible."""
+    """Return how ``a`` relates to ``b``: SAME, INSIDE it, AROUND it, or APART where none is possible.
+
+    A merged source relates as the first of its places that does.
+    """
+    if a.parts or b.parts:
+        each = (relation(x, y) for x in a.parts or (a,) for y in b.parts or (b,))
+        return next((r for r in each if r is not Relation.APART), Relation.APART)
     found = {_of_paths(x[1], y[1]) for x in a.spots for y in b.spots if _may_meet(a, b, x[0], y[0])}
     if a.exists and b.exists and a.trail[0] == b.trail[0]:
         found.add(Relation.SAME)

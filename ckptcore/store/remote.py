@@ -20,7 +20,7 @@ from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # Keys of what changes with a file's content, best first.
-_VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
 # Schemes whose file systems are extras of this package.
@@ -60,9 +60,9 @@ class FsspecStore:
                 if name != self._root and info.get("type", "file") == "file"
             }
 
-        found: dict[str, Stamped] = _retrying(self.url, call)
+        found: dict[str, Stamped] = retrying(self.url, call)
         if not found:
-            raise SourceUnreadable(f"{self.url} does not exist or is empty")
+            raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
         return found
 
     def _sized(self, name: str, info: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class FsspecStore:
                 return None
             return info
 
-        found: dict[str, Any] | None = _retrying(f"{self.url}/{path}", call)
+        found: dict[str, Any] | None = retrying(f"{self.url}/{path}", call)
         return found
 
     def ctime(self, path: str) -> int | None:
@@ -119,7 +119,7 @@ class FsspecStore:
             data: bytes = self._fs.cat_file(self._full(path), start=start, end=start + length)
             return data
 
-        data: bytes = _retrying(f"{self.url}/{path}", call)
+        data: bytes = retrying(f"{self.url}/{path}", call)
         if len(data) != length:
             raise SourceUnreadable(
                 f"{self.url}/{path} ends early: {length} bytes needed at offset {start} (got {len(data)})",
@@ -143,7 +143,7 @@ class FsspecStore:
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small object in one request."""
-        _retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data), writing=True)
+        retrying(f"{self.url}/{path}", lambda: self._fs.pipe_file(self._full(path), data), writing=True)
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing object is no error."""
@@ -152,7 +152,7 @@ class FsspecStore:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._full(path))
 
-        _retrying(f"{self.url}/{path}", call, writing=True)
+        retrying(f"{self.url}/{path}", call, writing=True)
 
     def remove_all(self) -> None:
         """Remove every object below the folder."""
@@ -163,7 +163,7 @@ class FsspecStore:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(name)
 
-        _retrying(self.url, call, writing=True)
+        retrying(self.url, call, writing=True)
 
     def free_bytes(self) -> int | None:
         """Return None: object stores have no limit to report."""
@@ -177,7 +177,7 @@ class FsspecStore:
         if not isinstance(target, FsspecStore):
             raise UsageError(f"cannot copy from {self.url} to {target.url} server-side")
         full = target._full(name)
-        _retrying(target.url, lambda: self._fs.cp_file(self._full(path), full), writing=True)
+        retrying(target.url, lambda: self._fs.cp_file(self._full(path), full), writing=True)
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"
@@ -229,7 +229,8 @@ def _stamped(info: dict[str, Any]) -> Stamped:
     return Stamped(int(info["size"] or 0), f"{info.get('size')} bytes, version {version}", None)
 
 
-def _retrying(what: str, call: Any, *, writing: bool = False) -> Any:
+def retrying(what: str, call: Any, *, writing: bool = False) -> Any:
+    """Call a function, up to four times while it fails for a moment; its errors become this package's."""
     policy = Retrying(
         stop=stop_after_attempt(4),
         wait=wait_random_exponential(multiplier=0.2, max=5),

@@ -24,6 +24,8 @@ _MOST_IN_ONE = 1 << 30  # bytes of one request; S3 takes 5 GiB
 class S3Store(FsspecStore):
     """A folder of a bucket; see `ckptcore.store.Store` and `ckptcore.store.ahead.ReadsAhead`."""
 
+    pins = True
+
     def __init__(
         self, url: str, *, pinned: bool = False, versions: Mapping[str, str | None] | None = None
     ) -> None:
@@ -45,7 +47,7 @@ class S3Store(FsspecStore):
         """List the objects with size and version, as they are now."""
         found = self._reader.stamped()
         if not found:
-            raise SourceUnreadable(f"{self.url} does not exist or is empty")
+            raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
         return found
 
     def list(self) -> dict[str, int]:

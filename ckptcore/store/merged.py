@@ -1,0 +1,281 @@
+"""Read several folders as one source, as the nodes of a training job leave them.
+
+Each node has the files of its own ranks. A file belongs to the first folder that has it; a file of one name
+in two folders must have equal bytes, which `MergedStore.require_equal` proves when the source is opened. A
+folder that is missing or empty is in `MergedStore.absent`, which makes the source incomplete. Nothing is ever
+written to a merged source.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import combinations
+from pathlib import Path
+from typing import Never
+
+import numpy as np
+
+from ckptcore.errors import DamagedCheckpoint, SourceUnreadable, UsageError, finding
+from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store, is_s3, open_source_store
+from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
+from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.merged_url import roots_of, split_merged
+
+_Listings = tuple[dict[str, Stamped] | None, ...]  # of each folder; None for one that does not exist
+
+_BLOCK = 4 << 20  # bytes that are compared at once
+_LISTINGS = 8  # folders that are listed at the same time
+
+
+def open_merged(url: str, versions: Mapping[str, str | None] | None = None) -> MergedStore:
+    """Return the store of a merged source; nothing is read yet.
+
+    Args:
+        url: ``merged://[ROOT,ROOT]``, or a folder in it.
+        versions: File -> stamp of what was seen of it before, and must still be the same.
+
+    Raises:
+        UsageError: The URL is wrong, or two of the folders overlap.
+    """
+    return (MergedAhead if any(map(is_s3, roots_of(url))) else MergedStore)(url, versions)
+
+
+class MergedStore:
+    """Several folders as one, to read from; see `ckptcore.store.Store`.
+
+    Attributes:
+        url: The URL it was opened with.
+        local: None: its files are in several places.
+        roots: The folders' URLs.
+    """
+
+    def __init__(self, url: str, versions: Mapping[str, str | None] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.local: Path | None = None
+        self.roots = roots_of(self.url)
+        self._complete = not split_merged(self.url)[1]
+        for one, other in combinations(map(identify, self.roots), 2):
+            if relation(one, other) is not Relation.APART:
+                raise UsageError(
+                    f"cannot read {one.url} and {other.url} as one source: they overlap",
+                    hint="name each folder once",
+                )
+        self.stores: tuple[Store, ...] = tuple(open_source_store(root, versions) for root in self.roots)
+        self._lock = threading.Lock()
+        self._found: _Listings | None = None
+
+    def stamped(self) -> dict[str, Stamped]:
+        """List the files of all folders, as they are now."""
+        found: dict[str, Stamped] = {}
+        listings = self._listings(anew=True)
+        if all(listing is None for listing in listings):
+            raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
+        for listing in reversed(listings):
+            found.update(listing or {})
+        return dict(sorted(found.items()))
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The folders of the source that do not exist or are empty."""
+        if not self._complete:  # a node has files of its own ranks, and not every folder
+            return ()
+        pairs = zip(self.roots, self._listings(), strict=True)
+        return tuple(root for root, listing in pairs if not listing)
+
+    def require_equal(self) -> None:
+        """Compare the files that several folders have, byte by byte.
+
+        Raises:
+            DamagedCheckpoint: One of them differs; the message names both places.
+        """
+        listings = self._listings()
+        first: dict[str, int] = {}
+        for number, listing in enumerate(listings):
+            for path in listing or ():
+                other = first.setdefault(path, number)
+                if other != number and not self._alike(path, other, number):
+                    places = f"{self.roots[other]}/{path} and {self.roots[number]}/{path}"
+                    found = finding("files-differ", "files", f"{places} differ", file=path)
+                    raise DamagedCheckpoint(
+                        f"cannot read {self.url}: {places} have one name in the source, and different bytes",
+                        hint="name the folders of one save, or remove the file that does not belong to it",
+                        findings=(found,),
+                        file=path,
+                    )
+
+    def list(self) -> dict[str, int]:
+        """List the files: relative path -> size in bytes."""
+        if self._found is None:
+            return {path: seen.nbytes for path, seen in self.stamped().items()}
+        found: dict[str, int] = {}
+        for listing in reversed(self._listings()):
+            found.update({path: seen.nbytes for path, seen in (listing or {}).items()})
+        return dict(sorted(found.items()))
+
+    def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None when there is no such file."""
+        at = self._holder(path)
+        return None if at is None else self.stores[at].size(path)
+
+    def look(self, path: str) -> Stamped | None:
+        """Return size, stamp and ctime of one file, or None when there is no such file."""
+        at = self._holder(path)
+        return None if at is None else self.stores[at].look(path)
+
+    def stamp(self, path: str) -> str | None:
+        """Return a text that changes when the file is rewritten, or None when there is no such file."""
+        at = self._holder(path)
+        return None if at is None else self.stores[at].stamp(path)
+
+    def ctime(self, path: str) -> int | None:
+        """Return when its status last changed, ns, or None."""
+        at = self._holder(path)
+        return None if at is None else self.stores[at].ctime(path)
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes."""
+        return self._store(path).read(path, start, length)
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into`` exactly."""
+        self._store(path).read_into(path, start, into)
+
+    def close(self) -> None:
+        """Close every folder."""
+        with ExitStack() as ends:
+            for store in self.stores:
+                ends.callback(store.close)
+
+    def free_bytes(self) -> int | None:
+        """Return None: nothing is written here."""
+        return None
+
+    def writer(self, path: str, nbytes: int) -> FileWriter:
+        """Raise `UsageError`, as every method that writes."""
+        self._refuse()
+
+    def joint(self, path: str, nbytes: int, *, alone: bool = False) -> Joint | None:
+        """Raise `UsageError`."""
+        self._refuse()
+
+    def put(self, path: str, data: bytes) -> None:
+        """Raise `UsageError`."""
+        self._refuse()
+
+    def remove(self, path: str) -> None:
+        """Raise `UsageError`."""
+        self._refuse()
+
+    def remove_all(self) -> None:
+        """Raise `UsageError`."""
+        self._refuse()
+
+    def copy_to(self, path: str, target: Store, name: str) -> None:
+        """Raise `UsageError`."""
+        self._refuse()
+
+    def _refuse(self) -> Never:
+        raise UsageError(
+            f"cannot write to {self.url}: it is a source of {len(self.roots)} folders", hint="name one folder"
+        )
+
+    def _holder(self, path: str) -> int | None:
+        """Return the number of the first folder that has a file, or None."""
+        pairs = enumerate(self._listings())
+        return next((number for number, listing in pairs if listing and path in listing), None)
+
+    def _store(self, path: str) -> Store:
+        at = self._holder(path)
+        if at is None:
+            raise SourceUnreadable(
+                f"{path} is in none of the folders of {self.url}",
+                hint="name the folder that has it",
+                file=path,
+            )
+        return self.stores[at]
+
+    def _listings(self, *, anew: bool = False) -> _Listings:
+        """Return the files of each folder, which are listed once unless ``anew``."""
+        with self._lock:
+            if self._found is None or anew:
+                with ThreadPoolExecutor(min(_LISTINGS, len(self.stores))) as pool:
+                    self._found = tuple(pool.map(_listing, self.stores))
+            return self._found
+
+    def _alike(self, path: str, one: int, other: int) -> bool:
+        """Report whether a file has the same bytes in two folders."""
+        first, second = self.stores[one], self.stores[other]
+        nbytes = first.size(path)
+        if nbytes is None or nbytes != second.size(path):
+            return False
+        if first.local is not None and second.local is not None:
+            mine, its = (os.stat(store.local / path) for store in (first, second) if store.local is not None)
+            if os.path.samestat(mine, its):
+                return True
+        for at in range(0, nbytes, _BLOCK):
+            length = min(_BLOCK, nbytes - at)
+            if first.read(path, at, length) != second.read(path, at, length):
+                return False
+        return True
+
+
+class MergedAhead(MergedStore):
+    """A merged source with folders on S3, which are read ahead; see `ckptcore.store.ahead.ReadsAhead`."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether each file is read in one version, so that a change needs no second look."""
+        return all(isinstance(store, ReadsAhead) and store.pins for store in self.stores)
+
+    def expect(self, reads: ExpectedReads, memory: int) -> None:
+        """Read ahead what is expected of each folder on S3, with at most ``memory`` bytes of blocks."""
+        ahead = [store for _, store in self._ahead()]
+        for store, (part, share) in zip(ahead, self.split(reads, memory), strict=True):
+            store.expect(part, share)
+
+    def split(self, reads: ExpectedReads, memory: int) -> list[tuple[ExpectedReads, int]]:
+        """Return the expected reads of each folder on S3, and its share of the memory."""
+        holders = [self._holder(path) for path in reads.paths]
+        of = np.array([-1 if at is None else at for at in holders], np.int64)[reads.file]
+        numbers = [number for number, _ in self._ahead()]
+        share = memory // max(1, sum(bool((of == number).any()) for number in numbers))
+        parts = []
+        for number in numbers:
+            rows = of == number
+            columns = (reads.file, reads.start, reads.end, reads.begins, reads.ends)
+            bare = frozenset(p for p, at in zip(reads.paths, holders, strict=True) if at == number)
+            band = None if reads.band is None else reads.band[rows]
+            part = ExpectedReads(reads.paths, *(column[rows] for column in columns), bare & reads.bare, band)
+            parts.append((part, share))
+        return parts
+
+    def forget(self, path: str, start: int, length: int) -> bool:
+        """Drop what is kept of a range; return whether that can make a difference."""
+        store = self._store(path)
+        return isinstance(store, ReadsAhead) and store.forget(path, start, length)
+
+    def prove(self) -> StoreProof:
+        """Compare what was read of the expected bare files with the checksums of each store."""
+        proofs: Sequence[StoreProof] = [store.prove() for _, store in self._ahead()]
+        return StoreProof(
+            frozenset().union(*(proof.proven for proof in proofs)),
+            frozenset().union(*(proof.unproven for proof in proofs)),
+        )
+
+    def _ahead(self) -> Iterator[tuple[int, ReadsAhead]]:
+        for number, store in enumerate(self.stores):
+            if isinstance(store, ReadsAhead):
+                yield number, store
+
+
+def _listing(store: Store) -> dict[str, Stamped] | None:
+    try:
+        return store.stamped()
+    except SourceUnreadable as error:
+        if error.values.get("absent"):
+            return None
+        raise

@@ -1,0 +1,80 @@
+"""Spell several folders as one source: ``merged://[ROOT,ROOT]``, and ``merged://[ROOT,ROOT]/FOLDER`` in them.
+
+Of its own because the stores and the catalog share the spelling, and neither imports the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+from ckptcore.errors import UsageError
+
+_SCHEME = "merged://"
+_SPELLED = re.compile(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
+_ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
+
+
+def is_merged(url: str) -> bool:
+    """Report whether a URL names several folders as one source."""
+    return url.startswith(_SCHEME)
+
+
+def merged_url(roots: str | Iterable[str]) -> str:
+    """Return one URL for the folders of a source: sorted, each once. One folder keeps its own URL.
+
+    >>> merged_url(["/node1/step-3", "/node0/step-3/"]), merged_url("/node0/step-3"), merged_url(["s3://b/a"])
+    ('merged://[/node0/step-3,/node1/step-3]', '/node0/step-3', 's3://b/a')
+
+    Raises:
+        UsageError: No folder is given, or one of them has no name.
+    """
+    if isinstance(roots, str):
+        return roots
+    each: set[str] = set()
+    for root in roots:
+        for one in roots_of(root) or (root,):
+            each.add(one if one.endswith("://") else one.rstrip("/") or one)
+    if not each or "" in each:
+        raise UsageError("a source is needed")
+    if len(each) == 1:
+        return each.pop()
+    return f"{_SCHEME}[{','.join(sorted(map(_escaped, each)))}]"
+
+
+def split_merged(url: str) -> tuple[tuple[str, ...], str]:
+    """Return the folders of a merged source, and the path of the folder in them that a URL names.
+
+    >>> split_merged("merged://[/node0,s3://runs/step%2C3]/optim")
+    (('/node0', 's3://runs/step,3'), 'optim')
+    >>> split_merged("/node0")
+    ((), '')
+
+    Raises:
+        UsageError: The URL begins like one, and is none.
+    """
+    if not is_merged(url):
+        return (), ""
+    found = _SPELLED.fullmatch(url)
+    roots = tuple(map(unquote, found[1].split(","))) if found is not None else ()
+    if found is None or "" in roots:
+        raise UsageError(
+            f"cannot read {url}: not a list of folders",
+            hint="write merged://[FOLDER,FOLDER], with %25, %2C, %5B and %5D for %,[] in names",
+        )
+    return roots, found[2].strip("/")
+
+
+def roots_of(url: str) -> tuple[str, ...]:
+    """Return the places that the URL of a merged source names, one in each of its folders; else none.
+
+    >>> roots_of("merged://[/node0,s3://runs]/optim"), roots_of("/node0")
+    (('/node0/optim', 's3://runs/optim'), ())
+    """
+    roots, inner = split_merged(url)
+    return tuple(f"{root.rstrip('/')}/{inner}" for root in roots) if inner else roots
+
+
+def _escaped(root: str) -> str:
+    return "".join(_ESCAPED.get(character, character) for character in root)
