@@ -93,6 +93,13 @@ def upgrade(url: str | None = None) -> tuple[str | None, str]:
     return run(default_url() if url is None else url)
 
 
+def unset_warning() -> str | None:
+    """Return a warning for a service that has no ``CKPTCORE_CATALOG_URL``; None if it is set."""
+    from ckptcore.catalog.database import unset_warning as warning
+
+    return warning()
+
+
 def default_url() -> str:
     """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
     from ckptcore.catalog.database import default_url as url

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from string import Formatter
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -121,6 +121,24 @@ def target_of(form: Mapping[str, Any]) -> ExportTarget:
     except (TypeError, AttributeError) as error:  # a number instead of a text, say
         raise UsageError(f"the target cannot be used: {error}") from error
     return target
+
+
+def targets_of(root: RootRow) -> tuple[ExportTarget, ...]:
+    """Return all targets of a root, its first one first. Raises `UsageError`, as `target_of`."""
+    found = tuple(target_of(form) for form in (root.target, *root.also))
+    require_apart_targets(found)
+    return found
+
+
+def require_apart_targets(targets: Sequence[ExportTarget]) -> None:
+    """Raise `UsageError` if two targets of a root would write to one place."""
+    place = TemplateFields("/a", "run", 1, "step-1", "run/step-1")
+    doubled = colliding(target.fill(place) for target in targets)
+    if doubled:
+        raise UsageError(
+            f"two targets of the root would both write to {min(doubled)}",
+            hint="give each of --also a destination of its own",
+        )
 
 
 def announced_request(
