@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from ckptcore.catalog import unset_warning
 from ckptcore.utils import terminal
 from deployments.local.process import having
 
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a name that no other worker has (runs are released by name); default: the host name",
     )
     given, more = parser.parse_known_args(arguments)
+    warning = unset_warning()
+    if warning is not None:
+        terminal.line(f"WARNING: {warning}", err=True)
     worker = _Worker()
     code = worker.run(["--pool", given.pool, "--name", given.name, *more])
     _release_runs(given.pool, given.name)

@@ -52,6 +52,7 @@ __all__ = [
     "as_dict",
     "default_url",
     "open_catalog",
+    "unset_warning",
     "upgrade",
 ]
 

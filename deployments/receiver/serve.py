@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 import flows  # noqa: F401  # sets Prefect's environment first
+from ckptcore.catalog import unset_warning
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from deployments.receiver.app import make_app
@@ -23,6 +25,7 @@ from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
 from deployments.receiver.settings import ReceiverSettings, load
 
+_log = logging.getLogger("deployments.receiver")
 CONNECTIONS = 1024  # open at a time; each body is at most `max_body`, and takes at most ten seconds
 GRACE = 10  # seconds for open requests after a signal
 
@@ -30,6 +33,7 @@ GRACE = 10  # seconds for open requests after a signal
 def check(config: Path) -> None:
     """Raise `UsageError` or `CatalogError` if the receiver cannot serve with this file."""
     settings, _ = load(config)
+    _warn(settings)
     Mailbox(settings.catalog).close()
 
 
@@ -38,6 +42,7 @@ def serve(config: Path, host: str, port: int) -> None:
     from deployments.receiver.prefect_runs import PrefectRuns
 
     settings, senders = load(config)
+    _warn(settings)
     runs = PrefectRuns()
     # One mailbox each: requests never wait in a connection pool for the loops' transactions.
     turn = threading.Lock()
@@ -95,3 +100,10 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _warn(settings: ReceiverSettings) -> None:
+    """Warn if neither the file nor the environment names a catalog."""
+    warning = unset_warning() if settings.catalog is None else None
+    if warning is not None:
+        _log.warning("%s", warning)
