@@ -92,7 +92,7 @@ def retired(value: Retirement, *, as_json: bool) -> None:
         return
     for kept in value.left:
         terminal.line(f"kept      {kept}")
-    counted = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
+    counted = f"{_counts(value.counts)}, {show_size(value.nbytes)} of tensors"
     terminal.line(f"files: {files_line(value)}")
     terminal.line(counted if value.done else f"{counted}; nothing was deleted, --yes does it")
 
