@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ckptcore.catalog import unset_warning
 from ckptcore.utils import terminal
 from ckptcore.utils.log_format import log_format
 from deployments import metrics_options
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metrics_options(parser, 9465)
     given, more = parser.parse_known_args(arguments)
     terminal.log_to_stderr()
+    warning = unset_warning()
+    if warning is not None:
+        terminal.line(f"WARNING: {warning}", err=True)
     worker = _Worker()
     with worker.metrics(given.metrics_host, given.metrics_port):
         code = worker.run(["--pool", given.pool, "--name", given.name, *more])

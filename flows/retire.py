@@ -13,8 +13,7 @@ from prefect.states import Completed
 
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.operations.replacement import Allowed
-from ckptcore.operations.retention import Policy
+from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.planning.options import MEANS, Option, Options, options_of
 from ckptcore.utils.units import show_size
 from flows._naming import failed
@@ -34,11 +33,13 @@ def retire(
     wanted = RetireOptions(**{name: given[name] for name in options_of(RetireOptions)})
     try:
         means = Options(memory=given["memory"], workers=given["workers"], device=given["device"]).settings()
-        policy = Policy(wanted.keep_last, wanted.keep_every)
-        allowed = Allowed.of(wanted.accept_loss, cast=wanted.accept_cast)
+        policy, allowed = rules(wanted)
         take = means if wanted.fingerprint else None
-        found = retire_sources(scope, policy, wanted.yes, allowed, take, wanted.catalog, means)
+        found = retire_sources(
+            scope, policy, wanted.yes, allowed, take, wanted.catalog, means, of_root(wanted)
+        )
     except CkptError as error:
         return failed(error)
     counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"
-    return Completed(message=f"{counts}, {show_size(found.nbytes)}", data=found)
+    freed = f"{show_size(found.freed)} of files {'freed' if found.done else 'would be freed'}"
+    return Completed(message=f"{counts}, {freed}", data=found)

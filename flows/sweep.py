@@ -62,14 +62,16 @@ def sweep(
                 forget_events(known)
     except CkptError as error:
         return failed(error)
-    return _outcome(Swept(tuple(found), dry_run))
+    return _outcome(Swept(tuple(found), dry_run, wanted.strict))
 
 
 def _outcome(swept: Swept) -> State[Any]:
     summary = (
         ", ".join(f"{n} {name}" for name, n in sorted(swept.counts.items())) or "no checkpoint was found"
     )
-    wrong = [i for i in swept.items if i.standing in (Standing.FAILED, Standing.UNREAD, Standing.REFUSED)]
+    counted = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED}
+    counted |= {Standing.BROKEN} if swept.strict else set()
+    wrong = [i for i in swept.items if i.standing in counted]
     if not wrong:
         return Completed(message=summary, data=swept)
     lines = [f"- {i.source}: {i.why}" for i in wrong[:NAMED]]

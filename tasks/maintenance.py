@@ -7,13 +7,15 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
+from ckptcore.catalog.retirements import totals
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import Retired, Retirement
+from ckptcore.operations.retire import OfRoot, Retired, Retirement
 from ckptcore.operations.retire import retire as run_retire
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
 from ckptcore.planning.request import Settings
+from ckptcore.utils.units import show_size
 from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -50,6 +52,7 @@ def retire(
     take: Settings | None,
     catalog: str | None,
     means: Settings | None = None,
+    of_root: OfRoot | None = None,
 ) -> Retirement:
     """Delete the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
 
@@ -60,12 +63,29 @@ def retire(
 
     with open_catalog(catalog, create=False) as known:
         found = run_retire(
-            known, policy, scope, yes=yes, allowed=allowed, take=take, means=means, on_retired=note
+            known,
+            policy,
+            scope,
+            yes=yes,
+            allowed=allowed,
+            take=take,
+            means=means,
+            on_retired=note,
+            of_root=of_root,
         )
     for kept in found.left:
         log.warning("%s", kept)
     rows = [
-        {"fate": i.fate.value, "step": i.source.step, "checkpoint": i.source.uri, "why": "; ".join(i.why)}
+        {
+            "fate": i.fate.value,
+            "step": i.source.step,
+            "checkpoint": i.source.uri,
+            "freed": show_size(i.freed),
+            "given up": "; ".join(
+                f"{n['names']} of {kind}, {show_size(n['bytes'])}" for kind, n in totals(i.given_up).items()
+            ),
+            "why": "; ".join(i.why),
+        }
         for i in found.items[:MAX_ROWS]
     ]
     if rows:

@@ -52,6 +52,7 @@ __all__ = [
     "as_dict",
     "default_url",
     "open_catalog",
+    "unset_warning",
     "upgrade",
 ]
 
@@ -91,6 +92,13 @@ def upgrade(url: str | None = None) -> tuple[str | None, str]:
     from ckptcore.catalog.migrate import upgrade as run
 
     return run(default_url() if url is None else url)
+
+
+def unset_warning() -> str | None:
+    """Return a warning for a service that has no ``CKPTCORE_CATALOG_URL``; None if it is set."""
+    from ckptcore.catalog.database import unset_warning as warning
+
+    return warning()
 
 
 def default_url() -> str:

@@ -268,6 +268,26 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "updated_at": "When it was last changed.",
         },
     ),
+    "retirement": (
+        "How a source that retire deleted was proven.",
+        {
+            "checkpoint_id": "The deleted source.",
+            "child": "Public id of the checkpoint that proved it.",
+            "proof": "whole, or model part: then given_up lists the rest.",
+            "fingerprint": "Of the child's tensors when it was last read; NULL if its digests proved it.",
+            "freed": "Bytes of files, except those with other names.",
+            "at": "When it was deleted.",
+        },
+    ),
+    "given_up": (
+        "What was deleted with a source without proof, because a user allowed it by name.",
+        {
+            "checkpoint_id": "The deleted source.",
+            "name": "Tensor, object, file or folder.",
+            "kind": "optimizer, scheduler, random state, progress, cast, object, file, or a finding's code.",
+            "nbytes": "Bytes; of a cast, those that the copy lacks. NULL if unknown.",
+        },
+    ),
     "audit": (
         "Who changed what, and when.",
         {

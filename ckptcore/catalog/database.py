@@ -29,11 +29,11 @@ from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageE
 from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012")
 HEAD = REVISIONS[-1]
 # Older schemas with the tables that `query.py` reads: they are read as they are, and written once upgraded.
 # What they lack (training facts, the audit) is read as empty: `is_behind`.
-READABLE = frozenset({"0009", "0010"})
+READABLE = frozenset({"0009", "0010", "0011"})
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable
@@ -93,6 +93,16 @@ def default_url() -> str:
     """Return ``CKPTCORE_CATALOG_URL``, or the path of a SQLite file in the platform's user-data folder."""
     given = os.environ.get("CKPTCORE_CATALOG_URL")
     return given or str(platformdirs.user_data_path("ckptcore") / "catalog.sqlite")
+
+
+def unset_warning() -> str | None:
+    """Return a warning for a service that has no ``CKPTCORE_CATALOG_URL``; None if it is set."""
+    if os.environ.get("CKPTCORE_CATALOG_URL"):
+        return None
+    return (
+        f"CKPTCORE_CATALOG_URL is not set: conversions are registered in {default_url()}, which other users "
+        "and machines do not see. Set it to one catalog for all workers, receivers and shells"
+    )
 
 
 def connect(url: str, *, create: bool) -> Engine:

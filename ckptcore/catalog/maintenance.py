@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import and_, func, or_, select, update
 
+from ckptcore.catalog import retirements
 from ckptcore.catalog.checkpoints import note_findings
 from ckptcore.catalog.claims import TAKEN
 from ckptcore.catalog.holds import in_force
@@ -204,6 +205,7 @@ def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
 def restored(conn: Connection, public: str) -> None:
     """Mark a deleted checkpoint as present: its deletion did not happen."""
     here = (Checkpoint.uuid == public, Checkpoint.state == State.DELETED.value)
+    retirements.withdraw(conn, public)
     conn.execute(update(Checkpoint).where(*here).values(state=State.PRESENT.value, deleted_at=None))
 
 

@@ -366,6 +366,38 @@ class Hold(Base):
     released_at: Mapped[datetime | None]
 
 
+class RetirementRow(Base):
+    """How a source that `retire` deleted was proven; see `retirements.py`.
+
+    child: the public id of the checkpoint that proved it. proof: whole or model part. fingerprint: of the
+    child's tensors when it was read last, NULL if its digests proved it. freed: bytes of files, except those
+    with other names.
+    """
+
+    __tablename__ = "retirement"
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    child: Mapped[str]
+    proof: Mapped[str]
+    fingerprint: Mapped[str | None]
+    freed: Mapped[int]
+    at: Mapped[datetime]
+
+
+class GivenUpRow(Base):
+    """A tensor, object or file that was deleted with its source without proof, because a user allowed it.
+
+    kind: optimizer, scheduler, ..., cast, object, file. nbytes: NULL if unknown.
+    """
+
+    __tablename__ = "given_up"
+
+    checkpoint_id: Mapped[int] = mapped_column(ForeignKey("checkpoint.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    nbytes: Mapped[int | None]
+
+
 class TrainingFactsRow(Base):
     """What is known about the training that wrote a checkpoint; see `training.py`.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,16 @@ from ckptcore.errors import UsageError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+_ALSO, _RETENTION = "also", "retention"
+
 
 @dataclass(frozen=True, slots=True)
 class RootRow:
     """One watched root.
 
     include: globs on paths relative to `uri`; empty means everything. target: the options of the conversion.
+    also: those of further conversions of every checkpoint. retention: what `retire` keeps, as
+    `ckptcore.operations.root_retention` reads it; both are stored in the column of the target.
     swept_at, swept_note: the time and the summary of the last sweep.
     """
 
@@ -37,6 +41,8 @@ class RootRow:
     created_at: datetime
     swept_at: datetime | None
     swept_note: str | None
+    also: tuple[dict[str, Any], ...] = ()
+    retention: dict[str, Any] = field(default_factory=dict)
 
 
 def add(
@@ -47,6 +53,8 @@ def add(
     *,
     include: Sequence[str] = (),
     target: Mapping[str, Any] | None = None,
+    also: Sequence[Mapping[str, Any]] = (),
+    retention: Mapping[str, Any] | None = None,
 ) -> RootRow:
     """Add a watched root. Raises `UsageError` if the name is empty or taken."""
     if not name.strip():
@@ -58,12 +66,20 @@ def add(
             name=storable(name),
             uri=normal_uri(uri),
             include=clean_json(list(include)),
-            target=clean_json(target or {}),
+            target=clean_json(_stored(target or {}, also, retention or {})),
             enabled=True,
             created_at=now,
         )
     )
     return get(conn, storable(name))
+
+
+def retain(conn: Connection, name: str, retention: Mapping[str, Any]) -> RootRow:
+    """Replace a root's retention. Raises `UsageError` if the root does not exist."""
+    row = get(conn, name)
+    stored = clean_json(_stored(row.target, row.also, retention))
+    conn.execute(update(WatchedRoot).where(WatchedRoot.name == storable(name)).values(target=stored))
+    return get(conn, name)
 
 
 def remove(conn: Connection, name: str) -> None:
@@ -101,20 +117,27 @@ def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ..
     return tuple(root for root in _root_rows(conn, None) if enabled is None or root.enabled is enabled)
 
 
+def _stored(
+    target: Mapping[str, Any], also: Sequence[Mapping[str, Any]], retention: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the JSON form of a root's settings; without the others it is that of its target."""
+    form = dict(target)
+    if also:
+        form[_ALSO] = [dict(each) for each in also]
+    if retention:
+        form[_RETENTION] = dict(retention)
+    return form
+
+
 def _root_rows(conn: Connection, name: str | None) -> list[RootRow]:
     wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
     if name is not None:
         wanted = wanted.where(WatchedRoot.name == storable(name))
-    return [
-        RootRow(
-            r.name,
-            r.uri,
-            tuple(json.loads(r.include)),
-            json.loads(r.target),
-            r.enabled,
-            r.created_at,
-            r.swept_at,
-            r.swept_note,
-        )
-        for r in conn.execute(wanted)
-    ]
+    found = []
+    for r in conn.execute(wanted):
+        target = json.loads(r.target)
+        also, retention = target.pop(_ALSO, []), target.pop(_RETENTION, {})
+        times = (r.created_at, r.swept_at, r.swept_note)
+        include = tuple(json.loads(r.include))
+        found.append(RootRow(r.name, r.uri, include, target, r.enabled, *times, tuple(also), retention))
+    return found

@@ -151,6 +151,23 @@ def add_root(
         str,
         typer.Option("--target", metavar="JSON", help="Further options of the conversion, as a JSON object."),
     ] = "{}",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="JSON",
+            help="A further output of every checkpoint: options of its conversion, with a destination of "
+            "its own, as a JSON object (repeatable).",
+        ),
+    ] = None,
+    retention: Annotated[
+        str,
+        typer.Option(
+            "--retention",
+            metavar="JSON",
+            help="What retire keeps here: keep_last, keep_every, rest, accept_loss, as a JSON object.",
+        ),
+    ] = "{}",
     catalog: Where = None,
     output: As = Output.TEXT,
     **given: Any,
@@ -161,7 +178,8 @@ def add_root(
     """
     from ckptcore.catalog import open_catalog
     from ckptcore.catalog import watched_roots as roots
-    from ckptcore.operations.export_target import target_of
+    from ckptcore.operations.export_target import require_apart_targets, target_of
+    from ckptcore.operations.root_retention import checked as checked_retention
 
     if verb is None and given["mesh"] is not None:
         verb = "reshard"
@@ -172,8 +190,43 @@ def add_root(
         )
     wanted = {"destination": destination, "verb": verb, **given}
     checked = target_of(_object(target) | {k: v for k, v in wanted.items() if v is not None})
+    further = [target_of(_object(each)) for each in also or ()]
+    require_apart_targets([checked, *further])
+    kept = checked_retention(_object(retention))
     with open_catalog(catalog) as found, found.writing() as conn:
-        row = roots.add(conn, _now(), name, uri, include=include or (), target=checked.as_dict())
+        row = roots.add(
+            conn,
+            _now(),
+            name,
+            uri,
+            include=include or (),
+            target=checked.as_dict(),
+            also=[each.as_dict() for each in further],
+            retention=kept,
+        )
+    answer((row,), output)
+
+
+@root_app.command("retain")
+def retain_root(
+    name: Name,
+    retention: Annotated[
+        str,
+        typer.Argument(
+            metavar="JSON",
+            help='What retire keeps here, such as {"keep_last": 3, "keep_every": 1000, "rest": "weights"}.',
+        ),
+    ],
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Replace what `ckptcore retire` keeps of a folder. An empty object removes it."""
+    from ckptcore.catalog import watched_roots as roots
+    from ckptcore.operations.root_retention import checked
+
+    kept = checked(_object(retention))
+    with opened(catalog) as found, found.writing() as conn:
+        row = roots.retain(conn, name, kept)
     answer((row,), output)
 
 

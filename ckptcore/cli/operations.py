@@ -42,6 +42,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
             settle_s=parse_duration(wanted.min_age),
             retry_failed=wanted.retry_failed,
             on_item=show.item_line(as_json),
+            strict=wanted.strict,
         )
     show.swept(outcome, as_json=as_json)
     raise typer.Exit(outcome.exit_code)
@@ -80,22 +81,24 @@ def retire(
     """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
-    from ckptcore.operations.replacement import Allowed
-    from ckptcore.operations.retention import Policy
     from ckptcore.operations.retire import retire as run
+    from ckptcore.operations.root_retention import of_root, rules
 
     settings = Options(**{name: given[name] for name in RUN}).settings()
+    asked = read_options(RetireOptions, given)
+    policy, allowed = rules(asked)
     as_json = given["output"] is Output.JSON
     with open_catalog(given["catalog"] or default_url(), create=False) as catalog:
         outcome = run(
             catalog,
-            Policy(given["keep_last"], given["keep_every"]),
+            policy,
             scope,
             yes=given["yes"],
             take=settings if given["fingerprint"] else None,
             means=settings,
-            allowed=Allowed.of(given["accept_loss"], cast=given["accept_cast"]),
+            allowed=allowed,
             on_retired=show.fate(as_json),
+            of_root=of_root(asked),
         )
     show.retired(outcome, as_json=as_json)
 

@@ -70,9 +70,15 @@ def fate(as_json: bool) -> Callable[[Retired], None]:
 
     def line(each: Retired) -> None:
         lines = [f"{each.fate:<9} {each.source.uri}: {'; '.join(each.why)}"]
-        lines += [f"{'':<9} unproven: {name} ({kind})" for name, kind in each.unproven[:_MOST]]
-        if len(each.unproven) > _MOST:
-            lines.append(f"{'':<9} unproven: {len(each.unproven) - _MOST} more, --output json lists all")
+        named = [f"unproven: {name} ({kind})" for name, kind in each.unproven]
+        word = "unproven"
+        if each.given_up:
+            word = "given up"
+            sizes = ((g, "" if g.nbytes is None else f", {show_size(g.nbytes)}") for g in each.given_up)
+            named = [f"given up: {g.name} ({g.kind}{size})" for g, size in sizes]
+        lines += [f"{'':<9} {line}" for line in named[:_MOST]]
+        if len(named) > _MOST:
+            lines.append(f"{'':<9} {word}: {len(named) - _MOST} more, --output json lists all")
         for text in lines:
             terminal.line(text, err=as_json)
 
@@ -86,8 +92,15 @@ def retired(value: Retirement, *, as_json: bool) -> None:
         return
     for kept in value.left:
         terminal.line(f"kept      {kept}")
-    counted = f"{_counts(value.counts)}, {show_size(value.nbytes)}"
+    counted = f"{_counts(value.counts)}, {show_size(value.nbytes)} of tensors"
+    terminal.line(f"files: {files_line(value)}")
     terminal.line(counted if value.done else f"{counted}; nothing was deleted, --yes does it")
+
+
+def files_line(value: Retirement) -> str:
+    """Return the bytes of files before and after, and what was freed, or would be."""
+    freed = f"{show_size(value.freed)} {'freed' if value.done else 'would be freed'}"
+    return f"{show_size(value.before)} before, {freed}, {show_size(value.before - value.freed)} after"
 
 
 def _item(item: SweepItem) -> str:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
@@ -30,6 +29,7 @@ from ckptcore.checking.export_proof import (
     LOGITS,
     NAMES,
     NEAR,
+    OK,
     VALUES,
     Check,
     ExportProof,
@@ -44,28 +44,25 @@ from ckptcore.comparison.element_problems import element_problems, zero_problems
 from ckptcore.comparison.export_logits import LogitsWanted, check_logits, require_folder, require_memory
 from ckptcore.comparison.export_near import near
 from ckptcore.comparison.export_record import against_record
+from ckptcore.comparison.export_sides import MappedSource, OpenExport, UnmappedSource, map_source
 from ckptcore.comparison.export_values import EXPORT, SOURCE, Beside, Seen, finish, read_beside
 from ckptcore.comparison.result import DTYPE, ONLY_A, ONLY_B, SHAPE
 from ckptcore.comparison.tensor_compare import Opened
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
-from ckptcore.core.used_files import placed
 from ckptcore.errors import CkptError, DamagedCheckpoint, NameMismatch, NotComplete, UsageError
-from ckptcore.fingerprints.sums import checkpoint_fingerprint
+from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.naming.peft import adapter_config, find_adapter
-from ckptcore.planning.compose import MappedExport, map_export
-from ckptcore.planning.config_folder import ConfigFolder, check_names
+from ckptcore.naming.rename import Mapped
+from ckptcore.planning.compose import digest_of_map
+from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
-from ckptcore.planning.hub_files import ADAPTER, CARD, CONFIG, NONE
-from ckptcore.planning.model_card import tied_by_card
-from ckptcore.planning.request import Request, Settings
-from ckptcore.store import join_url, local_path, open_store
+from ckptcore.planning.hub_files import ADAPTER, CONFIG
+from ckptcore.planning.request import Settings
 from ckptcore.store.listing import folder_at
-from ckptcore.store.place import identify
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
-_MAX_SMALL = 64 << 20  # bytes of a config.json or a model card
 _MOST_COSINES = 20
 Ties = tuple[tuple[str, str], ...]
 
@@ -111,7 +108,7 @@ def verify_export(
     found_by = source.by if source is not None else ""
     place = source.request.source if source is not None else None
     try:
-        export = _Export.open(url)
+        export = OpenExport.open(url)
     except NotComplete:
         raise
     except DamagedCheckpoint as error:
@@ -125,12 +122,12 @@ def verify_export(
             require_folder(folder)
         require_memory(wanted.logits, folders)
     try:
-        mapped = _map(source, export) if source is not None else _Unmapped(missing)
+        mapped = map_source(source, export) if source is not None else UnmappedSource(missing)
     except (CkptError, OSError) as error:
         if source is None or _is_callers(error, source):
             raise
-        mapped = _Unmapped(str(error))
-    if isinstance(mapped, _Unmapped):
+        mapped = UnmappedSource(str(error))
+    if isinstance(mapped, UnmappedSource):
         checks = [_unmapped_elements(export, mapped.reason), _check_names(export)[0]]
         checks.append(
             not_done(VALUES, mapped.reason)
@@ -157,61 +154,70 @@ def verify_export(
 
 
 @dataclass(frozen=True)
-class _Export:
-    """The folder that is verified.
+class PartProof:
+    """A comparison of an export with the part of its source that it holds.
 
     Attributes:
-        url: Its path or URL.
-        stored: Its tensors as they are stored.
-        values: Its tensors with quantised weights as values.
-        config: Its config.json, or None.
-        adapter: Its adapter_config.json, or None.
-        card: Its README, empty if there is none.
+        problems: Why it proves nothing; empty if it holds that part.
+        source: Manifest of the source.
+        mapped: The source's tensors under the export's names, and what was dropped.
+        map_digest: Digest of that map, as conversions record it.
+        cast: (name in the export, dtype in the source, dtype in the export) where they differ.
+        tensors: The export's tensors with fingerprints; empty if no values were compared.
     """
 
-    url: str
-    stored: Manifest
-    values: Manifest
-    config: ConfigFolder | None
-    adapter: bytes | None
-    card: str
-
-    @classmethod
-    def open(cls, url: str) -> _Export:
-        """Read its metadata and its small files."""
-        values = inspect(url)
-        stored = inspect(url, keep_quantized=True) if values.derived else values
-        if stored.origin.get("file"):
-            return cls(url, stored, values, None, None, "")
-        with closing(open_store(stored.root)) as store:
-            small = {}
-            for name in (CONFIG, ADAPTER, CARD):
-                size = store.size(name)
-                if size is not None and size <= _MAX_SMALL:
-                    small[name] = store.read(name, 0, size)
-        config = ConfigFolder(url, small) if CONFIG in small else None
-        card = small.get(CARD, b"").decode(errors="replace")
-        return cls(url, stored, values, config, small.get(ADAPTER), card)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of the stored tensors."""
-        return {t.fqn: t.shape for t in self.stored.tensors}
+    problems: tuple[str, ...]
+    source: Manifest
+    mapped: Mapped
+    map_digest: str
+    cast: tuple[tuple[str, str, str], ...]
+    tensors: tuple[Fingerprinted, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Mapped:
-    """A source and its mapped tensors."""
+def compare_part(
+    url: str, source: ExportSource, settings: Settings | None, progress: Progress | None = None
+) -> PartProof:
+    """Compare an export with the part of its source that it holds, whatever model it is.
 
-    source: ExportSource
-    manifest: Manifest
-    export: MappedExport
+    Names, shapes and the stored elements behind them are compared. With ``settings``, both sides are read
+    once, and casts are computed again: every bit must be equal.
 
+    Args:
+        url: Path or URL of the export.
+        source: What it was exported from.
+        settings: Memory and threads for reading the values; None compares no values.
+        progress: Called with the number of bytes read.
 
-@dataclass(frozen=True)
-class _Unmapped:
-    """The reason why there is nothing to compare an export with."""
-
-    reason: str
+    Raises:
+        CkptError: A side cannot be read, or the source cannot be mapped as it was.
+    """
+    export = OpenExport.open(url)
+    mapped = map_source(source, export)
+    if isinstance(mapped, UnmappedSource):
+        raise UsageError(mapped.reason)
+    known, there = mapped.export.mapped, export.stored.index
+    checks = [_elements(export, mapped)]
+    seen: tuple[Seen, ...] = ()
+    if settings is not None:
+        values, _, seen = _values(export, mapped, (), settings, progress)
+        checks.append(values)
+    cast = tuple(
+        (spec.fqn, spec.dtype, export.stored.tensors[there[spec.fqn]].dtype)
+        for spec in known.manifest.tensors
+        if spec.fqn in there and export.stored.tensors[there[spec.fqn]].dtype != spec.dtype
+    )
+    problems = [str(p) for c in checks for p in c.problems]
+    problems += [c.summary for c in checks if c.verdict != OK and not c.problems]
+    if settings is not None and _fingerprint(export, seen) is None and not problems:
+        problems.append("not every tensor of it was compared")
+    return PartProof(
+        tuple(problems),
+        mapped.manifest,
+        known,
+        digest_of_map(mapped.manifest, known),
+        cast,
+        tuple(s.fingerprinted for s in seen),
+    )
 
 
 def _is_callers(error: Exception, source: ExportSource) -> bool:
@@ -219,81 +225,6 @@ def _is_callers(error: Exception, source: ExportSource) -> bool:
     if not isinstance(error, CkptError) or error.transient:
         return True
     return source.asked and not isinstance(error, DamagedCheckpoint)
-
-
-def _map(source: ExportSource, export: _Export) -> _Mapped | _Unmapped:
-    request = source.request
-    if not source.exact and export.values.derived:  # quantised weights were copied as they are stored
-        request = replace(request, keep_quantized=True)
-    if export.config is not None or export.adapter is not None:
-        # The folders of the request may no longer exist.
-        request = replace(request, config=export.url, tokenizer=NONE)
-    manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
-    if source.digest is not None and manifest.digest != source.digest and not source.asked:
-        return _Unmapped(
-            f"{request.source} is another checkpoint now: its manifest digest is {manifest.digest[:16]}, "
-            f"{source.by} records {source.digest[:16]}"
-        )
-    if _shares_files(manifest, export.stored):
-        if source.asked:
-            raise UsageError(
-                f"cannot compare {export.url} with {request.source}: they are the same files",
-                hint="name the checkpoint that was exported: --against SRC",
-            )
-        return _Unmapped(f"{source.by} names the export itself as its source")
-    mapped = map_export(request, manifest)
-    return _Mapped(source, manifest, _tied(request, manifest, mapped, export))
-
-
-def _shares_files(one: Manifest, other: Manifest) -> bool:
-    """Return whether both have a file with tensors in common: comparing a file with itself proves nothing."""
-    return not _files(one).isdisjoint(_files(other))
-
-
-def _files(manifest: Manifest) -> set[object]:
-    """Return the identity of each file with tensors; several links may lead to one file."""
-    found: set[object] = set()
-    for name in placed(manifest):
-        url = join_url(manifest.root, name)
-        path = local_path(url)
-        if path is None:
-            place = identify(url)
-            found.add((place.family, place.spots))
-            continue
-        with suppress(OSError):  # it is missing: the check of elements reports it
-            seen = os.stat(path)
-            found.add((seen.st_dev, seen.st_ino))
-    return found
-
-
-def _tied(request: Request, manifest: Manifest, mapped: MappedExport, export: _Export) -> MappedExport:
-    """Add the ties that the export records, for tensors that it lacks; their equality is checked."""
-    there, specs = export.stored.index, {t.fqn: t for t in mapped.mapped.manifest.tensors}
-    lacking = {name for name in specs if name not in there}
-    if not lacking:
-        return mapped
-
-    def useful(ties: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-        """Return the ties between tensors that can be equal."""
-        return tuple(
-            (a, b)
-            for a, b in ties
-            if a in lacking
-            and b in there
-            and b in specs
-            and (specs[a].shape, specs[a].dtype) == (specs[b].shape, specs[b].dtype)
-        )
-
-    ties = useful(tied_by_card(export.card))
-    if {a for a, _ in ties} != lacking and export.config is not None:
-        try:
-            expected = check_names(export.config, {n: t.shape for n, t in specs.items()}).ties
-        except (NameMismatch, UsageError):  # the check of names reports it
-            expected = ()
-        ties = tuple(dict(useful(expected) + ties).items())
-    if not ties:
-        return mapped
-    return map_export(replace(request, tie=(*request.tie, *ties)), manifest)
 
 
 def _of_unread(url: str, error: DamagedCheckpoint, wanted: Wanted) -> Iterator[Check]:
@@ -329,7 +260,7 @@ def _unlike(
         yield Problem(tensor.name, "; ".join(what))
 
 
-def _defects(export: _Export) -> list[Problem]:
+def _defects(export: OpenExport) -> list[Problem]:
     """Return the problems of an export by itself: missing or truncated files, holes."""
     report = check(export.stored, None, "coverage")
     problems = [Problem(f.fqn or f.file or "", f.message) for f in report.findings if f.severity == "error"]
@@ -342,12 +273,12 @@ def _defects(export: _Export) -> list[Problem]:
     ]
 
 
-def _unmapped_elements(export: _Export, reason: str) -> Check:
+def _unmapped_elements(export: OpenExport, reason: str) -> Check:
     problems = _defects(export)
     return failed(ELEMENTS, problems) if problems else not_done(ELEMENTS, reason)
 
 
-def _elements(export: _Export, mapped: _Mapped) -> Check:
+def _elements(export: OpenExport, mapped: MappedSource) -> Check:
     known = mapped.export.mapped
     stored = {new: old for old, new in known.renamed}
     wanted = {t.fqn: t for t in known.manifest.tensors}
@@ -381,7 +312,7 @@ def _elements(export: _Export, mapped: _Mapped) -> Check:
     return passed(ELEMENTS, f"{count(len(there), 'tensor')}, {numel:,} elements{left}", **values)
 
 
-def _adapter_names(export: _Export, content: bytes) -> Check:
+def _adapter_names(export: OpenExport, content: bytes) -> Check:
     """Check an adapter's names, shapes and ranks against its own config; its base model is not available."""
     try:
         form = json.loads(content)
@@ -397,7 +328,7 @@ def _adapter_names(export: _Export, content: bytes) -> Check:
     return passed(NAMES, f"they fit {ADAPTER}")
 
 
-def _check_names(export: _Export) -> tuple[Check, Ties]:
+def _check_names(export: OpenExport) -> tuple[Check, Ties]:
     """Return the check of names, and the model class's ties between tensors that are both stored."""
     if export.config is None:
         if export.adapter is not None:
@@ -436,7 +367,7 @@ _MISFITS = {
 
 
 def _values(
-    export: _Export, mapped: _Mapped, tied: Ties, settings: Settings, progress: Progress | None
+    export: OpenExport, mapped: MappedSource, tied: Ties, settings: Settings, progress: Progress | None
 ) -> tuple[Check, Check, tuple[Seen, ...]]:
     """Return the checks of values and of NaN and Inf, and the results of the export's tensors.
 
@@ -490,7 +421,7 @@ def _values(
 
 
 def _comparable(
-    export: _Export, mapped: _Mapped, one: Opened, two: Opened
+    export: OpenExport, mapped: MappedSource, one: Opened, two: Opened
 ) -> tuple[list[Problem], list[Beside]]:
     """Return (dtypes that the cast does not explain, tensors to read side by side)."""
     dtypes, exact = mapped.export.dtypes, mapped.source.exact
@@ -546,7 +477,7 @@ def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
 
 
 def _near(
-    export: _Export, base: Manifest, wanted: Wanted, settings: Settings, progress: Progress | None
+    export: OpenExport, base: Manifest, wanted: Wanted, settings: Settings, progress: Progress | None
 ) -> Check:
     one, two = Opened(export.url, export.values), Opened(str(wanted.near), base)
     with _closing([one, two]):
@@ -578,7 +509,7 @@ def _near(
     return passed(NEAR, f"{tensors}, the lowest cosine is {least}{lacking}", **values)
 
 
-def _fingerprint(export: _Export, seen: Sequence[Seen]) -> str | None:
+def _fingerprint(export: OpenExport, seen: Sequence[Seen]) -> str | None:
     """Return the fingerprint of the export, or None unless each of its tensors was read."""
     if len(seen) != len(export.stored.tensors) or any(s.damage for s in seen):
         return None

@@ -3,6 +3,7 @@
 A target is a request without its source: the same fields, checked by the same code. Its destination is a
 template with a closed set of fields: ``{root}`` the watched root, ``{run}`` the folder that contains the
 steps, ``{step}`` the step, ``{name}`` the checkpoint's own name, ``{path}`` its path below the root.
+The suffix of a file, such as Lightning's ``.ckpt``, is left out of both: the output has its own.
 
 The target of a root applies to every checkpoint below it, for sweeps and for announcements. So both make the
 same request, and one claim prevents a second conversion.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from string import Formatter
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -85,8 +86,8 @@ class ExportTarget:
             "root": place.root.rstrip("/"),
             "run": place.run,
             "step": place.step,
-            "name": _stem(place.name),
-            "path": place.path,
+            "name": stem(place.name),
+            "path": stem(place.path),
         }
         if place.step is None and "step" in _fields(self.destination):
             raise UsageError(
@@ -121,6 +122,24 @@ def target_of(form: Mapping[str, Any]) -> ExportTarget:
     except (TypeError, AttributeError) as error:  # a number instead of a text, say
         raise UsageError(f"the target cannot be used: {error}") from error
     return target
+
+
+def targets_of(root: RootRow) -> tuple[ExportTarget, ...]:
+    """Return all targets of a root, its first one first. Raises `UsageError`, as `target_of`."""
+    found = tuple(target_of(form) for form in (root.target, *root.also))
+    require_apart_targets(found)
+    return found
+
+
+def require_apart_targets(targets: Sequence[ExportTarget]) -> None:
+    """Raise `UsageError` if two targets of a root would write to one place."""
+    place = TemplateFields("/a", "run", 1, "step-1", "run/step-1")
+    doubled = colliding(target.fill(place) for target in targets)
+    if doubled:
+        raise UsageError(
+            f"two targets of the root would both write to {min(doubled)}",
+            hint="give each of --also a destination of its own",
+        )
 
 
 def announced_request(
@@ -222,10 +241,10 @@ def _checked(template: str) -> str:
     return template
 
 
-def _stem(name: str) -> str:
+def stem(name: str) -> str:
     """Return a file's name without its suffix: the output has its own.
 
-    >>> _stem("epoch=1-step=300.ckpt"), _stem("step-1.5b")
+    >>> stem("epoch=1-step=300.ckpt"), stem("step-1.5b")
     ('epoch=1-step=300', 'step-1.5b')
     """
     return re.sub(r"\.(?:ckpt|pt|pth|bin|safetensors)$", "", name)

@@ -11,7 +11,7 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ckptcore.catalog import CheckpointDetail
+from ckptcore.catalog import CheckpointDetail, retirements
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.types import CheckpointRow, State
@@ -119,9 +119,11 @@ def _finish_recorded(catalog: Catalog, home: str, means: Settings) -> str:
         return ""
     with catalog.reading() as conn:
         children = {child.id for _, child in tending.children(conn, source.id)}
+        proven = retirements.of(conn, source.id)
+    known = {None, source.fingerprint, proven.fingerprint if proven is not None else None}
     left: tuple[str, ...] = tuple(there)
     if as_recorded(record, there):
-        if record.child not in children or record.fingerprint not in (None, source.fingerprint):
+        if record.child not in children or record.fingerprint not in known:
             raise UsageError(f"no existing child proves it (the record names {record.child})")
         detail = child_of(catalog, record.child)
         require_holding(detail, record.fingerprint, means)

@@ -32,6 +32,9 @@ class SweepOptions:
     retry_failed: Annotated[
         bool, Option("Also retry conversions that failed recently, and broken checkpoints.", former="again")
     ] = False
+    strict: Annotated[
+        bool, Option("Fail (exit code 1) if a checkpoint is broken. Without it, that is only reported.")
+    ] = False
     fingerprint: Annotated[bool, Option("Compute one digest of all tensor values for every conversion.")] = (
         False
     )
@@ -63,8 +66,21 @@ class ScrubOptions:
 class RetireOptions:
     """Hold what is kept, and what may be lost."""
 
-    keep_last: Annotated[int, Option("Keep the newest N steps of every run.", "N")] = 3
-    keep_every: Annotated[int | None, Option("Also keep every step that is a multiple of K.", "K")] = None
+    keep_last: Annotated[
+        int | None,
+        Option("Keep the newest N steps of every run. Default: what the root says, otherwise 3.", "N"),
+    ] = None
+    keep_every: Annotated[
+        int | None, Option("Also keep every step that is a multiple of K. Default: what the root says.", "K")
+    ] = None
+    rest: Annotated[
+        str | None,
+        Option(
+            "How the other steps are kept: whole (the default) or weights: an export that holds the model "
+            "part takes the place of its source. weights is the same as --accept-loss optimizer.",
+            "TIER",
+        ),
+    ] = None
     yes: Annotated[bool, Option("Delete. Without it, nothing is changed.", off="dry-run")] = False
     fingerprint: Annotated[bool, Option("Read sources and their conversions to compare fingerprints.")] = (
         False
@@ -73,7 +89,8 @@ class RetireOptions:
     accept_loss: Annotated[
         Texts,
         Option(
-            "Objects and files that need no proof. The word cast accepts what a cast lost (repeatable).",
+            "Objects and files that need no proof. The word cast accepts what a cast lost, the word "
+            "optimizer the loss of optimizer, schedulers and random states (repeatable).",
             "GLOB",
         ),
     ] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptcore.errors import UsageError
@@ -49,15 +49,31 @@ class Verdict:
     why: tuple[str, ...]
 
 
-def decide(entries: Iterable[RetentionEntry], policy: Policy) -> tuple[Verdict, ...]:
-    """Return a verdict for each, in order. Checkpoints without a step, or with a user's reason, are kept."""
+def decide(
+    entries: Iterable[RetentionEntry], policy: Policy, own: Mapping[str, Policy] | None = None
+) -> tuple[Verdict, ...]:
+    """Return a verdict for each, in order. Checkpoints without a step, or with a user's reason, are kept.
+
+    Args:
+        entries: The checkpoints.
+        policy: The policy.
+        own: Id -> its own policy, of checkpoints that have one.
+    """
     entries = tuple(entries)
     steps: dict[str, set[int]] = defaultdict(set)
     for entry in entries:
         if entry.step is not None:
             steps[entry.run].add(entry.step)
-    newest = {run: frozenset(sorted(found)[-policy.keep_last :]) for run, found in steps.items()}
-    return tuple(_verdict(entry, policy, newest.get(entry.run, frozenset())) for entry in entries)
+    ordered = {run: sorted(found) for run, found in steps.items()}
+    newest: dict[tuple[str, int], frozenset[int]] = {}
+    verdicts = []
+    for entry in entries:
+        rule = (own or {}).get(entry.id, policy)
+        key = entry.run, rule.keep_last
+        if key not in newest:
+            newest[key] = frozenset(ordered.get(entry.run, [])[-rule.keep_last :])
+        verdicts.append(_verdict(entry, rule, newest[key]))
+    return tuple(verdicts)
 
 
 def user_reasons(entry: RetentionEntry) -> tuple[str, ...]:

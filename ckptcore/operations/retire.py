@@ -24,7 +24,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog import retirements
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.retirements import PART, WHOLE, GivenUp, RetirementRecord
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.errors import CkptError, Conflict, UsageError
 from ckptcore.operations.child_proof import (
@@ -44,13 +46,14 @@ from ckptcore.operations.verify import prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import Store, local_path, open_store, split_url
 from ckptcore.store.below import open_above
-from ckptcore.store.contents import Thing, contents, difference, require_no_mount
+from ckptcore.store.contents import NameKind, Thing, contents, difference, require_no_mount
 from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
+OfRoot = Callable[[roots.RootRow], tuple[Policy, Allowed]]
 
 
 class Fate(StrEnum):
@@ -67,12 +70,21 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Retired:
-    """One source. why: the reasons for its fate. replacement: the child that replaces it, if any."""
+    """One source.
+
+    Attributes:
+        source: The source.
+        fate: What happens to it.
+        why: The reasons.
+        replacement: The child that replaces it, if any.
+        files: Bytes of its files when they were listed; None if they were not.
+    """
 
     source: CheckpointRow
     fate: Fate
     why: tuple[str, ...]
     replacement: Replacement | None = None
+    files: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -86,6 +98,11 @@ class Retired:
             "why": list(self.why),
             "bytes": self.source.nbytes,
             "child": child.uri if child else None,
+            "proof": self.proof,
+            "files_bytes": self.files,
+            "freed_bytes": self.freed,
+            "given_up": [each.as_dict() for each in self.given_up],
+            "given_up_totals": retirements.totals(self.given_up),
             "unproven": [{"name": name, "kind": kind} for name, kind in self.unproven],
         }
 
@@ -93,6 +110,25 @@ class Retired:
     def unproven(self) -> tuple[tuple[str, str], ...]:
         """(name, kind) of files and objects of the source that its child does not prove."""
         return self.replacement.lost if self.replacement is not None else ()
+
+    @property
+    def given_up(self) -> tuple[GivenUp, ...]:
+        """What is lost with the source, as it was allowed."""
+        return self.replacement.given_up if self.replacement is not None else ()
+
+    @property
+    def proof(self) -> str | None:
+        """What the child holds: the whole source or its model part; None without a child."""
+        if self.replacement is None or self.replacement.child is None:
+            return None
+        return PART if self.replacement.part and self.given_up else WHOLE
+
+    @property
+    def freed(self) -> int:
+        """Bytes of files that its deletion frees, or would free."""
+        if self.fate not in (Fate.LET_GO, Fate.DELETED) or self.replacement is None:
+            return 0
+        return freed_bytes(self.replacement.things)
 
 
 @dataclass(frozen=True)
@@ -119,12 +155,25 @@ class Retirement:
         """Bytes of tensors that were, or would be, deleted."""
         return sum(i.source.nbytes for i in self.items if i.fate in (Fate.LET_GO, Fate.DELETED))
 
+    @property
+    def before(self) -> int:
+        """Bytes of files of all sources that could be listed."""
+        return sum(i.files or 0 for i in self.items)
+
+    @property
+    def freed(self) -> int:
+        """Bytes of files that were, or would be, freed."""
+        return sum(i.freed for i in self.items)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
+        every = [each for i in self.items if i.freed for each in i.given_up]
         return {
             "deleted": self.done,
             "counts": self.counts,
             "bytes": self.nbytes,
+            "files": {"before": self.before, "freed": self.freed, "after": self.before - self.freed},
+            "given_up_totals": retirements.totals(every),
             "left": list(self.left),
             "checkpoints": [i.as_dict() for i in self.items],
         }
@@ -140,6 +189,7 @@ def retire(
     take: Settings | None = None,
     means: Settings | None = None,
     on_retired: Callable[[Retired], None] | None = None,
+    of_root: OfRoot | None = None,
 ) -> Retirement:
     """Delete sources by the policy.
 
@@ -152,6 +202,7 @@ def retire(
         take: Memory and threads for computing fingerprints anew; None to use those in the catalog.
         means: Memory and threads for reading children again.
         on_retired: Called for each source.
+        of_root: Policy and allowed losses of a root's sources; None for ``policy`` and ``allowed``.
 
     Returns:
         The sources, each with its fate.
@@ -161,7 +212,8 @@ def retire(
     """
     left = finish_interrupted(catalog, take or means or Settings()) if yes else ()
     items = []
-    for item in plan(catalog, policy, scope, allowed=allowed, take=take):
+    for item in plan(catalog, policy, scope, allowed=allowed, take=take, means=means, of_root=of_root):
+        item = replace(item, files=_listed_bytes(item))
         done = carry_out(catalog, item, take or means) if yes and item.fate is Fate.LET_GO else item
         items.append(done)
         if on_retired is not None:
@@ -176,6 +228,8 @@ def plan(
     *,
     allowed: Allowed | None = None,
     take: Settings | None = None,
+    means: Settings | None = None,
+    of_root: OfRoot | None = None,
 ) -> Iterable[Retired]:
     """Yield each source with the policy's verdict, and the child of those that may be deleted.
 
@@ -185,22 +239,42 @@ def plan(
     with catalog.reading() as conn:
         rows = _in_scope(conn, scope)
         above = roots.every(conn)
+        rules = {row.id: _rules(row, above, of_root) or (policy, allowed or Allowed()) for row in rows}
         entries = {row.id: _retention_entry(row, tending.ties(conn, now, row.id)) for row in rows}
-    verdicts = decide(entries.values(), policy)
+    verdicts = decide(entries.values(), policy, {public: rule for public, (rule, _) in rules.items()})
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:
             yield Retired(row, Fate.KEPT, verdict.why)
             continue
         try:
             _root_above(above, row)
-            replacement = find_replacement(catalog, row, allowed or Allowed(), take=take)
+            replacement = find_replacement(catalog, row, rules[row.id][1], take=take, means=means)
         except CkptError as error:
             replacement = Replacement(None, None, f"{error.code}: {error.message}")
         if replacement.child is None:
             yield Retired(row, Fate.UNSAFE, (replacement.why,), replacement)
         else:
-            why = (*verdict.why, f"{replacement.child.uri} replaces it")
+            what = "it" if not replacement.part else "its model part"
+            why = (*verdict.why, f"{replacement.child.uri} replaces {what}")
             yield Retired(row, Fate.LET_GO, why, replacement)
+
+
+def freed_bytes(things: Mapping[str, Thing]) -> int:
+    """Return the bytes of files that are freed if all these names are removed.
+
+    A file with several names counts once, and not at all if a name of it stays.
+    """
+    removed: Counter[tuple[int, int]] = Counter()
+    total, linked = 0, dict[tuple[int, int], Thing]()
+    for thing in things.values():
+        if thing.kind is not NameKind.FILE:
+            continue
+        if thing.links in (None, 1) or thing.device is None or thing.inode is None:
+            total += thing.nbytes
+            continue
+        removed[thing.device, thing.inode] += 1
+        linked[thing.device, thing.inode] = thing
+    return total + sum(t.nbytes for each, t in linked.items() if t.links == removed[each])
 
 
 def carry_out(catalog: Catalog, item: Retired, means: Settings | None = None) -> Retired:
@@ -276,7 +350,7 @@ def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]
     source = item.source
     _require_same(source.uri, replacement.things)
     if local_path(source.uri) is None:
-        _delete_objects(catalog, source, replacement, means)
+        _delete_objects(catalog, item, means)
         return ()
     require_no_mount(source.uri)
     with catalog.reading() as conn:
@@ -286,7 +360,7 @@ def _delete(catalog: Catalog, item: Retired, means: Settings) -> tuple[str, ...]
         marked = False
         try:
             with catalog.writing() as conn:
-                _mark(conn, datetime.now(UTC), source)
+                _mark(conn, datetime.now(UTC), item)
                 _moved_away(aside)  # last in the transaction: no reader sees half of it
                 aside.require_approved()  # a trainer that saves from here on creates a new folder
             marked = True
@@ -342,16 +416,16 @@ def _unmark(catalog: Catalog, source: CheckpointRow) -> None:
         _log.warning("%s is restored, but the catalog calls it deleted: %s", source.uri, error.message)
 
 
-def _delete_objects(
-    catalog: Catalog, source: CheckpointRow, replacement: Replacement, means: Settings
-) -> None:
+def _delete_objects(catalog: Catalog, item: Retired, means: Settings) -> None:
     """Remove a source from an object store, where nothing can be moved aside; its child is read first."""
+    source, replacement = item.source, item.replacement
+    assert replacement is not None
     _require_replacement(catalog, replacement, means)
     parent, itself = split_url(source.uri)
     with closing(open_store(parent if "" in replacement.things else source.uri)) as store:
         stamps = {name or itself: store.stamp(name or itself) for name in replacement.things}
         with catalog.writing() as conn:
-            _mark(conn, datetime.now(UTC), source)
+            _mark(conn, datetime.now(UTC), item)
             _require_same(source.uri, replacement.things)  # the objects with these stamps are proven
             # Last in the transaction: if this run is killed from here on, the next one resumes.
             home = put_record(_record_of(source, replacement))
@@ -359,10 +433,40 @@ def _delete_objects(
     drop_record(home)
 
 
-def _mark(conn: Any, now: datetime, source: CheckpointRow) -> None:
-    _require_free(conn, now, source)
-    if not tending.deleted(conn, now, source):
+def _mark(conn: Any, now: datetime, item: Retired) -> None:
+    """Mark a source as deleted, and record how it was proven and what is given up."""
+    _require_free(conn, now, item.source)
+    if not tending.deleted(conn, now, item.source):
         raise Conflict("its row in the catalog changed meanwhile")
+    proven = item.replacement
+    assert proven is not None
+    assert proven.child is not None
+    record = RetirementRecord(
+        proven.child.id, item.proof or WHOLE, proven.fingerprint, item.freed, item.given_up
+    )
+    retirements.note(conn, now, item.source.id, record)
+
+
+def _rules(
+    row: CheckpointRow, above: Iterable[roots.RootRow], of_root: OfRoot | None
+) -> tuple[Policy, Allowed] | None:
+    """Return the policy and the allowed losses of the innermost root above a source."""
+    if of_root is None:
+        return None
+    around = [root for root in above if row.uri.startswith(root.uri.rstrip("/") + "/")]
+    innermost = max(around, key=lambda root: len(root.uri), default=None)
+    return None if innermost is None else of_root(innermost)
+
+
+def _listed_bytes(item: Retired) -> int | None:
+    """Return the bytes of a source's files; None if they cannot be listed."""
+    if item.replacement is not None and item.replacement.things:
+        return freed_bytes(item.replacement.things)
+    try:
+        return freed_bytes(contents(item.source.uri))
+    except CkptError as error:
+        _log.info("cannot list %s: %s", item.source.uri, error.message)
+        return None
 
 
 def _moved_away(aside: Aside) -> None:

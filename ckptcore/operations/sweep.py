@@ -24,10 +24,10 @@ from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
-from ckptcore.errors import Busy, CkptError, Finding, NotComplete
+from ckptcore.errors import Busy, CkptError, Finding
 from ckptcore.operations.claims import claimed, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
-from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, target_of
+from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
 from ckptcore.operations.readiness import SETTLE_S, Look, look
 from ckptcore.planning.request import Request
 
@@ -53,7 +53,7 @@ class Standing(StrEnum):
     REFUSED = "refused"  # the target cannot be used for it
 
 
-_WRONG = {Standing.FAILED, Standing.BROKEN, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
+_WRONG = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,17 @@ class SweepItem:
 
 @dataclass(frozen=True)
 class Swept:
-    """The result of a sweep. items: every checkpoint, by root, the lowest step first."""
+    """The result of a sweep.
+
+    Attributes:
+        items: Every checkpoint, by root, the lowest step first.
+        dry_run: Whether nothing was converted.
+        strict: Whether checkpoints that are broken for good count as an error.
+    """
 
     items: tuple[SweepItem, ...]
     dry_run: bool = False
+    strict: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
@@ -98,10 +105,13 @@ class Swept:
 
     @property
     def exit_code(self) -> int:
-        """1 if a checkpoint has a problem, else 3 if one is not yet complete, else 0."""
-        if any(i.standing in _WRONG for i in self.items):
-            return 1
-        return NotComplete.exit_code if any(i.standing is Standing.WRITING for i in self.items) else 0
+        """1 if a conversion failed or cannot be made; with `strict`, also if a checkpoint is broken; else 0.
+
+        A sweep runs by a schedule: what is still being written is converted by a later one, and a step that a
+        killed job left broken stays broken.
+        """
+        wrong = _WRONG | ({Standing.BROKEN} if self.strict else set())
+        return int(any(i.standing in wrong for i in self.items))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -122,6 +132,7 @@ def sweep(
     retry_failed: bool = False,
     who: str | None = None,
     on_item: OnItem | None = None,
+    strict: bool = False,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
 
@@ -134,6 +145,7 @@ def sweep(
         retry_failed: Include checkpoints that failed recently or were broken.
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint.
+        strict: See `Swept`.
     """
     found: list[SweepItem] = []
     who = who or owner()
@@ -153,7 +165,7 @@ def sweep(
             note_swept(catalog, root, here)
     if not dry_run:
         forget_events(catalog)
-    return Swept(tuple(found), dry_run)
+    return Swept(tuple(found), dry_run, strict)
 
 
 def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
@@ -193,34 +205,37 @@ def look_through(
     """
     now = datetime.now(UTC)
     try:
-        target = target_of(root.target)
+        targets = targets_of(root)
         with catalog.reading() as conn:
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
         candidates = discover(root.uri, include=root.include, skip=outputs)
     except CkptError as error:
         standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
         return (SweepItem(root.name, root.uri, None, standing, error.message),)
-    planned = [(c, *_planned(target, c)) for c in candidates]
+    planned = [(c, *_planned(target, c)) for c in candidates for target in targets]
     destinations = {normal_uri(r.destination) for _, r, _ in planned if r is not None}
     planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
     doubled = colliding(r.destination for _, r, _ in planned if r is not None)
     items = []
+    looked: dict[tuple[str, bool], Look] = {}
     for candidate, request, why in planned:
         if request is not None and request.destination in doubled:
             why, request = f"two checkpoints would both go to {request.destination}", None
         uri = normal_uri(candidate.uri)
         recover = request is not None and request.recover
-        seen = look(
-            uri,
-            candidate.files,
-            before.get(uri),
-            now,
-            settle_s=settle_s,
-            recover=recover,
-            retry_failed=retry_failed,
-        )
-        if not dry_run:
-            _note(catalog, root, candidate, seen, now)
+        if (uri, recover) not in looked:  # once, whatever is made of it
+            looked[uri, recover] = look(
+                uri,
+                candidate.files,
+                before.get(uri),
+                now,
+                settle_s=settle_s,
+                recover=recover,
+                retry_failed=retry_failed,
+            )
+            if not dry_run:
+                _note(catalog, root, candidate, looked[uri, recover], now)
+        seen = looked[uri, recover]
         item = _item(root, candidate, request, why, seen)
         items.append(
             _compared_with_target(catalog, item, request, now, retry_failed)

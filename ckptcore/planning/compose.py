@@ -186,7 +186,7 @@ def compose(
         extra=[(path, blake3(data).hexdigest()) for path, data in sorted(extra.items())],
         each=each,
     )
-    plan = replace(plan, map_digest=_map_digest(manifest, mapped), made=mapped.made)
+    plan = replace(plan, map_digest=digest_of_map(manifest, mapped), made=mapped.made)
     timings = {"validate": checked - began, "plan": time.perf_counter() - checked}
     ranks = None if topology is None else balance(topology, mapped.manifest.tensors)
     stages = () if topology is None else stages_of(mapped.manifest, topology, request.model_prefix)
@@ -344,7 +344,8 @@ def _order(manifest: Manifest, mapped: Mapped) -> tuple[str, ...]:
     return tuple(new.get(name, name) for name in manifest.order)
 
 
-def _map_digest(manifest: Manifest, mapped: Mapped) -> str:
+def digest_of_map(manifest: Manifest, mapped: Mapped) -> str:
+    """Return the digest of how names were mapped, as plans and conversions record it."""
     old = {b: a for a, b in mapped.renamed}
     kept = {old.get(t.fqn, t.fqn) for t in mapped.manifest.tensors}
     gone = [t.fqn for t in manifest.tensors if t.fqn not in kept]

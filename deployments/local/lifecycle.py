@@ -17,6 +17,7 @@ from deployments.local.services import SERVICES, Service, client_env, receiver_c
 from deployments.local.state import Choices, LocalState, load, locked, settle, write_private
 
 READY_SECONDS = 180.0  # the first start migrates Prefect's database
+ENDING_SECONDS = 60.0  # for the processes of a killed service
 LOOK = 0.2
 # PostgreSQL: SIGINT rolls open transactions back; SIGTERM would wait for every client to disconnect.
 HOW = {"postgres": signal.SIGINT}
@@ -92,6 +93,10 @@ def _bring_up(service: Service, state: LocalState, say: Say) -> None:
         say(f"{service.name}: already running (process {running.pid})")
         service.after(state)
         return
+    if running is not None and _recovers(service, state):
+        say(f"{service.name}: recovered (process {running.pid})")
+        service.after(state)
+        return
     process.end(service.name, state.folder, service.patience, HOW.get(service.name, signal.SIGTERM))
     if service.is_ready(state):
         raise UsageError(
@@ -102,6 +107,14 @@ def _bring_up(service: Service, state: LocalState, say: Say) -> None:
     started = process.start(service.name, state.folder, command, env, **service.how())
     until = time.monotonic() + READY_SECONDS
     while not service.is_ready(state):
+        if (
+            started.poll() is not None
+            and time.monotonic() < until - READY_SECONDS + ENDING_SECONDS
+            and service.must_wait(process.tail(service.name, state.folder))
+        ):
+            time.sleep(1.0)
+            started = process.start(service.name, state.folder, command, env, **service.how())
+            continue
         if started.poll() is not None or time.monotonic() > until:
             ended = "ended" if started.poll() is not None else f"is not ready after {READY_SECONDS:.0f} s"
             log = process.tail(service.name, state.folder)
@@ -112,6 +125,17 @@ def _bring_up(service: Service, state: LocalState, say: Say) -> None:
         time.sleep(LOOK)
     say(f"{service.name}: started (process {started.pid})")
     service.after(state)
+
+
+def _recovers(service: Service, state: LocalState) -> bool:
+    """Wait while a service with the current configuration recovers; return whether it became ready."""
+    running = process.known(service.name, state.folder)
+    until = time.monotonic() + READY_SECONDS
+    if running is None or running.made != process.made_of(service.command(state), service.env(state)):
+        return False
+    while service.is_recovering(state) and time.monotonic() < until:
+        time.sleep(LOOK)
+    return service.is_ready(state)
 
 
 def _tried(say: Say, state: LocalState, argument: str) -> str | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Debian installs server programs outside PATH.
 DEBIAN = Path("/usr/lib/postgresql")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+# What a server says to clients while it replays its log; the connection has no SQLSTATE then.
+_PASSING = ("starting up", "recovery mode", "not yet accepting connections")
 # Objects that an older version created as the administrator: tables, views, sequences that belong to no
 # column, enums. REASSIGN OWNED does not change the administrator's objects.
 _RELATIONS = """
@@ -109,6 +111,25 @@ def is_ready(state: LocalState) -> bool:
     except psycopg.OperationalError:
         return False
     return True
+
+
+def is_recovering(state: LocalState) -> bool:
+    """Return whether the server runs, and refuses connections until it has replayed its log.
+
+    It does so after its own crash or that of one of its processes.
+    """
+    import psycopg
+
+    try:
+        _as_administrator(state, "postgres").close()
+    except psycopg.OperationalError as error:
+        return any(text in str(error) for text in _PASSING)
+    return False
+
+
+def is_still_ending(log: str) -> bool:
+    """Return whether a server could not start because processes of a killed one still end."""
+    return "is still in use" in log or 'lock file "postmaster.pid" already exists' in log
 
 
 def make_databases(state: LocalState) -> None:

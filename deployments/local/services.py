@@ -29,6 +29,8 @@ class Service:
         command: the program and its arguments.
         env: its complete environment.
         is_ready: whether it does its work.
+        is_recovering: whether it will be ready without help, for example after a crash of its own.
+        must_wait: whether its first program ended only because a killed predecessor still ends.
         how: further arguments of `subprocess.Popen`.
         after: runs once the service is ready, on every `up`.
         patience: seconds for it to end by itself.
@@ -41,6 +43,8 @@ class Service:
     how: Callable[[], dict[str, Any]] = dict
     after: Callable[[LocalState], None] = lambda state: None
     patience: float = 15.0
+    is_recovering: Callable[[LocalState], bool] = lambda state: False
+    must_wait: Callable[[str], bool] = lambda log: False
 
 
 def client_env(state: LocalState) -> dict[str, str]:
@@ -116,6 +120,7 @@ def user_env(state: LocalState) -> str:
         name: env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "CKPTCORE_CATALOG_URL")
     }
     hooks = {name: value for name, value in state.secrets.items() if name.startswith("CKPTCORE_HOOK_")}
+    hooks["CKPTCORE_HOOK_URL"] = f"{state.receiver}/hooks/trainer"
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in (addresses | hooks).items())
 
 
@@ -200,6 +205,8 @@ SERVICES = (
         how=lambda: postgres.unprivileged() | {"cwd": "/"},
         after=postgres.make_databases,
         patience=30.0,
+        is_recovering=postgres.is_recovering,
+        must_wait=postgres.is_still_ending,
     ),
     Service("prefect", _prefect, server_env, lambda state: _answers(f"{state.api}/ready")),
     Service("worker", _worker_command, worker_env, _works),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptcore.operations.export_target import stem
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.roots import filled, place_of
 from deployments.receiver.settings import Sender
@@ -45,7 +46,7 @@ def order_of(
     place = place_of(uri, sender.roots)
     parameters = sender.parameters | {
         "source": place.uri,
-        "destination": filled(sender.destination, run=run, step=step, path=place.path),
+        "destination": filled(sender.destination, run=run, step=step, path=stem(place.path)),
         "root": place.root,
         "run": run,
         "step": step,

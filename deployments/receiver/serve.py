@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import socket
 import threading
@@ -15,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 import flows  # noqa: F401  # sets Prefect's environment first
+from ckptcore.catalog import unset_warning
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from deployments.metrics import ReceiverMetrics, registry_of, serving
@@ -26,6 +28,7 @@ from deployments.receiver.notify import send_due
 from deployments.receiver.protocol import MAX_HEAD, Protocol
 from deployments.receiver.settings import ReceiverSettings, load
 
+_log = logging.getLogger("deployments.receiver")
 CONNECTIONS = 1024  # open at a time; each body is at most `max_body`, and takes at most ten seconds
 GRACE = 10  # seconds for open requests after a signal
 
@@ -33,6 +36,7 @@ GRACE = 10  # seconds for open requests after a signal
 def check(config: Path) -> None:
     """Raise `UsageError` or `CatalogError` if the receiver cannot serve with this file."""
     settings, _ = load(config)
+    _warn(settings)
     Mailbox(settings.catalog).close()
 
 
@@ -44,6 +48,7 @@ def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = 
     from deployments.receiver.prefect_runs import PrefectRuns
 
     settings, senders = load(config)
+    _warn(settings)
     runs = PrefectRuns()
     # One mailbox each: requests never wait in a connection pool for the loops' transactions.
     turn = threading.Lock()
@@ -113,3 +118,10 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _warn(settings: ReceiverSettings) -> None:
+    """Warn if neither the file nor the environment names a catalog."""
+    warning = unset_warning() if settings.catalog is None else None
+    if warning is not None:
+        _log.warning("%s", warning)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Announce a checkpoint with Python's standard library only; copy this file to where the job runs.
 
-    export CKPT_HOOK_URL=https://hooks.example/hooks/trainer CKPT_HOOK_SECRET=whsec_...
+    export CKPTCORE_HOOK_URL=https://hooks.example/hooks/trainer CKPTCORE_HOOK_SECRET=whsec_...
     python send.py URI [RUN [STEP]] [--meta=metrics.loss=2.31 --meta=git_commit=3f9a ...]
 
 or ``from send import announce`` and ``announce("/checkpoints/llama/step-300", "llama", 300)``. Requests are
@@ -47,8 +47,8 @@ def announce(
         step: the training step.
         meta: facts about the training, for the catalog: {"metrics": {"loss": 2.31}, "git_commit": "3f9a",
             "user": "ada", "dataset": "...", "job_url": "...", "config": {...}}.
-        url: the receiver; by default CKPT_HOOK_URL.
-        secret: by default CKPT_HOOK_SECRET.
+        url: the receiver; by default CKPTCORE_HOOK_URL.
+        secret: by default CKPTCORE_HOOK_SECRET.
         waits: seconds between tries.
 
     Returns:
@@ -57,7 +57,7 @@ def announce(
     Raises:
         OSError: the receiver refused the event or did not answer.
     """
-    address, shared = url or os.environ["CKPT_HOOK_URL"], secret or os.environ["CKPT_HOOK_SECRET"]
+    address, shared = url or _setting("URL"), secret or _setting("SECRET")
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     event: dict[str, Any] = {
         "type": "checkpoint.saved",
@@ -92,6 +92,15 @@ def announce(
                 raise OSError(f"no answer: {error!r}") from error
         time.sleep(wait)
     raise AssertionError("the last try returns or raises")
+
+
+def _setting(name: str) -> str:
+    """Return the environment variable of a setting, also by its name in earlier versions."""
+    new, old = f"CKPTCORE_HOOK_{name}", f"CKPT_HOOK_{name}"
+    if not os.environ.get(new) and os.environ.get(old):
+        print(f"warning: {old} is now called {new}", file=sys.stderr)
+        return os.environ[old]
+    return os.environ[new]
 
 
 def _finite(value: Any) -> Any:

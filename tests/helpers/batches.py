@@ -65,8 +65,8 @@ class Batch:
     def announced(self, stack: Stack, draw: random.Random, within: float) -> Iterator[None]:
         """Each step announced at a random moment while the block runs; its end waits for all senders."""
         env = os.environ | {
-            "CKPT_HOOK_URL": f"http://127.0.0.1:{stack.ports['receiver']}/hooks/trainer",
-            "CKPT_HOOK_SECRET": stack.env["CKPTCORE_HOOK_SECRET"],
+            "CKPTCORE_HOOK_URL": f"http://127.0.0.1:{stack.ports['receiver']}/hooks/trainer",
+            "CKPTCORE_HOOK_SECRET": stack.env["CKPTCORE_HOOK_SECRET"],
         }
         kinds = [[sys.executable, str(SENDERS / "send.py")], ["bash", str(SENDERS / "send.sh")]]
         threads = [

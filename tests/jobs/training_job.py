@@ -1,6 +1,6 @@
 """A training job of two ranks on gloo: FSDP2, some steps, dcp.save, and as its last line a webhook.
 
-training_job.py RANK PORT CHECKPOINT TRUTH; CKPT_HOOK_URL and CKPT_HOOK_SECRET say whom to tell.
+training_job.py RANK PORT CHECKPOINT TRUTH; CKPTCORE_HOOK_URL and CKPTCORE_HOOK_SECRET say whom to tell.
 """
 
 from __future__ import annotations

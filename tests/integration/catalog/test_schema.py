@@ -135,10 +135,13 @@ AT = {
                                            NOW);
         INSERT INTO metric VALUES (1, 'loss', 2.5, NULL, 10, 'user', NOW);
         INSERT INTO audit VALUES (1, NOW, 'ada', 'cli', 'alias.set', 'best', '{}')""",
+    "0012": """
+        INSERT INTO retirement VALUES (1, 'u2', 'model part', 'f', 4, NOW);
+        INSERT INTO given_up VALUES (1, 'optim.state.w.exp_avg', 'optimizer', 8)""",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0011", "72d976539b65e3e683a9db98beae0bb1c1af04bc7e22033cb0415f29e09dd842")
+VIEWS_OF = ("0012", "72d976539b65e3e683a9db98beae0bb1c1af04bc7e22033cb0415f29e09dd842")
 
 
 def test_views_change_with_a_revision_only():

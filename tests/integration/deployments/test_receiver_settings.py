@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 import webhooks
+import yaml
 
 from ckptcore.errors import UsageError
+from ckptcore.planning.request import Request
+from deployments.local.services import receiver_config
+from deployments.local.state import Choices, LocalState
 from deployments.receiver.http_errors import REFUSALS, RequestRefused
+from deployments.receiver.run_request import order_of
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
 
@@ -83,3 +89,33 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
 def test_the_configuration_of_the_tests_has_every_kind() -> None:
     kinds = {source["kind"] for source in tomllib.loads(webhooks.CONFIG)["sources"].values()}
     assert kinds == set(DIALECTS)
+
+
+def shipped(tmp_path: Path) -> dict[str, str]:
+    """name -> each configuration that the repository ships or writes."""
+    folder = EXAMPLE.parent.parent
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    state = LocalState(tmp_path, Choices(root="/checkpoints", exports="/exports"), {})
+    return {
+        "example": EXAMPLE.read_text(),
+        "kubernetes": (folder / "kubernetes" / "receiver.toml").read_text(),
+        "compose": compose["configs"]["receiver"]["content"],
+        "local": receiver_config(state),
+    }
+
+
+@pytest.mark.parametrize("name", ["example", "kubernetes", "compose", "local"])
+@pytest.mark.parametrize("run", ["", "llama"])
+def test_a_checkpoint_of_lightning_becomes_a_folder_at_every_shipped_receiver(
+    name: str, run: str, tmp_path: Path
+) -> None:
+    """Its `.ckpt`, a file or a folder, must not name the output: that would be one file of `torch.save`."""
+    config = tmp_path / "receiver.toml"
+    config.write_text(shipped(tmp_path)[name])
+    names = re.findall(r'"([A-Z_]{6,})"', config.read_text())
+    _, senders = load(config, dict.fromkeys(names, webhooks.WHSEC))
+    uri = "/checkpoints/lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt"
+    found = order_of(senders["trainer"], uri, run, 2).parameters
+    assert found["destination"] == "/exports/lightning_logs/version_0/checkpoints/epoch=0-step=2"
+    request = Request(found["source"], found["destination"], found.get("verb", "export"))
+    assert request.single is None

@@ -39,8 +39,8 @@ def env(running: live.Live) -> dict[str, str]:
     running.rows.clear()
     return {
         "PATH": f"{Path(sys.executable).parent}:{PATH}",
-        "CKPT_HOOK_URL": f"{running.url}/hooks/standard",
-        "CKPT_HOOK_SECRET": webhooks.WHSEC,
+        "CKPTCORE_HOOK_URL": f"{running.url}/hooks/standard",
+        "CKPTCORE_HOOK_SECRET": webhooks.WHSEC,
     }
 
 
@@ -83,7 +83,7 @@ def test_scripts_report_refusals(script: str, running: live.Live, env: dict[str,
     outside = run(SENDERS / script, "/elsewhere/x", env=env)
     assert outside.returncode != 0
     assert "forbidden-root" in outside.stdout + outside.stderr
-    wrong = run(SENDERS / script, URI, env=env | {"CKPT_HOOK_SECRET": "whsec_" + "QUJD" * 8})
+    wrong = run(SENDERS / script, URI, env=env | {"CKPTCORE_HOOK_SECRET": "whsec_" + "QUJD" * 8})
     assert wrong.returncode != 0
     assert "unauthorized" in wrong.stdout + wrong.stderr
     assert run(SENDERS / script, URI, 'll"ama', "7x", env=env).returncode != 0
@@ -107,7 +107,7 @@ def test_python_retries_until_the_receiver_runs(
         raise send.urllib.error.HTTPError(request.full_url, status, "", {}, open(os.devnull, "rb"))  # type: ignore[arg-type]  # noqa: SIM115
 
     monkeypatch.setattr(send.urllib.request, "urlopen", urlopen)
-    reply = send.announce(URI, url=env["CKPT_HOOK_URL"], secret=webhooks.WHSEC, waits=(0.0, 0.0))
+    reply = send.announce(URI, url=env["CKPTCORE_HOOK_URL"], secret=webhooks.WHSEC, waits=(0.0, 0.0))
     assert reply["status"] == "accepted"
 
 
@@ -144,7 +144,9 @@ def dying(running: live.Live) -> Iterator[str]:
 def test_a_receiver_killed_during_its_reply_gets_a_retry(
     script: str, running: live.Live, env: dict[str, str], dying: str
 ) -> None:
-    done = run(SENDERS / script, URI, "llama", "7", env=env | {"CKPT_HOOK_URL": f"{dying}/hooks/standard"})
+    done = run(
+        SENDERS / script, URI, "llama", "7", env=env | {"CKPTCORE_HOOK_URL": f"{dying}/hooks/standard"}
+    )
     assert (done.returncode, json.loads(done.stdout)["status"]) == (0, "accepted"), done.stderr
     assert announced(running) == [("standard", "checkpoint.saved", URI, "llama", 7)]
 
@@ -191,7 +193,7 @@ def test_lightning_callback(running: live.Live, env: dict[str, str]) -> None:
         ("/runs/llama/step-10", "llama", 10),
     ]
     # Training continues without a receiver or without settings.
-    for other in ({"CKPT_HOOK_URL": "http://127.0.0.1:9/"}, {"CKPT_HOOK_SECRET": "*"}):
+    for other in ({"CKPTCORE_HOOK_URL": "http://127.0.0.1:9/"}, {"CKPTCORE_HOOK_SECRET": "*"}):
         quick = LIGHTNING.replace(
             "from lightning_callback", "import send; send.WAITS = ()\nfrom lightning_callback"
         )
@@ -245,8 +247,8 @@ def epilog(running: live.Live, tmp_path: Path) -> dict[str, str]:
     (tmp_path / "hook.url").write_text(f"{running.url}/hooks/slurm\n")
     (tmp_path / "hook.header").write_text(f"Authorization: Bearer {webhooks.TOKEN}\n")
     return {
-        "CKPT_HOOK_ETC": str(tmp_path),
-        "CKPT_HOOK_LOG": str(tmp_path / "log"),
+        "CKPTCORE_HOOK_ETC": str(tmp_path),
+        "CKPTCORE_HOOK_LOG": str(tmp_path / "log"),
         "SLURM_JOB_ID": "4242",
         "SLURM_JOB_START_TIME": "1760000000",
         "SLURM_CLUSTER_NAME": "big",
@@ -278,7 +280,7 @@ def test_slurm_epilog_does_not_expand_the_comment(
 
 
 def test_slurm_epilog_retries_too(running: live.Live, epilog: dict[str, str], dying: str) -> None:
-    Path(epilog["CKPT_HOOK_ETC"], "hook.url").write_text(f"{dying}/hooks/slurm")
+    Path(epilog["CKPTCORE_HOOK_ETC"], "hook.url").write_text(f"{dying}/hooks/slurm")
     assert run(SENDERS / "slurm_epilog.sh", env=epilog).returncode == 0
     assert announced(running) == [("slurm", "job.completed", URI, "llama", 7)]
 
@@ -293,7 +295,7 @@ def test_slurm_epilog_retries_too(running: live.Live, epilog: dict[str, str], dy
         {"SLURM_JOB_COMMENT": f'ckpt={URI}","uri":"/runs/other'},
         {"SLURM_JOB_COMMENT": f"ckpt={URI} step=7x"},
         {"SLURM_JOB_COMMENT": f"ckpt={URI} step=$(exit 3)"},
-        {"CKPT_HOOK_ETC": "/nowhere"},
+        {"CKPTCORE_HOOK_ETC": "/nowhere"},
     ],
 )
 def test_slurm_epilog_succeeds_for_any_job_name(
@@ -318,7 +320,7 @@ def test_kubernetes_job(running: live.Live, env: dict[str, str], tmp_path: Path)
     line = line.replace(mounts["send"], str(SENDERS))
     given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     secrets = {one["name"] for one in container["env"] if "valueFrom" in one}
-    assert secrets == {"CKPT_HOOK_URL", "CKPT_HOOK_SECRET"}
+    assert secrets == {"CKPTCORE_HOOK_URL", "CKPTCORE_HOOK_SECRET"}
     inside = env | given | {"PATH": f"{tmp_path}:{env['PATH']}", "CHECKPOINT": "/runs/llama/step-300"}
     done = run(*container["command"], line, env=inside)
     assert done.returncode == 0, done.stderr

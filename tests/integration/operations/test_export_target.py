@@ -30,6 +30,8 @@ def test_the_default_goes_beside_the_root():
             TemplateFields("s3://b/runs", "r", 1, "s=1.ckpt", "r/s=1.ckpt"),
             "s3://b/out/s=1",
         ),
+        # A folder called s=1.ckpt would be one file to every export.
+        ("/out/{path}", TemplateFields("/b/runs", "r", 1, "s=1.ckpt", "r/s=1.ckpt"), "/out/r/s=1"),
     ],
 )
 def test_templates(template, place, filled):

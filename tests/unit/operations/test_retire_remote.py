@@ -18,6 +18,7 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
+from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
@@ -39,7 +40,7 @@ class Killed(BaseException):
 class World:
     """A watched root of two steps on a store, the first of which is proven elsewhere."""
 
-    def __init__(self, catalog: Catalog, url: str, root: str, tmp: Path) -> None:
+    def __init__(self, catalog: Catalog, url: str, root: str, tmp: Path, **options: Any) -> None:
         self.catalog, self.root = catalog, root
         self.fs, self.path = fsspec.url_to_fs(root)
         self.old, self.new, self.child = f"{root}/runs/step-3", f"{root}/runs/step-4", tmp / "child"
@@ -48,7 +49,7 @@ class World:
                 self.fs.pipe_file(f"{self.path}/runs/step-{step}/{file.name}", file.read_bytes())
         with catalog.writing() as conn:
             roots.add(conn, datetime.now(UTC), "r", f"{root}/runs")
-        convert(Request(self.old, str(self.child)), MEANS, None, url)
+        convert(Request(self.old, str(self.child), **options), MEANS, None, url)
         catalog.record_validation(facts(inspect(self.new), self.new), ())
 
     def there(self) -> dict[str, bytes]:
@@ -57,7 +58,7 @@ class World:
         found = self.fs.find(f"{self.path}/runs")
         return {name.partition("/runs/")[2]: self.fs.cat_file(name) for name in found}
 
-    def kill(self, stop: int) -> bool:
+    def kill(self, stop: int, allowed: Allowed | None = None) -> bool:
         """Retire, and die right before the n-th object is removed; return whether it died."""
         remove, calls = FsspecStore.remove, []
 
@@ -70,7 +71,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FsspecStore, "remove", dying)
             try:
-                retire(self.catalog, Policy(1), "r", yes=True)
+                retire(self.catalog, Policy(1), "r", yes=True, allowed=allowed)
             except Killed:
                 return True
         return False
@@ -104,6 +105,26 @@ def test_a_killed_deletion_is_resumed(stop: int, world: World) -> None:
     assert world.there() == of(4, before)
     assert world.state() == "deleted"
     assert world.resume() == ()
+
+
+def test_a_killed_deletion_is_resumed_with_the_proof_of_its_model_part(root: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "catalog.sqlite")
+    with open_catalog(url) as catalog:
+        world = World(catalog, url, root, tmp_path, verb="export", names="stored")
+        before = world.there()
+        assert not world.kill(0)
+        assert world.there() == before
+        assert world.kill(2, Allowed.of(["optimizer"]))
+        (name,) = (n for n in world.there() if n.endswith("record.json"))
+        rest, data = world.there(), world.there()[name]
+        forged = json.dumps(json.loads(data) | {"fingerprint": "0" * 64}).encode()
+        world.fs.pipe_file(f"{world.path}/runs/{name}", forged)
+        assert len(world.resume()) == 1
+        assert world.there() == rest | {name: forged}
+        world.fs.pipe_file(f"{world.path}/runs/{name}", data)
+        assert world.resume() == ()
+        assert world.there() == of(4, before)
+        assert world.state() == "deleted"
 
 
 def test_changed_and_new_objects_are_kept_and_listed(world: World) -> None:

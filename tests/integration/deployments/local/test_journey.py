@@ -53,8 +53,8 @@ def run_of(stack: Stack, source: Path) -> dict[str, Any]:
 def test_from_a_training_job_to_an_sql_query(stack: Stack, tmp_path: Path) -> None:
     checkpoint, truth = stack.root / "gloo-run" / "step-3", tmp_path / "truth.pt"
     env = os.environ | {
-        "CKPT_HOOK_URL": f"{stack.receiver.base_url}/hooks/trainer".replace("//hooks", "/hooks"),
-        "CKPT_HOOK_SECRET": stack.env["CKPTCORE_HOOK_SECRET"],
+        "CKPTCORE_HOOK_URL": f"{stack.receiver.base_url}/hooks/trainer".replace("//hooks", "/hooks"),
+        "CKPTCORE_HOOK_SECRET": stack.env["CKPTCORE_HOOK_SECRET"],
         "OMP_NUM_THREADS": "1",
     }
     port = str(free_port())

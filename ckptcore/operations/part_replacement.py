@@ -1,0 +1,156 @@
+"""Find whether an export proves the model part of its source, and name everything else that would be lost.
+
+``--accept-loss optimizer`` accepts the loss of what only a resumed training needs
+(`ckptcore.naming.training_state`). The model part is proven in one of two ways:
+
+- by record: the conversion's fingerprint, computed from the source's bytes under the export's names, equals
+  the export's own; the source's files are those that it read, and names map as they did then;
+- by reading both sides (`ckptcore.comparison.verify_export.compare_part`). A cast is always computed again
+  and compared bit by bit, and needs ``--accept-loss cast``, too.
+
+Every other tensor, object or file that the export lacks needs its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptcore.catalog.retirements import GivenUp
+from ckptcore.catalog.types import CheckpointRow, ConversionRow
+from ckptcore.comparison.verify_export import PartProof, compare_part
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Manifest
+from ckptcore.errors import UsageError
+from ckptcore.fingerprints.sums import checkpoint_fingerprint
+from ckptcore.naming.model_part import in_model
+from ckptcore.naming.rename import is_kept
+from ckptcore.naming.training_state import training_state
+from ckptcore.planning.export_source import ExportSource
+from ckptcore.planning.request import Request, Settings
+from ckptcore.store.contents import NameKind, Thing
+from ckptcore.utils.text import some
+
+CAST = "cast"  # the name that accepts the loss of precision by a cast
+OPTIMIZER = "optimizer"  # the name that accepts the loss of training state
+TENSOR = "tensor"  # outside of the model part and no training state, or left out by the map of names
+MODEL = "model tensor"  # is never given up
+_READS = "--fingerprint reads both"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The proof that an export holds the model part of its source.
+
+    Attributes:
+        fingerprint: Of the export's tensors.
+        cast: Whether the export is cast.
+        fresh: Whether both sides were read for this.
+        losses: Tensors and objects that the export lacks; of cast ones, the precision.
+        proof: The comparison.
+    """
+
+    fingerprint: str
+    cast: bool
+    fresh: bool
+    losses: tuple[GivenUp, ...]
+    proof: PartProof
+
+
+def prove_part(
+    source: CheckpointRow,
+    manifest: Manifest,
+    conversion: ConversionRow,
+    child: CheckpointRow,
+    settings: Settings | None,
+    means: Settings,
+) -> Part:
+    """Prove that an export holds the model part of its source.
+
+    The caller checks, for a proof by record, that the source's files are those that the conversion read.
+
+    Args:
+        source: The source.
+        manifest: Its manifest.
+        conversion: The conversion that made the export.
+        child: The export.
+        settings: Memory and threads for reading both sides; None for a proof by record, without a cast.
+        means: Memory and threads where a cast has to be computed again.
+
+    Raises:
+        UsageError: It proves nothing; the message says why.
+        CkptError: A side cannot be read, or the source cannot be mapped as it was.
+    """
+    request = replace(Request.from_dict(dict(conversion.request)), source=source.uri)
+    if settings is None and (request.dtype or request.dtype_for):
+        settings = means
+    if settings is None:
+        _require_recorded(conversion, child)
+    known = ExportSource(request, "the catalog", exact=True, digest=manifest.digest)
+    proof = compare_part(child.uri, known, settings)
+    if proof.problems:
+        raise UsageError(f"{child.uri} does not hold the model part: {some(list(proof.problems))}")
+    if settings is None and proof.map_digest != conversion.map_digest:
+        raise UsageError(f"names of {child.uri} were mapped in another way when it was made; {_READS}")
+    if settings is None and proof.cast:
+        raise UsageError(f"{child.uri} is cast, and its conversion does not say so; {_READS}")
+    fingerprint = checkpoint_fingerprint(proof.tensors) if settings is not None else child.fingerprint
+    assert fingerprint is not None  # a proof by record requires it
+    losses = (*_casts(proof), *_dropped(manifest, request, proof))
+    return Part(fingerprint, bool(proof.cast), settings is not None, losses, proof)
+
+
+def classified(manifest: Manifest, name: str, what: str) -> str:
+    """Return the kind of training state that a lost object is, or the kind that it was found to be."""
+    known = what == "object" or name in manifest.index or any(blob.key == name for blob in manifest.blobs)
+    return (training_state(name) if known else None) or what
+
+
+def is_training_state(loss: GivenUp) -> bool:
+    """Return whether ``--accept-loss optimizer`` accepts a loss."""
+    return training_state(loss.name) == loss.kind
+
+
+def sized(
+    lost: Iterable[tuple[str, str]], manifest: Manifest, things: Mapping[str, Thing], *, classify: bool
+) -> list[GivenUp]:
+    """Return lost names with their sizes, where these are known. classify: find out what objects are."""
+    specs = {spec.fqn: spec.nbytes for spec in manifest.tensors}
+    sizes = {name: thing.nbytes for name, thing in things.items() if thing.kind is NameKind.FILE}
+    return [
+        GivenUp(
+            name, classified(manifest, name, what) if classify else what, specs.get(name, sizes.get(name))
+        )
+        for name, what in lost
+    ]
+
+
+def _require_recorded(conversion: ConversionRow, child: CheckpointRow) -> None:
+    if conversion.fingerprint is None or child.fingerprint is None:
+        raise UsageError(f"the fingerprint of {child.uri} is not known; {_READS}")
+    if conversion.fingerprint != child.fingerprint:
+        raise UsageError(f"{child.uri} has other tensors")
+
+
+def _casts(proof: PartProof) -> Iterator[GivenUp]:
+    shapes = {spec.fqn: spec.numel for spec in proof.mapped.manifest.tensors}
+    for name, before, after in proof.cast:
+        lost = (BY_NAME[before].itemsize - BY_NAME[after].itemsize) * shapes[name]
+        yield GivenUp(name, CAST, max(0, lost))
+
+
+def _dropped(manifest: Manifest, request: Request, proof: PartProof) -> Iterator[GivenUp]:
+    """Yield the tensors of the source that are not in the export."""
+    inside, known = in_model(manifest, request.model_prefix), proof.mapped
+    # Ties come last (`ckptcore.naming.rename.remap`). Their equality is part of the comparison of values; by
+    # record, the conversion proved it.
+    dropped = known.dropped[: len(known.dropped) - len(known.ties)]
+    for each in dropped:
+        if each.only_zero and each.part is None:
+            continue  # proven to be zero, element by element
+        spec = manifest.tensors[manifest.index[each.fqn]]
+        if inside(each.fqn) is None:
+            yield GivenUp(each.fqn, training_state(each.fqn) or TENSOR, spec.nbytes)
+            continue
+        by_map = bool(known.made) and is_kept(each.fqn, request.include, request.exclude)
+        yield GivenUp(each.fqn, TENSOR if by_map else MODEL, spec.nbytes)

@@ -1,0 +1,70 @@
+"""Combine what a user asks of `retire` with the retention that a watched root has of its own.
+
+A root's retention is an object with some of the fields ``keep_last``, ``keep_every``, ``rest`` and
+``accept_loss``. What the user names wins over it, field by field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptcore.catalog.watched_roots import RootRow
+from ckptcore.errors import UsageError
+from ckptcore.operations.options import RetireOptions
+from ckptcore.operations.part_replacement import OPTIMIZER
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+
+KEEP_LAST = 3
+WHOLE, WEIGHTS = RESTS = ("whole", "weights")
+FIELDS = ("keep_last", "keep_every", "rest", "accept_loss")
+
+
+def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Allowed]:
+    """Return the policy and the allowed losses for the sources of a root.
+
+    Raises:
+        UsageError: A value is invalid.
+    """
+    own = checked(root.retention) if root is not None else {}
+
+    def chosen(name: str) -> Any:
+        given = getattr(asked, name)
+        return own.get(name) if given is None else given
+
+    keep_last = chosen("keep_last")
+    policy = Policy(KEEP_LAST if keep_last is None else keep_last, chosen("keep_every"))
+    rest = chosen("rest") or WHOLE
+    if rest not in RESTS:
+        raise UsageError(f"--rest must be {WHOLE} or {WEIGHTS} (got {rest!r})")
+    names = [*(chosen("accept_loss") or ()), *([OPTIMIZER] if rest == WEIGHTS else [])]
+    return policy, Allowed.of(names, cast=asked.accept_cast)
+
+
+def of_root(asked: RetireOptions) -> Callable[[RootRow], tuple[Policy, Allowed]]:
+    """Return `rules` as a function of the root."""
+    return lambda root: rules(asked, root)
+
+
+def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a root's retention; raise `UsageError` if a field or a value is invalid."""
+    unknown = sorted(set(retention) - set(FIELDS))
+    if unknown:
+        raise UsageError(
+            f"a root's retention has no field {', '.join(unknown)}", hint=f"fields are {', '.join(FIELDS)}"
+        )
+    for name, kind in (("keep_last", int), ("keep_every", int), ("rest", str), ("accept_loss", list)):
+        value = retention.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UsageError(
+                f"{name} of a root's retention must be {kind.__name__} (got {json.dumps(value)})"
+            )
+    names = retention.get("accept_loss") or []
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"accept_loss of a root's retention must be names (got {json.dumps(names)})")
+    if retention.get("rest") not in (None, *RESTS):
+        raise UsageError(f"rest must be {WHOLE} or {WEIGHTS} (got {retention['rest']!r})")
+    Policy(retention.get("keep_last") or KEEP_LAST, retention.get("keep_every"))
+    return dict(retention)

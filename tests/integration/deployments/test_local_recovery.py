@@ -1,0 +1,131 @@
+"""`make up` after PostgreSQL crashed: it waits until connections are accepted, or starts the server again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from ckptcore.errors import UsageError
+from deployments.local import lifecycle, postgres, process
+from deployments.local.services import SERVICES, Service, user_env
+from deployments.local.state import Choices, LocalState, settle
+
+# `up` leaves what it starts running.
+pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+
+
+class Crashed:
+    """A service of `sleep`, as it looks while it recovers: ``looks`` times not ready."""
+
+    def __init__(self, looks: int, *, recovering: bool = True) -> None:
+        self.looks, self.recovering = looks, recovering
+        self.said: list[str] = []
+        self.service = Service(
+            "sleeper",
+            command=lambda state: ["sleep", "60"],
+            env=lambda state: {"PATH": "/usr/bin:/bin"},
+            is_ready=lambda state: not self.looks and process.known("sleeper", state.folder) is not None,
+            is_recovering=self.look,
+            patience=1.0,
+        )
+
+    def look(self, state: LocalState) -> bool:
+        self.looks = max(0, self.looks - 1)
+        return self.recovering and self.looks > 0
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[LocalState]:
+    for name in ("log", "run"):
+        (tmp_path / name).mkdir()
+    yield LocalState(tmp_path, Choices(), {})
+    process.end("sleeper", tmp_path, 1.0, signal.SIGKILL)
+
+
+def test_a_service_that_recovers_is_not_restarted(state: LocalState) -> None:
+    crashed = Crashed(0)
+    lifecycle._bring_up(crashed.service, state, crashed.said.append)
+    before = process.known("sleeper", state.folder)
+    assert before is not None
+    crashed.looks = 4
+    lifecycle._bring_up(crashed.service, state, crashed.said.append)
+    assert process.known("sleeper", state.folder) == before
+    assert crashed.said[-1] == f"sleeper: recovered (process {before.pid})"
+    assert crashed.looks == 0
+
+
+def test_a_predecessor_that_still_ends_is_waited_for(
+    state: LocalState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "LOOK", 0.01)
+    tries = state.folder / "tries"
+    script = f"echo x >> {tries}; [ $(wc -l < {tries}) -ge 3 ] && sleep 60; echo 'is still in use'; exit 1"
+    service = Service(
+        "sleeper",
+        command=lambda state: ["sh", "-c", script],
+        env=lambda state: {"PATH": "/usr/bin:/bin"},
+        is_ready=lambda state: tries.exists() and len(tries.read_text().split()) >= 3,
+        must_wait=postgres.is_still_ending,
+    )
+    said: list[str] = []
+    lifecycle._bring_up(service, state, said.append)
+    assert len(said) == 1
+    assert said[0].startswith("sleeper: started")
+
+
+def test_any_other_end_is_an_error_at_once(state: LocalState) -> None:
+    service = Service(
+        "sleeper",
+        command=lambda state: ["sh", "-c", "echo no such folder; exit 1"],
+        env=lambda state: {"PATH": "/usr/bin:/bin"},
+        is_ready=lambda state: False,
+        must_wait=postgres.is_still_ending,
+    )
+    with pytest.raises(UsageError, match="no such folder"):
+        lifecycle._bring_up(service, state, print)
+
+
+def test_env_sh_has_what_the_senders_need() -> None:
+    state = LocalState(
+        Path("/state"),
+        Choices(),
+        {"CKPTCORE_HOOK_SECRET": "whsec_x", "PREFECT_PASSWORD": "p", "POSTGRES_PASSWORD": "q"},
+    )
+    lines = user_env(state)
+    assert f"export CKPTCORE_HOOK_URL={state.receiver}/hooks/trainer\n" in lines
+    assert "export CKPTCORE_HOOK_SECRET=whsec_x\n" in lines
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["server", "backend"])
+def test_postgresql_is_killed_and_up_again(victim: str) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="ckptcore-recovery-"))
+    service = SERVICES[0]
+    said: list[str] = []
+    try:
+        state = settle(folder, Choices())
+        lifecycle._bring_up(service, state, said.append)
+        url = state.database("postgresql", "ckptcore")
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE TABLE t (a int)")
+            connection.execute("INSERT INTO t VALUES (7)")
+            known = process.known("postgres", folder)
+            assert known is not None
+            os.kill(known.pid if victim == "server" else connection.info.backend_pid, signal.SIGKILL)
+        time.sleep(0.05)
+        lifecycle._bring_up(service, state, said.append)
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT a FROM t").fetchall() == [(7,)]
+        if victim == "backend":
+            assert process.known("postgres", folder) == known
+    finally:
+        process.end("postgres", folder, 30.0, signal.SIGINT)
+        shutil.rmtree(folder, ignore_errors=True)

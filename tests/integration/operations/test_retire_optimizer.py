@@ -1,0 +1,271 @@
+"""Keep the weights, give the optimizer up: an export proves the model part of its source, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from sqlalchemy import text
+
+from ckptcore import api
+from ckptcore.catalog import audit, holds, retirements
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import convert
+from ckptcore.errors import DestinationExists
+from ckptcore.operations import retire as module
+from ckptcore.operations.replacement import Allowed
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.planning.request import Request, Settings
+
+MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
+WEIGHTS = Allowed.of(["optimizer"])
+SHAPES = {"embed.weight": (8, 4), "layers.0.weight": (4, 4), "norm.weight": (4,)}
+
+
+def state(step, **more):
+    generator = torch.Generator().manual_seed(step)
+    weights = {f"model.{n}": torch.randn(shape, generator=generator) for n, shape in SHAPES.items()}
+    moments = {
+        f"optim.state.{n}.{key}": torch.randn(shape, generator=generator)
+        for n, shape in SHAPES.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    plain = {"optim.param_groups.0.lr": 0.1, "lr_scheduler.last_epoch": step, "step": step}
+    return weights | moments | plain | more
+
+
+class Steps:
+    """Two watched steps of a run, the first of which may go; both are exported."""
+
+    def __init__(self, catalog, url, runs, tmp_path):
+        self.catalog, self.url, self.runs, self.out = catalog, url, runs / "llama", tmp_path / "out"
+        self.source, self.child = self.runs / "step-1", self.out / "step-1"
+
+    def make(self, more=None, **options):
+        for step in (1, 2):
+            place = self.runs / f"step-{step}"
+            dcp.save(state(step, **(more or {})), checkpoint_id=place, no_dist=True)
+            self.export(place, self.out / f"step-{step}", **options)
+        return self
+
+    def export(self, source, child, **options):
+        request = Request(str(source), str(child), verb="export", **({"names": "stored"} | options))
+        return convert(request, MEANS, None, self.url)
+
+    def retire(self, allowed=WEIGHTS, *, yes=True, **more):
+        self.answer = retire(self.catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, **more)
+        return next(i for i in self.answer.items if i.source.step == 1)
+
+    def deletes(self, *args, **more):
+        found = self.retire(*args, **more)
+        assert found.fate.value == "deleted", found.why
+        assert not self.source.exists()
+        assert (self.runs / "step-2").exists()
+        return found
+
+    def keeps(self, says, *args, **more):
+        before = {p: p.read_bytes() for p in self.source.rglob("*")}
+        found = self.retire(*args, **more)
+        assert found.fate.value in ("unsafe", "kept")
+        assert says in " ".join(found.why), found.why
+        assert before
+        assert {p: p.read_bytes() for p in self.source.rglob("*")} == before
+        assert found.freed == 0
+        return found
+
+
+@pytest.fixture
+def steps(catalog, url, runs, watch, tmp_path):
+    watch()
+    return Steps(catalog, url, runs, tmp_path)
+
+
+def size(folder):
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("take", [None, MEANS])
+def test_the_model_part_is_proven_and_the_rest_given_up_by_name(steps, catalog, take):
+    steps.make()
+    steps.keeps("--accept-loss optimizer" if take else "fingerprint is not known", None, take=take)
+    before, own = size(steps.runs), size(steps.source)
+    planned = steps.retire(yes=False, take=take)
+    assert planned.fate.value == "let go", planned.why
+    assert (planned.freed, steps.answer.before, size(steps.runs)) == (own, before, before)
+    found = steps.deletes(take=take)
+    assert (steps.answer.before, steps.answer.freed) == (before, own)
+    assert steps.answer.as_dict()["files"]["after"] == size(steps.runs)
+    given = {(g.name, g.kind, g.nbytes) for g in found.given_up}
+    assert ("optim.state.embed.weight.exp_avg", "optimizer", 128) in given
+    assert {("step", "progress", None), ("lr_scheduler.last_epoch", "scheduler", None)} <= given
+    assert not [name for name, _, _ in given if name.startswith("model.")]
+    assert len(given) == 2 * len(SHAPES) + 3
+    with catalog.reading() as conn:
+        recorded = retirements.of(conn, found.source.id)
+        (row,) = audit.listed(conn, subject=found.source.id)
+    assert recorded.proof == "model part"
+    assert {(g.name, g.kind, g.nbytes) for g in recorded.given_up} == given
+    assert recorded.freed == own
+    assert row.action == "checkpoint.retire"
+    assert {(g["name"], g["kind"], g["bytes"]) for g in row.detail["given_up"]} == given
+    there = api.open(str(steps.child))
+    for name in SHAPES:
+        assert torch.equal(api.read(there, name), state(1)[f"model.{name}"])
+
+
+def test_the_weights_are_the_only_copy_now(steps):
+    steps.make()
+    steps.deletes()
+    with pytest.raises(DestinationExists, match="only proven copy"):
+        steps.export(steps.runs / "step-2", steps.child, overwrite=True)
+
+
+@pytest.mark.parametrize("take", [None, MEANS])
+def test_a_cast_needs_its_own_name_and_is_computed_again(steps, catalog, take):
+    steps.make(dtype="bf16")
+    steps.keeps("is cast and does not prove its source", take=take)
+    both = Allowed.of(["optimizer", "cast"])
+    (file,) = steps.child.glob("*.safetensors")
+    right = file.read_bytes()
+    file.write_bytes(right[:-2] + bytes([right[-2] ^ 1]) + right[-1:])  # the last bit of one element
+    with catalog.writing() as conn:  # a forged digest, so that the bytes alone speak
+        conn.execute(text("UPDATE checkpoint_file SET digest = NULL"))
+    steps.keeps("1 of 4 elements differ from the source, after the cast", both, take=take)
+    file.write_bytes(right)
+    steps.keeps("no digests", both, take=take)
+
+
+def test_a_proven_cast_replaces_its_source(steps):
+    steps.make(dtype="bf16")
+    found = steps.deletes(Allowed.of(["optimizer", "cast"]))
+    cast = {g.name: g.nbytes for g in found.given_up if g.kind == "cast"}
+    assert cast == {"embed.weight": 64, "layers.0.weight": 32, "norm.weight": 8}
+    assert torch.equal(
+        api.read(api.open(str(steps.child)), "norm.weight"), state(1)["model.norm.weight"].bfloat16()
+    )
+
+
+def test_other_weights_are_no_training_state(steps):
+    """An average of the weights may be the better model: it goes by its own name only."""
+    steps.make({"ema_state.embed.weight": torch.ones(8, 4), "note": "try 3"})
+    found = steps.keeps("ema_state.embed.weight (tensor)")
+    assert ("note", "object") in found.unproven
+    steps.deletes(Allowed.of(["optimizer", "ema_state.*", "note"]))
+
+
+@pytest.mark.parametrize("take", [None, MEANS])
+def test_a_part_of_the_model_is_never_given_up(steps, take):
+    steps.make(exclude=("*norm*",))
+    everything = Allowed.of(["*", "optimizer", "cast"])
+    steps.keeps("a part of the model is never given up", everything, take=take)
+
+
+def test_without_the_word_a_star_gives_no_optimizer_up(steps):
+    steps.make()
+    steps.keeps("", Allowed.of(["*", "cast"]), take=MEANS)
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("UPDATE conversion SET map_digest = 'x'", "mapped in another way"),
+        ("UPDATE conversion SET fingerprint = 'x'", "has other tensors"),
+        ("UPDATE conversion SET source_stamp = 'x'", "written or moved since"),
+    ],
+)
+def test_a_record_that_does_not_fit_proves_nothing(steps, catalog, statement, says):
+    steps.make()
+    with catalog.writing() as conn:
+        conn.execute(text(statement))
+    steps.keeps(says)
+    steps.deletes(take=MEANS)  # reading both does
+
+
+def test_an_export_of_other_weights_replaces_nothing(steps):
+    """Someone wrote other numbers into the export, and into the catalog."""
+    steps.make()
+    (file,) = steps.child.glob("*.safetensors")
+    (other,) = (steps.out / "step-2").glob("*.safetensors")
+    file.write_bytes(other.read_bytes())
+    steps.keeps("differ from the source", take=MEANS)
+    steps.keeps("")
+
+
+def test_a_hold_wins(steps, catalog):
+    steps.make()
+    with catalog.writing() as conn:
+        holds.place(conn, datetime.now(UTC), str(steps.source), "paper")
+    steps.keeps("held: paper")
+
+
+def test_a_failed_deletion_leaves_no_record(steps, catalog, monkeypatch):
+    steps.make()
+    monkeypatch.setattr(module, "require_holding", lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    with pytest.raises(RuntimeError, match="stop"):
+        steps.retire()
+    assert steps.source.exists()
+    with catalog.reading() as conn:
+        assert conn.execute(text("SELECT count(*) FROM given_up")).scalar() == 0
+        assert conn.execute(text("SELECT count(*) FROM retirement")).scalar() == 0
+
+
+def test_a_file_with_another_name_frees_nothing(steps, tmp_path):
+    steps.make()
+    os.link(steps.source / "__0_0.distcp", tmp_path / "kept")
+    found = steps.retire(yes=False, take=MEANS)
+    assert found.freed == size(steps.source) - (tmp_path / "kept").stat().st_size
+
+
+def test_the_recipe_of_the_page_works_from_end_to_end(runs, url, tmp_path, capsys):
+    """A root with --verb export and a retention: every second step stays whole, the newest too."""
+    for step in (1, 2, 3):
+        dcp.save(state(step), checkpoint_id=runs / f"llama/step-{step}", no_dist=True)
+
+    def cli(*words):
+        code = run([*map(str, words), "--catalog", url])
+        return code, capsys.readouterr().out
+
+    kept = json.dumps({"keep_last": 1, "keep_every": 2, "rest": "weights"})
+    place = f"{tmp_path}/out/{{name}}"
+    added = ["catalog", "root", "add", "r", runs, "--verb", "export", "--destination", place]
+    assert cli(*added, "--retention", kept)[0] == 0
+    assert cli("sweep", "--min-age", "0s", "--fingerprint")[0] == 0
+    before = size(runs)
+    code, out = cli("retire", "--yes", "--output", "json")
+    answer = json.loads(out)
+    assert (code, answer["counts"]) == (0, {"deleted": 1, "kept": 2})
+    assert answer["files"] == {"before": before, "freed": before - size(runs), "after": size(runs)}
+    assert sorted(p.name for p in (runs / "llama").iterdir()) == ["step-2", "step-3"]
+    # What is named wins over the root's own.
+    _, out = cli("retire", "--keep-every", 5, "--rest", "whole", "--fingerprint")
+    assert "step-2" in out
+    assert "other tensors" in out
+    assert cli("catalog", "root", "retain", "r", '{"keep_last": 1, "rest": "weights"}')[0] == 0
+    code, out = cli("retire", "--yes")
+    assert code == 0
+    assert "given up: optim.state.embed.weight.exp_avg (optimizer, 128 B)" in out
+    assert " KiB before, " in out
+    assert [p.name for p in (runs / "llama").iterdir()] == ["step-3"]
+    assert cli("catalog", "root", "retain", "r", '{"keep_lots": 1}')[0] == 2
+
+
+def test_several_targets_of_one_root(catalog, runs, swept, url, tmp_path, capsys):
+    dcp.save(state(1), checkpoint_id=runs / "llama/step-1", no_dist=True)
+    also = {"verb": "export", "names": "stored", "dtype": "bf16", "destination": f"{tmp_path}/bf16/{{name}}"}
+    words = ["catalog", "root", "add", "r", str(runs), "--catalog", url, "--also", json.dumps(also)]
+    assert run([*words, "--destination", also["destination"]]) == 2
+    assert "both write to" in capsys.readouterr().err
+    assert run([*words, "--destination", f"{tmp_path}/whole/{{name}}"]) == 0
+    _, made = swept()
+    assert sorted(r.destination for r in made) == [f"{tmp_path}/bf16/step-1", f"{tmp_path}/whole/step-1"]
+    assert swept()[1] == []
+    # The whole copy comes first, and nothing is given up.
+    dcp.save(state(2), checkpoint_id=runs / "llama/step-2", no_dist=True)
+    swept()
+    found = retire(catalog, Policy(1), allowed=WEIGHTS, take=MEANS)
+    assert next(i for i in found.items if i.source.step == 1).given_up == ()
