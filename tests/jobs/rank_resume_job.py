@@ -197,11 +197,11 @@ class Dcp:
     def load(self, folder: Path) -> None:
         model, optimizer = self.job.model, self.job.optimizer
         weights, states = get_state_dict(model, optimizer)
-        tree = {"model": weights, "optim": states}
-        schedule = self.job.scheduler.state_dict()
-        dcp.load({**tree, "extra_state.lr_scheduler": schedule}, checkpoint_id=folder)
+        key = "extra_state.lr_scheduler"  # as the reshard of rank files names it
+        tree = {"model": weights, "optim": states, key: self.job.scheduler.state_dict()}
+        dcp.load(tree, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
-        self.job.scheduler.load_state_dict(schedule)
+        self.job.scheduler.load_state_dict(tree[key])
 
 
 def native(job: Job, truth: State) -> None:
