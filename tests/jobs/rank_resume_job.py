@@ -225,7 +225,7 @@ def digests(tree: Any, name: str = "") -> dict[str, str]:
     """Return a digest of each tensor by its name, and the other values as text."""
     if isinstance(tree, dict):
         return {k: v for key, inner in tree.items() for k, v in digests(inner, f"{name}.{key}").items()}
-    if isinstance(tree, list):
+    if isinstance(tree, (list, tuple)):  # betas: torch's own resume makes them a list
         return {k: v for n, inner in enumerate(tree) for k, v in digests(inner, f"{name}.{n}").items()}
     if not isinstance(tree, torch.Tensor):
         return {name: repr(tree)}
