@@ -197,11 +197,11 @@ class Dcp:
     def load(self, folder: Path) -> None:
         model, optimizer = self.job.model, self.job.optimizer
         weights, states = get_state_dict(model, optimizer)
-        tree = {"model": weights, "optim": states}
-        schedule = self.job.scheduler.state_dict()
-        dcp.load({**tree, "extra_state.lr_scheduler": schedule}, checkpoint_id=folder)
+        key = "extra_state.lr_scheduler"  # as the reshard of rank files names it
+        tree = {"model": weights, "optim": states, key: self.job.scheduler.state_dict()}
+        dcp.load(tree, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
-        self.job.scheduler.load_state_dict(schedule)
+        self.job.scheduler.load_state_dict(tree[key])
 
 
 def native(job: Job, truth: State) -> None:
@@ -225,7 +225,7 @@ def digests(tree: Any, name: str = "") -> dict[str, str]:
     """Return a digest of each tensor by its name, and the other values as text."""
     if isinstance(tree, dict):
         return {k: v for key, inner in tree.items() for k, v in digests(inner, f"{name}.{key}").items()}
-    if isinstance(tree, list):
+    if isinstance(tree, (list, tuple)):  # betas: torch's own resume makes them a list
         return {k: v for n, inner in enumerate(tree) for k, v in digests(inner, f"{name}.{n}").items()}
     if not isinstance(tree, torch.Tensor):
         return {name: repr(tree)}
