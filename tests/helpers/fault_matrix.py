@@ -60,7 +60,7 @@ class Kind:
         habits: Of the server (`s3_answers.S3Answers`).
         happens: Done to the server at that moment.
         code: Codes of errors that it may lead to, beside those of `CLEAR`.
-        judged: Whether what readers see in between is judged: a store that compares no checksums of parts shows
+        judged: Whether what readers see in between is judged: a store without checks of parts shows
             an altered object until its upload is looked at.
         believed: Nothing can know that the bytes are wrong: the result is then called unproven.
     """
