@@ -60,6 +60,8 @@ class Kind:
         habits: Of the server (`s3_answers.S3Answers`).
         happens: Done to the server at that moment.
         code: Codes of errors that it may lead to, beside those of `CLEAR`.
+        judged: Whether what readers see in between is judged: a store without checks of parts shows
+            an altered object until its upload is looked at.
         believed: Nothing can know that the bytes are wrong: the result is then called unproven.
     """
 
@@ -68,6 +70,7 @@ class Kind:
     times: tuple[int, ...] = (1, 2, EVER)
     habits: dict[str, Any] = field(default_factory=dict)
     happens: Callable[[Trial], object] | None = None
+    judged: bool = True
     believed: bool = False
 
 
@@ -100,7 +103,7 @@ KINDS: dict[str, Kind] = {
     "stall": Kind({"action": "stall"}, ("GetObject", "ListObjectsV2"), (1,)),
     "late": Kind({"action": "late"}, times=(1,)),
     "flip": Kind({"action": "flip"}, WRITES),
-    "flip without checks": Kind({"action": "flip"}, WRITES, habits={"checks": False}),
+    "flip without checks": Kind({"action": "flip"}, WRITES, habits={"checks": False}, judged=False),
     "flip without checksums": Kind(
         {"action": "flip"}, ("UploadPart",), habits={"checks": False, "keeps": None}, believed=True
     ),
@@ -229,7 +232,7 @@ class Trial:
         if kind.happens is not None:
             happens = kind.happens
             rule.call = lambda: happens(self)
-        if not kind.believed:
+        if kind.judged and not kind.believed:
             server.after = self.look
         what = f"{name} {rule}"
         failed: CkptError | None = None

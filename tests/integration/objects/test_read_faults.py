@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fault_s3 import CHECKSUMS, FaultyS3, serving
 from paths import FIXTURES
 
 import ckptcore
-from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, StorageTrouble
+from ckptcore.errors import AlteredInTransit, CkptError, SourceChanged, SourceUnreadable, StorageTrouble
+from ckptcore.planning.request import Settings
 from ckptcore.store import open_source_store
 from ckptcore.store.ahead import ExpectedReads
 from ckptcore.store.objects import small_reads
@@ -36,6 +38,7 @@ FAULTS: dict[str, dict[str, object]] = {
     "denied": {"status": 403, "code": "AccessDenied", "times": EVER},
     "gone": {"status": 404, "code": "NoSuchKey", "times": EVER},
 }
+SOAKED = ("late", "skewed clock", "denied", "gone")  # answers that others in this list resemble
 FINAL = ("swap", "flip", "expired", "skewed clock", "denied", "gone")  # repeating the request does not help
 MOMENTS = 1  # random moments of each fault; `make soak` takes 20
 
@@ -194,7 +197,9 @@ def judged(
 
 
 # A checksum of the store matters to what nothing else can tell.
-@pytest.mark.parametrize(("fault", "keeps"), [*((f, None) for f in FAULTS), ("flip", "crc64nvme")])
+@pytest.mark.parametrize(
+    ("fault", "keeps"), [*((f, None) for f in FAULTS if f not in SOAKED), ("flip", "crc64nvme")]
+)
 @pytest.mark.parametrize("folder", [DCP, SHARDED], ids=["dcp", "safetensors"])
 def test_right_or_an_error(fault: str, keeps: str | None, folder: Path, tmp_path: Path) -> None:
     found = judged(fault, folder, keeps, MOMENTS, tmp_path, seed=17)
@@ -248,6 +253,23 @@ def test_a_flip_in_a_record_with_a_checksum_is_mended(tmp_path: Path) -> None:
         got, _ = made(url, tmp_path / "got.safetensors")
         assert got["got.safetensors"] == right["local.safetensors"]
         assert server.count("GetObject", path="distcp$") > 4  # one for each file, and once more
+
+
+@pytest.mark.parametrize("memory", [64 << 20, 1 << 20], ids=["complete records", "records in pieces"])
+def test_flips_in_a_record_every_time(memory: int, tmp_path: Path) -> None:
+    """A record that comes differently each time is not called damaged: another copy would not help."""
+    torch.save({"w": torch.arange(700_000, dtype=torch.float32)}, tmp_path / "model.pt")
+    with read_server() as server:
+        server.put("b/src/model.pt", (tmp_path / "model.pt").read_bytes())
+        manifest = ckptcore.open("s3://b/src/model.pt")
+        draw = random.Random(1)
+        rule = server.fault("GetObject", action="flip", times=EVER)
+        rule.call = lambda: setattr(rule, "at", draw.uniform(0.3, 0.7))
+        with pytest.raises(AlteredInTransit) as caught:
+            made("s3://b/src/model.pt", tmp_path / "got.safetensors", settings=Settings(memory=memory))
+        assert caught.value.exit_code == 29
+        assert not (tmp_path / "got.safetensors").exists()
+        assert manifest.nbytes == 2_800_000
 
 
 def test_damage_in_the_store_is_damage(tmp_path: Path) -> None:
