@@ -4,8 +4,8 @@
 
 It has what copying and converting need: ranges, conditions, uploads in parts, listings. It proves nothing:
 no signatures, no checksums (tests/helpers/fault_s3.py has those). ``GET /-/count`` returns the requests so
-far as JSON, ``PUT /-/latency`` with a number changes the wait before every answer, and ``DELETE /-/out`` removes
-all objects but those below a ``src`` folder.
+far as JSON, ``PUT /-/latency`` with a number changes the wait before every answer, and ``DELETE /-/out``
+removes all objects but those below a ``src`` folder.
 """
 
 from __future__ import annotations
