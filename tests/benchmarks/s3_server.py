@@ -3,9 +3,9 @@
     python s3_server.py [--latency SECONDS]        prints its port
 
 It has what copying and converting need: ranges, conditions, uploads in parts, listings. It proves nothing:
-no signatures, no checksums (tests/helpers/fault_s3.py has those). ``GET /-/count`` returns the requests so far
-as JSON, ``PUT /-/latency`` with a number changes the wait before every answer, and ``DELETE /-/out`` removes
-all objects but those below a ``src`` folder.
+no signatures, no checksums (tests/helpers/fault_s3.py has those). ``GET /-/count`` returns the requests so
+far as JSON, ``PUT /-/latency`` with a number changes the wait before every answer, and ``DELETE /-/out``
+removes all objects but those below a ``src`` folder.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class Server:
                 body = _received(source, headers)
                 try:
                     self._answer(method, target, headers, body)
-                    raise Answer
                 except Answer as answer:
                     _send(client, method, answer)
 
@@ -130,7 +129,7 @@ class Server:
             raise Answer
         if self.latency:
             time.sleep(self.latency)
-        kind = "data" if len(body) >= _BLOCK or (method == "GET" and "range" in headers) else "other"
+        kind = "source" if "/src/" in path else "other"
         with self.lock:
             self.counts[f"{method} {kind}"] += 1
         bucket, _, key = path.partition("/")

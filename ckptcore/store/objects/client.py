@@ -348,8 +348,8 @@ class S3Client:
 class _PartBody(io.BytesIO):
     """The bytes of a part as a file that is read without a copy.
 
-    aiohttp would join complete bytes with the headers, and keep what the socket does not take at once: two more
-    copies of every part on its way.
+    aiohttp would join complete bytes with the headers, and keep what the socket does not take at once: two
+    more copies of every part on its way.
     """
 
     def __init__(self, data: Buffer | bytes) -> None:
