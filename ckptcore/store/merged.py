@@ -246,9 +246,16 @@ class MergedAhead(MergedStore):
         parts = []
         for number in numbers:
             rows = of == number
-            columns = (reads.file, reads.start, reads.end, reads.begins, reads.ends)
             bare = frozenset(p for p, at in zip(reads.paths, holders, strict=True) if at == number)
-            part = ExpectedReads(reads.paths, *(column[rows] for column in columns), bare & reads.bare)
+            part = ExpectedReads(
+                reads.paths,
+                reads.file[rows],
+                reads.start[rows],
+                reads.end[rows],
+                reads.begins[rows],
+                reads.ends[rows],
+                bare & reads.bare,
+            )
             parts.append((part, share))
         return parts
 
