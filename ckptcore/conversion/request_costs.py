@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptcore.conversion.staged_uploads import is_uploaded
 from ckptcore.errors import UsageError
 from ckptcore.execution.expected_reads import planned_reads
 from ckptcore.planning.file_plan import FilePlan
@@ -85,7 +86,9 @@ def request_costs(
             over += table.over_read
             listings += 4 * max(1, -(-len(np.unique(part.file)) // _PAGE))
     if is_s3(destination):
-        put = sum(_parts(f.nbytes) for f in plan.files) + len(plan.extra)
+        put = sum(2 + plan_parts(f.nbytes).count if is_uploaded(f) else 1 for f in plan.files) + len(
+            plan.extra
+        )
         put_bytes = plan.bytes_out
     dollars = (get * prices["get"] + (put + listings) * prices["put"]) / 1000
     return RequestCosts(get, get_bytes, over, listings, put, put_bytes, round(dollars, 6))
@@ -97,12 +100,6 @@ def _by_store(reads: ExpectedReads, source: str, memory: int) -> list[tuple[Expe
         return [(reads, memory)]
     with closing(open_merged(source)) as store:
         return store.split(reads, memory) if isinstance(store, MergedAhead) else []
-
-
-def _parts(nbytes: int) -> int:
-    """Count the requests that upload a file: begin, parts, complete; or one for a small file."""
-    count = plan_parts(nbytes).count
-    return 1 if count == 1 else 2 + count
 
 
 def _prices() -> dict[str, float]:
