@@ -208,7 +208,8 @@ def open_source_store(url: str, versions: Mapping[str, str | None] | None = None
         from ckptcore.store.hub import HubStore, is_repository
 
         if is_repository(url):
-            return HubStore(url)
+            hub: Store = HubStore(url)
+            return hub
     return open_store(url)
 
 

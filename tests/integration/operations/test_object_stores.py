@@ -8,6 +8,7 @@ import fsspec
 import pytest
 import torch
 from checkpoints import save
+from fault_s3 import Stored, serving
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
@@ -28,6 +29,25 @@ def bucket(tmp_path):
             memory.pipe_file(f"/tending/runs/llama/step-{n}/{file.name}", file.read_bytes())
     yield memory
     memory.rm("/tending", recursive=True)
+
+
+def test_requests_of_a_sweep(catalog, tmp_path):
+    """A root costs nothing; a sweep of converted steps one listing for 1,000 objects, and a read a step."""
+    steps, files = 12, [f for f in save(tmp_path / "s", 1).iterdir() if f.is_file()]
+    with serving() as server:
+        for n in range(steps):
+            for file in files:
+                key = f"b/runs/llama/step-{n}/{file.name}"
+                server.objects[key] = Stored(file.read_bytes(), f"e{n}", when=1e9)
+        with catalog.writing() as conn:
+            roots.add(conn, datetime.now(UTC), "r", "s3://b/runs")
+        assert not server.log
+        assert sweep(catalog, lambda request: None, settle_s=0).counts == {"made": steps}
+        server.log.clear()
+        assert sweep(catalog, lambda request: None, settle_s=0).counts == {"converted": steps}
+        listings = server.count("GET", "list-type")
+        assert listings == -(-steps * len(files) // 1000)
+        assert len(server.log) - listings <= steps
 
 
 def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
