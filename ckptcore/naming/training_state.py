@@ -4,6 +4,8 @@ A name belongs to it by its first path element, such as ``optim.state.layers.0.w
 ``rng_state/shard_0``; elements of `_CONTAINERS` before that do not count. Names of the model part are never
 asked for. Whatever is not in the table, an average of the weights (EMA) or a second model, is not training
 state: giving it up needs its own name.
+
+Of its own because what may be deleted rests on this table alone; `model_part` finds what must stay.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class RetireOptions:
     rest: Annotated[
         str | None,
         Option(
-            "How the other steps are kept: whole (the default) or weights: an export that holds the model "
-            "part takes the place of its source. weights is the same as --accept-loss optimizer.",
+            "How the other steps are kept: whole (the default), or weights: then an export that holds the "
+            "model part takes the place of its source, and the optimizer is given up by name.",
             "TIER",
         ),
     ] = None

@@ -39,7 +39,7 @@ _READS = "--fingerprint reads both"
 
 
 @dataclass(frozen=True)
-class Part:
+class ProvenPart:
     """The proof that an export holds the model part of its source.
 
     Attributes:
@@ -64,7 +64,7 @@ def prove_part(
     child: CheckpointRow,
     settings: Settings | None,
     means: Settings,
-) -> Part:
+) -> ProvenPart:
     """Prove that an export holds the model part of its source.
 
     The caller checks, for a proof by record, that the source's files are those that the conversion read.
@@ -97,7 +97,7 @@ def prove_part(
     fingerprint = checkpoint_fingerprint(proof.tensors) if settings is not None else child.fingerprint
     assert fingerprint is not None  # a proof by record requires it
     losses = (*_casts(proof), *_dropped(manifest, request, proof))
-    return Part(fingerprint, bool(proof.cast), settings is not None, losses, proof)
+    return ProvenPart(fingerprint, bool(proof.cast), settings is not None, losses, proof)
 
 
 def classified(manifest: Manifest, name: str, what: str) -> str:

@@ -66,5 +66,6 @@ def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"accept_loss of a root's retention must be names (got {json.dumps(names)})")
     if retention.get("rest") not in (None, *RESTS):
         raise UsageError(f"rest must be {WHOLE} or {WEIGHTS} (got {retention['rest']!r})")
-    Policy(retention.get("keep_last") or KEEP_LAST, retention.get("keep_every"))
+    keep_last = retention.get("keep_last")
+    Policy(KEEP_LAST if keep_last is None else keep_last, retention.get("keep_every"))
     return dict(retention)

@@ -51,9 +51,9 @@ OPTIONS = {
     "scrub": "--budget --catalog --output --share",
     "gc": "--dry-run --older-than --output",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
-        --keep-last --memory --output --workers --yes""",
+        --keep-last --memory --output --rest --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --retry-failed
-        --workers""",
+        --strict --workers""",
 }
 GROUPS = ("", "catalog", "catalog alias", "catalog hold", "catalog root", "catalog inbox", "catalog outbox")
 # Former names of release 0.1, which the help does not show.
