@@ -112,7 +112,9 @@ def make_app(
             )
         if kept.new and background is not None:
             background.wake()
-        _log.info("%s: %s %s of %s", source, "accepted" if kept.new else "repeated", kept.id, order.uri)
+        about = {"sender": source, "event": kept.id, "source": order.uri}
+        result = "accepted" if kept.new else "repeated"
+        _log.info("%s: %s %s of %s", source, result, kept.id, order.uri, extra={"ckptcore": about})
         reply: dict[str, Any] = {**_accepted(kept)}
         count(source, reply["status"])
         if event.left_out:

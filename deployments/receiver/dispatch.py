@@ -182,6 +182,12 @@ def delay_after(attempts: int) -> float:
     return DELAYS[attempts - 1] if attempts <= len(DELAYS) else HOURLY
 
 
+def _about(row: InboxEvent, **more: Any) -> dict[str, Any]:
+    """Return the fields of an event for JSON logs."""
+    known = {"sender": row.source, "event": row.id, "source": row.uri, "flow_run": row.flow_run_id, **more}
+    return {"ckptcore": {name: value for name, value in known.items() if value}}
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     box: Mailbox
@@ -213,7 +219,8 @@ class _Round:
             self.postpone(row, beginning(f"{type(error).__name__}: {error}", 1000), delay_after(row.tries))
             return
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
-        _log.info("%s: event %s is run %s", row.source, row.id, run)
+        about = _about(row, flow_run=run, destination=order.parameters["destination"])
+        _log.info("%s: event %s is run %s", row.source, row.id, run, extra=about)
         self.tell("ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
 
     def postpone(self, row: InboxEvent, why: str, seconds: float) -> None:
@@ -222,7 +229,12 @@ class _Round:
             self.end(row, "failed", f"gave up after {row.tries} tries: {why}")
             return
         _log.warning(
-            "%s: event %s could not be started, next try in %d s: %s", row.source, row.id, seconds, why
+            "%s: event %s could not be started, next try in %d s: %s",
+            row.source,
+            row.id,
+            seconds,
+            why,
+            extra=_about(row),
         )
         self.box.later(row, self.now + timedelta(seconds=seconds), why)
 
@@ -243,6 +255,7 @@ class _Round:
                     row.source,
                     row.id,
                     row.flow_run_id,
+                    extra=_about(row),
                 )
                 self.runs.resume(
                     row.flow_run_id, f"{state.kind.lower()} and silent since {state.since:%H:%M:%S}"
@@ -276,7 +289,8 @@ class _Round:
             if type in target.events
         ]
         if self.box.end(row, self.now, why if outcome == "failed" else None, news):
-            _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why)
+            about = _about(row, destination=data["destination"])
+            _log.info("%s: event %s %s: %s", row.source, row.id, outcome, why, extra=about)
             self.tell(f"ckptcore.{type}", row, data)
 
     def _destination(self, row: InboxEvent) -> str:

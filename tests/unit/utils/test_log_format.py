@@ -44,6 +44,7 @@ def test_a_record_has_the_fields_of_its_work() -> None:
             "destination": "/d",
         }
     assert set(formatted("after")) == {"level", "logger", "message"}
+    assert formatted("of one record", ckptcore={"event": "e"})["event"] == "e"
 
 
 def test_threads_have_the_fields_of_their_caller() -> None:
