@@ -1,4 +1,4 @@
-"""What `plan` reports about a conversion on S3 before any work: requests, bytes, their price, and refusals."""
+"""What `plan` reports about a conversion on S3: requests, bytes, their price, and refusals."""
 
 from __future__ import annotations
 
