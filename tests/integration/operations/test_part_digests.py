@@ -136,10 +136,10 @@ def test_scrub_and_validate(
 
 
 def _validated(url: str) -> tuple[bool, set[str]]:
-    from ckptcore.operations.registered_files import secondst_catalog
+    from ckptcore.operations.registered_files import against_catalog
 
     manifest = ckptcore.open(OUT)
-    report = secondst_catalog(manifest, ckptcore.check(manifest, "bytes"), OUT, url)
+    report = against_catalog(manifest, ckptcore.check(manifest, "bytes"), OUT, url)
     return report.ok, {f.code for f in report.findings}
 
 
