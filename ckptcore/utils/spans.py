@@ -27,7 +27,7 @@ _log = logging.getLogger("ckptcore")
 
 @contextmanager
 def span(name: str, **attributes: Any) -> Iterator[None]:
-    """Report a block as the span ``ckptcore.NAME``. Attributes that are None are left out.
+    """Report a block as a span; its name begins with ``ckptcore``. Attributes that are None are left out.
 
     An error ends the span with status ERROR, and ``error.type`` is its code.
     """
