@@ -63,8 +63,8 @@ def parse_mesh(text: str) -> Mesh:
         sizes[name], called[name] = size, match[1]
     if "cp" in sizes:
         sizes["fsdp"] = sizes.get("fsdp", 1) * sizes.pop("cp")
-    axes = tuple((a, sizes[a]) for a in AXES if a in sizes)
-    mesh = Mesh(axes, device.strip() or "cpu", tuple(called.get(a, a) for a, _ in axes))
+    sized = tuple((a, sizes[a]) for a in AXES if a in sizes)
+    mesh = Mesh(sized, device.strip() or "cpu", tuple(called.get(a, a) for a, _ in sized))
     if mesh.size > MAX_RANKS:
         raise UsageError(f"--mesh {text} must have at most {MAX_RANKS} ranks (got {mesh.size})")
     return mesh

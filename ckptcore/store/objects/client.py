@@ -464,7 +464,7 @@ class _Body:
 def _expect_nothing(client: Any) -> None:
     """Send bodies at once: waiting for "100 Continue" costs a round trip for each part."""
     if not getattr(client, "_ckptcore_expects_nothing", False):
-        from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+        from botocore.handlers import add_expect_header
 
         client.meta.events.unregister("before-call.s3", add_expect_header)
         client._ckptcore_expects_nothing = True
