@@ -249,7 +249,7 @@ def settle(plan_uri: str) -> None:
     staging.remove()
 
 
-def tidy(destination: str, catalog: Catalog) -> None:
+def tidy(destination: str, catalog: Catalog | bool = False) -> None:
     """Remove the staging folder that a killed run left beside a published destination.
 
     The caller has the claim on the destination, and found it in the catalog. Raises `Busy`.
