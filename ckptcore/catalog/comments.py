@@ -273,7 +273,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "checkpoint_id": "The deleted source.",
             "child": "Public id of the checkpoint that proved it.",
-            "proof": "whole, or model part: then given_up lists the rest.",
+            "proof": "full, or model part: then given_up lists the rest.",
             "fingerprint": "Of the child's tensors when it was last read; NULL if its digests proved it.",
             "freed": "Bytes of files, except those with other names.",
             "at": "When it was deleted.",

@@ -369,7 +369,7 @@ class Hold(Base):
 class RetirementRow(Base):
     """How a source that `retire` deleted was proven; see `retirements.py`.
 
-    child: the public id of the checkpoint that proved it. proof: whole or model part. fingerprint: of the
+    child: the public id of the checkpoint that proved it. proof: full or model part. fingerprint: of the
     child's tensors when it was read last, NULL if its digests proved it. freed: bytes of files, except those
     with other names.
     """

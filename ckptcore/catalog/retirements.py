@@ -21,7 +21,7 @@ from ckptcore.catalog.normalize import clean
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-WHOLE, PART = "whole", "model part"
+FULL, PART = "full", "model part"
 _MOST = 1000  # names in an audit record; the table has all
 
 
@@ -44,7 +44,7 @@ class RetirementRecord:
 
     Attributes:
         child: Public id of the checkpoint that proved it.
-        proof: `WHOLE` or `PART`.
+        proof: `FULL` or `PART`.
         fingerprint: Of the child's tensors; None if its digests proved it.
         freed: Bytes of files.
         given_up: What went without proof.

@@ -76,7 +76,7 @@ class RetireOptions:
     rest: Annotated[
         str | None,
         Option(
-            "How the other steps are kept: whole (the default), or weights: then an export that holds the "
+            "How the other steps are kept: full (the default), or weights: then an export that holds the "
             "model part takes the place of its source, and the optimizer is given up by name.",
             "TIER",
         ),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import retirements
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.retirements import PART, WHOLE, GivenUp, RetirementRecord
+from ckptcore.catalog.retirements import FULL, PART, GivenUp, RetirementRecord
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.errors import CkptError, Conflict, UsageError
 from ckptcore.operations.child_proof import (
@@ -121,7 +121,7 @@ class Retired:
         """What the child holds: the whole source or its model part; None without a child."""
         if self.replacement is None or self.replacement.child is None:
             return None
-        return PART if self.replacement.part and self.given_up else WHOLE
+        return PART if self.replacement.part and self.given_up else FULL
 
     @property
     def freed(self) -> int:
@@ -442,7 +442,7 @@ def _mark(conn: Any, now: datetime, item: Retired) -> None:
     assert proven is not None
     assert proven.child is not None
     record = RetirementRecord(
-        proven.child.id, item.proof or WHOLE, proven.fingerprint, item.freed, item.given_up
+        proven.child.id, item.proof or FULL, proven.fingerprint, item.freed, item.given_up
     )
     retirements.note(conn, now, item.source.id, record)
 

@@ -18,7 +18,7 @@ from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 
 KEEP_LAST = 3
-WHOLE, WEIGHTS = RESTS = ("whole", "weights")
+FULL, WEIGHTS = RESTS = ("full", "weights")
 FIELDS = ("keep_last", "keep_every", "rest", "accept_loss")
 
 
@@ -36,9 +36,9 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
 
     keep_last = chosen("keep_last")
     policy = Policy(KEEP_LAST if keep_last is None else keep_last, chosen("keep_every"))
-    rest = chosen("rest") or WHOLE
+    rest = chosen("rest") or FULL
     if rest not in RESTS:
-        raise UsageError(f"--rest must be {WHOLE} or {WEIGHTS} (got {rest!r})")
+        raise UsageError(f"--rest must be {FULL} or {WEIGHTS} (got {rest!r})")
     names = [*(chosen("accept_loss") or ()), *([OPTIMIZER] if rest == WEIGHTS else [])]
     return policy, Allowed.of(names, cast=asked.accept_cast)
 
@@ -65,7 +65,7 @@ def checked(retention: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(name, str) for name in names):
         raise UsageError(f"accept_loss of a root's retention must be names (got {json.dumps(names)})")
     if retention.get("rest") not in (None, *RESTS):
-        raise UsageError(f"rest must be {WHOLE} or {WEIGHTS} (got {retention['rest']!r})")
+        raise UsageError(f"rest must be {FULL} or {WEIGHTS} (got {retention['rest']!r})")
     keep_last = retention.get("keep_last")
     Policy(KEEP_LAST if keep_last is None else keep_last, retention.get("keep_every"))
     return dict(retention)

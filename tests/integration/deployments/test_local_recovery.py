@@ -27,7 +27,7 @@ class Crashed:
 
     def __init__(self, looks: int, *, recovering: bool = True) -> None:
         self.looks, self.recovering = looks, recovering
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.service = Service(
             "sleeper",
             command=lambda state: ["sleep", "60"],
@@ -52,13 +52,13 @@ def state(tmp_path: Path) -> Iterator[LocalState]:
 
 def test_a_service_that_recovers_is_not_restarted(state: LocalState) -> None:
     crashed = Crashed(0)
-    lifecycle._bring_up(crashed.service, state, crashed.said.append)
+    lifecycle._bring_up(crashed.service, state, crashed.lines.append)
     before = process.known("sleeper", state.folder)
     assert before is not None
     crashed.looks = 4
-    lifecycle._bring_up(crashed.service, state, crashed.said.append)
+    lifecycle._bring_up(crashed.service, state, crashed.lines.append)
     assert process.known("sleeper", state.folder) == before
-    assert crashed.said[-1] == f"sleeper: recovered (process {before.pid})"
+    assert crashed.lines[-1] == f"sleeper: recovered (process {before.pid})"
     assert crashed.looks == 0
 
 
@@ -75,10 +75,10 @@ def test_a_predecessor_that_still_ends_is_waited_for(
         is_ready=lambda state: tries.exists() and len(tries.read_text().split()) >= 3,
         must_wait=postgres.is_still_ending,
     )
-    said: list[str] = []
-    lifecycle._bring_up(service, state, said.append)
-    assert len(said) == 1
-    assert said[0].startswith("sleeper: started")
+    lines: list[str] = []
+    lifecycle._bring_up(service, state, lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("sleeper: started")
 
 
 def test_any_other_end_is_an_error_at_once(state: LocalState) -> None:
@@ -106,13 +106,13 @@ def test_env_sh_has_what_the_senders_need() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", ["server", "backend"])
-def test_postgresql_is_killed_and_up_again(victim: str) -> None:
+def test_postgresql_is_killed_and_recovers(victim: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="ckptcore-recovery-"))
     service = SERVICES[0]
-    said: list[str] = []
+    lines: list[str] = []
     try:
         state = settle(folder, Choices())
-        lifecycle._bring_up(service, state, said.append)
+        lifecycle._bring_up(service, state, lines.append)
         url = state.database("postgresql", "ckptcore")
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("CREATE TABLE t (a int)")
@@ -121,7 +121,7 @@ def test_postgresql_is_killed_and_up_again(victim: str) -> None:
             assert known is not None
             os.kill(known.pid if victim == "server" else connection.info.backend_pid, signal.SIGKILL)
         time.sleep(0.05)
-        lifecycle._bring_up(service, state, said.append)
+        lifecycle._bring_up(service, state, lines.append)
         with psycopg.connect(url) as connection:
             assert connection.execute("SELECT a FROM t").fetchall() == [(7,)]
         if victim == "backend":

@@ -163,7 +163,7 @@ ANSWERS = {
     "Who changed which alias or hold, and when?": [
         ("a time", "ana", "cli", "hold.place", "/llama/step-20", '{"reason":"paper"}')
     ],
-    "What was given up with deleted sources, by kind?": [("/mistral/step-4", "whole", None, 0, None)],
+    "What was given up with deleted sources, by kind?": [("/mistral/step-4", "full", None, 0, None)],
     "Which events are waiting, or failed?": [("mlflow", "created", "/llama/step-40", "waiting", 0, None)],
     "Which watched roots were swept, and with which result?": [
         ("llama", "/llama", True, "a time", "3 found"),

@@ -19,7 +19,7 @@ from ckptcore.errors import DestinationExists
 from ckptcore.operations import retire as module
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
+from ckptcore.operations.retire import Fate, retire
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
@@ -95,7 +95,7 @@ def test_the_model_part_is_proven_and_the_rest_given_up_by_name(steps, catalog, 
     steps.keeps("--accept-loss optimizer" if take else "fingerprint is not known", None, take=take)
     before, own = size(steps.runs), size(steps.source)
     planned = steps.retire(yes=False, take=take)
-    assert planned.fate.value == "let go", planned.why
+    assert planned.fate is Fate.LET_GO, planned.why
     assert (planned.freed, steps.answer.before, size(steps.runs)) == (own, before, before)
     found = steps.deletes(take=take)
     assert (steps.answer.before, steps.answer.freed) == (before, own)
@@ -126,7 +126,7 @@ def test_the_weights_are_the_only_copy_now(steps):
 
 
 @pytest.mark.parametrize("take", [None, MEANS])
-def test_a_cast_needs_its_own_name_and_is_computed_again(steps, catalog, take):
+def test_a_cast_needs_its_own_name_and_is_recomputed(steps, catalog, take):
     steps.make(dtype="bf16")
     steps.keeps("is cast and does not prove its source", take=take)
     both = Allowed.of(["optimizer", "cast"])
@@ -222,12 +222,12 @@ def test_a_file_with_another_name_frees_nothing(steps, tmp_path):
 
 
 def test_the_recipe_of_the_page_works_from_end_to_end(runs, url, tmp_path, capsys):
-    """A root with --verb export and a retention: every second step stays whole, the newest too."""
+    """A root with --verb export and a retention: every second step is kept, and the newest."""
     for step in (1, 2, 3):
         dcp.save(state(step), checkpoint_id=runs / f"llama/step-{step}", no_dist=True)
 
-    def cli(*words):
-        code = run([*map(str, words), "--catalog", url])
+    def cli(*arguments):
+        code = run([*map(str, arguments), "--catalog", url])
         return code, capsys.readouterr().out
 
     kept = json.dumps({"keep_last": 1, "keep_every": 2, "rest": "weights"})
@@ -242,7 +242,7 @@ def test_the_recipe_of_the_page_works_from_end_to_end(runs, url, tmp_path, capsy
     assert answer["files"] == {"before": before, "freed": before - size(runs), "after": size(runs)}
     assert sorted(p.name for p in (runs / "llama").iterdir()) == ["step-2", "step-3"]
     # What is named wins over the root's own.
-    _, out = cli("retire", "--keep-every", 5, "--rest", "whole", "--fingerprint")
+    _, out = cli("retire", "--keep-every", 5, "--rest", "full", "--fingerprint")
     assert "step-2" in out
     assert "other tensors" in out
     assert cli("catalog", "root", "retain", "r", '{"keep_last": 1, "rest": "weights"}')[0] == 0
@@ -257,10 +257,10 @@ def test_the_recipe_of_the_page_works_from_end_to_end(runs, url, tmp_path, capsy
 def test_several_targets_of_one_root(catalog, runs, swept, url, tmp_path, capsys):
     dcp.save(state(1), checkpoint_id=runs / "llama/step-1", no_dist=True)
     also = {"verb": "export", "names": "stored", "dtype": "bf16", "destination": f"{tmp_path}/bf16/{{name}}"}
-    words = ["catalog", "root", "add", "r", str(runs), "--catalog", url, "--also", json.dumps(also)]
-    assert run([*words, "--destination", also["destination"]]) == 2
+    arguments = ["catalog", "root", "add", "r", str(runs), "--catalog", url, "--also", json.dumps(also)]
+    assert run([*arguments, "--destination", also["destination"]]) == 2
     assert "both write to" in capsys.readouterr().err
-    assert run([*words, "--destination", f"{tmp_path}/whole/{{name}}"]) == 0
+    assert run([*arguments, "--destination", f"{tmp_path}/whole/{{name}}"]) == 0
     _, made = swept()
     assert sorted(r.destination for r in made) == [f"{tmp_path}/bf16/step-1", f"{tmp_path}/whole/step-1"]
     assert swept()[1] == []
