@@ -18,7 +18,7 @@ from trainer_names import WORLDS, State  # noqa: E402
 
 import ckptcore  # noqa: E402
 from ckptcore.checking.export_proof import Check  # noqa: E402
-from ckptcore.comparison import verify_export as module  # noqa: E402
+from ckptcore.comparison import export_sides as module  # noqa: E402
 from ckptcore.errors import NameMismatch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("asked_here")

@@ -42,7 +42,7 @@ def test_requests_bytes_and_price(
     assert costs["dollars"] == pytest.approx(priced / 1000)
     server.log.clear()
     assert run(["consolidate", SOURCE, OUT, "--no-catalog"]) == 0
-    out = [(m, q) for m, path, q, _ in server.log if path == "b/out/model.safetensors"]
+    out = [(m, q) for m, path, q, _, _ in server.log if path == "b/out/model.safetensors"]
     sent = [m for m, q in out if m in ("PUT", "POST")]
     assert len(sent) == costs["put"]
     del server.objects["b/out/model.safetensors"]

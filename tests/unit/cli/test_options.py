@@ -49,7 +49,7 @@ OPTIONS = {
     "find": "--catalog --fingerprint --output",
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
-    "gc": "--dry-run --older-than --output",
+    "gc": "--catalog --dry-run --older-than --output",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --rest --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --retry-failed

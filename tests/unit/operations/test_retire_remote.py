@@ -23,6 +23,7 @@ from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.remote import FsspecStore
+from ckptcore.store.s3 import S3Store
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning"
@@ -60,16 +61,17 @@ class World:
 
     def kill(self, stop: int, allowed: Allowed | None = None) -> bool:
         """Retire, and die right before the n-th object is removed; return whether it died."""
-        remove, calls = FsspecStore.remove, []
+        kind = S3Store if self.root.startswith("s3://") else FsspecStore
+        remove, calls = kind.remove, []
 
-        def dying(store: FsspecStore, path: str) -> None:
+        def dying(store: Any, path: str) -> None:
             calls.append(path)
             if len(calls) == stop + 1:
                 raise Killed
             remove(store, path)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FsspecStore, "remove", dying)
+            patch.setattr(kind, "remove", dying)
             try:
                 retire(self.catalog, Policy(1), "r", yes=True, allowed=allowed)
             except Killed:
