@@ -25,8 +25,8 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
-# Tests wait for servers and processes a good part of their time: four at once keep two cores busy.
-JOBS ?= 4
+# Tests wait for servers and processes a good part of their time: five at once keep two cores busy.
+JOBS ?= 5
 # Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere
 # these tests are skipped.
 DEBIAN_PACKAGES := postgresql
