@@ -107,7 +107,7 @@ def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
             assert not (tmp_path / "exports").exists()
 
 
-# By default, processes of `ckptcore sweep` race in operations/test_sweep_races: a race of flows takes 20 seconds.
+# By default, processes of `ckptcore sweep` race (operations/test_sweep_races): flows take 20 seconds.
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 def test_a_webhook_and_a_sweep_race_a_hundred_times(watched: Path, catalog: str, tmp_path: Path) -> None:
