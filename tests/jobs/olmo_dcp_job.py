@@ -1,12 +1,17 @@
 """One rank of a job in which OLMo-core loads a step folder, or its DCP folder alone, into DTensors.
 
-python olmo_dcp_job.py STEP SAMPLE    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
+python olmo_dcp_job.py STEP SAMPLE [OUT]    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
+
+OUT: where rank 0 saves the trainer's state that `Checkpointer.load` (3.0) returns.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +21,16 @@ from olmo_core.train.checkpoint import Checkpointer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
+
+
+class NoModule:
+    """A train module that asks for nothing."""
+
+    def state_dict_to_load(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 def main() -> None:
@@ -45,6 +60,11 @@ def main() -> None:
         assert full.dtype == value.dtype, name
         assert torch.equal(full, value), name
         equal += 1
+    if sys.argv[3:]:
+        with tempfile.TemporaryDirectory() as work:
+            found = Checkpointer(work_dir=Path(work)).load(step, NoModule(), load_trainer_state=True)
+        if dist.get_rank() == 0:
+            torch.save(found, sys.argv[3])
     print("equal:", equal, flush=True)
     dist.barrier()  # gloo aborts a rank whose peer has gone
     os._exit(0)  # and its threads can abort an interpreter that is taken down

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from math import prod
 from pathlib import Path
 
+import library_values
 import pytest
 import torch
 from olmo_samples import sample
@@ -168,9 +170,28 @@ def test_a_bare_folder_restored_by_olmo_core_3(
     assert run_job(python, "olmo_dcp_job.py", ranks, tmp_path / "out", root) >= 80 * ranks
 
 
-def run_job(python: str, script: str, ranks: int, out: Path, root: Path) -> int:
+def test_values_of_libraries_reach_olmo_cores_trainer(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """3.0.0: `Checkpointer.load` returns what a callback keeps in the trainer's state as what it was."""
+    python = interpreter("3.0.0")
+    root = sample(request, "v3_bf16params_ws2")
+    step = tmp_path / "step"
+    shutil.copytree(next(p for p in root.iterdir() if p.name.startswith("step")), step)
+    kept = library_values.values()
+    for file in (step / "train").glob("rank*.pt"):
+        state = torch.load(file, weights_only=False)
+        torch.save({**state, "callbacks": {"mine": kept}}, file)
+    asked = Request(str(step), str(tmp_path / "out"), verb="reshard", to="olmo_core", mesh="fsdp=4")
+    convert(asked, catalog_url=False)
+    saved = tmp_path / "state.pt"
+    assert run_job(python, "olmo_dcp_job.py", 3, tmp_path / "out", root, saved) >= 80 * 3
+    found = torch.load(saved, weights_only=False)["callbacks"]["mine"]
+    assert found.keys() == kept.keys()
+    assert [key for key, value in kept.items() if not library_values.same(found[key], value)] == []
+
+
+def run_job(python: str, script: str, ranks: int, out: Path, root: Path, *more: Path) -> int:
     """Run the ranks of a job; return the number of tensors that were equal, over all ranks."""
-    outputs = run_ranks(python, script, ranks, str(out), str(root))
+    outputs = run_ranks(python, script, ranks, str(out), str(root), *map(str, more))
     return sum(int(line.split()[1]) for text in outputs for line in text.splitlines() if "equal:" in line)
 
 
