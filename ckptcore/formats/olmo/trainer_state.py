@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, natural
 from ckptcore.formats.common.trees import leaves_below
@@ -16,8 +17,12 @@ _MOST_RANKS = 1 << 14
 _RANK = re.compile(r"^rank(\d{1,9})\.(.+)$")
 
 
-def train_files(request: Arrangement) -> list[FileLayout]:
+def train_files(request: Arrangement, classes: Classes) -> list[FileLayout]:
     """Lay out a file per rank of the job that saved it, as far as recorded; each has the shared values.
+
+    Args:
+        request: The tensors and objects of the output.
+        classes: Whose classes the files may name, as the format's layout declares.
 
     Raises:
         UnsupportedFormat: The names do not nest.
@@ -47,7 +52,7 @@ def train_files(request: Arrangement) -> list[FileLayout]:
         tree = _nested_tree({**shared, **ranks.get(rank, {})})
         order = [number[ref] for ref in tensors_in(tree)]
         # The trainers load it with weights_only=False, so numpy's random state stays numpy.
-        files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order))
+        files.append(torch_file(f"train/rank{rank}.pt", tree, request.tensors, order, classes=classes))
     return files
 
 

@@ -19,6 +19,7 @@ from ckptcore.core.box import Box, flat_start, is_run
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import decode
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.encodings.safetensors_header import pack_header
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
@@ -85,7 +86,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     for name in (*names, *request.objects):
         if name.split(".", 1)[0] not in {"model", "optim", "train"}:
             raise _no_place(name, "the parts model, optim and train")
-    layouts = train_files(request)
+    layouts = train_files(request, Classes.PLAIN)
     model = [
         _tensor_entry(t, i, t.fqn[6:]) for i, t in enumerate(request.tensors) if t.fqn.startswith("model.")
     ]

@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import replace
 
+from ckptcore.encodings.pickle.writer import Classes
 from ckptcore.formats.base import Arrangement, FileLayout, Literal
 from ckptcore.formats.dcp.writer import arrange_folder
 from ckptcore.formats.olmo.trainer_state import PREFIX, train_files
@@ -37,7 +38,7 @@ def arrange_step(request: Arrangement, *, folder: str, marker: str) -> tuple[Fil
     data = json.dumps({"ephemeral": False}).encode()
     return (
         *layouts,
-        *train_files(_without_world_size(request)),
+        *train_files(_without_world_size(request), Classes.LIBRARIES),
         FileLayout(marker, len(data), (), (), (Literal(0, data),), commit=True),
     )
 
