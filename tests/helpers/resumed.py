@@ -232,15 +232,6 @@ ROWS = (
         "megatron-core",
     ),
     Resumed(
-        "torch_dist",
-        "Megatron-Core 0.19.2: GPTModel, a vocabulary of 101 rows in a model with 102",
-        "tp=1",
-        "tp=2",
-        "weights, losses of the next 2 steps of SGD beside a load of the original",
-        "formats/megatron/test_megatron_resume.py::test_a_vocabulary_that_tp_does_not_divide",
-        "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
-    ),
-    Resumed(
         "deepspeed_universal, deepspeed_universal_zero3",
         "DeepSpeed 0.19.8: `engine.load_checkpoint` with `load_universal`",
         "ZeRO 1 to 3 on 2 ranks",

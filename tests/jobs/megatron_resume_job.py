@@ -5,9 +5,8 @@
 ASKED is a file of torch: ``tp``, ``pp``, ``vpp`` (model chunks of a rank, or None), and ``cases``. Each case
 has the question of megatron_logits_job.py (``config``, ``model``, ``ids``) and ``folders``, name -> folder of
 torch_dist. Every rank builds the model of its stage, loads it with `dist_checkpointing.load` and, where one
-stage has all layers, makes two steps of SGD. A case with ``save`` leaves its first model there before. OUT:
-where rank 0 puts the JSON of, by rank, case and folder: digests of the loaded tensors by name, the losses,
-and digests of the weights behind them.
+stage has all layers, makes two steps of SGD. OUT: where rank 0 puts the JSON of, by rank, case and folder:
+digests of the loaded tensors by name, the losses, and digests of the weights behind them.
 
 The replacements are those of mcore_job.py and megatron_logits_job.py.
 """
@@ -84,13 +83,6 @@ class Job:
         losses = self.train(models[0].train(), case["ids"]) if self.pp == 1 else []
         return {"tensors": tensors, "losses": losses, "after": [digest(p) for p in models[0].parameters()]}
 
-    def save(self, case: dict[str, Any]) -> None:
-        from megatron.core import dist_checkpointing
-
-        (model,) = self.chunks(case)
-        Path(case["save"]).mkdir(exist_ok=True)
-        dist_checkpointing.save(model.sharded_state_dict(), case["save"])
-
     def train(self, model: Any, ids: torch.Tensor) -> list[str]:
         optimizer, found = torch.optim.SGD(model.parameters(), lr=RATE), []
         inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -117,9 +109,6 @@ def main(file: str, out: str) -> None:
 
     CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
     job = Job(asked)
-    for case in asked["cases"].values():
-        if "save" in case:
-            job.save(case)
     found = {
         name: {way: job.resume(case, folder) for way, folder in case["folders"].items()}
         for name, case in asked["cases"].items()

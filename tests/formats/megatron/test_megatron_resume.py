@@ -91,30 +91,6 @@ def test_megatrons_own_model_resumes(
             assert len(set(ours["losses"])) == (2 if pp == 1 else 0)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("truth", ["hf_llama", "hf_qwen2"])
-def test_a_vocabulary_that_tp_does_not_divide(
-    truth: str, release: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """The model for tp=2 has one row more; Megatron's loader fills the others from either folder."""
-    config = json.loads((folders[truth] / "config.json").read_text())
-    fields = megatron_models.megatron_config(config, megatron_models.FAMILIES[config["model_type"]])
-    maker, rows = torch.Generator().manual_seed(3), 101
-    source, out = tmp_path / "original", tmp_path / "written"
-    case = {"config": fields, "ids": torch.randint(100, (2, 9), generator=maker), "folders": {}}
-    first = {**case, "model": megatron_models.gpt_model(config, rows), "save": str(source)}
-    torch.save({"tp": 1, "pp": 1, "vpp": None, "cases": {truth: first}}, tmp_path / "asked.pt")
-    run(tmp_path, release, 1)
-    ckptcore.convert(str(source), str(out), verb="reshard", to="torch_dist", mesh="tp=2", catalog=False)
-    second = {**case, "model": megatron_models.gpt_model(config, rows + 1)}
-    second["folders"] = {"original": str(source), "written": str(out)}
-    torch.save({"tp": 2, "pp": 1, "vpp": None, "cases": {truth: second}}, tmp_path / "asked.pt")
-    for rank in run(tmp_path, release, 2):
-        native, ours = rank[truth]["original"], rank[truth]["written"]
-        assert ours == native
-        assert len(set(ours["losses"])) == 2
-
-
 def run(folder: Path, release: Path, world: int) -> list[dict[str, Any]]:
     """What each rank of a job found."""
     line = [sys.executable, str(JOB), str(folder / "asked.pt"), str(folder / "answer.json")]
