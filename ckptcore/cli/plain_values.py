@@ -1,4 +1,4 @@
-"""Convert the words of a command line without pydantic, where no conversion is needed.
+"""Convert the arguments of a command line without pydantic, where no conversion is needed.
 
 typer converts every argument and option of a command with an adapter of pydantic, also those that were not
 given: importing pydantic and building the adapters takes longer than `ckptcore inspect` of a small checkpoint

@@ -13,8 +13,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from ckptcore.conversion.staged_uploads import beside_uploads, is_uploaded
 from ckptcore.errors import UsageError
 from ckptcore.execution.expected_reads import schedule_reads
@@ -26,6 +24,7 @@ from ckptcore.store.ahead import ExpectedReads
 from ckptcore.store.merged import MergedAhead, open_merged
 from ckptcore.store.objects.blocks import plan_blocks
 from ckptcore.store.objects.part_plan import plan_parts
+from ckptcore.utils.distinct_values import distinct
 
 PRICES_VARIABLE = "CKPTCORE_REQUEST_PRICES"
 _PRICES = {"get": 0.0004, "put": 0.005}  # of S3 Standard in us-east-1
@@ -88,7 +87,7 @@ def request_costs(
             get += len(table)
             get_bytes += int((table.end - table.start).sum())
             over += table.over_read
-            listings += 4 * max(1, -(-len(np.unique(part.file)) // _PAGE))
+            listings += 4 * max(1, -(-len(distinct(part.file)) // _PAGE))
     if is_s3(destination):
         put = sum(_parts(f) for f in plan.files) + len(plan.extra)
         put_bytes = plan.bytes_out

@@ -1,4 +1,4 @@
-"""Words of a command line mean the same without pydantic, and wrong ones have typer's messages."""
+"""Arguments of a command line mean the same without pydantic, and wrong ones have typer's messages."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
