@@ -50,7 +50,9 @@ def sweep(
         found: list[SweepItem] = []
         with open_catalog(catalog) as known:
             for root in watched(known, roots or ()):
-                items = look(root.name, closed(root), catalog, dry_run, settle_s, wanted.retry_failed)
+                items = look(
+                    root.name, closed(root), catalog, dry_run, settle_s, wanted.retry_failed, wanted.relist
+                )
                 who = str(runtime.flow_run.id)
                 done = [
                     i if dry_run or i.standing is not Standing.READY else work(known, i, convert, who)

@@ -20,11 +20,20 @@ MAX_ROWS = 500
 
 @task(task_run_name="look through {name}", cache_policy=NO_CACHE, persist_result=False)
 def look(
-    name: str, root: RootRow, catalog: str | None, dry_run: bool, settle_s: float, retry_failed: bool
+    name: str,
+    root: RootRow,
+    catalog: str | None,
+    dry_run: bool,
+    settle_s: float,
+    retry_failed: bool,
+    relist: bool,
 ) -> list[SweepItem]:
     """Return the checkpoints below a root, with the status of each. name: for the name of the task run."""
     with open_catalog(catalog) as known:
-        items = list(look_through(known, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed))
+        found = look_through(
+            known, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
+        )
+        items = list(found)
     ready = sum(item.standing == "ready" for item in items)
     log.info("%s: %s, %d to convert", name, count(len(items), "checkpoint"), ready)
     return items

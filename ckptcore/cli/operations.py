@@ -43,6 +43,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
             retry_failed=wanted.retry_failed,
             on_item=show.item_line(as_json),
             strict=wanted.strict,
+            relist=wanted.relist,
         )
     show.swept(outcome, as_json=as_json)
     raise typer.Exit(outcome.exit_code)

@@ -1,9 +1,9 @@
 """Find the checkpoints below a root, by the formats' own evidence.
 
-The root is listed once, on a bucket in one request for 1,000 objects; after that a folder costs only the
-reads of the formats' detectors, each range once. A folder with steps in folders below it is not a checkpoint
-itself, nor is a part inside a checkpoint. Folders whose names begin with a dot are skipped: staging folders,
-caches, sources that are being deleted.
+The root is listed once, on a bucket in one request for 1,000 objects, without checkpoints that the caller
+remembers; after that a folder costs only the reads of the formats' detectors, each range once. A folder with
+steps in folders below it is not a checkpoint itself, nor is a part inside a checkpoint. Folders whose names
+begin with a dot are skipped: staging folders, caches, sources that are being deleted.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from ckptcore.catalog.normalize import normal_uri
 from ckptcore.errors import AmbiguousModel, CkptError, UnknownFormat, UnsupportedFormat
 from ckptcore.formats import detect
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.step_roots import located
-from ckptcore.store import Store, join_url, open_store
-from ckptcore.store.listing import ListedFile, stamp_of, survey
+from ckptcore.store import Store, join_url, local_path, open_store
+from ckptcore.store.listing import ListedFile, stamp_of, survey, survey_around
 from ckptcore.store.subfolder import SubStore
+from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.step_names import says_step, step_of
 
 MAX_DEPTH = 12
@@ -39,7 +41,8 @@ class Candidate:
         run: The name of the folder that contains its steps.
         format: The recognised format; empty if there is only the evidence of the name.
         because: The evidence for the format.
-        files: The files of the place.
+        files: The files of the place; none of one that is remembered.
+        remembered: Whether it is there, and was not looked into.
     """
 
     root: str
@@ -50,6 +53,7 @@ class Candidate:
     format: str
     because: tuple[str, ...]
     files: Mapping[str, ListedFile]
+    remembered: bool = False
 
     @property
     def uri(self) -> str:
@@ -62,13 +66,16 @@ class Candidate:
         return stamp_of(self.files)
 
 
-def discover(root: str, *, include: Sequence[str] = (), skip: Collection[str] = ()) -> tuple[Candidate, ...]:
+def discover(
+    root: str, *, include: Sequence[str] = (), skip: Collection[str] = (), remembered: Collection[str] = ()
+) -> tuple[Candidate, ...]:
     """Find the candidates below a root, not the root itself.
 
     Args:
         root: Path or URL of a folder.
         include: Globs on paths below the root; empty means all.
         skip: URIs that are not sources; nothing below them is either.
+        remembered: URIs of checkpoints on object stores that are not to be listed.
 
     Returns:
         The candidates, the lowest step first.
@@ -76,8 +83,18 @@ def discover(root: str, *, include: Sequence[str] = (), skip: Collection[str] = 
     Raises:
         CkptError: An error of `survey`.
     """
-    looking = _Looking(root.rstrip("/") or root, frozenset(s.rstrip("/") for s in skip))
-    looking.into("", survey(looking.root), 0)
+    root = root.rstrip("/") or root
+    outputs, known = frozenset(s.rstrip("/") for s in skip), frozenset[str]()
+    if local_path(root) is None and not is_merged(root):
+        known = _paths_below(root, remembered)
+        # An output inside a step is among the step's files.
+        beside = {p for p in _paths_below(root, outputs) if not any(map(step_of, p.split("/")[:-1]))}
+        files, there = survey_around(root, known | beside)
+        known &= there
+    else:
+        files = survey(root)
+    looking = _Looking(root, outputs, known)
+    looking.into("", files, 0)
     found = [c for c in looking.found if matches(c.path, include)]
     return tuple(sorted(found, key=lambda c: (c.step is None, c.step or 0, natural(c.path))))
 
@@ -123,14 +140,19 @@ class _Once(SubStore):
 
 
 class _Looking:
-    def __init__(self, root: str, skip: frozenset[str]) -> None:
-        self.root, self._skip = root, skip
+    def __init__(self, root: str, skip: frozenset[str], remembered: frozenset[str]) -> None:
+        self.root, self._skip, self._remembered = root, skip, remembered
+        self._above: dict[str, set[str]] = {}  # folder -> its folders that are remembered, or hold such
+        for path in remembered:
+            parts = path.split("/")
+            for n, name in enumerate(parts):
+                self._above.setdefault("/".join(parts[:n]), set()).add(name)
         self._store = _Once(open_store(root))
         self.found: list[Candidate] = []
 
     def into(self, folder: str, files: Mapping[str, ListedFile], depth: int) -> None:
         """Search a folder for candidates. files: paths relative to it."""
-        children, own = _by_folder(files)
+        children, own = self._by_folder(folder, files)
         for name, seen in own.items():
             if name.endswith(SUFFIXES) and says_step(name) and not self._skips(_joined_path(folder, name)):
                 self._file(folder, name, seen)
@@ -140,7 +162,14 @@ class _Looking:
                 self._folder(path, child, children[child], depth + 1)
 
     def _folder(self, path: str, name: str, files: Mapping[str, ListedFile], depth: int) -> None:
+        if path in self._remembered:
+            step, run = step_and_run(self.root, path)
+            self.found.append(Candidate(self.root, path, name, step, run, "", (), {}, remembered=True))
+            return
         kept = {p: f for p, f in files.items() if not any(part.startswith(".") for part in p.split("/")[:-1])}
+        if path in self._above:  # what has checkpoints below it is none
+            self.into(path, kept, depth)
+            return
         children, own = _by_folder(kept)
         steps = any(step_of(c) is not None for c in children) and step_of(name) is None
         saves = any(n.endswith(SUFFIXES) and says_step(n) for n in own) and step_of(name) is None
@@ -198,8 +227,20 @@ class _Looking:
         step, run = step_and_run(self.root, path)
         self.found.append(Candidate(self.root, path, name, step, run, form, because, files))
 
+    def _by_folder(
+        self, folder: str, files: Mapping[str, ListedFile]
+    ) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
+        children, own = _by_folder(files)
+        return {name: {} for name in self._above.get(folder, ())} | children, own
+
     def _skips(self, path: str) -> bool:
         return join_url(self.root, path) in self._skip
+
+
+def _paths_below(root: str, uris: Collection[str]) -> frozenset[str]:
+    """Return the paths below a root of those URIs that are below it."""
+    above = f"{normal_uri(root)}/"
+    return frozenset(uri.removeprefix(above) for uri in map(normal_uri, uris) if uri.startswith(above))
 
 
 def _by_folder(

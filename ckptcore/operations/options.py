@@ -32,6 +32,13 @@ class SweepOptions:
     retry_failed: Annotated[
         bool, Option("Also retry conversions that failed recently, and broken checkpoints.", former="again")
     ] = False
+    relist: Annotated[
+        bool,
+        Option(
+            "Also list the files of checkpoints on object stores that are complete and converted. Without it "
+            "that is done once a day."
+        ),
+    ] = False
     strict: Annotated[
         bool, Option("Fail (exit code 1) if a checkpoint is broken. Without it, that is only reported.")
     ] = False

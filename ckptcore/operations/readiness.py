@@ -86,16 +86,7 @@ def look(
     changed = _changed_at(files, own, before, now)
     retried = retry_failed and before is not None and before.state == Condition.BROKEN
     if before is not None and _is_current(before, stamp) and not retried:
-        message = before.findings[0].message if before.findings else ""
-        return Look(
-            Condition(before.state),
-            stamp,
-            changed,
-            message,
-            before.findings,
-            before.source_digest,
-            before.manifest_digest,
-        )
+        return _recorded(before, stamp, changed)
     quiet = now - changed
     if quiet < timedelta(seconds=settle_s):
         message = (
@@ -103,6 +94,33 @@ def look(
         )
         return Look(Condition.WRITING, stamp, changed, message)
     return _look_at(uri, stamp, changed, recover)
+
+
+def recalled(before: SightingRow | None, recover: bool) -> Look | None:
+    """Return the recorded state of a complete place whose files are not listed now; None if it cannot serve.
+
+    Args:
+        before: The last recorded state, or None.
+        recover: Accept a save that did not finish; a state that was recorded otherwise does not serve.
+    """
+    if before is None or before.state != Condition.COMPLETE:
+        return None
+    if before.stamp.split(" by ")[0].endswith(" recover") != recover:
+        return None
+    return _recorded(before, before.stamp, before.changed_at)
+
+
+def _recorded(before: SightingRow, stamp: str, changed: datetime) -> Look:
+    message = before.findings[0].message if before.findings else ""
+    return Look(
+        Condition(before.state),
+        stamp,
+        changed,
+        message,
+        before.findings,
+        before.source_digest,
+        before.manifest_digest,
+    )
 
 
 def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:

@@ -3,14 +3,15 @@
 1. `look_through` lists a root and determines the state of each of its checkpoints; nothing is converted.
 2. `work` converts one that is ready, under a claim, so that no other process does.
 
-`sweep` does both for every root. States are recorded: a place that has not changed is not opened again.
+`sweep` does both for every root. States are recorded: a place that has not changed is not opened again. On an
+object store, what is complete and needs no conversion is listed again once a day only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -28,13 +29,15 @@ from ckptcore.errors import Busy, CkptError, Finding
 from ckptcore.operations.claims import claimed, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
-from ckptcore.operations.readiness import SETTLE_S, Look, look
+from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
 from ckptcore.planning.request import Request
+from ckptcore.store.listing import survey
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
+_REMEMBERED = timedelta(days=1)  # a complete checkpoint on an object store is listed again after that
 _PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is retried: the first, and the most
 
 
@@ -119,6 +122,7 @@ class Swept:
 
 
 Convert = Callable[[Request], Any]
+Wanted = Sequence[tuple[Request | None, str]]  # a request for each target, or why there is none
 OnItem = Callable[[SweepItem], None]
 
 
@@ -133,6 +137,7 @@ def sweep(
     who: str | None = None,
     on_item: OnItem | None = None,
     strict: bool = False,
+    relist: bool = False,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
 
@@ -146,13 +151,14 @@ def sweep(
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint.
         strict: See `Swept`.
+        relist: List every checkpoint on object stores, also those that are complete and converted.
     """
     found: list[SweepItem] = []
     who = who or owner()
     for root in watched(catalog, names):
         here = []
         for item in look_through(
-            catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed
+            catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
         ):
             done = (
                 item if dry_run or item.standing is not Standing.READY else work(catalog, item, convert, who)
@@ -198,6 +204,7 @@ def look_through(
     dry_run: bool = False,
     settle_s: float = SETTLE_S,
     retry_failed: bool = False,
+    relist: bool = False,
 ) -> tuple[SweepItem, ...]:
     """Determine the standing of every checkpoint below a root, and record it unless this is a dry run.
 
@@ -208,41 +215,98 @@ def look_through(
         targets = targets_of(root)
         with catalog.reading() as conn:
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
-        candidates = discover(root.uri, include=root.include, skip=outputs)
+        kept = () if relist else _remembered(before, now)
+        candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)
     except CkptError as error:
         standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
         return (SweepItem(root.name, root.uri, None, standing, error.message),)
-    planned = [(c, *_planned(target, c)) for c in candidates for target in targets]
-    destinations = {normal_uri(r.destination) for _, r, _ in planned if r is not None}
+    planned = [(c, [_planned(target, c) for target in targets]) for c in candidates]
+    destinations = {normal_uri(r.destination) for _, made in planned for r, _ in made if r is not None}
     planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
-    doubled = colliding(r.destination for _, r, _ in planned if r is not None)
-    items = []
-    looked: dict[tuple[str, bool], Look] = {}
-    for candidate, request, why in planned:
-        if request is not None and request.destination in doubled:
-            why, request = f"two checkpoints would both go to {request.destination}", None
-        uri = normal_uri(candidate.uri)
-        recover = request is not None and request.recover
-        if (uri, recover) not in looked:  # once, whatever is made of it
-            looked[uri, recover] = look(
-                uri,
-                candidate.files,
-                before.get(uri),
-                now,
-                settle_s=settle_s,
-                recover=recover,
-                retry_failed=retry_failed,
-            )
-            if not dry_run:
-                _note(catalog, root, candidate, looked[uri, recover], now)
-        seen = looked[uri, recover]
-        item = _item(root, candidate, request, why, seen)
-        items.append(
-            _compared_with_target(catalog, item, request, now, retry_failed)
-            if request is not None and item.standing is Standing.READY
-            else item
-        )
+    doubled = colliding(r.destination for _, made in planned for r, _ in made if r is not None)
+    looking = _LookThrough(catalog, root, now, dry_run, settle_s, retry_failed)
+    items: list[SweepItem] = []
+    for candidate, made in planned:
+        wanted = [
+            (None, f"two checkpoints would both go to {request.destination}")
+            if request is not None and request.destination in doubled
+            else (request, why)
+            for request, why in made
+        ]
+        items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
     return tuple(items)
+
+
+@dataclass(frozen=True)
+class _LookThrough:
+    """One pass over a root; the attributes are the arguments of `look_through`."""
+
+    catalog: Catalog
+    root: RootRow
+    now: datetime
+    dry_run: bool
+    settle_s: float
+    retry_failed: bool
+
+    def items(self, candidate: Candidate, wanted: Wanted, before: SightingRow | None) -> list[SweepItem]:
+        """Return the standings of a candidate, one for each wanted request."""
+        recovering = list(dict.fromkeys(_recovers(request) for request, _ in wanted))
+        if candidate.remembered:
+            known = {r: seen for r in recovering if (seen := recalled(before, r)) is not None}
+            if len(known) == len(recovering):
+                here = self._compared(candidate, wanted, known)
+                if all(item.standing is not Standing.READY for item in here):
+                    return here
+            try:
+                files = survey(candidate.uri)
+            except CkptError as error:
+                return [self._unread(candidate, error)]
+            if not files:
+                return []  # removed meanwhile
+            candidate = replace(candidate, files=files, remembered=False)
+        # Each once, whatever is made of it.
+        looks = {recover: self._looked(candidate, before, recover) for recover in recovering}
+        return self._compared(candidate, wanted, looks)
+
+    def _compared(self, candidate: Candidate, wanted: Wanted, looks: Mapping[bool, Look]) -> list[SweepItem]:
+        found = []
+        for request, why in wanted:
+            item = _item(self.root, candidate, request, why, looks[_recovers(request)])
+            if request is not None and item.standing is Standing.READY:
+                item = _compared_with_target(self.catalog, item, request, self.now, self.retry_failed)
+            found.append(item)
+        return found
+
+    def _looked(self, candidate: Candidate, before: SightingRow | None, recover: bool) -> Look:
+        seen = look(
+            normal_uri(candidate.uri),
+            candidate.files,
+            before,
+            self.now,
+            settle_s=self.settle_s,
+            recover=recover,
+            retry_failed=self.retry_failed,
+        )
+        if not self.dry_run:
+            _note(self.catalog, self.root, candidate, seen, self.now)
+        return seen
+
+    def _unread(self, candidate: Candidate, error: CkptError) -> SweepItem:
+        uri = normal_uri(candidate.uri)
+        return SweepItem(self.root.name, uri, candidate.step, Standing.UNREAD, error.message)
+
+
+def _remembered(before: Mapping[str, SightingRow], now: datetime) -> list[str]:
+    """Return the URIs that were listed lately and were complete."""
+    return [
+        uri
+        for uri, row in before.items()
+        if row.state == Condition.COMPLETE and now - row.last_seen_at < _REMEMBERED
+    ]
+
+
+def _recovers(request: Request | None) -> bool:
+    return request is not None and request.recover
 
 
 def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo: bool = False) -> SweepItem:

@@ -1,9 +1,9 @@
-"""List the files below a folder with sizes and times, in one listing, without opening a file."""
+"""List the files below a folder with sizes and times, without opening a file: all in one listing, or some."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
-from ckptcore.store import local_path
+from ckptcore.store import join_url, local_path
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 MAX_FILES = 2_000_000
@@ -44,8 +44,55 @@ def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
         UsageError: There are more than ``max_files``.
     """
     path = local_path(url)
+    files = _local_files(os.fspath(path)) if path is not None else _remote(url)
+    return _bounded(url, files, max_files)
+
+
+def survey_around(
+    url: str, left_out: Collection[str], *, max_files: int = MAX_FILES
+) -> tuple[dict[str, ListedFile], frozenset[str]]:
+    """Return the files below a folder of an object store, but nothing of some folders in it.
+
+    A folder above one of them is listed by itself, in one request for 1,000 names; any other is listed with
+    everything below it, in one request for 1,000 objects.
+
+    Args:
+        url: The folder.
+        left_out: Paths below it.
+        max_files: The most files to list.
+
+    Returns:
+        The files by relative path, sorted, and those of the folders left out that are there.
+
+    Raises:
+        SourceUnreadable: The folder cannot be listed.
+        StorageTrouble: The store failed.
+        UsageError: There are more than ``max_files``.
+    """
+    if not left_out:
+        return survey(url, max_files=max_files), frozenset()
+    above = {path[:at] for path in left_out for at, letter in enumerate(path) if letter == "/"}
+    there: set[str] = set()
+
+    def files(folder: str) -> Iterator[tuple[str, ListedFile]]:
+        own, folders = _remote_level(join_url(url, folder) if folder else url)
+        prefix = f"{folder}/" if folder else ""
+        yield from ((prefix + name, _listed(info)) for name, info in own.items())
+        for name in folders:
+            path = prefix + name
+            if path in left_out:
+                there.add(path)
+            elif path in above:
+                yield from files(path)
+            else:
+                yield from ((f"{path}/{below}", seen) for below, seen in _remote(join_url(url, path)))
+
+    return _bounded(url, files(""), max_files), frozenset(there)
+
+
+def _bounded(url: str, files: Iterable[tuple[str, ListedFile]], max_files: int) -> dict[str, ListedFile]:
     found: dict[str, ListedFile] = {}
-    for name, seen in _local_files(os.fspath(path)) if path is not None else _remote(url):
+    for name, seen in files:
         found[name] = seen
         if len(found) > max_files:
             raise UsageError(
@@ -123,6 +170,12 @@ def folder_at(url: str) -> Folder:
     path = local_path(url)
     if path is not None:
         return _folder_here(os.fspath(path))
+    rows, folders = _remote_level(url)
+    return Folder({name: int(info.get("size") or 0) for name, info in rows.items()}, folders)
+
+
+def _remote_level(url: str) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Return fsspec's records of the files directly in a folder, and the names of its folders, all sorted."""
     import fsspec
 
     try:
@@ -132,12 +185,12 @@ def folder_at(url: str) -> Folder:
     except (ValueError, ImportError) as error:
         raise UsageError(f"cannot open {url!r}: {error}") from error
     except (FileNotFoundError, NotADirectoryError):
-        return Folder({}, ())
+        return {}, ()
     except PermissionError as error:
         raise SourceUnreadable(f"cannot list {url}: {error or 'permission denied'}") from error
     except Exception as error:
         raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
-    files, folders = dict[str, int](), set[str]()
+    files, folders = dict[str, dict[str, Any]](), set[str]()
     for row in rows:
         name = str(row["name"]).rstrip("/").rpartition("/")[2]
         if str(row["name"]).rstrip("/") == root.rstrip("/"):
@@ -145,8 +198,8 @@ def folder_at(url: str) -> Folder:
         if row.get("type") == "directory":
             folders.add(name)
         else:
-            files[name] = int(row.get("size") or 0)
-    return Folder(dict(sorted(files.items())), tuple(sorted(folders)))
+            files[name] = row
+    return dict(sorted(files.items())), tuple(sorted(folders))
 
 
 def _folder_here(path: str) -> Folder:
@@ -251,12 +304,13 @@ def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, ListedFile
         raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
     for name, info in found.items():
         if (itself or name != root) and info.get("type", "file") == "file":
-            version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
-            at = next((info[k] for k in _TIMES if info.get(k)), None)
-            yield (
-                name[len(root) :].lstrip("/"),
-                ListedFile(int(info["size"] or 0), str(version), _seconds(at)),
-            )
+            yield name[len(root) :].lstrip("/"), _listed(info)
+
+
+def _listed(info: Mapping[str, Any]) -> ListedFile:
+    version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
+    at = next((info[k] for k in _TIMES if info.get(k)), None)
+    return ListedFile(int(info["size"] or 0), str(version), _seconds(at))
 
 
 def _seconds(at: Any) -> float | None:

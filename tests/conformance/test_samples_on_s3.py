@@ -53,7 +53,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.param(sample, [list(FORMS)[n % len(FORMS)]], id=sample.name)
         for n, sample in enumerate(smallest(found))
     ]
-    rows += [pytest.param(s, list(FORMS), id=f"{s.name}-all", marks=pytest.mark.soak) for s in found]
+    rows += [
+        pytest.param(
+            sample,
+            list(FORMS),
+            id=f"{sample.name}-all",
+            # Each worker has a server of its own: one for all would give every sample to one worker.
+            marks=(pytest.mark.soak, pytest.mark.xdist_group(f"samples_on_s3_{n % 8}")),
+        )
+        for n, sample in enumerate(found)
+    ]
     metafunc.parametrize(("each", "forms"), rows)
 
 

@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptcore.store.objects.part_plan.PART", PART)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # of the module it would give the whole matrix to one worker
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_source(tmp_path_factory.mktemp("source"))
 
@@ -41,6 +41,7 @@ def tried(kind: Kind, stage: str, source: str, moments: int, seed: str) -> dict[
 SLICE = [cell for stage in STAGES for cell in [c for c in cells() if c[1] == stage][::14]]  # the rest is soak
 
 
+@pytest.mark.xdist_group("fault_matrix_slice")  # each worker converts once without faults
 @pytest.mark.parametrize(("name", "stage"), SLICE)
 def test_one_moment(name: str, stage: str, source: str) -> None:
     tried(KINDS[name], stage, source, 1, f"{name} {stage} once")

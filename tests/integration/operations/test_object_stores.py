@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import fsspec
 import pytest
@@ -19,6 +19,8 @@ from ckptcore.operations.scrub import scrub
 from ckptcore.operations.sweep import sweep
 from ckptcore.planning.request import Request, Settings
 
+_MEANS = Settings(memory=32 << 20, workers=1)
+
 
 @pytest.fixture
 def bucket(tmp_path):
@@ -31,23 +33,120 @@ def bucket(tmp_path):
     memory.rm("/tending", recursive=True)
 
 
-def test_requests_of_a_sweep(catalog, tmp_path):
-    """A root costs nothing; a sweep of converted steps one listing for 1,000 objects, and a read a step."""
-    steps, files = 12, [f for f in save(tmp_path / "s", 1).iterdir() if f.is_file()]
-    with serving() as server:
-        for n in range(steps):
-            for file in files:
-                key = f"b/runs/llama/step-{n}/{file.name}"
-                server.objects[key] = Stored(file.read_bytes(), f"e{n}", when=1e9)
+class Steps:
+    """Steps of a run in a bucket, each with many objects beside its files; lists come in pages of 10 rows."""
+
+    page, extra = 10, 23
+
+    def __init__(self, server, folder):
+        self.server = server
+        self.files = {f.name: f.read_bytes() for f in save(folder, 1).iterdir() if f.is_file()}
+        self.files |= {f"rest/{n}": b"" for n in range(self.extra)}
+
+    def add(self, *steps, run="llama", etag="e", when=1e9):
+        for n in steps:
+            for name, data in self.files.items():
+                self.server.objects[f"b/runs/{run}/step-{n}/{name}"] = Stored(data, f"{etag}{n}", when=when)
+
+    def pages(self, rows):
+        return -(-rows // self.page)
+
+
+@pytest.fixture
+def steps(catalog, tmp_path):
+    with serving(page=Steps.page) as server:
         with catalog.writing() as conn:
             roots.add(conn, datetime.now(UTC), "r", "s3://b/runs")
         assert not server.log
-        assert sweep(catalog, lambda request: None, settle_s=0).counts == {"made": steps}
-        server.log.clear()
-        assert sweep(catalog, lambda request: None, settle_s=0).counts == {"converted": steps}
-        listings = server.count("GET", "list-type")
-        assert listings == -(-steps * len(files) // 1000)
-        assert len(server.log) - listings <= steps
+        yield Steps(server, tmp_path / "s")
+
+
+def swept(catalog, server, **more):
+    """Sweep, and return the standings, and how many requests were listings and others."""
+    server.log.clear()
+    counts = sweep(catalog, lambda request: None, settle_s=0, **more).counts
+    listings = server.count("ListObjectsV2")
+    return counts, listings, len(server.log) - listings
+
+
+def test_requests_of_a_sweep(catalog, steps):
+    """Converted steps cost a row of their folder's listing; a new one also its own listing, and reads."""
+    server, known = steps.server, 27
+    steps.add(*range(known))
+    counts, listings, _ = swept(catalog, server)
+    assert counts == {"made": known}
+    everything = steps.pages(known * len(steps.files))
+    assert listings >= everything
+    # The root has one folder, the run has one for each step.
+    assert swept(catalog, server) == ({"converted": known}, 1 + steps.pages(known), 0)
+    steps.add(known)
+    counts, listings, others = swept(catalog, server)
+    assert counts == {"converted": known, "made": 1}
+    # It is listed to find it, and once more to read it.
+    assert listings == 1 + steps.pages(known + 1) + 2 * steps.pages(len(steps.files))
+    assert 0 < others <= len(steps.files)
+    assert swept(catalog, server) == ({"converted": known + 1}, 1 + steps.pages(known + 1), 0)
+    counts, listings, _ = swept(catalog, server, relist=True)
+    assert counts == {"converted": known + 1}
+    assert listings == steps.pages((known + 1) * len(steps.files))
+
+
+def test_what_is_not_complete_is_listed_by_every_sweep(catalog, steps):
+    server = steps.server
+    steps.add(1, 2)
+    commit = server.objects.pop("b/runs/llama/step-2/.metadata")
+    assert swept(catalog, server)[0] == {"made": 1, "broken": 1}
+    assert swept(catalog, server)[0] == {"converted": 1, "broken": 1}
+    server.objects["b/runs/llama/step-2/.metadata"] = commit
+    assert swept(catalog, server)[0] == {"converted": 1, "made": 1}
+
+
+def test_a_step_that_is_removed_or_moved(catalog, steps):
+    server = steps.server
+    steps.add(1, 2)
+    steps.add(1, run="qwen")
+    assert swept(catalog, server)[0] == {"made": 3}
+    for name in [n for n in server.objects if "llama/step-2/" in n or "/qwen/" in n]:
+        del server.objects[name]
+    assert swept(catalog, server)[0] == {"converted": 1}
+
+
+def test_a_step_rewritten_in_place_is_seen_in_a_day(catalog, steps, monkeypatch):
+    server = steps.server
+    steps.add(1, 2)
+    assert swept(catalog, server)[0] == {"made": 2}
+    steps.files[".metadata"] = steps.files[".metadata"][:-1]
+    steps.add(1, etag="other")
+    assert swept(catalog, server)[0] == {"converted": 2}
+    assert swept(catalog, server, relist=True, dry_run=True)[0] == {"converted": 1, "broken": 1}
+    monkeypatch.setattr("ckptcore.operations.sweep._REMEMBERED", timedelta(0))
+    assert swept(catalog, server)[0] == {"converted": 1, "broken": 1}
+
+
+def test_a_remembered_step_is_listed_before_it_is_converted(catalog, steps):
+    """It was complete when a sweep recorded it; what another target converts is what is there now."""
+    server = steps.server
+    steps.add(1, 2)
+    assert swept(catalog, server)[0] == {"made": 2}
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", target={"destination": "{root}/../new/{name}"})
+    del server.objects["b/runs/llama/step-1/.metadata"]
+    counts, listings, _ = swept(catalog, server)
+    assert counts == {"broken": 1, "made": 1}
+    assert listings >= 2 + 2 * steps.pages(len(steps.files))
+
+
+def test_outputs_below_a_root_are_not_listed(catalog, steps):
+    server = steps.server
+    steps.add(*range(5))
+    with catalog.writing() as conn:
+        roots.remove(conn, "r")
+        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", target={"destination": "{root}/out/{name}"})
+    made = sweep(catalog, lambda request: convert(request, _MEANS, None, catalog.url), settle_s=0)
+    assert made.counts == {"made": 5}
+    # The root, the run, and the folder of the outputs.
+    assert swept(catalog, server) == ({"converted": 5}, 3, 0)
 
 
 def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):

@@ -52,7 +52,7 @@ OPTIONS = {
     "gc": "--catalog --dry-run --older-than --output",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --rest --workers --yes""",
-    "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --retry-failed
+    "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist --retry-failed
         --strict --workers""",
 }
 GROUPS = ("", "catalog", "catalog alias", "catalog hold", "catalog root", "catalog inbox", "catalog outbox")
