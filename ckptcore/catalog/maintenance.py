@@ -5,7 +5,7 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -27,13 +27,14 @@ from ckptcore.catalog.query import (
     resolve_checkpoint,
 )
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
-from ckptcore.errors import Finding
+from ckptcore.errors import Finding, UsageError
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection, Select
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
+_AT_ONCE = 500  # values in one statement
 _STALE = timedelta(days=1)  # a conversion that "runs" for longer was killed and left no record
 
 
@@ -74,18 +75,84 @@ def looked(conn: Connection, now: datetime, public: str) -> None:
     conn.execute(update(Checkpoint).where(Checkpoint.uuid == public).values(checked_at=now))
 
 
-def sources(conn: Connection, root: str | None = None, run: str | None = None) -> tuple[CheckpointRow, ...]:
-    """Return the present sources, below a root or of a run if given."""
+def sources(
+    conn: Connection,
+    roots: Sequence[str] = (),
+    run: str | None = None,
+    *,
+    after: str | None = None,
+    limit: int | None = None,
+) -> tuple[CheckpointRow, ...]:
+    """Return the present sources.
+
+    Args:
+        conn: The transaction.
+        roots: Only those below one of these folders; none means all.
+        run: Only those of this training run.
+        after: Only those behind the one with this public id, in the order of a limited list.
+        limit: Return as many at most, ordered by URI; otherwise all, ordered by when they were recorded.
+
+    Raises:
+        UsageError: There is no checkpoint ``after``.
+    """
     wanted = checkpoint_rows().where(
         Checkpoint.kind == Kind.SOURCE.value, Checkpoint.state == State.PRESENT.value
     )
-    if root is not None:
-        wanted = wanted.where(Checkpoint.uri.startswith(root.rstrip("/") + "/", autoescape=True))
+    if roots:
+        wanted = wanted.where(or_(*(_below(conn, root) for root in roots)))
     if run is not None:
         wanted = wanted.where(TrainingRun.name == run)
-    found = (checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
-    # SQLite's LIKE matches /runs/A for /runs/a.
-    return tuple(r for r in found if root is None or r.uri.startswith(root.rstrip("/") + "/"))
+    if after is not None:
+        row = resolve_checkpoint(conn, after)
+        uri = conn.execute(select(Checkpoint.uri).where(Checkpoint.id == row)).scalar_one()
+        behind = or_(Checkpoint.uri > uri, Checkpoint.id > row)
+        wanted = wanted.where(Checkpoint.uri >= uri, behind)
+    order = (Checkpoint.id,) if limit is None else (Checkpoint.uri, Checkpoint.id)
+    found = conn.execute(wanted.order_by(*order).limit(limit))
+    return tuple(checkpoint_row(row) for row in found)
+
+
+def newest_steps(
+    conn: Connection, keys: Mapping[str, int], roots: Sequence[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return the newest steps of present sources.
+
+    Args:
+        conn: The transaction.
+        keys: Run -> how many. A source without a run belongs to the run that its folder names.
+        roots: Only sources below one of these folders; none means all.
+
+    Returns:
+        Run -> its newest steps.
+    """
+    here = [
+        Checkpoint.kind == Kind.SOURCE.value,
+        Checkpoint.state == State.PRESENT.value,
+        Checkpoint.step.is_not(None),
+    ]
+    if roots:
+        here.append(or_(*(_below(conn, root) for root in roots)))
+    found = {}
+    for key, count in keys.items():
+        run = select(TrainingRun.id).where(TrainingRun.name == key).scalar_subquery()
+        named = select(Checkpoint.step).where(Checkpoint.run_id == run, *here)
+        newest = named.distinct().order_by(Checkpoint.step.desc()).limit(count)
+        steps = set(conn.execute(newest).scalars())
+        if "/" in key:
+            bare = select(Checkpoint.uri, Checkpoint.step).where(Checkpoint.run_id.is_(None), *here)
+            for uri, step in conn.execute(bare.where(_below(conn, key))):
+                if uri.rpartition("/")[0] == key.rstrip("/"):
+                    steps.add(step)
+        found[key] = tuple(sorted(steps)[-count:])
+    return found
+
+
+def _below(conn: Connection, folder: str) -> ColumnElement[bool]:
+    """Return the condition that a URI is below a folder, in a form for which the database has an index."""
+    prefix = folder.rstrip("/") + "/"
+    if conn.dialect.name == "sqlite":  # its LIKE uses no index, and matches /runs/A for /runs/a
+        return and_(Checkpoint.uri >= prefix, Checkpoint.uri < prefix[:-1] + chr(ord("/") + 1))
+    return Checkpoint.uri.startswith(prefix, autoescape=True)
 
 
 def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, CheckpointRow], ...]:
@@ -115,26 +182,62 @@ def children(conn: Connection, public: str) -> tuple[tuple[ConversionRow, Checkp
     return tuple((made[r.made_by], checkpoint_row(r)) for r in conn.execute(wrote))
 
 
-def ties(conn: Connection, now: datetime, public: str) -> Ties:
-    """Return why a checkpoint must stay at this moment."""
-    row = resolve_checkpoint(conn, public)
-    uri = select(Checkpoint.uri).where(Checkpoint.id == row).scalar_subquery()
-    reading = select(Conversion.uuid).where(
-        Conversion.source_uri == uri,
-        Conversion.state == Outcome.RUNNING.value,
-        Conversion.started_at > now - _STALE,
+def ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, Ties]:
+    """Return why each of these checkpoints must stay at this moment.
+
+    Raises:
+        UsageError: One of them is not in the catalog.
+    """
+    found: dict[str, Ties] = {}
+    for at in range(0, len(publics), _AT_ONCE):
+        found |= _ties(conn, now, publics[at : at + _AT_ONCE])
+    return found
+
+
+def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, Ties]:
+    these = Checkpoint.uuid.in_(publics)
+
+    def grouped(wanted: Select[tuple[str, str]]) -> dict[str, list[str]]:
+        values: dict[str, list[str]] = {}
+        for public, value in conn.execute(wanted.where(these)):
+            values.setdefault(public, []).append(value)
+        return values
+
+    known = set(conn.execute(select(Checkpoint.uuid).where(these)).scalars())
+    if missing := sorted(set(publics) - known):
+        raise UsageError(f"the catalog has no checkpoint {missing[0]}")
+    public = Checkpoint.uuid
+    tags = grouped(select(public, Tag.key).join(Tag, Tag.checkpoint_id == Checkpoint.id).order_by(Tag.key))
+    names = grouped(
+        select(public, Alias.name).join(Alias, Alias.checkpoint_id == Checkpoint.id).order_by(Alias.name)
     )
-    claimed = select(Claim.owner).where(
-        Claim.source_uri == uri, and_(Claim.state == TAKEN, Claim.due_at > now)
+    held = grouped(
+        select(public, Hold.reason)
+        .join(Hold, Hold.checkpoint_id == Checkpoint.id)
+        .where(*in_force(now))
+        .order_by(Hold.id)
     )
-    return Ties(
-        tuple(conn.execute(select(Tag.key).where(Tag.checkpoint_id == row).order_by(Tag.key)).scalars()),
-        tuple(
-            conn.execute(select(Alias.name).where(Alias.checkpoint_id == row).order_by(Alias.name)).scalars()
-        ),
-        tuple(conn.execute(select(Hold.reason).where(Hold.checkpoint_id == row, *in_force(now))).scalars()),
-        (*conn.execute(reading).scalars(), *conn.execute(claimed).scalars()),
+    reading = grouped(
+        select(public, Conversion.uuid)
+        .join(Conversion, Conversion.source_uri == Checkpoint.uri)
+        .where(Conversion.state == Outcome.RUNNING.value, Conversion.started_at > now - _STALE)
+        .order_by(Conversion.id)
     )
+    claimed = grouped(
+        select(public, Claim.owner)
+        .join(Claim, Claim.source_uri == Checkpoint.uri)
+        .where(Claim.state == TAKEN, Claim.due_at > now)
+        .order_by(Claim.id)
+    )
+    return {
+        each: Ties(
+            tuple(tags.get(each, ())),
+            tuple(names.get(each, ())),
+            tuple(held.get(each, ())),
+            (*reading.get(each, ()), *claimed.get(each, ())),
+        )
+        for each in publics
+    }
 
 
 def retired_into(conn: Connection, uri: str) -> tuple[tuple[CheckpointRow, CheckpointRow], ...]:

@@ -150,7 +150,7 @@ def _finish_older(catalog: Catalog, root: str, parent: str, name: str) -> str:
     """Restore what a version without records left; return why it is kept, or an empty text."""
     uri = place_of(parent, name)
     with catalog.reading() as conn:
-        there = any(row.uri == uri for row in tending.sources(conn, root))
+        there = any(row.uri == uri for row in tending.sources(conn, [root]))
     if not there:
         return (
             f"{parent}/{name} is kept: {uri} was deleted, but there is no record of what was proven; "

@@ -50,7 +50,10 @@ class Verdict:
 
 
 def decide(
-    entries: Iterable[RetentionEntry], policy: Policy, own: Mapping[str, Policy] | None = None
+    entries: Iterable[RetentionEntry],
+    policy: Policy,
+    own: Mapping[str, Policy] | None = None,
+    steps: Mapping[str, Iterable[int]] | None = None,
 ) -> tuple[Verdict, ...]:
     """Return a verdict for each, in order. Checkpoints without a step, or with a user's reason, are kept.
 
@@ -58,12 +61,11 @@ def decide(
         entries: The checkpoints.
         policy: The policy.
         own: Id -> its own policy, of checkpoints that have one.
+        steps: Run -> its newest steps, if the checkpoints are only a part of it.
     """
     entries = tuple(entries)
-    steps: dict[str, set[int]] = defaultdict(set)
-    for entry in entries:
-        if entry.step is not None:
-            steps[entry.run].add(entry.step)
+    if steps is None:
+        steps = steps_of(entries)
     ordered = {run: sorted(found) for run, found in steps.items()}
     newest: dict[tuple[str, int], frozenset[int]] = {}
     verdicts = []
@@ -74,6 +76,15 @@ def decide(
             newest[key] = frozenset(ordered.get(entry.run, [])[-rule.keep_last :])
         verdicts.append(_verdict(entry, rule, newest[key]))
     return tuple(verdicts)
+
+
+def steps_of(entries: Iterable[RetentionEntry]) -> dict[str, set[int]]:
+    """Return the steps of each run."""
+    steps: dict[str, set[int]] = defaultdict(set)
+    for entry in entries:
+        if entry.step is not None:
+            steps[entry.run].add(entry.step)
+    return steps
 
 
 def user_reasons(entry: RetentionEntry) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -230,18 +230,35 @@ def plan(
     take: Settings | None = None,
     means: Settings | None = None,
     of_root: OfRoot | None = None,
-) -> Iterable[Retired]:
+    after: str | None = None,
+    limit: int | None = None,
+) -> Iterator[Retired]:
     """Yield each source with the policy's verdict, and the child of those that may be deleted.
 
-    The arguments are those of `retire`.
+    The arguments are those of `retire`, and two for a part of the plan, with the verdicts of the whole: as
+    many sources as ``limit`` at most, ordered by URI, behind the one with the public id ``after``.
     """
     now = datetime.now(UTC)
     with catalog.reading() as conn:
-        rows = _in_scope(conn, scope)
         above = roots.every(conn)
+        below, run = _scope(above, scope)
+        rows = tending.sources(conn, below, run, after=after, limit=limit) if below else ()
+        if not rows and run is not None and after is None:
+            raise UsageError(
+                f"there is no watched root or run {run} with checkpoints below a watched root",
+                hint="only checkpoints below a watched root are ever deleted",
+            )
         rules = {row.id: _rules(row, above, of_root) or (policy, allowed or Allowed()) for row in rows}
-        entries = {row.id: _retention_entry(row, tending.ties(conn, now, row.id)) for row in rows}
-    verdicts = decide(entries.values(), policy, {public: rule for public, (rule, _) in rules.items()})
+        ties = tending.ties(conn, now, [row.id for row in rows])
+        entries = [_retention_entry(row, ties[row.id]) for row in rows]
+        own = {public: rule for public, (rule, _) in rules.items()}
+        steps = None
+        if limit is not None:
+            most: dict[str, int] = {}
+            for entry in entries:
+                most[entry.run] = max(most.get(entry.run, 0), own[entry.id].keep_last)
+            steps = tending.newest_steps(conn, most, below)
+    verdicts = decide(entries, policy, own, steps)
     for row, verdict in zip(rows, verdicts, strict=True):
         if verdict.keep:
             yield Retired(row, Fate.KEPT, verdict.why)
@@ -304,19 +321,10 @@ def carry_out(catalog: Catalog, item: Retired, means: Settings | None = None) ->
     return replace(item, fate=Fate.DELETED, why=(*item.why, *left))
 
 
-def _in_scope(conn: Any, scope: str | None) -> list[CheckpointRow]:
-    every = roots.every(conn)
-    named = [r for r in every if r.name == scope]
-    found: dict[str, CheckpointRow] = {}
-    for root in named or every:
-        for row in tending.sources(conn, root.uri, None if named or scope is None else scope):
-            found[row.id] = row
-    if scope is not None and not named and not found:
-        raise UsageError(
-            f"there is no watched root or run {scope} with checkpoints below a watched root",
-            hint="only checkpoints below a watched root are ever deleted",
-        )
-    return list(found.values())
+def _scope(every: Sequence[roots.RootRow], scope: str | None) -> tuple[list[str], str | None]:
+    """Return the folders of the roots that a scope is about, and the run in them, if it names one."""
+    named = [root.uri for root in every if root.name == scope]
+    return (named, None) if named else ([root.uri for root in every], scope)
 
 
 def _retention_entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
@@ -504,7 +512,7 @@ def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
 
 def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
     """Raise `Conflict` if a user wants to keep it now, or it is not below a watched root."""
-    ties = tending.ties(conn, now, source.id)
+    ties = tending.ties(conn, now, [source.id])[source.id]
     why: Sequence[str] = (*user_reasons(_retention_entry(source, ties)),)
     if why:
         raise Conflict(f"{why[0]}, meanwhile")

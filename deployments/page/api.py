@@ -12,9 +12,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, training_rows
+from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, queues, training_rows
 from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 from ckptcore.errors import UsageError
+from ckptcore.operations.options import RetireOptions
 from deployments.page.access import require_reader
 from deployments.page.display import finite
 from deployments.page.shards import shard_map
@@ -182,6 +183,52 @@ def api(site: Site) -> APIRouter:
         return finite(
             {"checkpoints": [as_dict(each) for each in found], "runs": [as_dict(each) for each in named]}
         )
+
+    @router.get("/retire", response_model=JsonRows)
+    def retire(
+        request: Request,
+        scope: Text,
+        keep_last: Annotated[int | None, Query(ge=1, le=10**12)] = None,
+        keep_every: Annotated[int | None, Query(ge=1, le=10**12)] = None,
+        rest: Literal["full", "weights"] | None = None,
+        accept_loss: Annotated[list[str] | None, Query(max_length=100)] = None,
+        after: Cursor = None,
+        limit: Limit = browse.LIMIT,
+    ) -> Any:
+        """Return what `retire` would do with the sources of a watched root or a run; it deletes nothing.
+
+        What is not given is taken from the retention of the root. A page ends early if its sources take long.
+        """
+        require_reader(request, site.access)
+        asked = RetireOptions(
+            keep_last=keep_last,
+            keep_every=keep_every,
+            rest=rest,
+            accept_loss=tuple(accept_loss or ()) or None,
+        )
+        part = site.retiring.part(site.catalog, asked, scope, after=after, limit=limit)
+        found = []
+        for item in part.items:
+            row = item.as_dict()
+            for name in ("given_up", "unproven"):
+                row[name] = row[name][: browse.MOST]
+            found.append(finite(row))
+        return {"rows": found, "next": part.next}
+
+    @router.get("/inbox", response_model=JsonRows)
+    def inbox(
+        request: Request,
+        state: Literal["waiting", "taken", "done", "failed"] | None = None,
+        limit: Limit = browse.LIMIT,
+    ) -> Any:
+        """List the newest events of a state; without one, those that are not done. Bodies are left out."""
+        require_reader(request, site.access)
+        with site.catalog.reading() as conn:
+            found = [as_dict(event) for event in queues.inbox.listed(conn, state, limit)]
+        return {
+            "rows": [finite({k: v for k, v in row.items() if k != "body"}) for row in found],
+            "next": None,
+        }
 
     @router.get("/aliases", response_model=JsonRows)
     def names(request: Request) -> Any:

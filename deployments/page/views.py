@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,15 +18,15 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail
 from ckptcore.errors import UsageError
-from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import Fate, Retired, plan
+from ckptcore.operations.options import RetireOptions
 from deployments.page import display, pictures
 from deployments.page.access import csrf_of, require_reader
+from deployments.page.retiring import Retiring, command, whole
 from deployments.page.settings import PageAccess
 from deployments.page.shards import Manifests, shard_map
 
 FOLDER = FilePath(__file__).parent
-FILES, MOST_RETIRED = 200, 1000
+FILES = 200
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
 Name = Annotated[str, Query(max_length=1000)]
@@ -50,7 +49,7 @@ class Site:
     access: PageAccess
     root: str = ""
     manifests: Manifests = field(default_factory=Manifests)
-    retiring: threading.Lock = field(default_factory=threading.Lock)
+    retiring: Retiring = field(default_factory=Retiring)
 
     def link(self, *parts: str, **query: Any) -> str:
         """Return the address of a page."""
@@ -238,34 +237,42 @@ def pages(site: Site) -> APIRouter:
     def retire(
         request: Request,
         scope: Name = "",
-        keep_last: Annotated[int, Query(ge=0, le=10**6)] = 3,
-        keep_every: Annotated[int | None, Query(ge=1, le=10**12)] = None,
+        keep_last: Name = "",
+        keep_every: Name = "",
+        rest: Name = "",
+        accept_loss: Name = "",
+        after: Cursor = None,
     ) -> Response:
-        """Show what a policy would keep and free. Nothing is deleted here."""
+        """Show what a policy would keep and free, in parts. Nothing is deleted here."""
         user = reader(request)
+        asked = RetireOptions(
+            keep_last=whole("keep_last", keep_last),
+            keep_every=whole("keep_every", keep_every),
+            rest=rest or None,
+            accept_loss=tuple(accept_loss.split()) or None,
+        )
         with site.catalog.reading() as conn:
-            scopes = [root.name for root in roots.every(conn)]
-        found: list[Retired] = []
-        more = False
-        if scope:
-            if not site.retiring.acquire(timeout=5):
-                raise UsageError("another plan is being made", hint="try again in a minute")
-            try:
-                for item in plan(site.catalog, Policy(keep_last, keep_every), scope):
-                    more = len(found) >= MOST_RETIRED
-                    if more:
-                        break
-                    found.append(item)
-            finally:
-                site.retiring.release()
-        freed = sum(item.source.nbytes for item in found if item.fate is Fate.LET_GO)
-        values: dict[str, Any] = {
+            every = roots.every(conn)
+        part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
+        form = {
             "scope": scope,
             "keep_last": keep_last,
             "keep_every": keep_every,
-            "scopes": scopes,
+            "rest": rest,
+            "accept_loss": accept_loss,
         }
-        return site.page(request, "retire.html", user, found=found, freed=freed, more=more, **values)
+        more = site.link("retire", **form, after=part.next) if part and part.next else None
+        values: dict[str, Any] = {
+            "scopes": [root.name for root in every],
+            "own": next((root.retention for root in every if root.name == scope), {}),
+            "options": asked,
+            "command": command(scope, asked),
+            "first": site.link("retire", **form),
+            "more": more,
+        }
+        return site.page(
+            request, "retire.html", user, scope=scope, accept_loss=accept_loss, part=part, **values
+        )
 
     @router.get("/inbox")
     def inbox(request: Request) -> Response:

@@ -14,7 +14,7 @@ from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 from paths import ROOT
 
-from ckptcore.catalog import open_catalog, sightings, upgrade
+from ckptcore.catalog import browse, open_catalog, sightings, upgrade
 from ckptcore.catalog.database import HEAD, REVISIONS, engine_for, parse
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
@@ -138,10 +138,11 @@ AT = {
     "0012": """
         INSERT INTO retirement VALUES (1, 'u2', 'model part', 'f', 4, NOW);
         INSERT INTO given_up VALUES (1, 'optim.state.w.exp_avg', 'optimizer', 8)""",
+    "0013": "",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0012", "72d976539b65e3e683a9db98beae0bb1c1af04bc7e22033cb0415f29e09dd842")
+VIEWS_OF = ("0013", "72d976539b65e3e683a9db98beae0bb1c1af04bc7e22033cb0415f29e09dd842")
 
 
 def test_views_change_with_a_revision_only():
@@ -251,6 +252,37 @@ def test_a_catalog_of_release_0_1_is_read_and_not_written(bare):
         with pytest.raises(CatalogError, match="schema is 0009"), catalog.queueing():
             pass
     assert rows(bare) == before
+
+
+def test_a_catalog_without_the_newest_index_lacks_nothing_else(bare):
+    for revision in REVISIONS[: REVISIONS.index("0012") + 1]:
+        fill(bare, revision)
+    with open_catalog(bare, create=False) as catalog:
+        detail = catalog.show("/a")
+        assert detail.training is not None
+        assert detail.training.facts.metrics["loss"].value == 2.5
+        with pytest.raises(CatalogError, match=f"schema is 0012, this version needs {HEAD}"):
+            catalog.tag("/a", "k", "w")
+
+
+def test_the_sums_of_runs_are_read_from_an_index_alone(tmp_path):
+    url = str(tmp_path / "catalog.sqlite")
+    asked = []
+
+    def keep(conn, cursor, statement, parameters, context, many):
+        asked.append((statement, parameters))
+
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        conn.exec_driver_sql("INSERT INTO training_run VALUES (1, 'llama', '2026-01-01 00:00:00')")
+        sa.event.listen(conn, "before_cursor_execute", keep)
+        assert [run.name for run in browse.runs(conn).rows] == ["llama"]
+        sa.event.remove(conn, "before_cursor_execute", keep)
+        statement, parameters = next(each for each in asked if "sum(" in each[0])
+        steps = conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()
+    index = "ix_checkpoint_run_id_state_kind_step_total_bytes_created_at"
+    assert [row[3] for row in steps if "checkpoint" in row[3]] == [
+        f"SEARCH checkpoint USING COVERING INDEX {index} (run_id=?)"
+    ]
 
 
 def test_rows_from_before_fingerprints_have_none(tmp_path):

@@ -1,7 +1,8 @@
 """The tour: from a training run to a promoted, proven export, with every part in its place.
 
 train -> webhook with metrics -> export -> the page shows it -> the best is found -> the alias moves -> an
-event goes out -> what retention would free -> scrub proves everything that is left, and finds a changed byte.
+event goes out -> retention drops the optimizer of the others -> scrub proves everything that is left, and
+finds a changed byte.
 
 Prefect's server is left out, which `tests/integration/flows` has: `Runs.start` runs the stages of a flow.
 """
@@ -28,7 +29,7 @@ from standardwebhooks import Webhook
 from starlette.testclient import TestClient
 from tiny_llama import tiny_llama
 
-from ckptcore.catalog import open_catalog
+from ckptcore.catalog import CheckpointDetail, open_catalog, retirements
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.training import ANNOUNCED
 from ckptcore.cli.main import run as ckptcore
@@ -197,7 +198,7 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert event["fingerprint"]
     box.close()
 
-    drop_optimizers(url, runs_folder / "tiny")
+    drop_optimizers(url, runs_folder / "tiny", exports / "tiny")
 
     # Everything that is left is proven, and a changed byte is found.
     with open_catalog(url) as catalog:
@@ -216,17 +217,37 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert "config.json" in capfd.readouterr().out
 
 
-def drop_optimizers(url: str, run: Path) -> None:
-    """Show what retention would free. Without a loss that is accepted by name, it frees no optimizer state.
+def drop_optimizers(url: str, run: Path, exports: Path) -> None:
+    """Free the optimizers of steps that retention does not keep; their models stay, proven by the exports.
 
-    The place for ``--accept-loss optimizer``: the sources of the other steps lose their optimizer, and their
-    models stay proven by the exports.
+    Without a loss that is accepted by name, nothing is freed.
     """
+    asked = ["retire", "tiny", "--keep-last", "1"]
     with open_catalog(url) as catalog:
-        planned = retire(catalog, Policy(1), "tiny")
-    assert {item.source.step: item.fate.value for item in planned.items} == {
-        10: "unsafe",
-        20: "unsafe",
-        30: "kept",
-    }
-    assert all((run / f"step-{step}" / ".metadata").is_file() for step in LOSSES)
+        refused = retire(catalog, Policy(1), "tiny", yes=True)
+        assert {i.source.step: i.fate.value for i in refused.items} == {
+            10: "unsafe",
+            20: "unsafe",
+            30: "kept",
+        }
+        assert all((run / f"step-{step}" / ".metadata").is_file() for step in LOSSES)
+        before = {step: catalog.show(str(exports / f"step-{step}")).checkpoint for step in LOSSES}  # type: ignore[union-attr]
+    nbytes = sum(file.stat().st_size for file in run.glob("step-[12]0/*"))
+    assert ckptcore([*asked, "--rest", "weights", "--yes", "--catalog", url]) == 0
+    assert sorted(place.name for place in run.iterdir()) == ["step-30"]
+    assert (run / "step-30" / ".metadata").is_file()
+    with open_catalog(url) as catalog:
+        for step in (10, 20):
+            source = catalog.show(str(run / f"step-{step}"))
+            assert isinstance(source, CheckpointDetail)
+            assert source.checkpoint.state == "deleted"
+            with catalog.reading() as conn:
+                record = retirements.of(conn, source.checkpoint.id)
+            assert record is not None
+            assert (record.child, record.proof) == (before[step].id, "model part")
+            lost = {each.name: each for each in record.given_up}
+            assert {each.kind for each in lost.values()} == {"optimizer"}
+            assert any(name.endswith(".exp_avg") for name in lost)
+        with catalog.reading() as conn:
+            freed = conn.exec_driver_sql("SELECT sum(freed) FROM retirement").scalar_one()
+    assert freed == nbytes

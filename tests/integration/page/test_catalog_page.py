@@ -6,6 +6,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,10 +15,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from ckptcore.catalog import CheckpointFacts, ConversionFacts, audit, open_catalog
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.training import ANNOUNCED, read_facts
 from ckptcore.errors import Finding, UsageError
+from deployments.page import retiring
 from deployments.page.app import make_page
 from deployments.page.settings import PageAccess, PageTable, access_of, session_key
 
@@ -549,3 +552,80 @@ def test_programs_change_by_json_with_a_token(
     assert found == [
         ("ada", "page", action) for action in ("inbox.retry", "hold.release", "hold.place", "alias.set")
     ]
+
+
+@pytest.fixture
+def watched(catalog: Catalog, facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    """Seven steps of a run below a root that keeps two, and each fourth."""
+    monkeypatch.setattr(retiring, "SECONDS", 600.0)  # a busy machine ends no part
+    for step in range(1, 8):
+        catalog.record_validation(facts(f"/r/llama/step-{step}", run="llama", step=step))
+    with catalog.writing() as conn:
+        kept = {"keep_last": 2, "keep_every": 4, "rest": "weights", "accept_loss": ["note", "ema.*"]}
+        roots.add(conn, datetime.now(UTC), "root of ada", "/r", retention=kept)
+    return catalog
+
+
+def test_retire_keeps_what_the_root_says(client: TestClient, watched: Catalog) -> None:
+    page = client.get("/retire", params={"scope": "root of ada"})
+    said = text_of(page.text)
+    assert "has a retention of its own" in said
+    assert "note ema.*" in said
+    rows = re.findall(r"<tr><td>([a-z ]+)</td><td class=\"n\">(\d+)</td>", page.text)
+    assert {int(step): fate for fate, step in rows} == {
+        **dict.fromkeys((1, 2, 3, 5), "unsafe"),
+        **dict.fromkeys((4, 6, 7), "kept"),
+    }
+    assert "ckptcore retire 'root of ada' --yes" in said
+    # The run has the same root above it; what the form says wins, field by field.
+    given = {"scope": "llama", "keep_last": "1", "keep_every": "", "rest": "", "accept_loss": "a* $(id)"}
+    page = client.get("/retire", params=given)
+    rows = re.findall(r"<tr><td>kept</td><td class=\"n\">(\d+)</td>", page.text)
+    assert rows == ["4", "7"]
+    command = "ckptcore retire llama --keep-last 1 --accept-loss 'a*' --accept-loss '$(id)' --yes"
+    assert command in text_of(page.text)
+    for wrong in ({"keep_last": "0"}, {"keep_last": "1e3"}, {"rest": "none"}, {"keep_every": "9" * 30}):
+        assert client.get("/retire", params={"scope": "llama", **wrong}).status_code == 400, wrong
+
+
+def test_the_form_of_retire_is_taken_as_a_browser_sends_it(client: TestClient, watched: Catalog) -> None:
+    fields = re.findall(r'<(?:input|select) name="(\w+)"', client.get("/retire").text)
+    assert fields == ["scope", "keep_last", "keep_every", "rest", "accept_loss"]
+    page = client.get("/retire", params=dict.fromkeys(fields, "") | {"scope": "llama"})
+    assert page.status_code == 200
+    assert "7 sources" in text_of(page.text)
+
+
+def test_a_plan_of_many_sources_comes_in_parts(
+    client: TestClient, watched: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = client.get("/api/v1/retire", params={"scope": "llama"}).json()
+    monkeypatch.setattr(retiring, "SECONDS", -1.0)  # each source takes too long
+    seen, address = [], "/retire?scope=llama"
+    while address:
+        page = client.get(address).text
+        seen += re.findall(r"step-(?:<wbr>)?(\d)</a>", page)
+        found = re.search(r'rel="next" href="([^"]+)"', page)
+        address = html.unescape(found[1]) if found else ""
+    assert seen == list("1234567")
+    parts, after = [], ""
+    while True:
+        part = client.get(f"/api/v1/retire?scope=llama&limit=2{after}").json()
+        parts += part["rows"]
+        if part["next"] is None:
+            break
+        after = f"&after={part['next']}"
+    assert parts == whole["rows"]
+    assert [row["step"] for row in parts if row["fate"] == "kept"] == [4, 6, 7]
+    assert client.get("/api/v1/retire?scope=llama&after=ffff").status_code == 404
+    assert client.get("/api/v1/retire?scope=nobody").status_code == 404
+
+
+def test_the_inbox_as_json_has_no_bodies(client: TestClient, catalog: Catalog) -> None:
+    with catalog.queueing() as conn:
+        inbox.accept(conn, datetime.now(UTC), NewEvent("slurm", "e-1", uri="/r/llama/step-1", body="secret"))
+    (row,) = client.get("/api/v1/inbox").json()["rows"]
+    assert (row["source"], row["state"], row["uri"]) == ("slurm", "waiting", "/r/llama/step-1")
+    assert "secret" not in str(row)
+    assert client.get("/api/v1/inbox?state=done").json()["rows"] == []
+    assert client.get("/api/v1/inbox?state=gone").status_code == 400

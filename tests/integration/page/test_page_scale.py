@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from bigcatalog import digest_of, fill, uuid_of
 from fastapi.testclient import TestClient
 
 from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog import watched_roots as roots
 from deployments.page.app import make_page
 from deployments.page.settings import PageAccess
 
@@ -50,7 +52,31 @@ PAGES = {
     "best of a run": lambda n: f"/best?metric=loss&run=run-{n % 200}",
     "compare": lambda n: f"/compare?left={uuid_of('c', n)}&right={uuid_of('c', n + 2)}",
     "audit": lambda n: "/audit",
+    "retire": lambda n: "/retire",
+    "retire a run": lambda n: f"/retire?scope=run-{(n + 1) % 200}&keep_last=2&keep_every=100",
+    "retire a root": lambda n: "/retire?scope=all",
+    "retire a root, further": lambda n: f"/retire?scope=all&after={uuid_of('c', n + 1)}",
+    "inbox": lambda n: "/inbox",
+    "conversions, last": lambda n: "/conversions?before=1767236000.000000:1000",
+    "best, highest": lambda n: "/best?metric=mmlu&goal=max",
+    "search by id": lambda n: f"/search?q={uuid_of('c', n)}",
+    "search by run": lambda n: f"/search?q=run-{n % 200}",
     "api: checkpoints": lambda n: "/api/v1/checkpoints?limit=50",
+    "api: runs": lambda n: "/api/v1/runs?limit=50",
+    "api: steps": lambda n: f"/api/v1/steps?run=run-{n % 200}&limit=50",
+    "api: checkpoint": lambda n: f"/api/v1/checkpoints/{uuid_of('c', n)}",
+    "api: tensors": lambda n: f"/api/v1/checkpoints/{uuid_of('c', n - n % 100)}/tensors?search=layers.3",
+    "api: counts": lambda n: f"/api/v1/checkpoints/{uuid_of('c', n - n % 100)}/counts",
+    "api: files": lambda n: f"/api/v1/checkpoints/{uuid_of('c', n)}/files",
+    "api: conversions": lambda n: "/api/v1/conversions?state=failed",
+    "api: conversion": lambda n: f"/api/v1/conversions/{uuid_of('v', n // 2)}",
+    "api: compare": lambda n: f"/api/v1/compare?left={uuid_of('c', n)}&right={uuid_of('c', n + 2)}",
+    "api: best": lambda n: f"/api/v1/best?metric=loss&run=run-{n % 200}",
+    "api: search": lambda n: f"/api/v1/search?q={digest_of('file', 2 * n)}",
+    "api: aliases": lambda n: "/api/v1/aliases",
+    "api: audit": lambda n: "/api/v1/audit",
+    "api: inbox": lambda n: "/api/v1/inbox",
+    "api: retire": lambda n: f"/api/v1/retire?scope=all&after={uuid_of('c', n + 1)}",
     "api: lineage": lambda n: f"/api/v1/checkpoints/{uuid_of('c', n)}/lineage",
 }
 
@@ -76,6 +102,7 @@ def _fill(url: str) -> None:
         for name in ("loss", "eval_loss", "grad_norm", "mmlu"):
             conn.execute(sa.text(METRICS.format(name=name)))
         conn.exec_driver_sql(FACTS)
+        roots.add(conn, datetime.now(UTC), "all", "/runs", retention={"keep_last": 5, "rest": "weights"})
         conn.exec_driver_sql("ANALYZE")
 
 
