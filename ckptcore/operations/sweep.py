@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -24,8 +24,9 @@ from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
-from ckptcore.errors import Busy, CkptError, Finding
-from ckptcore.operations.claims import claimed, key_of, made_from, owner, rewritten
+from ckptcore.errors import Busy, CkptError, Finding, Interrupted
+from ckptcore.operations.batches import batches
+from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
 from ckptcore.operations.readiness import SETTLE_S, Look, look
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
+_NOTED = 64  # checkpoints whose states are recorded in one transaction
 _PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is retried: the first, and the most
 
 
@@ -58,7 +60,10 @@ _WRONG = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
 
 @dataclass(frozen=True)
 class SweepItem:
-    """One checkpoint. why: the reason of its standing. request, digests: only of a complete one."""
+    """One checkpoint.
+
+    why: the reason of its standing. request, digests: only of a complete one. nbytes: of its files.
+    """
 
     root: str
     source: str
@@ -70,6 +75,7 @@ class SweepItem:
     request: Request | None = field(default=None, repr=False)
     source_digest: str = ""
     manifest_digest: str = ""
+    nbytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -119,6 +125,7 @@ class Swept:
 
 
 Convert = Callable[[Request], Any]
+ConvertEach = Callable[[Sequence[Request]], Sequence[Any]]
 OnItem = Callable[[SweepItem], None]
 
 
@@ -133,6 +140,7 @@ def sweep(
     who: str | None = None,
     on_item: OnItem | None = None,
     strict: bool = False,
+    convert_each: ConvertEach | None = None,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
 
@@ -146,20 +154,18 @@ def sweep(
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint.
         strict: See `Swept`.
+        convert_each: See `convert_ready`.
     """
     found: list[SweepItem] = []
     who = who or owner()
     for root in watched(catalog, names):
-        here = []
-        for item in look_through(
-            catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed
-        ):
-            done = (
-                item if dry_run or item.standing is not Standing.READY else work(catalog, item, convert, who)
-            )
-            here.append(done)
-            if on_item is not None:
-                on_item(done)
+        items = look_through(catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed)
+        if dry_run:
+            here = list(items)
+            for item in here:
+                (on_item or _ignore)(item)
+        else:
+            here = convert_ready(catalog, items, convert, who, on_item=on_item, convert_each=convert_each)
         found += here
         if not dry_run:
             note_swept(catalog, root, here)
@@ -213,10 +219,26 @@ def look_through(
         standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
         return (SweepItem(root.name, root.uri, None, standing, error.message),)
     planned = [(c, *_planned(target, c)) for c in candidates for target in targets]
+    # SQLite flushes its log once, and not at the end of each transaction.
+    with catalog.kept_open():
+        return tuple(_looked_at(catalog, root, planned, before, now, dry_run, settle_s, retry_failed))
+
+
+def _looked_at(
+    catalog: Catalog,
+    root: RootRow,
+    planned: Sequence[tuple[Candidate, Request | None, str]],
+    before: Mapping[str, SightingRow],
+    now: datetime,
+    dry_run: bool,
+    settle_s: float,
+    retry_failed: bool,
+) -> Iterator[SweepItem]:
+    """Yield the checkpoints of a root with their standings. planned: candidate, request or None, reason."""
     destinations = {normal_uri(r.destination) for _, r, _ in planned if r is not None}
     planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
     doubled = colliding(r.destination for _, r, _ in planned if r is not None)
-    items = []
+    seen_here: list[SightingRow] = []
     looked: dict[tuple[str, bool], Look] = {}
     for candidate, request, why in planned:
         if request is not None and request.destination in doubled:
@@ -224,7 +246,7 @@ def look_through(
         uri = normal_uri(candidate.uri)
         recover = request is not None and request.recover
         if (uri, recover) not in looked:  # once, whatever is made of it
-            looked[uri, recover] = look(
+            found = look(
                 uri,
                 candidate.files,
                 before.get(uri),
@@ -234,15 +256,61 @@ def look_through(
                 retry_failed=retry_failed,
             )
             if not dry_run:
-                _note(catalog, root, candidate, looked[uri, recover], now)
+                seen_here.append(_sighting(root, candidate, found, now))
+                if found.manifest is not None and found.state is Condition.BROKEN:
+                    # Recorded like the findings of conversions, where users search for damaged checkpoints.
+                    catalog.record_validation(facts(found.manifest, uri), found.findings, level="coverage")
+                if len(seen_here) >= _NOTED:
+                    _note(catalog, seen_here)
+            looked[uri, recover] = replace(found, manifest=None)  # thousands of them need not be kept
         seen = looked[uri, recover]
         item = _item(root, candidate, request, why, seen)
-        items.append(
-            _compared_with_target(catalog, item, request, now, retry_failed)
-            if request is not None and item.standing is Standing.READY
-            else item
-        )
-    return tuple(items)
+        if request is not None and item.standing is Standing.READY:
+            yield _compared_with_target(catalog, item, request, now, retry_failed)
+        else:
+            yield item
+    _note(catalog, seen_here)
+
+
+def convert_ready(
+    catalog: Catalog,
+    items: Sequence[SweepItem],
+    convert: Convert,
+    who: str,
+    *,
+    on_item: OnItem | None = None,
+    convert_each: ConvertEach | None = None,
+) -> list[SweepItem]:
+    """Convert those of the checkpoints of a root that are ready, small ones in batches.
+
+    Args:
+        catalog: The catalog.
+        items: The checkpoints of `look_through`.
+        convert: Carries out one request; a `CkptError` does not stop the others.
+        who: The worker; it takes its own claims again at once.
+        on_item: Called for each checkpoint, in the order of ``items``.
+        convert_each: Carries out the requests of a batch, and returns for each a result or a `CkptError`;
+            None to convert all checkpoints one by one.
+
+    Returns:
+        The checkpoints with their new standing, in the same order.
+    """
+    ready = [n for n, item in enumerate(items) if item.standing is Standing.READY]
+    found = {n: items[n] for n in set(range(len(items))) - set(ready)}
+    told = 0
+    for batch in batches(items, ready) if convert_each is not None else ([n] for n in ready):
+        group = [items[n] for n in batch]
+        if len(group) == 1 or convert_each is None:
+            done = [work(catalog, item, convert, who) for item in group]
+        else:
+            done = work_each(catalog, group, convert_each, who)
+        found |= zip(batch, done, strict=True)
+        while told in found:
+            (on_item or _ignore)(found[told])
+            told += 1
+    for n in range(told, len(items)):
+        (on_item or _ignore)(found[n])
+    return [found[n] for n in range(len(items))]
 
 
 def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo: bool = False) -> SweepItem:
@@ -264,16 +332,84 @@ def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo:
         with claimed(catalog, key_of(request, item.source_digest), item.source, who, redo=redo) as claim:
             if not claim.mine:
                 return _with_claim(item, claim)
-            if not _outdated(catalog, item) and made_from(
-                catalog, request.destination, item.source, item.manifest_digest
-            ):
-                tidy(request.destination, catalog)
-                return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+            if _made_before(catalog, item):
+                return _converted(item)
             convert(request)
+    except Interrupted:
+        raise  # by the user: the sweep ends, too
     except CkptError as error:
-        standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
-        return replace(item, standing=standing, why=f"{error.code}: {error.message}")
+        return _failed(item, error)
     return replace(item, standing=Standing.MADE, why="")
+
+
+def work_each(
+    catalog: Catalog, items: Sequence[SweepItem], convert_each: ConvertEach, who: str
+) -> list[SweepItem]:
+    """Convert several checkpoints that are ready, unless other processes do or did; see `work`.
+
+    Raises:
+        Interrupted: The user stopped it. What was converted before is recorded.
+    """
+    wanted = [(key_of(_request(item), item.source_digest), item.source) for item in items]
+    done = dict(enumerate(items))
+    stop: Interrupted | None = None
+    try:
+        # SQLite flushes its log once, when the batch ends, and not in each transaction.
+        with catalog.kept_open(), claimed_each(catalog, wanted, who) as held:
+            todo = []
+            for n, (item, claim) in enumerate(zip(items, held.rows, strict=True)):
+                if not claim.mine:
+                    done[n] = _with_claim(item, claim)
+                    continue
+                try:
+                    if _made_before(catalog, item):
+                        done[n] = _converted(item)
+                    else:
+                        todo.append(n)
+                except CkptError as error:
+                    held.failures[n], done[n] = error, _failed(item, error)
+            results = convert_each([_request(items[n]) for n in todo]) if todo else ()
+            for n, result in zip(todo, results, strict=True):
+                if isinstance(result, CkptError):
+                    held.failures[n], done[n] = result, _failed(items[n], result)
+                    stop = result if isinstance(result, Interrupted) else stop
+                else:
+                    done[n] = replace(items[n], standing=Standing.MADE, why="")
+    except CkptError as error:
+        open_ends = (Standing.READY, Standing.MADE)  # without a claim that is done, nothing is
+        done = {n: _failed(item, error) if item.standing in open_ends else item for n, item in done.items()}
+    if stop is not None:
+        raise stop
+    return [done[n] for n in range(len(items))]
+
+
+def _request(item: SweepItem) -> Request:
+    assert item.request is not None  # it is ready
+    return item.request
+
+
+def _made_before(catalog: Catalog, item: SweepItem) -> bool:
+    """Return whether the output of a claimed checkpoint is there; remove what a killed run left beside it."""
+    request = _request(item)
+    if _outdated(catalog, item) or not made_from(
+        catalog, request.destination, item.source, item.manifest_digest
+    ):
+        return False
+    tidy(request.destination, catalog)
+    return True
+
+
+def _converted(item: SweepItem) -> SweepItem:
+    return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+
+
+def _failed(item: SweepItem, error: CkptError) -> SweepItem:
+    standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
+    return replace(item, standing=standing, why=f"{error.code}: {error.message}")
+
+
+def _ignore(item: SweepItem) -> None:
+    """Tell nobody."""
 
 
 def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None, str]:
@@ -297,6 +433,7 @@ def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str
         request,
         seen.source_digest or "",
         seen.manifest_digest or "",
+        sum(file.nbytes for file in candidate.files.values()),
     )
     if seen.state is not Condition.COMPLETE:
         return replace(item, standing=Standing(seen.state.value), why=seen.message)
@@ -326,13 +463,12 @@ def _compared_with_target(
     if not _outdated(catalog, item) and made_from(
         catalog, request.destination, item.source, item.manifest_digest
     ):
-        return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+        return _converted(item)
     return item
 
 
 def _outdated(catalog: Catalog, item: SweepItem) -> bool:
-    assert item.request is not None
-    return rewritten(catalog, key_of(item.request, item.source_digest), item.source)
+    return rewritten(catalog, key_of(_request(item), item.source_digest), item.source)
 
 
 def _with_claim(item: SweepItem, claim: ClaimRow) -> SweepItem:
@@ -348,10 +484,9 @@ def _due(claim: ClaimRow) -> datetime:
     return (claim.ended_at or claim.taken_at) + min(first * (1 << min(claim.attempts - 1, 20)), most)
 
 
-def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now: datetime) -> None:
-    uri = normal_uri(candidate.uri)
-    row = SightingRow(
-        uri,
+def _sighting(root: RootRow, candidate: Candidate, seen: Look, now: datetime) -> SightingRow:
+    return SightingRow(
+        normal_uri(candidate.uri),
         root.uri,
         candidate.step,
         seen.state.value,
@@ -363,8 +498,12 @@ def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now
         last_seen_at=now,
         changed_at=seen.changed_at,
     )
-    with catalog.writing() as conn:
-        sightings.note(conn, row)
-    if seen.manifest is not None and seen.state is Condition.BROKEN:
-        # Recorded like the findings of conversions, where users search for damaged checkpoints.
-        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="coverage")
+
+
+def _note(catalog: Catalog, rows: list[SightingRow]) -> None:
+    """Record the states of checkpoints in one transaction, and forget them here."""
+    if rows:
+        with catalog.writing() as conn:
+            for row in rows:
+                sightings.note(conn, row)
+    rows.clear()
