@@ -1,7 +1,7 @@
 """Convert complete checkpoints below the watched roots that are not converted yet.
 
 1. list every watched root, and classify its checkpoints;
-2. convert those that are ready, the oldest step first, each under a claim;
+2. convert those that are ready, the oldest step first, each under a claim; small ones in batches;
 3. record the results: a table for each root, and a note in the catalog;
 4. delete events and messages that ended long ago.
 
@@ -11,21 +11,33 @@ This flow is for a schedule. Most trainers announce nothing; it finds the checkp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.catalog import open_catalog
+from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
-from ckptcore.operations.sweep import Standing, SweepItem, Swept, forget_events, watched, work
+from ckptcore.operations.sweep import (
+    ConvertEach,
+    Standing,
+    SweepItem,
+    Swept,
+    convert_ready,
+    forget_events,
+    watched,
+)
 from ckptcore.planning.options import MEANS, Option, options_of
 from ckptcore.planning.request import Request
 from ckptcore.utils.units import parse_duration
 from flows._naming import closed, failed
-from flows._options import RUN, FlowOptions, declared, flow_options, takes
+from flows._options import RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows.convert import steps
+from tasks.assets import asset_keys
+from tasks.convert_small import announce, convert_small
 from tasks.sweep import look, note
 
 NAMED = 5  # checkpoints in the message of a failed run
@@ -54,10 +66,8 @@ def sweep(
                     root.name, closed(root), catalog, dry_run, settle_s, wanted.retry_failed, wanted.relist
                 )
                 who = str(runtime.flow_run.id)
-                done = [
-                    i if dry_run or i.standing is not Standing.READY else work(known, i, convert, who)
-                    for i in items
-                ]
+                each = _batches_of(job, who)
+                done = items if dry_run else convert_ready(known, items, convert, who, convert_each=each)
                 note(root.name, closed(root), closed(done), catalog, dry_run)
                 found += done
             if not dry_run:
@@ -65,6 +75,43 @@ def sweep(
     except CkptError as error:
         return failed(error)
     return _outcome(Swept(tuple(found), dry_run, wanted.strict))
+
+
+def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:
+    """Return how a batch of small checkpoints is converted; None where tasks run on other machines.
+
+    One task converts a batch. What it could not do for a transient reason, and exports that are verified,
+    take the steps of a single conversion, which have their own retries.
+    """
+    if not job.engine.here or job.catalog is False:
+        return None
+    catalog = job.catalog
+
+    def convert_each(requests: Sequence[Request]) -> list[Result | CkptError]:
+        found: list[Result | CkptError | None] = [None] * len(requests)
+        small = [n for n, r in enumerate(requests) if r.verb != "export" or not job.verify_export]
+        if small:
+            together = [requests[n] for n in small]
+            name = f"{together[0].source} .. {together[-1].source}"
+            made = convert_small(name, closed(together), job.settings, catalog, job.announcement, who)
+            for n, result in zip(small, made, strict=True):
+                found[n] = result
+                if not isinstance(result, CkptError):
+                    keys, sources = asset_keys(result.destination), asset_keys(requests[n].source)
+                    announce.with_options(assets=keys, asset_deps=sources)(closed(result))
+        return [_single(requests[n], result, job) for n, result in enumerate(found)]
+
+    return convert_each
+
+
+def _single(request: Request, result: Result | CkptError | None, job: FlowJob) -> Result | CkptError:
+    """Return a result; where there is none yet, that of the steps of a single conversion."""
+    if result is not None and not (isinstance(result, CkptError) and result.transient):
+        return result
+    try:
+        return steps(request, job)
+    except CkptError as error:
+        return error
 
 
 def _outcome(swept: Swept) -> State[Any]:

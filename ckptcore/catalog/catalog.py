@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
-from ckptcore.catalog.database import BEGIN, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
+from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
@@ -47,6 +47,7 @@ class Catalog:
         self._engine = engine
         self._readers = engine.execution_options(**{BEGIN: READER_BEGIN})
         self._queues = engine.execution_options(**{BEGIN: QUEUE_BEGIN})
+        self._durable = engine.execution_options(**{DURABLE: True})
 
     @property
     def url(self) -> str:
@@ -66,10 +67,14 @@ class Catalog:
         self.close()
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """Open a transaction that excludes other writers from its first statement on."""
+    def writing(self, *, durable: bool = False) -> Iterator[Connection]:
+        """Open a transaction that excludes other writers from its first statement on.
+
+        durable: flush it to disk at its end, also while another connection keeps SQLite's log open.
+        """
         require_writable(self._engine)
-        with translated(self.url), self._engine.begin() as connection:
+        engine = self._durable if durable else self._engine
+        with translated(self.url), engine.begin() as connection:
             yield connection
 
     @contextmanager
@@ -122,6 +127,20 @@ class Catalog:
                 tool_version=tool_version,
                 flow_run_id=flow_run_id,
             )
+
+    def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
+        with self.writing() as conn:
+            return tuple(conversions.begin_conversion(conn, _now(), **row) for row in rows)
+
+    def succeed_each(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Record several published outputs in one transaction that is on disk when this returns.
+
+        rows: id and arguments of `succeed` of each.
+        """
+        with self.writing(durable=True) as conn:
+            for conversion, row in rows:
+                conversions.succeed(conn, _now(), conversion, **row)
 
     def succeed(
         self,

@@ -54,6 +54,7 @@ READER_BEGIN = {"sqlite": "BEGIN", "postgresql": "SET TRANSACTION ISOLATION LEVE
 # Queues lock single rows: on PostgreSQL they do not wait for a conversion that is being recorded.
 QUEUE_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}"}
 BEGIN = "ckptcore_begin"  # execution option: one of the three tables; WRITER_BEGIN by default
+DURABLE = "ckptcore_durable"  # execution option: whether a commit is flushed
 BEHIND = "ckptcore_behind"  # execution option: the older schema of a catalog that can only be read
 
 # SQLSTATE prefixes of errors that pass: connections, too many of them, shutdown and start, deadlocks and
@@ -228,10 +229,12 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        begin = connection.get_execution_options().get(BEGIN, WRITER_BEGIN)
+        options = connection.get_execution_options()
+        begin = options.get(BEGIN, WRITER_BEGIN)
         statement = begin.get(connection.dialect.name)
-        if begin is QUEUE_BEGIN and sqlite:
-            # A sender does not repeat an event that was accepted: not even a power cut may lose it.
+        if sqlite and (begin is QUEUE_BEGIN or options.get(DURABLE)):
+            # A sender does not repeat an event that was accepted: not even a power cut may lose it, nor the
+            # row of an output whose staging folder is removed.
             connection.exec_driver_sql("PRAGMA synchronous=FULL")
         if statement:
             connection.exec_driver_sql(statement)

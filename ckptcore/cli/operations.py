@@ -24,6 +24,7 @@ def sweep(names: RootNames = None, **given: Any) -> None:
     """Convert new complete checkpoints below the watched roots."""
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
+    from ckptcore.conversion.batch import convert_batch
     from ckptcore.conversion.pipeline import convert
     from ckptcore.operations.sweep import sweep as run
     from ckptcore.utils.units import parse_duration
@@ -44,6 +45,9 @@ def sweep(names: RootNames = None, **given: Any) -> None:
             on_item=show.item_line(as_json),
             strict=wanted.strict,
             relist=wanted.relist,
+            convert_each=lambda requests: convert_batch(
+                requests, settings, catalog, catalog_url=url, announcement=announcement
+            ),
         )
     show.swept(outcome, as_json=as_json)
     raise typer.Exit(outcome.exit_code)

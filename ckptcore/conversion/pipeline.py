@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,10 @@ __all__ = [
     "parts",
     "peak_memory",
     "prepare",
+    "publishing",
     "register",
     "settle",
+    "stopped",
     "tidy",
     "validate",
 ]
@@ -303,45 +305,78 @@ def _convert(
     catalog_url: str | bool | None,
     topology: Layouts | None,
 ) -> Result:
-    report = progress or _silent
-    manifest: Manifest | None = None
+    seen: list[Manifest] = []
     try:
-        _require_means(settings, request)
-        _require_apart(request)
-        began = time.perf_counter()
-        with span("inspect", source=request.source):
-            manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
-        inspected = time.perf_counter() - began
-        report("inspect", manifest.nbytes, manifest.nbytes)
-        report("validate", 0, manifest.nbytes)
-        staging = Staging(request.destination, claim_of(catalog_url, request.destination))
-        with staging.lock(make=True):
-            with span("plan", **_ends(request)):
-                prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
-            report("validate", manifest.nbytes, manifest.nbytes)
-            report("plan", prepared.bytes_out, prepared.bytes_out)
-            began = time.perf_counter()
-            with span("write", destination=request.destination, bytes=prepared.bytes_out):
-                receipts = _execute(staging, None, settings, progress)
-            wrote = time.perf_counter() - began
-            with span("publish", destination=request.destination):
-                result = finish_staged(staging, settings, progress)
-            timings = {"inspect": inspected, **prepared.timings, "write": wrote}
-            timings |= {k: v for k, v in result.timings.items() if k not in timings}
-            result = replace(
-                result, files=receipts, timings=timings, warnings=(*prepared.warnings, *result.warnings)
-            )
-            report("register", result.nbytes, result.nbytes)
+        with publishing(request, settings, progress, catalog_url, topology, seen=seen) as result:
+            (progress or _silent)("register", result.nbytes, result.nbytes)
             with span("register", destination=request.destination):
-                result = register(registration, result, manifest)
-            staging.remove()
+                result = register(registration, result, seen[0])
     except BaseException as error:
-        known = Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
-        fail(registration, known, manifest)
+        known = stopped(error)
+        fail(registration, known, seen[0] if seen else None)
         if known is not error:
             raise known from error
         raise
     return result
+
+
+@contextmanager
+def publishing(
+    request: Request,
+    settings: Settings,
+    progress: Progress | None = None,
+    catalog_url: str | bool | None = None,
+    topology: Layouts | None = None,
+    *,
+    seen: list[Manifest],
+) -> Iterator[Result]:
+    """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
+
+    The block records the result; the staging folder is removed after it, and stays after an error.
+
+    Args:
+        request: What to convert, and how.
+        settings: Memory, threads and device.
+        progress: See `convert`.
+        catalog_url: The catalog that accounts for files of a destination that is replaced; see `prepare`.
+        topology: See `ckptcore.planning.compose.compose`.
+        seen: Receives the source's manifest, as soon as it is read.
+
+    Yields:
+        The published output, not yet recorded.
+    """
+    report = progress or _silent
+    _require_means(settings, request)
+    _require_apart(request)
+    began = time.perf_counter()
+    with span("inspect", source=request.source):
+        manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
+    seen.append(manifest)
+    inspected = time.perf_counter() - began
+    report("inspect", manifest.nbytes, manifest.nbytes)
+    report("validate", 0, manifest.nbytes)
+    staging = Staging(request.destination, claim_of(catalog_url, request.destination))
+    with staging.lock(make=True):
+        with span("plan", **_ends(request)):
+            prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
+        report("validate", manifest.nbytes, manifest.nbytes)
+        report("plan", prepared.bytes_out, prepared.bytes_out)
+        began = time.perf_counter()
+        with span("write", destination=request.destination, bytes=prepared.bytes_out):
+            receipts = _execute(staging, None, settings, progress)
+        wrote = time.perf_counter() - began
+        with span("publish", destination=request.destination):
+            result = finish_staged(staging, settings, progress)
+        timings = {"inspect": inspected, **prepared.timings, "write": wrote}
+        timings |= {k: v for k, v in result.timings.items() if k not in timings}
+        warnings = (*prepared.warnings, *result.warnings)
+        yield replace(result, files=receipts, timings=timings, warnings=warnings)
+        staging.remove()
+
+
+def stopped(error: BaseException) -> BaseException:
+    """Return the error of a conversion; Ctrl-C is `Interrupted`."""
+    return Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
 
 
 def _prepare(

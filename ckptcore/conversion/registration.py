@@ -81,20 +81,37 @@ def start(
     """
     if catalog_url is False:
         return None
-    from ckptcore import __version__
     from ckptcore.catalog import open_catalog
 
     catalog = open_catalog(catalog_url if isinstance(catalog_url, str) else None)
-    found = catalog.begin(
-        request.as_dict(),
-        source_uri=request.source,
-        destination_uri=request.destination,
-        verb=request.verb,
-        tool_version=__version__,
-        flow_run_id=flow_run_id,
-    )
+    found = catalog.begin(**_begun(request, flow_run_id))
     catalog.close()  # no connection stays open while files are written; the next use opens one
     return Registration(catalog, found, request, announcement)
+
+
+def start_each(
+    requests: Sequence[Request],
+    catalog: Catalog,
+    flow_run_id: str | None = None,
+    announcement: Announcement = UNANNOUNCED,
+) -> list[Registration]:
+    """Record the begin of several conversions in one transaction; see `start`."""
+    found = catalog.begin_each([_begun(request, flow_run_id) for request in requests])
+    return [Registration(catalog, n, r, announcement) for n, r in zip(found, requests, strict=True)]
+
+
+def _begun(request: Request, flow_run_id: str | None) -> dict[str, Any]:
+    """Return what `Catalog.begin` records of a request."""
+    from ckptcore import __version__
+
+    return {
+        "request": request.as_dict(),
+        "source_uri": request.source,
+        "destination_uri": request.destination,
+        "verb": request.verb,
+        "tool_version": __version__,
+        "flow_run_id": flow_run_id,
+    }
 
 
 def register(registration: Registration | None, result: Result, source: Manifest) -> Result:
@@ -113,6 +130,60 @@ def register(registration: Registration | None, result: Result, source: Manifest
     """
     if registration is None:
         return result
+    row = _made(registration, result, source)
+    try:
+        registration.catalog.succeed(registration.id, **row)
+        _keep_proof(registration, result)
+    except CkptError as error:
+        raise not_recorded(result, error) from error
+    finally:
+        registration.catalog.close()
+    return replace(result, conversion=registration.id)
+
+
+def register_each(done: Sequence[tuple[Registration, Result, Manifest]]) -> list[Result | CkptError]:
+    """Record several published results in one transaction that a power cut cannot undo.
+
+    If the transaction fails, each result is recorded in one of its own, so that no result is lost by another.
+
+    Args:
+        done: The running conversions of one catalog, with their results and the manifests of their sources.
+
+    Returns:
+        The results with their conversions' ids, or the error of `register`.
+    """
+    if not done:
+        return []
+    rows = [(about.id, _made(about, result, source)) for about, result, source in done]
+    try:
+        done[0][0].catalog.succeed_each(rows)
+    except CkptError as error:
+        if error.transient or len(done) == 1:  # the next try would wait as long
+            return [not_recorded(result, error) for _, result, _ in done]
+        return [kept for one in done for kept in register_each([one])]
+    found: list[Result | CkptError] = []
+    for about, result, _ in done:
+        try:
+            _keep_proof(about, result)
+            found.append(replace(result, conversion=about.id))
+        except CkptError as error:
+            found.append(not_recorded(result, error))
+    return found
+
+
+def not_recorded(result: Result, error: CkptError) -> CkptError:
+    """Return the error of a result that is published, and could not be recorded."""
+    kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
+    return kind(f"{result.destination} is published, but not registered: {error.message}")
+
+
+def _keep_proof(registration: Registration, result: Result) -> None:
+    if result.proof is not None:
+        keep(registration.catalog, registration.id, result.proof)
+
+
+def _made(registration: Registration, result: Result, source: Manifest) -> dict[str, Any]:
+    """Return what `Catalog.succeed` records of a result."""
     from ckptcore.catalog import ConversionFacts
 
     digests = {r.path: r.digest for r in result.files}
@@ -135,29 +206,18 @@ def register(registration: Registration | None, result: Result, source: Manifest
         prints=matching(result.written, numbers, {}),
         published=result.published,
     )
-    try:
-        done = ConversionFacts(
-            plan_digest=result.plan_digest,
-            bytes_in=result.bytes_in,
-            bytes_out=result.nbytes,
-            peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-            timings=result.timings,
-            map_digest=result.map_digest or None,
-            fingerprint=result.fingerprint,
-            source_stamp=result.source_stamp,
-            source_ctime=result.source_ctime,
-        )
-        registration.catalog.succeed(
-            registration.id, done, source=read, derived=made, findings=result.warnings
-        )
-        if result.proof is not None:
-            keep(registration.catalog, registration.id, result.proof)
-    except CkptError as error:
-        kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
-        raise kind(f"{result.destination} is published, but not registered: {error.message}") from error
-    finally:
-        registration.catalog.close()
-    return replace(result, conversion=registration.id)
+    done = ConversionFacts(
+        plan_digest=result.plan_digest,
+        bytes_in=result.bytes_in,
+        bytes_out=result.nbytes,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        timings=result.timings,
+        map_digest=result.map_digest or None,
+        fingerprint=result.fingerprint,
+        source_stamp=result.source_stamp,
+        source_ctime=result.source_ctime,
+    )
+    return {"facts": done, "source": read, "derived": made, "findings": result.warnings}
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:

@@ -11,8 +11,9 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ from ckptcore.planning.request import Request
 from ckptcore.store import open_store
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
@@ -99,40 +102,78 @@ def claimed(catalog: Catalog, key: Key, source: str, who: str, *, redo: bool = F
     Yields:
         The claim; `mine` says whether this worker has it.
     """
+    with claimed_each(catalog, [(key, source)], who, redo=redo) as held:
+        yield held.rows[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Several claims. failures: position -> error of work that failed, while the block goes on."""
+
+    rows: tuple[ClaimRow, ...]
+    failures: dict[int, BaseException] = field(default_factory=dict)
+
+
+@contextmanager
+def claimed_each(
+    catalog: Catalog, wanted: Sequence[tuple[Key, str]], who: str, *, redo: bool = False
+) -> Iterator[Claimed]:
+    """Take several claims in one transaction, and end them in another one; see `claimed`.
+
+    Args:
+        catalog: The catalog.
+        wanted: Key and source of each claim.
+        who: The worker; it takes its own claims again at once.
+        redo: Take claims that are done, too.
+
+    Yields:
+        The claims. The block adds the errors of work that failed to ``failures``; an error of the block
+        itself is that of all claims.
+    """
     with catalog.writing() as conn:
-        claim = claims.take(conn, datetime.now(UTC), key, source, who, retry=redo)
-    if not claim.mine:
-        yield claim
+        now = datetime.now(UTC)
+        rows = tuple(claims.take(conn, now, key, source, who, retry=redo) for key, source in wanted)
+    held, mine = Claimed(rows), [claim for claim in rows if claim.mine]
+    if not mine:
+        yield held
         return
     stop = threading.Event()
-    keeper = threading.Thread(target=_keep, args=(catalog, claim, stop), name="claim", daemon=True)
+    keeper = threading.Thread(target=_keep, args=(catalog, mine, stop), name="claim", daemon=True)
     keeper.start()
     try:
-        yield claim
+        yield held
     except BaseException as error:
         stop.set()
         keeper.join()
-        ended = ended_by(error)
         try:
             with catalog.writing() as conn:
-                claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
+                for n, claim in enumerate(rows):
+                    if claim.mine:
+                        _end(conn, claim, held.failures.get(n, error))
         except CkptError as second:  # must not hide the first error; the lease expires
             _log.warning("cannot end the claim: %s", second.message)
         raise
     stop.set()
     keeper.join()
     with catalog.writing() as conn:
-        if not claims.done(conn, datetime.now(UTC), claim):
-            _log.warning("another worker took the claim on %s meanwhile", claim.key.destination)
+        for n, claim in enumerate(rows):
+            if claim.mine and not _end(conn, claim, held.failures.get(n)):
+                _log.warning("another worker took the claim on %s meanwhile", claim.key.destination)
 
 
-def _keep(catalog: Catalog, claim: ClaimRow, stop: threading.Event) -> None:
-    while not stop.wait(claims.LEASE.total_seconds() / 3):
+def _end(conn: Connection, claim: ClaimRow, error: BaseException | None) -> bool:
+    """End a claim as done, or as failed by an error. Return False if another worker took it."""
+    if error is None:
+        return claims.done(conn, datetime.now(UTC), claim)
+    ended = ended_by(error)
+    return claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
+
+
+def _keep(catalog: Catalog, held: Sequence[ClaimRow], stop: threading.Event) -> None:
+    kept = list(held)
+    while kept and not stop.wait(claims.LEASE.total_seconds() / 3):
         try:
             with catalog.writing() as conn:
-                mine = claims.renew(conn, datetime.now(UTC), claim)
+                kept = [claim for claim in kept if claims.renew(conn, datetime.now(UTC), claim)]
         except CkptError as error:  # two more tries fit into the lease
-            _log.warning("cannot renew the claim on %s: %s", claim.key.destination, error.message)
-            continue
-        if not mine:
-            return
+            _log.warning("cannot renew the claim on %s: %s", kept[0].key.destination, error.message)

@@ -25,8 +25,9 @@ from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
-from ckptcore.errors import Busy, CkptError, Finding
-from ckptcore.operations.claims import claimed, key_of, made_from, owner, rewritten
+from ckptcore.errors import Busy, CkptError, Finding, Interrupted
+from ckptcore.operations.batches import batches
+from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
 from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckptcore")
 _REMEMBERED = timedelta(days=1)  # a complete checkpoint on an object store is listed again after that
+_NOTED = 64  # checkpoints whose states are recorded in one transaction
 _PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is retried: the first, and the most
 
 
@@ -61,7 +63,10 @@ _WRONG = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
 
 @dataclass(frozen=True)
 class SweepItem:
-    """One checkpoint. why: the reason of its standing. request, digests: only of a complete one."""
+    """One checkpoint.
+
+    why: the reason of its standing. request, digests: only of a complete one. nbytes: of its files.
+    """
 
     root: str
     source: str
@@ -73,6 +78,7 @@ class SweepItem:
     request: Request | None = field(default=None, repr=False)
     source_digest: str = ""
     manifest_digest: str = ""
+    nbytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -123,6 +129,7 @@ class Swept:
 
 Convert = Callable[[Request], Any]
 Wanted = Sequence[tuple[Request | None, str]]  # a request for each target, or why there is none
+ConvertEach = Callable[[Sequence[Request]], Sequence[Any]]
 OnItem = Callable[[SweepItem], None]
 
 
@@ -138,6 +145,7 @@ def sweep(
     on_item: OnItem | None = None,
     strict: bool = False,
     relist: bool = False,
+    convert_each: ConvertEach | None = None,
 ) -> Swept:
     """Search the watched roots, and convert the checkpoints that are ready.
 
@@ -152,20 +160,20 @@ def sweep(
         on_item: Called for each checkpoint.
         strict: See `Swept`.
         relist: List every checkpoint on object stores, also those that are complete and converted.
+        convert_each: See `convert_ready`.
     """
     found: list[SweepItem] = []
     who = who or owner()
     for root in watched(catalog, names):
-        here = []
-        for item in look_through(
+        items = look_through(
             catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
-        ):
-            done = (
-                item if dry_run or item.standing is not Standing.READY else work(catalog, item, convert, who)
-            )
-            here.append(done)
-            if on_item is not None:
-                on_item(done)
+        )
+        if dry_run:
+            here = list(items)
+            for item in here:
+                (on_item or _ignore)(item)
+        else:
+            here = convert_ready(catalog, items, convert, who, on_item=on_item, convert_each=convert_each)
         found += here
         if not dry_run:
             note_swept(catalog, root, here)
@@ -226,20 +234,64 @@ def look_through(
     doubled = colliding(r.destination for _, made in planned for r, _ in made if r is not None)
     looking = _LookThrough(catalog, root, now, dry_run, settle_s, retry_failed)
     items: list[SweepItem] = []
-    for candidate, made in planned:
-        wanted = [
-            (None, f"two checkpoints would both go to {request.destination}")
-            if request is not None and request.destination in doubled
-            else (request, why)
-            for request, why in made
-        ]
-        items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
+    # SQLite flushes its log once, and not at the end of each transaction.
+    with catalog.kept_open():
+        for candidate, made in planned:
+            wanted = [
+                (None, f"two checkpoints would both go to {request.destination}")
+                if request is not None and request.destination in doubled
+                else (request, why)
+                for request, why in made
+            ]
+            items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
+        looking.record()
     return tuple(items)
+
+
+def convert_ready(
+    catalog: Catalog,
+    items: Sequence[SweepItem],
+    convert: Convert,
+    who: str,
+    *,
+    on_item: OnItem | None = None,
+    convert_each: ConvertEach | None = None,
+) -> list[SweepItem]:
+    """Convert those of the checkpoints of a root that are ready, small ones in batches.
+
+    Args:
+        catalog: The catalog.
+        items: The checkpoints of `look_through`.
+        convert: Carries out one request; a `CkptError` does not stop the others.
+        who: The worker; it takes its own claims again at once.
+        on_item: Called for each checkpoint, in the order of ``items``.
+        convert_each: Carries out the requests of a batch, and returns for each a result or a `CkptError`;
+            None to convert all checkpoints one by one.
+
+    Returns:
+        The checkpoints with their new standing, in the same order.
+    """
+    ready = [n for n, item in enumerate(items) if item.standing is Standing.READY]
+    found = {n: items[n] for n in set(range(len(items))) - set(ready)}
+    told = 0
+    for batch in batches(items, ready) if convert_each is not None else ([n] for n in ready):
+        group = [items[n] for n in batch]
+        if len(group) == 1 or convert_each is None:
+            done = [work(catalog, item, convert, who) for item in group]
+        else:
+            done = work_each(catalog, group, convert_each, who)
+        found |= zip(batch, done, strict=True)
+        while told in found:
+            (on_item or _ignore)(found[told])
+            told += 1
+    for n in range(told, len(items)):
+        (on_item or _ignore)(found[n])
+    return [found[n] for n in range(len(items))]
 
 
 @dataclass(frozen=True)
 class _LookThrough:
-    """One pass over a root; the attributes are the arguments of `look_through`."""
+    """One pass over a root. unrecorded: states to note; the others: arguments of `look_through`."""
 
     catalog: Catalog
     root: RootRow
@@ -247,6 +299,7 @@ class _LookThrough:
     dry_run: bool
     settle_s: float
     retry_failed: bool
+    unrecorded: list[SightingRow] = field(default_factory=list)
 
     def items(self, candidate: Candidate, wanted: Wanted, before: SightingRow | None) -> list[SweepItem]:
         """Return the standings of a candidate, one for each wanted request."""
@@ -288,8 +341,22 @@ class _LookThrough:
             retry_failed=self.retry_failed,
         )
         if not self.dry_run:
-            _note(self.catalog, self.root, candidate, seen, self.now)
-        return seen
+            self.unrecorded.append(_sighting(self.root, candidate, seen, self.now))
+            if seen.manifest is not None and seen.state is Condition.BROKEN:
+                # Recorded like the findings of conversions, where users search for damaged checkpoints.
+                broken = facts(seen.manifest, normal_uri(candidate.uri))
+                self.catalog.record_validation(broken, seen.findings, level="coverage")
+            if len(self.unrecorded) >= _NOTED:
+                self.record()
+        return replace(seen, manifest=None)  # thousands of them need not be kept
+
+    def record(self) -> None:
+        """Record the states of checkpoints in one transaction."""
+        if self.unrecorded:
+            with self.catalog.writing() as conn:
+                for row in self.unrecorded:
+                    sightings.note(conn, row)
+            self.unrecorded.clear()
 
     def _unread(self, candidate: Candidate, error: CkptError) -> SweepItem:
         uri = normal_uri(candidate.uri)
@@ -328,16 +395,84 @@ def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo:
         with claimed(catalog, key_of(request, item.source_digest), item.source, who, redo=redo) as claim:
             if not claim.mine:
                 return _with_claim(item, claim)
-            if not _outdated(catalog, item) and made_from(
-                catalog, request.destination, item.source, item.manifest_digest
-            ):
-                tidy(request.destination, catalog)
-                return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+            if _made_before(catalog, item):
+                return _converted(item)
             convert(request)
+    except Interrupted:
+        raise  # by the user: the sweep ends, too
     except CkptError as error:
-        standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
-        return replace(item, standing=standing, why=f"{error.code}: {error.message}")
+        return _failed(item, error)
     return replace(item, standing=Standing.MADE, why="")
+
+
+def work_each(
+    catalog: Catalog, items: Sequence[SweepItem], convert_each: ConvertEach, who: str
+) -> list[SweepItem]:
+    """Convert several checkpoints that are ready, unless other processes do or did; see `work`.
+
+    Raises:
+        Interrupted: The user stopped it. What was converted before is recorded.
+    """
+    wanted = [(key_of(_request(item), item.source_digest), item.source) for item in items]
+    done = dict(enumerate(items))
+    stop: Interrupted | None = None
+    try:
+        # SQLite flushes its log once, when the batch ends, and not in each transaction.
+        with catalog.kept_open(), claimed_each(catalog, wanted, who) as held:
+            todo = []
+            for n, (item, claim) in enumerate(zip(items, held.rows, strict=True)):
+                if not claim.mine:
+                    done[n] = _with_claim(item, claim)
+                    continue
+                try:
+                    if _made_before(catalog, item):
+                        done[n] = _converted(item)
+                    else:
+                        todo.append(n)
+                except CkptError as error:
+                    held.failures[n], done[n] = error, _failed(item, error)
+            results = convert_each([_request(items[n]) for n in todo]) if todo else ()
+            for n, result in zip(todo, results, strict=True):
+                if isinstance(result, CkptError):
+                    held.failures[n], done[n] = result, _failed(items[n], result)
+                    stop = result if isinstance(result, Interrupted) else stop
+                else:
+                    done[n] = replace(items[n], standing=Standing.MADE, why="")
+    except CkptError as error:
+        open_ends = (Standing.READY, Standing.MADE)  # without a claim that is done, nothing is
+        done = {n: _failed(item, error) if item.standing in open_ends else item for n, item in done.items()}
+    if stop is not None:
+        raise stop
+    return [done[n] for n in range(len(items))]
+
+
+def _request(item: SweepItem) -> Request:
+    assert item.request is not None  # it is ready
+    return item.request
+
+
+def _made_before(catalog: Catalog, item: SweepItem) -> bool:
+    """Return whether the output of a claimed checkpoint is there; remove what a killed run left beside it."""
+    request = _request(item)
+    if _outdated(catalog, item) or not made_from(
+        catalog, request.destination, item.source, item.manifest_digest
+    ):
+        return False
+    tidy(request.destination, catalog)
+    return True
+
+
+def _converted(item: SweepItem) -> SweepItem:
+    return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+
+
+def _failed(item: SweepItem, error: CkptError) -> SweepItem:
+    standing = Standing.CLAIMED if isinstance(error, Busy) else Standing.FAILED
+    return replace(item, standing=standing, why=f"{error.code}: {error.message}")
+
+
+def _ignore(item: SweepItem) -> None:
+    """Tell nobody."""
 
 
 def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None, str]:
@@ -361,6 +496,7 @@ def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str
         request,
         seen.source_digest or "",
         seen.manifest_digest or "",
+        sum(file.nbytes for file in candidate.files.values()),
     )
     if seen.state is not Condition.COMPLETE:
         return replace(item, standing=Standing(seen.state.value), why=seen.message)
@@ -390,13 +526,12 @@ def _compared_with_target(
     if not _outdated(catalog, item) and made_from(
         catalog, request.destination, item.source, item.manifest_digest
     ):
-        return replace(item, standing=Standing.CONVERTED, why="made from this checkpoint before")
+        return _converted(item)
     return item
 
 
 def _outdated(catalog: Catalog, item: SweepItem) -> bool:
-    assert item.request is not None
-    return rewritten(catalog, key_of(item.request, item.source_digest), item.source)
+    return rewritten(catalog, key_of(_request(item), item.source_digest), item.source)
 
 
 def _with_claim(item: SweepItem, claim: ClaimRow) -> SweepItem:
@@ -412,10 +547,9 @@ def _due(claim: ClaimRow) -> datetime:
     return (claim.ended_at or claim.taken_at) + min(first * (1 << min(claim.attempts - 1, 20)), most)
 
 
-def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now: datetime) -> None:
-    uri = normal_uri(candidate.uri)
-    row = SightingRow(
-        uri,
+def _sighting(root: RootRow, candidate: Candidate, seen: Look, now: datetime) -> SightingRow:
+    return SightingRow(
+        normal_uri(candidate.uri),
         root.uri,
         candidate.step,
         seen.state.value,
@@ -427,8 +561,3 @@ def _note(catalog: Catalog, root: RootRow, candidate: Candidate, seen: Look, now
         last_seen_at=now,
         changed_at=seen.changed_at,
     )
-    with catalog.writing() as conn:
-        sightings.note(conn, row)
-    if seen.manifest is not None and seen.state is Condition.BROKEN:
-        # Recorded like the findings of conversions, where users search for damaged checkpoints.
-        catalog.record_validation(facts(seen.manifest, uri), seen.findings, level="coverage")

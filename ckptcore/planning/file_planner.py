@@ -6,8 +6,8 @@ offsets, with the same bytes around them, and differ in their boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -75,10 +75,10 @@ class _Planner:
         code = {d: n for n, d in enumerate(self._dtypes)}
         codes = np.array([code[d] for d in both], np.int8)
         self._dtype, self._source_dtype = codes[: len(wanted)], codes[len(wanted) :]
-        # Names, literals and starts of the last file are mostly those of the next one.
-        self._names: tuple[tuple[int, ...], tuple[str, ...]] = (), ()
-        self._known: tuple[tuple[Literal, ...], Literals] = (), Literals.of(())
-        self._starts: tuple[tuple[Slot, ...], Ints] = (), np.zeros(0, np.int64)
+        # Names, literals and starts of the last few files are mostly those of the next one.
+        self._names: _Recent[int, tuple[str, ...]] = _Recent(self._names_of)
+        self._known: _Recent[Literal, Literals] = _Recent(Literals.of)
+        self._starts: _Recent[Slot, Ints] = _Recent(_start)
 
     def plan(self, index: int, layout: FileLayout) -> FilePlan:
         """Return the plan of one file."""
@@ -103,7 +103,7 @@ class _Planner:
             layout.commit,
             manifest.root,
             planned,
-            self._literals(layout),
+            self._known.get(layout.literals),
             Chunks(first, lo, shape, renumbered, view),
             op,
             items,
@@ -123,14 +123,12 @@ class _Planner:
         for n, b in enumerate(boxes):
             offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
         shape = np.where((box < len(boxes))[:, None], shape[box], full)
-        if self._names[0] != layout.tensors:
-            self._names = layout.tensors, tuple([self._fqns[t] for t in layout.tensors])
         planned = Tensors(
-            self._names[1],
+            self._names.get(layout.tensors),
             self._dtypes,
             self._dtype[tensors],
             self._source_dtype[tensors],
-            self._start(layout),
+            self._starts.get(layout.slots),
             self._ranks[tensors],
             offset[box],
             shape,
@@ -138,17 +136,8 @@ class _Planner:
         )
         return planned, np.where((shape == full).all(axis=1), len(boxes), box)
 
-    def _start(self, layout: FileLayout) -> Ints:
-        if self._starts[0] != layout.slots:
-            start = np.zeros(len(layout.slots), np.int64)
-            start[[slot.tensor for slot in layout.slots]] = [slot.start for slot in layout.slots]
-            self._starts = layout.slots, start
-        return self._starts[1]
-
-    def _literals(self, layout: FileLayout) -> Literals:
-        if self._known[0] != layout.literals:
-            self._known = layout.literals, Literals.of(layout.literals)
-        return self._known[1]
+    def _names_of(self, tensors: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple([self._fqns[t] for t in tensors])
 
     def _reads(
         self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
@@ -181,6 +170,36 @@ class _Planner:
         columns = gather_rows(self._manifest.chunks, rows, twins.chunks, twin_rows)
         counts = np.array([len(a) + len(b) for a, b in zip(rows, twin_rows, strict=True)], np.int64)
         return columns, _starts_of(counts), np.concatenate(ops)
+
+
+Part = TypeVar("Part")
+Made = TypeVar("Made")
+_RECENT = 8  # a rank writes a few files, and the next rank the same again
+
+
+class _Recent(Generic[Part, Made]):
+    """What was made of the last few tuples; equal tuples share it."""
+
+    def __init__(self, make: Callable[[tuple[Part, ...]], Made]) -> None:
+        self._make = make
+        self._kept: list[tuple[tuple[Part, ...], Made]] = []
+
+    def get(self, parts: tuple[Part, ...]) -> Made:
+        """Return what is made of a tuple."""
+        for known, made in self._kept:
+            # The last parts of other tuples differ, and comparing all parts takes as long as making.
+            if known is parts or (len(known) == len(parts) and known[-1:] == parts[-1:] and known == parts):
+                return made
+        made = self._make(parts)
+        self._kept = [(parts, made), *self._kept[: _RECENT - 1]]
+        return made
+
+
+def _start(slots: tuple[Slot, ...]) -> Ints:
+    """Return the first byte of each tensor, int64 [n]."""
+    start = np.zeros(len(slots), np.int64)
+    start[[slot.tensor for slot in slots]] = [slot.start for slot in slots]
+    return start
 
 
 def _distinct_boxes(layout: FileLayout) -> tuple[list[Box], Ints]:

@@ -16,12 +16,16 @@ BUDGET_BYTES = 256 << 20
 BASE_BYTES = 450 << 20  # interpreter and torch
 SPREAD = 0.10  # of the mid-range of the peaks, up and down
 INSPECT_SECONDS = 0.7
-COVER_SECONDS = 20.0
+COVER_SECONDS = 2.0
 COVER_BYTES = 2 << 30
+MANY_SECONDS = 25.0
+MANY_BYTES = 3 << 30
 ZERO_SECONDS = 30.0
 ZERO_BYTES = 512 << 20
-PLAN_SECONDS = 60.0
+PLAN_SECONDS = 10.0
 PLAN_BYTES = 4 << 30
+MOE_SECONDS = 60.0
+MOE_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,15 @@ _BOTH = ("safetensors", "torch_save")
 LINES: tuple[Line, ...] = (
     Look("inspect/row-2gb", "ram", "row-2gb"),
     Cover("cover/chunks-1m", "ram", "chunks-1m"),
+    Cover(
+        "cover/chunks-10m",
+        "ram",
+        "chunks-10m",
+        # The default budget of metadata refuses it.
+        ("env", "CKPTCORE_METADATA_MEMORY=8GiB", "CKPTCORE", "validate", "SRC", "--level", "coverage"),
+        MANY_SECONDS,
+        MANY_BYTES,
+    ),
     Cover("cover/zero3-512", "ram", "zero3-512", seconds=ZERO_SECONDS, peak=ZERO_BYTES),
     *(
         Cover(
@@ -301,6 +314,14 @@ LINES: tuple[Line, ...] = (
             PLAN_BYTES,
         )
         for mesh in ("fsdp=512", "fsdp=64,tp=8")
+    ),
+    Cover(
+        "plan/moe-1t-2048/safetensors",
+        "ram",
+        "moe-1t-2048",
+        ("CKPTCORE", "plan", "SRC", "OUT", "--to", "safetensors"),
+        MOE_SECONDS,
+        MOE_BYTES,
     ),
     _ram("row-2gb", 2.0),
     _ram("col-2gb", 2.0),
@@ -323,6 +344,13 @@ LINES: tuple[Line, ...] = (
     ),
     _objects(0),
     _objects(30),
+    Program(
+        "sweep/1000-small",
+        "disk",
+        "small-10mb",
+        ("many.py", "SRC", "OUT", "--ckptcore", "CKPTCORE"),
+        ("--count", "20", "--runs", "1"),
+    ),
     Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),

@@ -49,6 +49,7 @@ class Source:
         dim: The sharded dim (the last one where a tensor has fewer); None = replicated.
         layout: A key of `LAYOUTS`: the trainer whose folder it is.
         moments: Whether AdamW's float32 state follows the model.
+        groups: Ranks that shard one tensor, where they are fewer than all: expert parallelism.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,12 +58,14 @@ class Source:
     dim: int | None
     layout: str = "dcp"
     moments: bool = False
+    groups: tuple[range | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, each counted once; for a job on paper, about the bytes of its metadata."""
         if self.layout in {"paper", "zero3-hollow"}:
-            return 200 * len(self.tensors) * self.ranks
+            groups = self.groups or (None,) * len(self.tensors)
+            return 200 * sum(self.ranks if group is None else len(group) for group in groups)
         return sum(
             math.prod(shape) * _WIDTHS[self.dtype_of(index)] for index, (_, shape) in enumerate(self.tensors)
         )
@@ -158,6 +161,43 @@ def _paper(s: int) -> Source:
     return Source((*weights, *moments), "bf16", 1024 // s, 0, "paper", moments=True)
 
 
+def _moe(s: int) -> Source:
+    """A mixture of experts of 10^12 parameters, 384 experts in 61 layers, as 2048 ranks save it.
+
+    Experts are spread over 64 groups of 32 ranks, which shard them; all ranks shard the other tensors.
+    """
+    ranks, experts, hidden, inner, latent = 2048 // s, 384 // s, 7168 // s, 2048 // s, 1536 // s
+    size = max(ranks // 64, 1)
+    tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (163_840 // s, hidden))]
+    groups: list[range | None] = [None]
+    for n in range(61):
+        layer = f"model.layers.{n}"
+        for name, shape in (
+            ("self_attn.q_a_proj.weight", (latent, hidden)),
+            ("self_attn.q_b_proj.weight", (12_288 // s, latent)),
+            ("self_attn.kv_a_proj_with_mqa.weight", (576 // s, hidden)),
+            ("self_attn.kv_b_proj.weight", (16_384 // s, 512 // s)),
+            ("self_attn.o_proj.weight", (hidden, 8192 // s)),
+            ("mlp.gate.weight", (experts, hidden)),
+            ("input_layernorm.weight", (hidden,)),
+            ("post_attention_layernorm.weight", (hidden,)),
+        ):
+            tensors.append((f"{layer}.{name}", shape))
+            groups.append(None)
+        for expert in range(experts):
+            first = expert * (ranks // size) // experts * size
+            for name, shape in (
+                ("gate", (inner, hidden)),
+                ("up", (inner, hidden)),
+                ("down", (hidden, inner)),
+            ):
+                tensors.append((f"{layer}.mlp.experts.{expert}.{name}_proj.weight", shape))
+                groups.append(range(first, first + size))
+    tensors += [("model.norm.weight", (hidden,)), ("lm_head.weight", (163_840 // s, hidden))]
+    groups += [None, None]
+    return Source(tuple(tensors), "bf16", ranks, 0, "paper", groups=tuple(groups))
+
+
 def _one(name: str, shape: tuple[int, int], ranks: int, dim: int) -> Source:
     return Source(((name, shape), ("model.norm.weight", (shape[1],))), "bf16", ranks, dim)
 
@@ -203,7 +243,18 @@ SOURCES: dict[str, Callable[[int], Source]] = {
         0,
         "hollow",
     ),
+    # 10^7 chunks.
+    "chunks-10m": lambda s: Source(
+        tuple((f"model.layers.{n}.mlp.weight", (2 * (2000 // s), 64)) for n in range(5000 // s)),
+        "bf16",
+        2000 // s,
+        0,
+        "paper",
+    ),
     "405b-1024": _paper,
+    "moe-1t-2048": _moe,
+    # 12 MB on 4 ranks: an adapter, or a step of reinforcement learning.
+    "small-10mb": lambda s: Source(llama(256 // s, 704 // s, 128 // s, 4096 // s, 5), "bf16", 4, 0),
     # 8 ranks of DeepSpeed's ZeRO-3: the masters; moments are beside them.
     "zero3-2gb": lambda s: Source(
         llama(2048 // s, 8192 // s, 512 // s, 32000 // s, 6), "fp32", 8, None, "zero3"
@@ -467,7 +518,8 @@ def as_job(source: Source) -> Any:
         if name.startswith("optim."):
             inner, kind = name.removeprefix("optim.state.").rsplit(".", 1)
             path = ("optim", "state", inner, kind)
-        tensors.append(paper.Tensor(path, names[source.dtype_of(n)], shape))
+        group = source.groups[n] if source.groups else None
+        tensors.append(paper.Tensor(path, names[source.dtype_of(n)], shape, group))
     return paper.Job(tuple(tensors), source.ranks)
 
 

@@ -30,11 +30,15 @@ _BATCH = 1000  # items that CPython's pickler puts between two marks
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor. path: in the saved tree. dtype: torch's name. shape: global."""
+    """One tensor.
+
+    path: in the saved tree. dtype: torch's name. shape: global. ranks: those that shard it, None for all.
+    """
 
     path: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
+    ranks: range | None = None
 
     @property
     def fqn(self) -> str:
@@ -62,10 +66,13 @@ class Job:
                 single += 1
                 continue
             rows, *rest = tensor.shape
-            step = -(-rows // self.ranks)
-            begin = min(rank * step, rows)
+            group = tensor.ranks or range(self.ranks)
+            if rank not in group:
+                continue
+            at, step = rank - group.start, -(-rows // len(group))
+            begin = min(at * step, rows)
             end = min(begin + step, rows)
-            if begin == end and (rank - 1) * step >= rows:
+            if begin == end and (at - 1) * step >= rows:
                 continue
             yield n, (begin, *(0 for _ in rest)), (end - begin, *rest)
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
@@ -17,6 +20,7 @@ from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
 from ckptcore.topology.layout import TensorLayout, Topology
 
+Ints = npt.NDArray[np.int64]
 Kind = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
@@ -70,21 +74,64 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
     if topology is None:
         places = list(order)
         return [Share(places, [_piece(tensors[i], Box.full(tensors[i].shape)) for i in places])]
-    mine = [Share() for _ in range(topology.mesh.size)]
-    load = [0] * topology.mesh.size
-    known: dict[tuple[str, tuple[int, ...], TensorLayout], list[tuple[WriteItem, list[int]]]] = {}
+    size = topology.mesh.size
+    mine = [Share() for _ in range(size)]
+    load = np.zeros(size, np.int64)
+    known: dict[tuple[str, tuple[int, ...], TensorLayout], _Pieces] = {}
+    even: list[
+        tuple[int, list[WriteItem]]
+    ] = []  # tensors of which each rank has one piece, not yet shared out
     for i in order:
         spec = tensors[i]
         key = spec.dtype, spec.shape, topology.layout(spec.fqn)
         if key not in known:
-            known[key] = [(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)]
-        for piece, ranks in known[key]:
-            rank = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
-            load[rank] += piece.nbytes or 1
+            known[key] = _Pieces.of([(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)])
+        pieces = known[key]
+        if pieces.is_even(size):
+            even.append((i, pieces.items))
+            load += pieces.nbytes
+            continue
+        _share_out(even, mine)
+        for piece, nbytes, ranks in zip(pieces.items, pieces.nbytes.tolist(), pieces.ranks, strict=True):
+            rank = int(ranks[0] if len(ranks) == 1 else ranks[load[ranks].argmin()])
+            load[rank] += nbytes
             share = mine[rank]
             share.tensors.append(i)
             share.pieces.append(piece)
+    _share_out(even, mine)
     return mine
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The distinct boxes of tensors of one shape and layout, by the first rank that has each.
+
+    items: one for each box. nbytes: int64 [n], what each counts. ranks: int64 arrays, the ranks that have it.
+    """
+
+    items: list[WriteItem]
+    nbytes: Ints
+    ranks: list[Ints]
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[WriteItem, list[int]]]) -> _Pieces:
+        items = [piece for piece, _ in found]
+        nbytes = np.array([piece.nbytes or 1 for piece in items], np.int64)
+        return cls(items, nbytes, [np.array(ranks, np.int64) for _, ranks in found])
+
+    def is_even(self, size: int) -> bool:
+        """Return whether each of the mesh's ranks has exactly one box, which no other rank has."""
+        return len(self.items) == size and all(len(ranks) == 1 for ranks in self.ranks)
+
+
+def _share_out(even: list[tuple[int, list[WriteItem]]], mine: Sequence[Share]) -> None:
+    """Give each rank its piece of every tensor, and empty the list."""
+    if even:
+        tensors = [i for i, _ in even]
+        for share, pieces in zip(mine, zip(*(items for _, items in even), strict=True), strict=True):
+            share.tensors.extend(tensors)
+            share.pieces.extend(pieces)
+        even.clear()
 
 
 def _piece(spec: TensorSpec, box: Box) -> WriteItem:

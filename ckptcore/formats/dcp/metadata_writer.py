@@ -30,7 +30,10 @@ _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
 _BEGIN = b")\x81\x94}\x94("  # an instance, followed by its fields
 
 
-class ItemPlace(NamedTuple):  # made in half the time of a frozen dataclass, once for every chunk
+Stored = tuple[tuple[int, ...], tuple[int, ...]]  # offset and sizes of a chunk, in elements
+
+
+class ItemPlace(NamedTuple):
     """The place of an item: file relative to the folder, first byte, number of bytes."""
 
     path: str
@@ -40,12 +43,29 @@ class ItemPlace(NamedTuple):  # made in half the time of a frozen dataclass, onc
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor: name, dtype, global shape, and per chunk (offset, sizes, place), in elements."""
+    """One tensor, and its chunks in columns, which tensors that are cut alike share.
+
+    Attributes:
+        fqn: Its name.
+        dtype: Its dtype.
+        shape: Global shape.
+        chunks: Offset and sizes of each chunk.
+        paths: File of each chunk.
+        starts: First byte of each chunk in its file.
+        lengths: Bytes of each chunk.
+    """
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]
+    chunks: tuple[Stored, ...]
+    paths: tuple[str, ...]
+    starts: Sequence[int]
+    lengths: Sequence[int]
+
+    def place(self, n: int) -> ItemPlace:
+        """Return the place of a chunk."""
+        return ItemPlace(self.paths[n], self.starts[n], self.lengths[n])
 
 
 def metadata_pickle(
@@ -129,9 +149,12 @@ def _properties(p: _Pickle, dtype: str) -> None:
 
 def _write_chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.open_list()
-    for n, (offset, sizes, _) in enumerate(tensor.chunks):
+    for n, (offset, sizes) in enumerate(tensor.chunks):
         if p.knows(_CHUNK):
-            _chunks_alike(p, tensor.chunks[n:] if n else tensor.chunks)
+            key = id(tensor.chunks), n
+            if key not in p.chunks:
+                p.chunks[key] = tensor.chunks, *_chunks_alike(p, tensor.chunks[n:])
+            p.add(*p.chunks[key][1:])
             break
         p.begin(META, "ChunkStorageMetadata")
         p.text("offsets")
@@ -142,18 +165,21 @@ def _write_chunks(p: _Pickle, tensor: StoredTensor) -> None:
     p.close_list()
 
 
-def _chunks_alike(p: _Pickle, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]) -> None:
-    """Write the same as `_write_chunks`, with references for everything but the numbers."""
+def _chunks_alike(p: _Pickle, chunks: Sequence[Stored]) -> tuple[bytes, int]:
+    """Return what `_write_chunks` writes, with references for everything but the numbers.
+
+    The second is how many values it memoizes.
+    """
     head = p.known(META, "ChunkStorageMetadata") + _BEGIN + p.known("offsets")
     between = p.known("sizes")
     out: list[bytes] = []
     memoized, sizes_of = 2 * len(chunks), p.sizes.get
-    for offset, sizes, _ in chunks:
+    for offset, sizes in chunks:
         first, a = sizes_of(offset) or p.sized(offset)
         second, b = sizes_of(sizes) or p.sized(sizes)
         out += (head, first, between, second, b"ub")
         memoized += a + b
-    p.add(b"".join(out), memoized)
+    return b"".join(out), memoized
 
 
 def _planner(
@@ -174,37 +200,66 @@ def _write_storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping
     for name, place in objects.items():
         _write_index(p, name, None, None, place)
     for t in tensors:
-        for n, (offset, _, place) in enumerate(t.chunks):
+        for n, (offset, _) in enumerate(t.chunks):
             if p.knows(_PLACE):
                 _stored_alike(p, t, n)
                 break
-            _write_index(p, t.fqn, offset, n, place)
+            _write_index(p, t.fqn, offset, n, t.place(n))
     p.close_dict()
 
 
 def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     """Write the same as `_write_index` for the chunks from ``first`` on, by references as `_chunks_alike`."""
-    head = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn) + p.known("offset")
-    index = p.known("index")
-    info = b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path")
-    offset_of, length_of = p.known("offset"), p.known("length")
-    out: list[bytes] = []
-    memoized, sizes_of, numbers = 0, p.sizes.get, p.numbers.get
-    for n, (offset, _, place) in enumerate(tensor.chunks[first:] if first else tensor.chunks, first):
-        where, a = sizes_of(offset) or p.sized(offset)
-        memoized += a + 4
-        out += (head, where, index, numbers(n) or p.numbered(n), info)
-        path = p.paths.get(place.path)
-        if path is None:  # the text itself, unless it was written before
-            p.add(b"".join(out), memoized)
-            out, memoized = [], 0
-            p.text(place.path)
-            p.paths[place.path] = p.known(place.path)
-        else:
-            out.append(path)
-        length = numbers(place.length) or p.numbered(place.length)
-        out += (offset_of, number(place.start), length_of, length, b"ub")
+    if not p.paths.keys() >= set(tensor.paths[first:]):
+        _stored_new(p, tensor, first)
+        return
+    key = id(tensor.chunks), id(tensor.paths), first
+    if key not in p.places:
+        rows = [_place_head(p, tensor, n) for n in range(first, len(tensor.chunks))]
+        heads, memoized = [head for head, _ in rows], sum(count for _, count in rows)
+        p.places[key] = tensor.chunks, tensor.paths, heads, memoized
+    _, _, heads, memoized = p.places[key]
+    begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
+    ends: dict[tuple[int, int], bytes] = {}  # tensors begin at the same byte in the files of most ranks
+    out = [begin] * (3 * len(heads))
+    out[1::3] = heads
+    out[2::3] = [
+        ends.get(place) or ends.setdefault(place, _place_end(p, *place))
+        for place in zip(tensor.starts[first:], tensor.lengths[first:], strict=True)
+    ]
     p.add(b"".join(out), memoized)
+
+
+def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
+    """Do as `_stored_alike` where some files have no reference yet."""
+    begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
+    for n in range(first, len(tensor.chunks)):
+        path = tensor.paths[n]
+        if path in p.paths:
+            head, memoized = _place_head(p, tensor, n)
+            p.add(begin + head, memoized)
+        else:  # the text itself, unless it was written before
+            head, memoized = _index(p, tensor, n)
+            p.add(begin + head, memoized)
+            p.text(path)
+            p.paths[path] = p.known(path)
+        p.add(_place_end(p, tensor.starts[n], tensor.lengths[n]), 0)
+
+
+def _place_head(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
+    """Return what follows a tensor's name up to the file of a chunk, and how many values that memoizes."""
+    head, memoized = _index(p, tensor, n)
+    return head + p.paths[tensor.paths[n]], memoized
+
+
+def _index(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
+    where, memoized = p.sized(tensor.chunks[n][0])
+    index = p.known("offset") + where + p.known("index") + number(n)
+    return index + b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path"), memoized + 4
+
+
+def _place_end(p: _Pickle, start: int, length: int) -> bytes:
+    return p.known("offset") + number(start) + p.known("length") + number(length) + b"ub"
 
 
 def _write_index(
@@ -237,7 +292,9 @@ class _Pickle:
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
         self.paths: dict[str, bytes] = {}  # references to the names of files
-        self.numbers: dict[int, bytes] = {}  # opcodes of common numbers
+        # Of tensors that are cut alike: their columns, opcodes, and how many values these memoize.
+        self.chunks: dict[tuple[int, int], tuple[Any, bytes, int]] = {}
+        self.places: dict[tuple[int, int, int], tuple[Any, Any, list[bytes], int]] = {}
 
     def finish(self) -> bytes:
         """Return the complete pickle, in one frame."""
@@ -279,11 +336,6 @@ class _Pickle:
         found = self.sizes.get(dims)
         if found is None:
             found = self.sizes[dims] = self.known("torch", "Size") + _size_tuple(dims), 3 if dims else 2
-        return found
-
-    def numbered(self, value: int) -> bytes:
-        """Return the opcodes of a number, and keep them for the next time."""
-        found = self.numbers[value] = number(value)
         return found
 
     def integer(self, value: int) -> None:

@@ -9,8 +9,12 @@ that wrote them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptcore.core.box import Box
 from ckptcore.core.object_tree import TensorRef, decode
@@ -18,9 +22,11 @@ from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natura
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.common.write_assignment import Share, WriteItem, by_rank, in_order
 from ckptcore.formats.dcp.items import Run, blob, object_zip, zips
-from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, StoredTensor, metadata_pickle
+from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, Stored, StoredTensor, metadata_pickle
 
 METADATA = ".metadata"
+Ints = npt.NDArray[np.int64]
+Items = tuple[tuple[int, int], ...]
 
 
 def arrange_folder(
@@ -63,10 +69,11 @@ class Files:
     def __init__(self, request: Arrangement, prefix: str) -> None:
         self._request, self._prefix = request, prefix
         self.objects: dict[str, ItemPlace] = {}
-        self._chunks: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], ItemPlace]]] = {}
+        self._written: list[tuple[str, Sequence[int], Sequence[WriteItem], Items]] = []  # of each run
         self._full: list[FileLayout] = []  # of this rank
         # The files of the ranks of an even mesh are alike.
         self._zips = lru_cache(maxsize=16)(zips)
+        self._cuts = lru_cache(maxsize=16)(partial(_groups, most=request.max_file_bytes))
         self._rank = 0
         self._begin()
 
@@ -102,7 +109,7 @@ class Files:
         """
         for rank, full in enumerate(by_rank(self._request.tensors, order, self._request.topology)):
             self._rank, share = rank, recut(full)
-            for first, stop in self._groups(share):
+            for first, stop in self._cuts(tuple([piece.nbytes for piece in share.pieces])):
                 if first:
                     self._end()
                 self._add(share.tensors[first:stop], share.pieces[first:stop])
@@ -111,31 +118,39 @@ class Files:
             self._full = []
 
     def stored(self, order: Sequence[int]) -> list[StoredTensor]:
-        """Return the tensors with their chunks, for `.metadata`."""
+        """Return the tensors with their chunks, in the order of the ranks that write them."""
+        names = [name for name, *_ in self._written]
+        tables: dict[int, Ints] = {}  # of runs that are alike, one
+        for _, _, _, items in self._written:
+            if id(items) not in tables:
+                tables[id(items)] = np.array(items, np.int64).reshape(-1, 2)
+        pieces = list(chain.from_iterable(pieces for _, _, pieces, _ in self._written))
+        place = np.concatenate([np.zeros((0, 2), np.int64), *(tables[id(w[3])] for w in self._written)])
+        tensor = np.array(list(chain.from_iterable(w[1] for w in self._written)), np.int64)
+        file = np.repeat(np.arange(len(names)), [len(w[1]) for w in self._written])
+        by_tensor = np.argsort(tensor, kind="stable")
+        first = np.searchsorted(tensor[by_tensor], np.array(order, np.int64))
+        stop = np.searchsorted(tensor[by_tensor], np.array(order, np.int64), side="right")
+        alike: dict[tuple[int, ...], tuple[tuple[Stored, ...], tuple[str, ...]]] = {}
         found = []
-        for i in order:
-            spec = self._request.tensors[i]
-            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, self._chunks[i]))
+        for i, a, b in zip(order, first.tolist(), stop.tolist(), strict=True):
+            rows = by_tensor[a:b]
+            own = [pieces[n] for n in rows.tolist()]
+            files = file[rows].tolist()
+            key = (*map(id, own), *files)
+            if key not in alike:
+                boxes = tuple([piece.stored or (piece.box.offset, piece.box.shape) for piece in own])
+                alike[key] = boxes, tuple([names[n] for n in files])
+            spec, (starts, lengths) = self._request.tensors[i], place[rows].T.tolist()
+            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], starts, lengths))
         return found
-
-    def _groups(self, share: Share) -> Iterator[tuple[int, int]]:
-        """Yield (first, stop) of the pieces that go into one file each; at least one group."""
-        first = size = 0
-        most = self._request.max_file_bytes
-        for n, piece in enumerate(share.pieces):
-            if size and size + piece.nbytes > most:
-                yield first, n
-                first, size = n, 0
-            size += piece.nbytes
-        yield first, len(share.pieces)
 
     def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:
         if not tensors:
             return
         run, name = self._run(tensors, pieces), self._name()
-        for i, piece, (start, length) in zip(tensors, pieces, run.items, strict=True):
-            offset, sizes = piece.stored or (piece.box.offset, piece.box.shape)
-            self._chunks.setdefault(i, []).append((offset, sizes, ItemPlace(name, start, length)))
+        self._written.append((name, tensors, pieces, run.items))
+        self._only = run if not self._tensors and not self._literals else None
         self._tensors += [tensors[n] for n in run.order]
         self._boxes += [pieces[n].box for n in run.order]
         self._slots += run.slots
@@ -158,21 +173,35 @@ class Files:
         self._boxes: list[Box] = []
         self._slots: list[Slot] = []
         self._literals: list[Literal] = []
+        self._only: Run | None = None  # what the file holds, if nothing else
 
     def _end(self) -> None:
-        tensors = self._request.tensors
+        tensors, only = self._request.tensors, self._only
         cut = any(b.shape != tensors[i].shape for i, b in zip(self._tensors, self._boxes, strict=True))
         self._full.append(
             FileLayout(
                 self._prefix + self._name(),
                 self._at,
                 tuple(self._tensors),
-                tuple(self._slots),
-                tuple(self._literals),
+                # The tuples of a run that many ranks share: what is made of them is made once.
+                tuple(self._slots) if only is None else only.slots,
+                tuple(self._literals) if only is None else only.literals,
                 boxes=tuple(self._boxes) if cut else (),
             )
         )
         self._begin()
+
+
+def _groups(sizes: Sequence[int], most: int) -> tuple[tuple[int, int], ...]:
+    """Return (first, stop) of the pieces that go into one file each; at least one group."""
+    found = []
+    first = size = 0
+    for n, nbytes in enumerate(sizes):
+        if size and size + nbytes > most:
+            found.append((first, n))
+            first, size = n, 0
+        size += nbytes
+    return (*found, (first, len(sizes)))
 
 
 def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Path]]:

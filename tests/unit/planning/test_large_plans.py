@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
 
 RANKS, MESH = 64, "fsdp=32"
 # A call of a built-in counts like one of a function; a chunk by itself costs 100 to read.
-READS_PER_CHUNK, CALLS_PER_PIECE = 25, 60
+READS_PER_CHUNK, CALLS_PER_PIECE = 25, 20
 ITEM = 1400  # bytes that a zip adds, about
 
 
@@ -70,8 +70,9 @@ def hollow(folder: Path, tensors: int) -> Path:
     return folder
 
 
-def request(source: Path) -> Request:
-    return Request(str(source), str(source.with_name("out")), "reshard", "dcp", mesh=MESH)
+def request(source: Path, largest: int = 5_000_000_000) -> Request:
+    out = str(source.with_name("out"))
+    return Request(str(source), out, "reshard", "dcp", mesh=MESH, max_file_size=largest)
 
 
 def calls(work: Callable[[], Any]) -> tuple[int, Any]:
@@ -81,14 +82,17 @@ def calls(work: Callable[[], Any]) -> tuple[int, Any]:
     return pstats.Stats(profile).total_calls, result  # type: ignore[attr-defined]
 
 
-def test_work_per_chunk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [1, 2])  # of each rank; their columns are shared with the next rank's
+def test_work_per_chunk(tmp_path: Path, files: int) -> None:
+    largest = {1: 5_000_000_000, 2: 70_000}[files]
     few, many = hollow(tmp_path / "few", 40), hollow(tmp_path / "many", 440)
-    compose(request(few), ckptcore.open(str(few)))  # imports
+    compose(request(few, largest), ckptcore.open(str(few)))  # imports
     grown: dict[str, tuple[int, int]] = {}
     for source in (few, many):
         reading, manifest = calls(lambda at=source: ckptcore.open(str(at)))
-        planning, _ = calls(lambda at=source, m=manifest: compose(request(at), m))
+        planning, planned = calls(lambda at=source, m=manifest: compose(request(at, largest), m))
         grown[source.name] = reading, planning
+    assert len(planned.plan.files) == 32 * files + 1
     chunks, pieces = 400 * RANKS, 400 * 32
     reading, planning = (b - a for a, b in zip(*grown.values(), strict=True))
     assert reading / chunks < READS_PER_CHUNK

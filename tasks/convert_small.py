@@ -1,0 +1,59 @@
+"""Convert a batch of small checkpoints in one task, and announce each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.assets import add_asset_metadata
+from prefect.cache_policies import NO_CACHE
+from prefect.tasks import MaterializingTask
+
+from ckptcore.catalog import open_catalog
+from ckptcore.conversion.batch import convert_batch
+from ckptcore.conversion.publish import Result
+from ckptcore.conversion.registration import Announcement
+from ckptcore.errors import CkptError
+from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.units import show_size
+from tasks.assets import asset_keys
+from tasks.logs import log
+from tasks.markdown_text import count
+
+
+@task(task_run_name="convert {name}", cache_policy=NO_CACHE, persist_result=False)
+def convert_small(
+    name: str,
+    requests: Sequence[Request],
+    settings: Settings,
+    catalog: str | None,
+    announcement: Announcement,
+    flow_run_id: str,
+) -> list[Result | CkptError]:
+    """Return for each request its output, or its error. name: for the name of the task run."""
+    with open_catalog(catalog) as known:
+        found = convert_batch(
+            requests, settings, known, catalog_url=catalog, announcement=announcement, flow_run_id=flow_run_id
+        )
+    made = [one for one in found if not isinstance(one, CkptError)]
+    log.info("%s: %s", count(len(made), "conversion"), show_size(sum(one.nbytes for one in made)))
+    return found
+
+
+def _announce(result: Result) -> None:
+    for key in asset_keys(result.destination):
+        add_asset_metadata(
+            key, {"format": result.format, "bytes": result.nbytes, "conversion": result.conversion}
+        )
+
+
+# With the assets of a conversion, as `tasks.record.record`.
+announce = MaterializingTask(
+    fn=_announce,
+    name="announce",
+    assets=[],
+    materialized_by="ckptcore",
+    task_run_name="announce",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
