@@ -197,11 +197,11 @@ class Dcp:
     def load(self, folder: Path) -> None:
         model, optimizer = self.job.model, self.job.optimizer
         weights, states = get_state_dict(model, optimizer)
-        key = "extra_state.lr_scheduler"  # as the reshard of rank files names it
-        tree = {"model": weights, "optim": states, key: self.job.scheduler.state_dict()}
+        extra = {"lr_scheduler": self.job.scheduler.state_dict()}  # random states are of the ranks that saved
+        tree: State = {"model": weights, "optim": states, "extra_state": extra}
         dcp.load(tree, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
-        self.job.scheduler.load_state_dict(tree[key])
+        self.job.scheduler.load_state_dict(tree["extra_state"]["lr_scheduler"])
 
 
 def native(job: Job, truth: State) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
-from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.trees import built, leaves_below
 from ckptcore.formats.common.write_assignment import Share, WriteItem, by_rank, in_order
 from ckptcore.formats.dcp.items import Run, blob, object_zip, zips
 from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, Stored, StoredTensor, metadata_pickle
@@ -215,4 +215,55 @@ def _stored_objects(request: Arrangement) -> tuple[dict[str, Any], dict[str, Pat
                 paths[name] = (*base, *inner)
             if not isinstance(leaf, TensorRef):
                 found[name] = leaf
-    return found, paths
+    return _joined(request, found, paths)
+
+
+def _joined(
+    request: Arrangement, objects: dict[str, Any], inner: dict[str, Path]
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the objects and their paths, with every dict that has no tensor below as one object.
+
+    Since 2.4 torch saves, and asks for, each entry of a dict by a name of its own. Where it finds a dict
+    stored as one object, it asks for all by the names that 2.3 gave them: there the topmost dict without a
+    tensor below is one object. Which dict that is changes when tensors are left out, such as random states.
+    """
+    if not any(_has_dict(value) for value in objects.values()):
+        return objects, inner
+    where = {name: inner.get(name) or tuple(request.paths.get(name, (name,))) for name in objects}
+    bare = _Bare([t.fqn for t in request.tensors], {*where.values()})
+    rows: dict[Path, list[tuple[str, Path, Any]]] = {}
+    for name, path in where.items():
+        top = bare.above(path)
+        if top is not None:
+            rows.setdefault(top, []).append((name, path[len(top) :], objects[name]))
+    joined = {name for found in rows.values() for name, _, _ in found}
+    kept = {name: value for name, value in objects.items() if name not in joined}
+    kept |= {".".join(map(str, top)): built(found) for top, found in rows.items()}
+    places = {name: path for name, path in inner.items() if name not in joined}
+    places |= {".".join(map(str, top)): top for top in rows}
+    return {name: kept[name] for name in sorted(kept, key=natural)}, places
+
+
+def _has_dict(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_dict, value)))
+
+
+class _Bare:
+    """Find the containers of a saved tree that have no tensor below."""
+
+    def __init__(self, tensors: Sequence[str], taken: set[Path]) -> None:
+        self._tensors, self._taken = tensors, taken
+        self._known: dict[Path, bool] = {}
+
+    def above(self, path: Path) -> Path | None:
+        """Return the topmost container of a path without a tensor, made of dicts alone; None without one."""
+        for n in range(1, len(path)):
+            if self._is_bare(path[:n]):
+                return path[:n] if all(type(step) is str for step in path) else None
+        return None
+
+    def _is_bare(self, top: Path) -> bool:
+        if top not in self._known:
+            below = ".".join(map(str, top)) + "."
+            self._known[top] = top not in self._taken and not any(t.startswith(below) for t in self._tensors)
+        return self._known[top]
