@@ -83,7 +83,7 @@ class FileWork:
         settings = settings if part is None else replace(settings, digest=True)
         self.plan, self.part = plan, part
         self._source, self._records, self.writer = source, records, writer
-        self._tensors = TensorFiller(plan, settings, records)
+        self._tensors = TensorFiller(plan, source, settings, records)
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
         # Uploads have a digest of their parts, which their writer computes.
@@ -99,6 +99,9 @@ class FileWork:
 
     def fill(self, job: Job, buffer: Bytes, own: Workspace) -> None:
         """Put a job's bytes into ``buffer`` and, where the writer allows, into the file."""
+        filled = frozenset[int]()
+        if not self._direct and len(job.parts) > 1:
+            filled = self._tensors.fill_small(job.parts, buffer, own, counts=self._counts(job))
         for at, part in job.parts:
             if self._direct and self._copied(part, job.start + at):
                 continue
@@ -107,7 +110,8 @@ class FileWork:
                 data = self.plan.literals[part.literal].data
                 target[:] = np.frombuffer(data, np.uint8)[part.begin : part.end]
             else:
-                self._tensors.fill(part, target, own, counts=self._counts(job))
+                if part.tensor not in filled:
+                    self._tensors.fill(part, target, own, counts=self._counts(job))
                 if self._patched:
                     crc = crc32(target.data)
                     with self._lock:

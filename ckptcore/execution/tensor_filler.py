@@ -17,7 +17,8 @@ from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks, view_of
 from ckptcore.execution.device import Lane, host_sum
-from ckptcore.execution.tiles import TensorPart
+from ckptcore.execution.small_tensors import SmallTensors
+from ckptcore.execution.tiles import LiteralPart, TensorPart
 from ckptcore.fingerprints.sums import ZERO, Sum, add, pack
 from ckptcore.planning.file_plan import COMPARE, FilePlan, PlannedTensor
 from ckptcore.planning.request import Settings
@@ -26,6 +27,7 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.chunk_reader import COPY, READ, ChunkedTensor, ChunkReader
 from ckptcore.reading.gather import Bytes, Overlap, tile_view
 from ckptcore.reading.payload import Payload, StoredChunk
+from ckptcore.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,10 @@ class Workspace:
 class TensorFiller:
     """Fills the tensor parts of one output file. Safe for threads."""
 
-    def __init__(self, plan: FilePlan, settings: Settings, records: Records) -> None:
+    def __init__(self, plan: FilePlan, source: Store, settings: Settings, records: Records) -> None:
         self._plan, self._device, self._verify = plan, settings.device, settings.verify
         self._chunks = ChunkReader(_PlannedReads(plan), records, compare=settings.verify)
+        self._small = SmallTensors(plan, source, records) if settings.verify else None
         self._sums = [ZERO] * len(plan.tensors) if settings.fingerprint else None
         self._lock = threading.Lock()
 
@@ -83,6 +86,34 @@ class TensorFiller:
                 cast_into(tile, tensor.source_dtype, target, tensor.dtype, self._device)
         if self._sums is not None and counts:
             self._sum(part, own.cast if changes else target, own)
+
+    def fill_small(
+        self,
+        parts: Sequence[tuple[int, LiteralPart | TensorPart]],
+        buffer: Bytes,
+        own: Workspace,
+        *,
+        counts: bool = True,
+    ) -> frozenset[int]:
+        """Fill the small tensors of a job, many at a time.
+
+        Args:
+            parts: The job's parts, with their first bytes in ``buffer``.
+            buffer: Of the job.
+            own: The worker's buffers.
+            counts: Add the parts to the fingerprint.
+
+        Returns:
+            The tensors that are filled; `fill` is for the others.
+        """
+        if self._small is None or not self._small.any:
+            return frozenset()
+        filled = self._small.read(parts, buffer, own.scratch)
+        if self._sums is not None and counts:
+            for at, part in parts:
+                if isinstance(part, TensorPart) and part.tensor in filled:
+                    self._sum(part, buffer[at : at + part.nbytes], own)
+        return filled
 
     def runs(self, part: TensorPart) -> list[tuple[Payload, Overlap]] | None:
         """Return the chunks of a part if it is complete runs of them, uncast, row-major, in plain files.

@@ -131,6 +131,9 @@ def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | Ten
             continue
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
+        if n not in plan.derived and tensor.nbytes // itemsize * widest <= usual:  # any limit holds all of it
+            yield TensorPart(n, tensor.box, tensor.nbytes, 0)
+            continue
         limit = budget.step(beside(plan.reads, n, len(tensor.shape)))
         if n in plan.derived:
             limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)

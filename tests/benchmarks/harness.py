@@ -70,6 +70,7 @@ class Bench:
             "PYTHON": sys.executable,
             "PEERS": HERE / "peers.py",
             "CKPTCORE": self.ckptcore,
+            "CORE": min(os.sched_getaffinity(0)),
             **{name: os.environ.get(variable, "") for name, variable in INTERPRETERS.items()},
         }
         return [str(paths.get(word, word.replace("SRC/", f"{source}/"))) for word in contender.argv]
@@ -102,6 +103,17 @@ def remove(path: Path) -> None:
             shutil.rmtree(each)
         else:
             each.unlink(missing_ok=True)
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache; they must be clean (`sync`)."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
 
 @contextmanager

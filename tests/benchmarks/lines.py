@@ -3,7 +3,8 @@
 This is only a table; run.py or a separate program runs the lines. Each line has a source
 (make_ckpt.SOURCES) and a place. On "disk" the base is a plain copy of the source, flushed. "ram" is a RAM
 disk, so that the disk does not hide the converter; there the peers do not sync. Sources are as warm or cold
-as the previous contender left them, so the first contender changes from round to round.
+as the previous contender left them, so the first contender changes from round to round. A cold race drops
+the source from the page cache before each contender.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 BUDGET = "256MiB"
 BUDGET_BYTES = 256 << 20
-BASE_BYTES = 450 << 20  # interpreter and torch
+BASE_BYTES = 100_000_000  # all but the tensor buffers
 SPREAD = 0.10  # of the mid-range of the peaks, up and down
 INSPECT_SECONDS = 0.7
 COVER_SECONDS = 2.0
@@ -50,6 +51,7 @@ _EXPORT = ("CKPTCORE", "export", "SRC", "OUT")
 _RESHARD = ("CKPTCORE", "reshard", "SRC", "OUT", "--to", "dcp", "--mesh", "fsdp=4,tp=2")
 _FAST = ("--no-verify", "--no-digest")
 _BF16 = ("--dtype", "bf16")
+CORES = 16
 
 CONTENDERS = {
     "cp": Contender(("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', "SRC", "OUT"), verified=False),
@@ -91,6 +93,11 @@ CONTENDERS = {
     # transformers builds the model on the meta device first, which no peer does.
     "ckptcore+cast+config": Contender((*_EXPORT, *_BF16, "--config", "SRC/hf.json"), dtype="bf16"),
     "ckptcore fast+cast": Contender((*_EXPORT, *_FAST, *_BF16), dtype="bf16"),
+    "consolidate_safetensors_files_on_every_rank": Contender(
+        (*_PEER, "consolidate_safetensors", "SRC", "OUT")
+    ),
+    "ckptcore on one core": Contender(("taskset", "-c", "CORE", *_EXPORT, "--workers", "1")),
+    f"ckptcore on {CORES} cores": Contender((*_EXPORT, "--workers", str(CORES))),
 }
 
 
@@ -139,12 +146,23 @@ class Faster:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Contenders in turn on one source, each in its own process; bounds on the medians."""
+    """Contenders in turn on one source, each in its own process; bounds on the medians.
+
+    Attributes:
+        name: Of the line.
+        place: Where it runs.
+        source: The checkpoint.
+        bounds: On the medians.
+        cold: Whether the source leaves the page cache before each contender.
+        cores: How many cores it needs.
+    """
 
     name: str
     place: str
     source: str
     bounds: tuple[AtMost | Faster, ...]
+    cold: bool = False
+    cores: int = 1
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -219,18 +237,28 @@ def _objects(milliseconds: int) -> Program:
     return Program(f"objects/row-2gb/{milliseconds}-ms", "ram", "row-2gb", argv, ("--runs", "1"))
 
 
-def _disk(source: str, factor: float, subject: str = "ckptcore") -> Race:
-    return Race(f"disk/{source}", "disk", source, (AtMost(subject, "cp", factor, plus=1.0),))
+def _gpu(*options: str) -> Program:
+    name = "-".join(option.lstrip("-") for option in options)
+    return Program(f"gpu/{name}", "ram", "fp32-4gb", ("gpu.py", "SRC", "OUT", *options), ("--runs", "1"))
 
 
-def _ram(source: str, times: float, times_fast: float | None = None) -> Race:
+def _disk(source: str, factor: float, subject: str = "ckptcore", plus: float = 1.0) -> Race:
+    return Race(f"disk/{source}", "disk", source, (AtMost(subject, "cp", factor, plus),))
+
+
+def _ram(
+    source: str, times: float, times_fast: float | None = None, times_torch: float | None = None
+) -> Race:
+    """Return a line against both peers; ``times_torch`` is the bound against `dcp_to_torch_save`."""
     cast = "+cast" if source.startswith("fp32") else ""
-    subjects = [(f"ckptcore{cast}", times)]
+    subjects = [(f"ckptcore{cast}", times, times_torch or times)]
     if times_fast is not None:
-        subjects.append((f"ckptcore fast{cast}", times_fast))
-    peers = (f"dcp_to_torch_save{cast}", f"load+save_file{cast}")
-    bounds = tuple(Faster(who, peer, by) for who, by in subjects for peer in peers)
-    return Race(f"ram/{source}", "ram", source, bounds)
+        subjects.append((f"ckptcore fast{cast}", times_fast, times_fast))
+    bounds = []
+    for who, by, by_torch in subjects:
+        bounds.append(Faster(who, f"dcp_to_torch_save{cast}", by_torch))
+        bounds.append(Faster(who, f"load+save_file{cast}", by))
+    return Race(f"ram/{source}", "ram", source, tuple(bounds))
 
 
 def _trainer(source: str, peer: str, subject: str) -> Race:
@@ -245,8 +273,8 @@ def _zero(source: str) -> Race:
     return Race(f"ram/{source}", "ram", source, bounds)
 
 
-def _shape(source: str) -> Race:
-    return Race(f"ram/{source}", "ram", source, (Faster("ckptcore", "dcp_to_torch_save", 2.0),))
+def _shape(source: str, times: float = 2.0) -> Race:
+    return Race(f"ram/{source}", "ram", source, (Faster("ckptcore", "dcp_to_torch_save", times),))
 
 
 WRITERS = {
@@ -289,6 +317,20 @@ _RESHARDED = Race(
 _RESHARDED_RAM = Race(
     "ram/training-4gb", "ram", "training-4gb", (Faster("ckptcore reshard", "load+save job", 3.0),)
 )
+_COLD = Race("cold/row-8gb", "disk", "row-8gb", (AtMost("ckptcore", "cp", 1.1, plus=0.0),), cold=True)
+_CORES = Race(
+    f"cores/row-8gb/{CORES}",
+    "ram",
+    "row-8gb",
+    (Faster(f"ckptcore on {CORES} cores", "ckptcore on one core", 8.0),),
+    cores=CORES,
+)
+_SHARDS = Race(
+    "ram/hf-shards-2gb",
+    "ram",
+    "hf-shards-2gb",
+    (Faster("ckptcore", "consolidate_safetensors_files_on_every_rank", 2.0),),
+)
 _BOTH = ("safetensors", "torch_save")
 
 LINES: tuple[Line, ...] = (
@@ -323,9 +365,9 @@ LINES: tuple[Line, ...] = (
         MOE_SECONDS,
         MOE_BYTES,
     ),
-    _ram("row-2gb", 2.0),
-    _ram("col-2gb", 2.0),
-    _ram("fp32-2gb", 2.0),
+    _ram("row-2gb", 2.0, times_torch=8.0),
+    _ram("col-2gb", 2.0, times_torch=6.5),
+    _ram("fp32-2gb", 2.0, times_torch=6.0),
     _ram("row-4gb", 2.5, 3.0),
     _ram("col-4gb", 2.5, 3.0),
     _ram("fp32-4gb", 2.5, 3.0),
@@ -356,7 +398,12 @@ LINES: tuple[Line, ...] = (
     _trainer("olmo-2gb", "unshard_checkpoint", "ckptcore unshard"),
     _trainer("verl-2gb", "verl merger", "ckptcore merge"),
     _zero("zero3-2gb"),
-    _shape("many-small"),
+    _SHARDS,
+    _CORES,
+    _gpu("--dtype", "bf16"),
+    _gpu("--dtype", "float8_e4m3fn"),
+    _gpu("--fingerprint"),
+    _shape("many-small", 5.0),
     _shape("many-small-8way"),
     _shape("1024-way"),
     *_peaks("row-0.5gb", "ram", _BOTH, equal=True),
@@ -378,6 +425,7 @@ LINES: tuple[Line, ...] = (
     _disk("row-2gb", 1.6),
     _disk("col-2gb", 2.5),
     _disk("fp32-2gb", 2.5, "ckptcore+cast"),
-    _disk("row-8gb", 1.3),
+    _disk("row-8gb", 1.0, plus=0.3),
+    _COLD,
     _RESHARDED,
 )

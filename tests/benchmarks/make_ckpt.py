@@ -214,6 +214,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "lightning-2gb": _llama_1b(14, "bf16", 0, "lightning"),
     "olmo-2gb": _llama_1b(14, "bf16", 0, "olmo"),
     "verl-2gb": _llama_1b(14, "bf16", 0, "verl"),
+    "hf-shards-2gb": _llama_1b(14, "bf16", 0, "hf-shards"),
     "fp32-2gb": _llama_1b(6, "fp32", 0),
     "fp32-3gb": _llama_1b(10, "fp32", 0),
     "fp32-4gb": _llama_1b(14, "fp32", 0),
@@ -440,6 +441,18 @@ def _save_pickle(source: Source, folder: Path, rank: int, mesh: Any) -> None:
     torch.save(state, folder / f"model_world_size_{source.ranks}_rank_{rank}.pt")
 
 
+def _save_safetensors(source: Source, folder: Path, rank: int, mesh: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(_state_dict(source, rank, mesh)["model"], storage_writer=writer)
+
+
+def write_hf_shards(source: Source, folder: Path) -> None:
+    """Write the folder of torch's HuggingFaceStorageWriter: one safetensors file of shards a rank."""
+    _in_job(source, folder, _save_safetensors)
+
+
 def write_in_turn(source: Source, folder: Path) -> None:
     """Save from one process that acts as each rank in turn: the steps of `dcp.save`, in their order."""
     import torch.distributed as dist
@@ -525,6 +538,7 @@ def as_job(source: Source) -> Any:
 
 LAYOUTS: dict[str, Callable[[Source, Path], None]] = {
     "dcp": write_dcp,
+    "hf-shards": write_hf_shards,
     "hollow": write_hollow,
     "lightning": write_lightning,
     "olmo": write_olmo,

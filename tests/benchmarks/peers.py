@@ -1,4 +1,4 @@
-"""Run the peers: other tools that convert a DCP folder to one file.
+"""Run the peers: other tools that convert a sharded checkpoint to complete tensors.
 
 Each is what a user would run today, in its own process:
 
@@ -97,6 +97,55 @@ def verl_merge(source: Path, out: Path, dtype: str | None) -> None:
     merger.cleanup()
 
 
+def consolidate_safetensors(source: Path, out: Path, dtype: str | None) -> None:
+    """Run torch's `consolidate_safetensors_files_on_every_rank` in a gloo job of this machine.
+
+    One process and one output file for each core, since a file is the work of one rank.
+    """
+    import json
+    import tempfile
+
+    import torch.distributed.checkpoint._consolidate_hf_safetensors  # noqa: F401  before the fork
+    import torch.multiprocessing as mp
+
+    sizes: dict[str, int] = {}
+    for path in source.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                sizes[name] = sizes.get(name, 0) + end - begin
+    ranks = len(os.sched_getaffinity(0))
+    loads, files = [0] * ranks, {}
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):  # files of about equal size
+        lightest = loads.index(min(loads))
+        files[name] = lightest + 1
+        loads[lightest] += sizes[name]
+    out.mkdir()
+    with tempfile.TemporaryDirectory() as meeting:
+        mp.start_processes(
+            _consolidate_rank,
+            args=(ranks, source, out, files, f"file://{meeting}/rendezvous"),
+            nprocs=ranks,
+            start_method="fork",
+        )
+
+
+def _consolidate_rank(
+    rank: int, ranks: int, source: Path, out: Path, files: dict[str, int], meeting: str
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files_on_every_rank,
+    )
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=meeting)
+    consolidate_safetensors_files_on_every_rank(str(source), str(out), files)
+    os._exit(0)  # its threads can abort the interpreter at shutdown
+
+
 RANKS, TP = 8, 2
 _ROWWISE = ("o_proj.weight", "down_proj.weight")
 
@@ -155,6 +204,7 @@ def _reshard_rank(rank: int, source: Path, out: Path, meeting: str) -> None:
 PEERS: dict[str, Callable[[Path, Path, str | None], None]] = {
     "dcp_to_torch_save": dcp_to_torch_save,
     "load_and_save_file": load_and_save_file,
+    "consolidate_safetensors": consolidate_safetensors,
     "unshard_checkpoint": unshard_checkpoint,
     "verl_merge": verl_merge,
     "reshard_job": reshard_job,

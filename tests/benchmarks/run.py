@@ -4,7 +4,8 @@
 2. A race runs its contenders in turn, a different one first in each round, each in its own process,
    outputs removed in between; in the first round every output is verified bit by bit.
 3. Other measurements are separate programs, which can also run alone: overhead.py (a flow compared with
-   the command line), workers.py (two worker processes compared with one), receiver.py (senders' waits).
+   the command line), workers.py (two worker processes compared with one), receiver.py (senders' waits),
+   gpu.py (an export on a device compared with PCIe).
 4. One table, one verdict per bound; exit status 1 where a bound or a command failed.
 
     python run.py [--only REGEX] [--runs 5] [--quick] [--json FILE]
@@ -29,7 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import memory
-from harness import HERE, INTERPRETERS, Bench, CommandError, call, checkpoint, folders, remove, say, verify
+from harness import (
+    HERE,
+    INTERPRETERS,
+    Bench,
+    CommandError,
+    call,
+    checkpoint,
+    folders,
+    forget,
+    remove,
+    say,
+    verify,
+)
 from lines import (
     BASE_BYTES,
     BUDGET,
@@ -75,6 +88,10 @@ class Outcome:
 
 def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
     """Run all contenders `runs` times, in turn; one outcome per bound."""
+    cores = len(os.sched_getaffinity(0))
+    if cores < line.cores and bench.judged:
+        yield Outcome(line.name, f"not run: it needs {line.cores} CPU cores (got {cores})", "runs", None)
+        return
     for name in line.contenders:
         variable = INTERPRETERS.get(CONTENDERS[name].argv[0])
         if variable is not None and variable not in os.environ:
@@ -89,6 +106,8 @@ def race(bench: Bench, line: Race, source: Path) -> Iterator[Outcome]:
             try:
                 if line.place == "disk":  # no contender pays for unwritten data of another
                     call(["sync", "-f", str(source)])
+                if line.cold:
+                    forget(source)
                 seconds, _ = call(bench.argv(contender, source, out), bench.env)
                 if turn == 0 and contender.verified:
                     verify(bench, line.source, out, contender)
@@ -279,6 +298,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of the commands: a catalog of their own, and modules compiled once.
+
+    Installed packages are compiled; a checkout is not, where this variable is set.
+    """
+    env = os.environ | {"CKPTCORE_CATALOG_URL": f"sqlite:///{folder}/catalog.db"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env
+
+
 def main() -> int:
     """Run the chosen lines; return 1 where one of them fails."""
     args = arguments()
@@ -300,7 +329,7 @@ def main() -> int:
             scale=scale,
             judged=not args.quick,
             keep=args.keep,
-            env=os.environ | {"CKPTCORE_CATALOG_URL": f"sqlite:///{places['disk']}/catalog.db"},
+            env=environment(places["disk"]),
         )
         # Create the catalog's tables once, not inside the first timed run.
         try:

@@ -115,6 +115,19 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line.source for line in LINES} - {None} == set(SOURCES)
 
 
+def test_a_race_that_needs_more_cores_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import lines
+    import run
+    from harness import Bench
+
+    many = lines.Race("many", "ram", "row-2gb", (lines.Faster("ckptcore", "cp", 1.0),), cores=10_000)
+    bench = Bench(Path("none"), {}, runs=1, scale=1, judged=True, keep=False, env={})
+    (row,) = run.race(bench, many, Path("none"))
+    assert row.ok is None
+    assert row.measured.startswith("not run: it needs 10000 CPU cores (got ")
+
+
 def quick_run(folder: Path, only: str) -> list[dict[str, Any]]:
     """Return the lines of a quick run, which left nothing in its folders."""
     ran = program(
@@ -138,7 +151,9 @@ def test_a_line_is_measured_and_verified_and_leaves_nothing(tmp_path: Path) -> N
 
 @pytest.mark.soak
 def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
-    rows = quick_run(tmp_path, "^(inspect|ram)/row-2gb|^cover|^memory/row-2gb/safetensors/workers-1")
+    rows = quick_run(
+        tmp_path, "^(inspect|ram)/row-2gb|^ram/hf-shards|^cover|^memory/row-2gb/safetensors/workers-1"
+    )
     assert [row["line"] for row in rows] == [
         "inspect/row-2gb",
         "inspect/row-2gb: imports",
@@ -146,6 +161,7 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
         "ram/row-2gb: ckptcore",
         "memory/row-2gb/safetensors/workers-1",
         "cover/chunks-1m",
+        "ram/hf-shards-2gb: ckptcore",
         "memory: same peak, safetensors",
     ]
     assert rows[2]["data"]["figure"] > 0
@@ -154,6 +170,7 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
 
 def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
+    import gpu
     import overhead
     import receiver
     import workers
@@ -163,6 +180,11 @@ def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
         for more, ok in ((most, True), (most + 0.1, False)):
             times = {"cli": [9.0, 1.0, 0.5], "flow": [0.1, 1.0 + more, 99.0]}
             assert overhead.verdict(times, server)["ok"] is ok
+
+    # 8 GB in 3 s beside the fixed one are 0.8 of 3.33 GB/s.
+    for seconds, peak, ok in ((4.0, 1 << 28, True), (4.1, 1 << 28, False), (4.0, (1 << 28) + 1, False)):
+        speeds = {"PCIe": 20e9, "cp": 8e9 / 3 / 0.8 - 1}
+        assert gpu.verdict(8_000_000_000, [seconds], speeds, peak)["ok"] is ok
 
     one, two = {"wall": 90.0, "cpu": [61.0]}, {"wall": 60.0, "cpu": [31.0, 31.0]}
     assert workers.verdict(one, two, 60)["ok"]

@@ -23,7 +23,7 @@ import torch
 from make_ckpt import SOURCES, Source, shard
 from safetensors import safe_open
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def truth(source: Source, index: int) -> torch.Tensor:

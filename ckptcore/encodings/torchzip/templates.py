@@ -8,7 +8,12 @@ of them; comparing a few ranges proves the same as parsing them again, in a tent
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.core.dtype import BY_NAME
 from ckptcore.encodings.torchzip.reader import Parsed, Resolved, Window, parse_tensor
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.utils.crc32 import crc32
@@ -96,3 +101,65 @@ def _template(parsed: Parsed, window: Window) -> _Template | None:
             fixed.append((at, window.read(at, first - at)))
         at = last
     return _Template(resolved, tuple(fixed), parsed.payload_row + 16, id_at, id_length, id_crc_at)
+
+
+class AlikeZips:
+    """Zips of one length, verified against the templates of that length, many at a time.
+
+    Args:
+        content: The zips, end to end.
+        length: Bytes of each.
+    """
+
+    def __init__(self, content: memoryview, length: int) -> None:
+        self._content, self._length = content, length
+        self._rows = np.frombuffer(content, np.uint8).reshape(-1, length)
+
+    def payloads(self, dtype: str, shape: tuple[int, ...], what: str) -> tuple[int, npt.NDArray[np.bool_]]:
+        """Find the zips that hold one complete row-major tensor.
+
+        Args:
+            dtype: Dtype of the tensor.
+            shape: Its shape.
+            what: The first zip, for messages.
+
+        Returns:
+            (first byte of the payload in each of these zips, which zips hold such a tensor with intact
+            checksums). What is wrong with the others, if anything, `read_tensor` says.
+
+        Raises:
+            CkptError: `read_tensor` cannot read the first zip, and no earlier one was of its kind.
+        """
+        if not self._templates(dtype, shape):
+            first = bytes(self._content[: self._length])
+            read_tensor(Window(lambda at, count: first[at : at + count], len(first), len(first)), what)
+        for template in self._templates(dtype, shape):
+            known, good = template.resolved, np.ones(len(self._rows), np.bool_)
+            for at, raw in template.fixed:
+                good &= (self._rows[:, at : at + len(raw)] == np.frombuffer(raw, np.uint8)).all(axis=1)
+            if template.id_length:
+                self._verify(template.id_at, template.id_length, template.id_crc_at, good)
+            self._verify(known.record_start, known.record_length, template.crc_at, good)
+            if good.any():
+                return known.record_start, good
+        return 0, np.zeros(len(self._rows), np.bool_)
+
+    def _templates(self, dtype: str, shape: tuple[int, ...]) -> list[_Template]:
+        """Return the templates of this length whose only record is such a tensor, with a checksum."""
+        nbytes = prod(shape) * BY_NAME[dtype].itemsize
+        found = []
+        for template in _templates.get(self._length, ()):
+            known = template.resolved
+            plain = known.view.strides is None and not known.view.flags and known.crc32 is not None
+            complete = (known.view.start, nbytes) == (known.record_start, known.record_length)
+            if (known.dtype, known.shape) == (dtype, shape) and plain and complete:
+                found.append(template)
+        return found
+
+    def _verify(self, start: int, length: int, crc_at: int, good: npt.NDArray[np.bool_]) -> None:
+        """Clear ``good`` where a range does not match the CRC-32 at ``crc_at``."""
+        stored = np.ascontiguousarray(self._rows[:, crc_at : crc_at + 4]).view("<u4").reshape(-1)
+        content, end = self._content, len(self._content)
+        begins = range(start, end, self._length)
+        found = np.fromiter((crc32(content[at : at + length]) for at in begins), np.uint32, len(begins))
+        good &= found == stored
