@@ -44,7 +44,7 @@ class _Conversion:
     """One conversion of a batch, and what became of it."""
 
     registration: Registration
-    held: ExitStack = field(default_factory=ExitStack)  # keeps the destination locked
+    lock: ExitStack = field(default_factory=ExitStack)  # keeps the destination locked
     seen: list[Manifest] = field(default_factory=list)
     result: Result | None = None
     error: BaseException | None = None
@@ -62,7 +62,7 @@ def convert_batch(
     """Convert several checkpoints to destinations of their own.
 
     Args:
-        requests: What to convert, and how; no destination may lie in another one.
+        requests: What to convert, and how; no destination may be inside another one.
         settings: Memory and threads of all together, and the device.
         catalog: The catalog that records the conversions.
         catalog_url: Its URL.
@@ -101,13 +101,13 @@ def _shares(settings: Settings, count: int) -> tuple[int, Settings]:
 
 def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> None:
     """Convert up to publishing. The destination stays locked."""
-    request, held = row.registration.request, ExitStack()
+    request, lock = row.registration.request, ExitStack()
     about = {"source": request.source, "destination": request.destination, "conversion": row.registration.id}
     try:
         with log_fields(**about), span("conversion", verb=request.verb, **about):
             stage = publishing(request, settings, None, catalog_url, seen=row.seen)
-            row.result = held.enter_context(stage)
-            row.held = held
+            row.result = lock.enter_context(stage)
+            row.lock = lock
     except CkptError as error:
         row.error = error
     except BaseException as error:
@@ -124,10 +124,10 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
             if isinstance(kept, CkptError):
                 raise kept  # inside the conversion: its staging folder stays
             row.result = kept
-            row.held.close()
+            row.lock.close()
         except CkptError as error:
             row.error = error
-            row.held.__exit__(type(error), error, error.__traceback__)
+            row.lock.__exit__(type(error), error, error.__traceback__)
     for row in rows:
         if row.result is None and row.error is None:
             row.error = stop or Interrupted("the batch was stopped before it began")

@@ -17,8 +17,8 @@ SMALL = 256 << 20  # bytes of a checkpoint; a larger one keeps disks and process
 def batches(items: Sequence[SweepItem], ready: Sequence[int], most: int = MOST) -> Iterator[list[int]]:
     """Yield the positions of checkpoints to convert together, in their order.
 
-    A batch has small checkpoints that replace nothing, with local destinations of which none lies in another
-    one: their conversions cannot meet. Any other checkpoint is a batch of its own.
+    A batch has small checkpoints that replace nothing, with local destinations of which none is inside
+    another one: their conversions cannot meet. Any other checkpoint is a batch of its own.
 
     Args:
         items: The checkpoints of a root.

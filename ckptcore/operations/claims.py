@@ -102,8 +102,8 @@ def claimed(catalog: Catalog, key: Key, source: str, who: str, *, redo: bool = F
     Yields:
         The claim; `mine` says whether this worker has it.
     """
-    with claimed_each(catalog, [(key, source)], who, redo=redo) as held:
-        yield held.rows[0]
+    with claimed_each(catalog, [(key, source)], who, redo=redo) as taken:
+        yield taken.rows[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +133,15 @@ def claimed_each(
     with catalog.writing() as conn:
         now = datetime.now(UTC)
         rows = tuple(claims.take(conn, now, key, source, who, retry=redo) for key, source in wanted)
-    held, mine = Claimed(rows), [claim for claim in rows if claim.mine]
+    taken, mine = Claimed(rows), [claim for claim in rows if claim.mine]
     if not mine:
-        yield held
+        yield taken
         return
     stop = threading.Event()
     keeper = threading.Thread(target=_keep, args=(catalog, mine, stop), name="claim", daemon=True)
     keeper.start()
     try:
-        yield held
+        yield taken
     except BaseException as error:
         stop.set()
         keeper.join()
@@ -149,7 +149,7 @@ def claimed_each(
             with catalog.writing() as conn:
                 for n, claim in enumerate(rows):
                     if claim.mine:
-                        _end(conn, claim, held.failures.get(n, error))
+                        _end(conn, claim, taken.failures.get(n, error))
         except CkptError as second:  # must not hide the first error; the lease expires
             _log.warning("cannot end the claim: %s", second.message)
         raise
@@ -157,7 +157,7 @@ def claimed_each(
     keeper.join()
     with catalog.writing() as conn:
         for n, claim in enumerate(rows):
-            if claim.mine and not _end(conn, claim, held.failures.get(n)):
+            if claim.mine and not _end(conn, claim, taken.failures.get(n)):
                 _log.warning("another worker took the claim on %s meanwhile", claim.key.destination)
 
 
@@ -169,8 +169,8 @@ def _end(conn: Connection, claim: ClaimRow, error: BaseException | None) -> bool
     return claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
 
 
-def _keep(catalog: Catalog, held: Sequence[ClaimRow], stop: threading.Event) -> None:
-    kept = list(held)
+def _keep(catalog: Catalog, taken: Sequence[ClaimRow], stop: threading.Event) -> None:
+    kept = list(taken)
     while kept and not stop.wait(claims.LEASE.total_seconds() / 3):
         try:
             with catalog.writing() as conn:

@@ -273,7 +273,7 @@ def convert_ready(
     """
     ready = [n for n, item in enumerate(items) if item.standing is Standing.READY]
     found = {n: items[n] for n in set(range(len(items))) - set(ready)}
-    told = 0
+    reported = 0
     for batch in batches(items, ready) if convert_each is not None else ([n] for n in ready):
         group = [items[n] for n in batch]
         if len(group) == 1 or convert_each is None:
@@ -281,10 +281,10 @@ def convert_ready(
         else:
             done = work_each(catalog, group, convert_each, who)
         found |= zip(batch, done, strict=True)
-        while told in found:
-            (on_item or _ignore)(found[told])
-            told += 1
-    for n in range(told, len(items)):
+        while reported in found:
+            (on_item or _ignore)(found[reported])
+            reported += 1
+    for n in range(reported, len(items)):
         (on_item or _ignore)(found[n])
     return [found[n] for n in range(len(items))]
 
@@ -418,9 +418,9 @@ def work_each(
     stop: Interrupted | None = None
     try:
         # SQLite flushes its log once, when the batch ends, and not in each transaction.
-        with catalog.kept_open(), claimed_each(catalog, wanted, who) as held:
+        with catalog.kept_open(), claimed_each(catalog, wanted, who) as taken:
             todo = []
-            for n, (item, claim) in enumerate(zip(items, held.rows, strict=True)):
+            for n, (item, claim) in enumerate(zip(items, taken.rows, strict=True)):
                 if not claim.mine:
                     done[n] = _with_claim(item, claim)
                     continue
@@ -430,11 +430,11 @@ def work_each(
                     else:
                         todo.append(n)
                 except CkptError as error:
-                    held.failures[n], done[n] = error, _failed(item, error)
+                    taken.failures[n], done[n] = error, _failed(item, error)
             results = convert_each([_request(items[n]) for n in todo]) if todo else ()
             for n, result in zip(todo, results, strict=True):
                 if isinstance(result, CkptError):
-                    held.failures[n], done[n] = result, _failed(items[n], result)
+                    taken.failures[n], done[n] = result, _failed(items[n], result)
                     stop = result if isinstance(result, Interrupted) else stop
                 else:
                     done[n] = replace(items[n], standing=Standing.MADE, why="")

@@ -56,10 +56,10 @@ def sweep(source: Path, folder: Path, count: int, ckptcore: Path) -> dict[str, f
         place = ("--verb", "consolidate", "--destination", f"{folder}/out/{{name}}")
         call(ckptcore, folder, "catalog", "root", "add", "many", folder / "runs", *place)
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        said = call(ckptcore, folder, "sweep", "--min-age", "0s")
+        answer = call(ckptcore, folder, "sweep", "--min-age", "0s")
         seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-        if f"{count} made" not in said:
-            raise RuntimeError(f"the sweep did not make {count}: {said[-300:]}")
+        if f"{count} made" not in answer:
+            raise RuntimeError(f"the sweep did not make {count}: {answer[-300:]}")
         first = folder / "out" / "step-0"
         call(ckptcore, folder, "diff", source, first)
         names = sorted(p.name for p in first.iterdir())

@@ -63,7 +63,7 @@ def is_complete(exports, step):
 
 
 def test_each_has_its_claim_and_its_row(catalog, url, steps, monkeypatch):
-    told, written = [], []
+    reported, written = [], []
     writing = Catalog.writing
 
     def counted(self, **more):
@@ -71,8 +71,8 @@ def test_each_has_its_claim_and_its_row(catalog, url, steps, monkeypatch):
         return writing(self, **more)
 
     monkeypatch.setattr(Catalog, "writing", counted)
-    items = swept(catalog, url, on_item=lambda item: told.append(item.step))
-    assert (standings(items), told) == (["made"] * COUNT, list(range(COUNT)))
+    items = swept(catalog, url, on_item=lambda item: reported.append(item.step))
+    assert (standings(items), reported) == (["made"] * COUNT, list(range(COUNT)))
     assert claim_states(catalog, items) == ["done"] * COUNT
     rows = catalog.conversions(None)
     assert sorted(row.destination_uri for row in rows) == [str(steps / f"step-{n}") for n in range(COUNT)]
@@ -100,8 +100,8 @@ def test_one_that_fails_does_not_stop_the_others(catalog, url, steps, monkeypatc
     assert items["step-1"].why == "disk-full: no room"
     assert claim_states(catalog, items) == ["done", "failed", "done", "done", "done"]
     assert sorted(row.state for row in catalog.conversions(None)) == ["failed"] + ["succeeded"] * 4
-    again = swept(catalog, url, retry_failed=True)
-    assert standings(again) == ["converted", "made", "converted", "converted", "converted"]
+    second = swept(catalog, url, retry_failed=True)
+    assert standings(second) == ["converted", "made", "converted", "converted", "converted"]
 
 
 def test_one_that_cannot_be_recorded_does_not_lose_the_others(catalog, url, steps, monkeypatch):
@@ -120,8 +120,8 @@ def test_one_that_cannot_be_recorded_does_not_lose_the_others(catalog, url, step
     assert standings(items) == ["made", "made", "failed", "made", "made"]
     assert "is published, but not registered" in items["step-2"].why
     assert (steps / ".step-2.ckptcore").exists()  # what the next run ends
-    again = swept(catalog, url, retry_failed=True)
-    assert standings(again) == ["converted", "converted", "made", "converted", "converted"]
+    second = swept(catalog, url, retry_failed=True)
+    assert standings(second) == ["converted", "converted", "made", "converted", "converted"]
     assert list(steps.glob(".*")) == []
 
 
