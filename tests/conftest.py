@@ -7,12 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import driver
 import gaps
 import postgres as postgresql
 import pytest
 import samples
+import warm
 from hypothesis import HealthCheck, settings
 
 # How long examples take is no property of the code: other work on the machine stretches them.
@@ -47,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[samples.SAMPLES] = samples.discover(
         unpacked(config), config.getoption("--corpus", default=None)
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forks of a process that has imported what they collect."""
+    warm.prepare(config, specs)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups

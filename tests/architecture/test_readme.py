@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import resumed
+import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("readme_tables.py")
 
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--check", str(folder)]
+    command = [*warm.python(), str(SCRIPT), "--check", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 

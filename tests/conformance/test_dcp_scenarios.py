@@ -6,10 +6,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from dcp_scenarios import NOT_REWRITTEN, NOT_RUN, SCENARIOS, TOPICS, TORCH_FAILS, UPSTREAM
 from driver import REPOSITORY
 from paths import HELPERS, JOBS
@@ -33,7 +33,7 @@ def passes(names: list[str], folder: Path) -> None:
 def started(*arguments: str) -> str:
     path = os.pathsep.join(map(str, (REPOSITORY, HELPERS, JOBS)))
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [*warm.python(), *arguments],
         capture_output=True,
         text=True,
         timeout=3000,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import warm
 from paths import JOBS
 from samples import differences, flatten, read_safetensors, read_torch, seed_of, tensors_of, tree_digest
 
@@ -42,7 +42,7 @@ def one_job(seed: int, ranks: int, cases: int, cli: Cli, folder: Path) -> None:
     """Run a job and read every checkpoint that it wrote."""
     print(f"fresh checkpoints of --seed {seed}, {ranks} ranks, {cases} cases")
     done = subprocess.run(
-        [sys.executable, str(JOB), str(seed), str(folder), "--ranks", str(ranks), "--cases", str(cases)],
+        [*warm.python(), str(JOB), str(seed), str(folder), "--ranks", str(ranks), "--cases", str(cases)],
         capture_output=True,
         text=True,
         timeout=240,

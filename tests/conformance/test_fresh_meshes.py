@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from meshes import (
     SETTINGS,
     WRITERS,
@@ -54,7 +54,7 @@ def one_job(seed: int, ranks: int, cases: int, pairs: int, folder: Path) -> None
     print(f"--seed {seed}, {ranks} ranks, {cases} cases")
     done = subprocess.run(
         [
-            sys.executable,
+            *warm.python(),
             str(JOBS / "fresh_job.py"),
             str(seed),
             str(folder),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from driver import REPOSITORY
 from paths import JOBS
 from samples import seed_of
@@ -50,7 +50,7 @@ def save_and_load(seed: int, saved: int, loaded: int, cases: int, folder: Path) 
 
 def run(program: Path, *argv: object) -> None:
     done = subprocess.run(
-        [sys.executable, str(program), *map(str, argv)],
+        [*warm.python(), str(program), *map(str, argv)],
         capture_output=True,
         text=True,
         timeout=240,

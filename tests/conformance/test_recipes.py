@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import warm
 from paths import JOBS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
@@ -22,7 +22,7 @@ JOB = JOBS / "recipe_job.py"
 def job(verb: str, folder: Path, ranks: int = 0) -> dict[str, str]:
     """The output of the recipe's step."""
     done = subprocess.run(
-        [sys.executable, str(JOB), verb, str(folder), *([str(ranks)] if ranks else [])],
+        [*warm.python(), str(JOB), verb, str(folder), *([str(ranks)] if ranks else [])],
         capture_output=True,
         text=True,
         timeout=300,

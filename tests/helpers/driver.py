@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import confined
+import warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A fork copies the tables of all pages, and its end takes them apart: with pages of 2 MiB that takes 2 ms and
 # not 8, and 10 ms less in the child. Only memory of `malloc` can have them.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "2", "NO_COLOR": "1", "COLUMNS": "200", **LARGE_PAGES}
 GIB = 1 << 30
 
 
@@ -70,18 +72,13 @@ class Cli:
     def __init__(self, *, environment: dict[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ckptcore-cli-")
         os.chmod(self._folder.name, 0o755)  # a call may run as another user
-        env = dict(os.environ) | {
-            "CKPTCORE_CATALOG_URL": f"sqlite:///{self._folder.name}/catalog.db",
-            "OMP_NUM_THREADS": "2",
-            "NO_COLOR": "1",
-            "COLUMNS": "200",
-        }
-        self._env = env | LARGE_PAGES | (environment or {})
+        catalog = f"sqlite:///{self._folder.name}/catalog.db"
+        self._env = os.environ | ENVIRONMENT | {"CKPTCORE_CATALOG_URL": catalog} | (environment or {})
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
+            [*warm.python(warm.COMMANDS), str(Path(__file__).resolve())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -192,21 +189,26 @@ def run_process(*argv: object, seconds: float = 120.0, **env: str) -> Outcome:
     return Outcome(tuple(arguments), done.returncode, done.stdout, done.stderr, spent, 0, False)
 
 
-def _serve() -> None:
-    """The server: one JSON request a line on stdin, one JSON reply a line on stdout."""
-    sys.path.insert(0, str(REPOSITORY))
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for name in LARGE_PAGES:  # not for what the calls start
-        os.environ.pop(name, None)
+def load() -> None:
+    """Import what the command line imports, and what it loads when it first runs."""
     import importlib
 
+    sys.path.insert(0, str(REPOSITORY))
     for name in ("numpy", "torch", "zstandard", "fsspec", "ckptcore.__main__", *_own_modules()):
         importlib.import_module(name)
     # Once for nothing: the command line's own machinery loads more when it first runs.
     with contextlib.redirect_stdout(io.StringIO()):
         sys.argv = ["ckptcore", "formats"]
         _exit_code(importlib.import_module("ckptcore.__main__").main)
+
+
+def _serve() -> None:
+    """The server: one JSON request a line on stdin, one JSON reply a line on stdout."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in LARGE_PAGES:  # not for what the calls start
+        os.environ.pop(name, None)
+    load()
     gc.collect()
     gc.freeze()  # forks share these objects: a collection in a child would copy them all
     for line in sys.stdin:

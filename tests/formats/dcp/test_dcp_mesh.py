@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from driver import Cli
 from paths import JOBS
 from reshard_job import BUFFERS, stage_of
@@ -77,7 +77,7 @@ def resume(sample: Sample, axes: Axes, tmp_path: Path) -> list[dict[str, Any]]:
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     ran = subprocess.run(
-        [sys.executable, str(JOB), str(tmp_path / "spec.json")],
+        [*warm.python(), str(JOB), str(tmp_path / "spec.json")],
         capture_output=True,
         text=True,
         timeout=900,

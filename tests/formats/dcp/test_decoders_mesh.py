@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from driver import Cli
 from paths import JOBS
 from torch.distributed.checkpoint import FileSystemReader
@@ -149,7 +149,7 @@ def run(folder: Path, mesh: str, cases: list[Case]) -> list[list[dict[str, Any]]
     axes = [[a, sizes[a]] for a in order if a in sizes]
     spec.write_text(json.dumps({"axes": axes, "cases": cases, "out": str(out)}))
     ran = subprocess.run(
-        [sys.executable, str(JOB), str(spec)], capture_output=True, text=True, timeout=1000, check=False
+        [*warm.python(), str(JOB), str(spec)], capture_output=True, text=True, timeout=1000, check=False
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     found: list[list[dict[str, Any]]] = json.loads(out.read_text())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from paths import JOBS
 
 import ckptcore
@@ -34,7 +34,7 @@ def test_a_model_is_loaded_on_a_mesh(mesh: str, tmp_path: Path) -> None:
     source, out, report = pretrained(tmp_path / "hf"), tmp_path / "out", tmp_path / "report.json"
     ckptcore.convert(str(source), str(out), verb="reshard", to="dcp", mesh=mesh)
     sizes = dict(part.split("=") for part in mesh.split(","))
-    line = [sys.executable, str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(report)]
+    line = [*warm.python(), str(JOB), str(source), str(out), sizes["fsdp"], sizes.get("tp", "1"), str(report)]
     ran = subprocess.run(line, capture_output=True, text=True, timeout=500, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = json.loads(report.read_text())

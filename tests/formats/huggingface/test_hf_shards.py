@@ -6,12 +6,12 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import warm
 from paths import JOBS
 from samples import FIXTURES, Tensors, differences, expected_tensors, read_safetensors, tensors_of
 
@@ -115,7 +115,7 @@ def test_files_written_by_torch_today(
     seed = int(given) if given is not None else random.SystemRandom().randrange(1 << 30)
     print(f"fresh shards of --seed {seed}, {ranks} ranks")
     job = subprocess.run(
-        [sys.executable, str(JOB), str(seed), str(tmp_path), "--ranks", str(ranks), "--cases", "5"],
+        [*warm.python(), str(JOB), str(seed), str(tmp_path), "--ranks", str(ranks), "--cases", "5"],
         capture_output=True,
         text=True,
         timeout=240,

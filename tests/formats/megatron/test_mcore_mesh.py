@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from megatron_releases import RELEASES, release_folder
 from paths import JOBS
 from samples import SAMPLES, Sample, differences, value
@@ -173,7 +173,7 @@ def test_megatron_loads_it(
             reshard(saved_in(found[name]), out, tp, pp)
             folders[str(out)] = [str(p) for p in sorted(found[name].root.glob("expected*.safetensors"))]
     answer = tmp_path / "answer.json"
-    line = [sys.executable, str(JOB), json.dumps(folders), *map(str, mesh), str(answer)]
+    line = [*warm.python(), str(JOB), json.dumps(folders), *map(str, mesh), str(answer)]
     places = {"PYTHONPATH": str(release)}
     job = [
         subprocess.Popen(line, env=os.environ | places | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)

@@ -6,12 +6,12 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from paths import JOBS
 from samples import FIXTURES, SAMPLES, Sample, differences, value
 
@@ -122,7 +122,7 @@ def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_pa
     out, answer = tmp_path / "out", tmp_path / "answer.json"
     ckptcore.convert(str(found[name].root / "ckpt"), str(out), to=to)
     truth = found[name].root / "expected.safetensors"
-    line = [sys.executable, str(JOB), str(out), str(truth), json.dumps(GRIDS), str(answer)]
+    line = [*warm.python(), str(JOB), str(out), str(truth), json.dumps(GRIDS), str(answer)]
     job = [
         subprocess.Popen(
             line,

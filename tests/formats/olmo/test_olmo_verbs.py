@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fsspec
 import pytest
 import torch
+import warm
 from driver import REPOSITORY
 from olmo_samples import sample, tensors, truth
 from paths import JOBS
@@ -153,7 +153,7 @@ def test_another_topology(name: str, tmp_path: Path, request: pytest.FixtureRequ
     torch.save(truth, tmp_path / "truth.pt")
     step = next(p for p in root.iterdir() if p.name.startswith("step"))
     done = subprocess.run(
-        [sys.executable, str(LOAD_JOB), "3", str(step), str(tmp_path / "truth.pt"), "--ranks", "3"],
+        [*warm.python(), str(LOAD_JOB), "3", str(step), str(tmp_path / "truth.pt"), "--ranks", "3"],
         capture_output=True,
         text=True,
         timeout=240,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from paths import JOBS
 
 import ckptcore
@@ -20,7 +20,7 @@ CASES = ["orig", "flat"]
 
 def job(verb: str, folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(JOB), verb, str(folder)],
+        [*warm.python(), str(JOB), verb, str(folder)],
         capture_output=True,
         text=True,
         timeout=240,

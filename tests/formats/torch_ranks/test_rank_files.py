@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from math import prod
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import warm
 from paths import JOBS
 from ranks_job import Model
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -183,7 +183,7 @@ def load(root: Path, meshes: list[str]) -> None:
             torch.save(trained(), here / "trained.pt")
             reshard(here / "trained.pt", here / "resumed", mesh)
     done = subprocess.run(
-        [sys.executable, str(JOB), str(root)], capture_output=True, text=True, timeout=300, check=False
+        [*warm.python(), str(JOB), str(root)], capture_output=True, text=True, timeout=300, check=False
     )
     (root / "output").write_text(done.stdout[-6000:] + done.stderr[-3000:])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import old_pickles as old
 import pytest
 import ranks_job
 import torch
+import warm
 from paths import JOBS
 from samples import differences, flatten, read_torch, tensors_of
 
@@ -48,7 +48,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     def job(ranks: int) -> Path:
         if ranks not in made:
             folder = made[ranks] = tmp_path_factory.mktemp(f"job{ranks}")
-            command = [sys.executable, str(JOB), str(folder), "--ranks", str(ranks), "--seed", str(ranks)]
+            command = [*warm.python(), str(JOB), str(folder), "--ranks", str(ranks), "--seed", str(ranks)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
         return made[ranks]

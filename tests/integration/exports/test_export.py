@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm
 from safetensors.torch import load_file
 
 import ckptcore
@@ -55,7 +55,7 @@ def test_logits_are_equal_bit_for_bit(llama: Path, exported: Path) -> None:
         "want = torch.load(sys.argv[2]); got = m(input_ids=torch.arange(12)[None]).logits; "
         "sys.exit(0 if torch.equal(got, want) else 'logits differ')"
     )
-    argv = [sys.executable, "-c", code, str(exported), str(llama / "logits.pt")]
+    argv = [*warm.python(), "-c", code, str(exported), str(llama / "logits.pt")]
     run = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 

@@ -292,7 +292,7 @@ def _add(root, url):
             conn.execute(sa.text("UPDATE inbox SET state = 'waiting', attempts = 0 WHERE event_id = 'e1'"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ask(example):
     """Asks in SQL: (sql) -> rows, with URIs relative to the root, and times and rates by kind only."""
     root, url = example
@@ -350,9 +350,15 @@ def test_the_query_finds_the_rows(ask, question):
     assert found == wanted
 
 
+@pytest.fixture(scope="module")
+def empty(databases):
+    with open_catalog(databases[1]) as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("question", ANSWERS)
-def test_the_query_finds_nothing_in_an_empty_catalog(databases, question):
-    with open_catalog(databases[1]) as catalog, catalog.reading() as conn:
+def test_the_query_finds_nothing_in_an_empty_catalog(empty, question):
+    with empty.reading() as conn:
         given = dict.fromkeys(re.findall(r":(\w+)", QUESTIONS[question]), "none")
         assert conn.execute(sa.text(QUESTIONS[question]), given).all() == []
 

@@ -118,8 +118,10 @@ def test_local_workers_use_the_server_of_this_process(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """The address of a Dask scheduler, and its three worker processes."""
-    with dask_cluster(tmp_path_factory.mktemp("dask"), 3) as running:
+    """The address of a Dask scheduler that gives no task of a lost worker to another, and three processes of
+    workers: of these one test kills the first."""
+    never = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
+    with dask_cluster(tmp_path_factory.mktemp("dask"), 3, **never) as running:
         yield running
 
 
@@ -189,32 +191,33 @@ def until(there: Any, what: str, seconds: float = 240.0) -> Any:
 # By default test_tasks_of_a_killed_worker_are_submitted_once_more: what Dask itself does is left to it here.
 @pytest.mark.soak
 def test_dask_writes_the_same_files_also_when_a_worker_is_killed(
-    prefect_api: str,
-    source: Path,
-    catalog: str,
-    tmp_path: Path,
-    cluster: tuple[str, list[subprocess.Popen[bytes]]],
+    prefect_api: str, source: Path, catalog: str, tmp_path: Path
 ) -> None:
-    address, workers = cluster
     common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
     convert(str(source), str(tmp_path / "threads"), **common)
     receipts = tmp_path / ".dask.ckptcore" / "receipts"
-    killer = threading.Thread(
-        target=lambda: (
-            until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file"),
-            workers[0].kill(),
+    with dask_cluster(tmp_path, 3) as (address, workers):
+        killer = threading.Thread(
+            target=lambda: (
+                until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file"),
+                workers[0].kill(),
+            )
         )
-    )
-    killer.start()
-    convert(str(source), str(tmp_path / "dask"), engine=f"dask={address}", **common)
-    killer.join()
-    assert workers[0].wait() == -signal.SIGKILL
+        killer.start()
+        convert(str(source), str(tmp_path / "dask"), engine=f"dask={address}", **common)
+        killer.join()
+        assert workers[0].wait() == -signal.SIGKILL
     assert observe.contents(tmp_path / "dask") == observe.contents(tmp_path / "threads")
     assert observe.equal(observe.tensors(tmp_path / "dask"), observe.TENSORS)
 
 
 def test_tasks_of_a_killed_worker_are_submitted_once_more(
-    prefect_api: str, source: Path, catalog: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_api: str,
+    source: Path,
+    catalog: str,
+    tmp_path: Path,
+    cluster: tuple[str, list[subprocess.Popen[bytes]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dask itself gives the tasks of a lost worker to another, three times, unless that is off."""
     common: dict[str, Any] = {"catalog": catalog, **observe.ONE_FILE_EACH}
@@ -227,24 +230,24 @@ def test_tasks_of_a_killed_worker_are_submitted_once_more(
         return _engine.is_lost(error)
 
     monkeypatch.setattr(_writing, "is_lost", is_lost)
-    never = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
-    with dask_cluster(tmp_path, 2, **never) as (address, workers):
-        from distributed import Client
+    from distributed import Client
 
-        def kill() -> None:
-            with Client(address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
-                pids = client.run(os.getpid)  # type: ignore[no-untyped-call]
-                (where,) = (worker for worker, pid in pids.items() if pid == workers[0].pid)
-                until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file")
-                workers[0].send_signal(signal.SIGSTOP)  # so that it has a task, and keeps it
-                until(lambda: client.processing().get(where), "a task")  # type: ignore[no-untyped-call]
-                workers[0].kill()
+    address, workers = cluster
 
-        killer = threading.Thread(target=kill)
-        killer.start()
-        convert(str(source), str(tmp_path / "dask"), engine=f"dask={address}", **common)
-        killer.join()
-        assert workers[0].wait() == -signal.SIGKILL
+    def kill() -> None:
+        with Client(address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+            pids = client.run(os.getpid)  # type: ignore[no-untyped-call]
+            (where,) = (worker for worker, pid in pids.items() if pid == workers[0].pid)
+            until(lambda: receipts.is_dir() and any(receipts.iterdir()), "a file")
+            workers[0].send_signal(signal.SIGSTOP)  # so that it has a task, and keeps it
+            until(lambda: client.processing().get(where), "a task")  # type: ignore[no-untyped-call]
+            workers[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    convert(str(source), str(tmp_path / "dask"), engine=f"dask={address}", **common)
+    killer.join()
+    assert workers[0].wait() == -signal.SIGKILL
     assert lost == ["KilledWorker"]
     assert observe.contents(tmp_path / "dask") == observe.contents(tmp_path / "threads")
 

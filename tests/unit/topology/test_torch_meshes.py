@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import topology_job as job
+import warm
 from paths import JOBS
 
 import ckptcore
@@ -35,7 +35,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     def run(ranks: int) -> Path:
         if ranks not in made:
             made[ranks] = tmp_path_factory.mktemp(f"topology{ranks}")
-            command = [sys.executable, str(JOB), str(made[ranks]), "--ranks", str(ranks)]
+            command = [*warm.python(), str(JOB), str(made[ranks]), "--ranks", str(ranks)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
         return made[ranks]
