@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_training import CASES
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -222,6 +224,18 @@ ROWS = (
         "formats/megatron/test_megatron_resume.py::test_megatrons_own_model_resumes",
         "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
     ),
+    *(
+        Resumed(
+            "torch_dist",
+            case.words,
+            case.saved.words,
+            "; ".join(ranks.words for ranks in case.on),
+            "weights, masters, moments, losses of the next 3 steps beside its resume from its own checkpoint",
+            "formats/megatron/test_megatron_training.py::test_a_release_trains_on",
+            "soak, megatron-core (pip, or $CKPTCORE_MCORE)",
+        )
+        for case in CASES.values()
+    ),
     Resumed(
         "torch_dist",
         "Megatron-Core, the installed release: `dist_checkpointing.load`",
@@ -277,7 +291,25 @@ MISSING = (
         "Hugging Face Trainer, Accelerate with FSDP1",
         "their folders are read and not written; `reshard --to dcp` is what they get",
     ),
-    ("GPTModel of Megatron-Core before 0.19", "its `dist_checkpointing.load` is run, without its model"),
+    (
+        "GPTModel of Megatron-Core 0.11, 0.13, 0.14, 0.17 and 0.18",
+        "their `dist_checkpointing.load` is run, without the model",
+    ),
+    (
+        "Megatron-Core's `dp_reshardable`, `dp_zero_gather_scatter` and `fully_sharded_bucket_space`",
+        (
+            "the state is named by parameters, and Megatron-Core finds no groups of them in the common state "
+            "(`KeyError: 'optimizer'` in `load_state_dict`): weights alone are resumed"
+        ),
+    ),
+    (
+        "Megatron-Core's optimizers on `torch.optim.AdamW`",
+        (
+            "no release tried loads its own checkpoint with it: a fresh `DistributedOptimizer.state_dict` "
+            "fails (`assert len(steps) == 1`), behind a step `load_state_dict` does (`KeyError: 'step'` in "
+            "`_set_main_param_and_optimizer_states`). Apex's FusedAdam needs CUDA: jobs compute it in torch"
+        ),
+    ),
     ("DeepSpeed's engine, from rank files or on model-parallel ranks", "universal folders alone are written"),
     ("torch before 2.13, Lightning before 2.6", "are not installed in any job; formats of theirs are read"),
     ("more than 8 ranks", "jobs run on CPU; larger meshes are compared by placement, not by training"),
