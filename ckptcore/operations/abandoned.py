@@ -119,7 +119,7 @@ def _each(
         journal = UploadJournal(client, f"{folder}/{UPLOADS}/")
         entries = journal.entries()
         ids = {(entry.key, entry.upload_id) for entry in entries}
-        keys = {entry.key: entry.started for entry in entries}
+        keys = {entry.key: entry.started for entry in entries if entry.may_have_strays}
         own = [u for u in uploads if (u.key, u.upload_id) in ids or journal.is_stray(u, keys)]
         known |= {(upload.key, upload.upload_id) for upload in own}
         yield _staging(client, folder, objects, own, older_than_s, dry_run, catalog)

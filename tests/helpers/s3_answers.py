@@ -43,6 +43,7 @@ class Upload:
     meta: dict[str, str]
     parts: dict[int, Stored] = field(default_factory=dict)
     when: float = field(default_factory=time.time)
+    algorithm: str | None = None
 
 
 class Answer(Exception):
@@ -201,7 +202,8 @@ class S3Answers:
     def _begin(self, asked: Asked) -> None:
         bucket, _, key = asked.path.partition("/")
         upload_id = uuid.uuid4().hex
-        self.uploads[upload_id] = Upload(asked.path, _meta(asked))
+        algorithm = asked.headers.get("x-amz-checksum-algorithm")
+        self.uploads[upload_id] = Upload(asked.path, _meta(asked), algorithm=algorithm)
         raise _xml(
             f"<InitiateMultipartUploadResult><Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
             f"<UploadId>{upload_id}</UploadId></InitiateMultipartUploadResult>"
@@ -257,7 +259,7 @@ class S3Answers:
         prefix = query.get("prefix", "")
         if "uploads" in query:
             open_ones = sorted(
-                (u.key.partition("/")[2], n, u.when)
+                (u.key.partition("/")[2], n, u.when, u.algorithm)
                 for n, u in self.uploads.items()
                 if u.key.startswith(f"{bucket}/{prefix}")
             )
@@ -266,8 +268,9 @@ class S3Answers:
             page, more = rows[: self.page], len(rows) > self.page
             text = "".join(
                 f"<Upload><Key>{escape(key)}</Key><UploadId>{n}</UploadId>"
-                f"<Initiated>{_date(when)}</Initiated></Upload>"
-                for key, n, when in page
+                + (f"<ChecksumAlgorithm>{algorithm}</ChecksumAlgorithm>" if algorithm else "")
+                + f"<Initiated>{_date(when)}</Initiated></Upload>"
+                for key, n, when, algorithm in page
             )
             if more:
                 text += (

@@ -8,7 +8,7 @@ Keys are complete: they start behind the bucket. ETags are texts as the store se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -85,11 +85,13 @@ class OpenUpload:
         key: The key it would appear under.
         upload_id: Its id.
         started: When it began, seconds since 1970, or None where the store does not say.
+        algorithm: The checksum that it was begun with, or None where the store does not say.
     """
 
     key: str
     upload_id: str
     started: float | None = None
+    algorithm: str | None = None
 
 
 class ObjectClient(Protocol):
@@ -163,7 +165,12 @@ class ObjectClient(Protocol):
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
 
     def begin(
-        self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"
+        self,
+        key: str,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        algorithm: str | None = "CRC32",
+        on_repeat: Callable[[], object] | None = None,
     ) -> str:
         """Begin an upload in parts, and return its id.
 
@@ -171,6 +178,7 @@ class ObjectClient(Protocol):
             key: The key it will appear under.
             metadata: Stored beside it.
             algorithm: The checksum of each part, combined to that of the object; None for none.
+            on_repeat: Called before the request is sent again: an upload whose id was lost may be open then.
         """
 
     def upload_part(

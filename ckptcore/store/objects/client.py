@@ -198,7 +198,12 @@ class S3Client:
                 raise
 
     def begin(
-        self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"
+        self,
+        key: str,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        algorithm: str | None = "CRC32",
+        on_repeat: Callable[[], object] | None = None,
     ) -> str:
         """Begin an upload in parts, and return its id."""
         asked: dict[str, Any] = {"Key": key}
@@ -209,8 +214,17 @@ class S3Client:
             asked["ChecksumAlgorithm"] = known.name
             # CRCs of parts add up to that of the object; digests do not.
             asked["ChecksumType"] = "FULL_OBJECT" if known.combine is not None else "COMPOSITE"
-        found: str = self._ask("create_multipart_upload", key, writing=True, **asked)["UploadId"]
-        return found
+        sent = 0
+
+        async def attempt() -> str:
+            nonlocal sent
+            sent += 1
+            if sent > 1 and on_repeat is not None:
+                on_repeat()
+            found: str = (await self._send("create_multipart_upload", asked))["UploadId"]
+            return found
+
+        return _waited(self._begin(attempt, key, writing=True))
 
     def upload_part(
         self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
@@ -290,7 +304,7 @@ class S3Client:
                 if row["Key"].startswith(prefix):  # some stores ignore it
                     when = row.get("Initiated")
                     started = when.timestamp() if when is not None else None
-                    yield OpenUpload(row["Key"], row["UploadId"], started)
+                    yield OpenUpload(row["Key"], row["UploadId"], started, row.get("ChecksumAlgorithm"))
             after = page.get("NextKeyMarker")
             if not page.get("IsTruncated") or not after:
                 return

@@ -2,7 +2,8 @@
 
 An upload that was begun and lost costs storage for ever, and no reader sees it. So an entry is written before
 its upload is begun, and once more with the upload's id. An entry without an id means: an upload of this key
-may be open. Entries hold keys, ids and sizes, never a credential.
+may be open. So does one whose request was sent more than once. Only then uploads without an entry are looked
+for. Entries hold keys, ids and sizes, never a credential.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckptcore.store.objects import ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
+_ALGORITHM = "CRC32"  # of uploads
 _TRIES = 5
 _SKEW_S = 300.0  # that clocks of machines and stores may differ by
 _log = logging.getLogger("ckptcore")
@@ -39,7 +41,9 @@ class UploadEntry:
         part: Bytes of a part.
         plan: Digest of the plan.
         upload_id: Id of the upload; "" before it is known.
-        started: When the entry was written, seconds since 1970.
+        started: When the entry was written, seconds since 1970; or the one before it, if what that one began
+            could not be looked for.
+        reply_lost: Whether more than one request to begin it was sent. True for entries of older versions.
     """
 
     index: int
@@ -50,6 +54,12 @@ class UploadEntry:
     plan: str
     upload_id: str = ""
     started: float = 0.0
+    reply_lost: bool = False
+
+    @property
+    def may_have_strays(self) -> bool:
+        """Return whether an upload of ours may be open whose id nobody has."""
+        return self.reply_lost or not self.upload_id
 
     def fits(self, other: UploadEntry) -> bool:
         """Report whether another entry is for the same bytes in the same parts at the same key."""
@@ -82,22 +92,34 @@ class UploadJournal:
         found = (self._read(seen.key) for seen in list(self.client.list(self.prefix)))
         return [entry for entry in found if entry is not None]
 
-    def begin(self, wanted: UploadEntry) -> UploadEntry:
+    def begin(self, wanted: UploadEntry, after: UploadEntry | None = None) -> UploadEntry:
         """Begin an upload, and return its entry.
 
         Several workers may begin one file at once: the first entry wins, where the store knows create-only
         requests, and the others adopt it.
+
+        Args:
+            wanted: What is to be uploaded.
+            after: The entry before, if uploads that it began may still be open.
         """
-        entry = replace(wanted, token=uuid.uuid4().hex, upload_id="", started=time.time())
+        entry = replace(
+            wanted,
+            token=uuid.uuid4().hex,
+            upload_id="",
+            started=time.time() if after is None else after.started,
+            reply_lost=after is not None,
+        )
         try:
             self._put(entry, create=True)
         except CkptError as error:
             if kind_of(error) is not Kind.EXISTS:
                 raise
             return self._adopted(wanted)
-        entry = replace(
-            entry, upload_id=self.client.begin(entry.key, {TOKEN: entry.token}, algorithm="CRC32")
+        repeats: list[bool] = []
+        upload_id = self.client.begin(
+            entry.key, {TOKEN: entry.token}, algorithm=_ALGORITHM, on_repeat=lambda: repeats.append(True)
         )
+        entry = replace(entry, upload_id=upload_id, reply_lost=entry.reply_lost or bool(repeats))
         self._put(entry)
         return entry
 
@@ -110,12 +132,17 @@ class UploadJournal:
                 raise
             _log.info("the record of an upload that has ended is kept: %s", error.message)
 
-    def abort(self, entry: UploadEntry) -> None:
-        """Abort the upload of an entry, whether its id is known or not, and remove the entry."""
+    def abort(self, entry: UploadEntry) -> UploadEntry | None:
+        """Abort the upload of an entry, whether its id is known or not, and remove the entry.
+
+        Returns:
+            The entry, if uploads that it began may still be open.
+        """
         if entry.upload_id:
             self.client.abort(entry.key, entry.upload_id)
-        self.abort_strays(entry.key, {entry.key: entry.started})
+        gone = not entry.may_have_strays or self.abort_strays({entry.key: entry.started})
         self.forget(entry.index)
+        return None if gone else entry
 
     def abort_all(self) -> int:
         """Abort every upload in the journal; return how many there were."""
@@ -124,41 +151,48 @@ class UploadJournal:
             if entry.upload_id:
                 self.client.abort(entry.key, entry.upload_id)
         if found:
-            keys = {entry.key: entry.started for entry in found}
-            self.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
+            self.abort_strays({entry.key: entry.started for entry in found if entry.may_have_strays})
             _log.info("aborted %d uploads of %s", len(found), self.prefix)
         for entry in found:
             self.forget(entry.index)
         return len(found)
 
-    def abort_strays(self, prefix: str, keys: Mapping[str, float]) -> None:
+    def abort_strays(self, keys: Mapping[str, float]) -> bool:
         """Abort the uploads of our keys whose ids were lost with a reply; see `is_stray`.
 
         Args:
-            prefix: What all the keys start with.
-            keys: Key -> when its entry was written.
+            keys: Key -> when its entry was written, of entries that may have strays.
+
+        Returns:
+            Whether the store let us look.
         """
+        if not keys:
+            return True
+        prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 - keys are no paths
         try:
             there = list(self.client.list_uploads(prefix))
         except CkptError as error:
             if kind_of(error) not in (Kind.DENIED, Kind.UNSUPPORTED):
                 raise
             _log.info("cannot look for uploads without an owner: %s", error.message)
-            return
+            return False
         for upload in there:
             if self.is_stray(upload, keys):
                 self.client.abort(upload.key, upload.upload_id)
+        return True
 
     def is_stray(self, upload: OpenUpload, keys: Mapping[str, float]) -> bool:
         """Report whether an open upload may be one of ours whose id was lost with the reply.
 
         Parts are sent only to uploads whose id is recorded. So an upload with a part is another program's,
-        and so is one that is older than the entry of its key.
+        and so is one that is older than the entry of its key, or was begun with another checksum.
 
         Args:
             upload: An open upload whose id is in no entry.
-            keys: Key -> when its entry was written.
+            keys: Key -> when its entry was written, of entries that may have strays.
         """
+        if upload.algorithm not in (None, _ALGORITHM):
+            return False
         since = keys.get(upload.key)
         if since is None or (upload.started is not None and upload.started < since - _SKEW_S):
             return False
@@ -207,6 +241,7 @@ class UploadJournal:
                 str(form["plan"]),
                 str(form["upload_id"]),
                 float(form["started"]),
+                bool(form.get("reply_lost", True)),
             )
         raise StorageTrouble(
             f"cannot read the record of an upload in {self.client.url}: {key} is not an entry",

@@ -185,6 +185,7 @@ class ScatteredWriter:
             self._entry.started,
             1,
             tuple(self._digests[n][0] for n in numbers),
+            self._entry.reply_lost,
         )
 
     def abort(self) -> None:

@@ -7,7 +7,6 @@ CRC-32, and the store is asked for that of the complete object where it keeps on
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,7 @@ class Uploaded:
         started: When its entry was written, seconds since 1970.
         first: Number of its first part.
         blake3: BLAKE3 of each part, hex.
+        reply_lost: Of its entry in the journal.
         etags: ETag of each part.
         crcs: CRC-32 of each part.
     """
@@ -60,6 +60,7 @@ class Uploaded:
     started: float
     first: int = 1
     blake3: tuple[str, ...] = ()
+    reply_lost: bool = False
 
     @property
     def digest(self) -> str:
@@ -99,6 +100,7 @@ class Uploaded:
             "etags": list(self.etags),
             "crcs": list(self.crcs),
             "blake3": list(self.blake3),
+            "reply_lost": self.reply_lost,
         }
 
     @classmethod
@@ -115,6 +117,7 @@ class Uploaded:
             float(form["started"]),
             int(form["first"]),
             tuple(map(str, form["blake3"])),
+            bool(form.get("reply_lost", True)),
         )
 
 
@@ -246,6 +249,7 @@ class UploadWriter:
             self._entry.started,
             numbers.start,
             tuple(self._digests),
+            self._entry.reply_lost,
         )
 
     def abort(self) -> None:
@@ -343,8 +347,8 @@ class Uploads:
         entry = self.entry(index, path, nbytes)
         present = self._present(entry)
         if present is None:  # completed or aborted meanwhile, or its entry was lost
-            self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
-            return self._journal.begin(entry), {}
+            left = self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
+            return self._journal.begin(entry, left), {}
         return entry, present
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
@@ -355,8 +359,8 @@ class Uploads:
         if there is not None:
             if there.upload_id and wanted.fits(there):
                 return there
-            self._journal.abort(there)
-        return self._journal.begin(wanted)
+            there = self._journal.abort(there)
+        return self._journal.begin(wanted, there)
 
     def holds(self, uploaded: Uploaded) -> bool:
         """Report whether the store has exactly these parts, or the object that was completed from them."""
@@ -438,8 +442,7 @@ class Uploads:
 
     def forget(self, completed: Mapping[int, Uploaded]) -> None:
         """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
-        keys = {uploaded.key: uploaded.started for uploaded in completed.values()}
-        self._journal.abort_strays(os.path.commonprefix(list(keys)), keys)  # noqa: RUF071 - keys are no paths
+        self._journal.abort_strays({each.key: each.started for each in completed.values() if each.reply_lost})
         for index in completed:
             self._journal.forget(index)
 
@@ -512,6 +515,7 @@ def joined(parts: Sequence[Uploaded]) -> Uploaded:
         first.started,
         first.first,
         tuple(digest for p in parts for digest in p.blake3),
+        any(p.reply_lost for p in parts),
     )
 
 

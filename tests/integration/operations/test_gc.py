@@ -22,6 +22,7 @@ from ckptcore.cli.main import run
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.abandoned import collect
+from ckptcore.store.objects.journal import UploadEntry, UploadJournal
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore leaves its session
 
@@ -75,20 +76,78 @@ def test_abandoned_uploads_are_removed_and_those_of_others_are_kept(
         collect(source, older_than_s=0)
 
 
-@pytest.mark.parametrize("ending", ["gc", "finish", "another plan"])
+ENDINGS = ["gc", "finish", "another plan"]
+
+
+def end(source: str, ending: str) -> dict[str, str]:
+    """End what a conversion began; return the fates of what gc found."""
+    if ending == "gc":
+        return {i.url: i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)}
+    options = {"dtype": "bf16", "resume": False} if ending == "another plan" else {}
+    ckptcore.convert(source, "s3://bucket/runs/a", verb="export", **options)  # type: ignore[arg-type]
+    return {}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_upload_that_others_have_just_begun_to_our_key_is_kept(
+    server: fault_s3.FaultyS3, source: str, ending: str
+) -> None:
+    """Every upload of ours is recorded, unless a reply was lost: one without a part is theirs, too."""
+    ckptcore.execute(ckptcore.prepare(source, "s3://bucket/runs/a", verb="export"))
+    key = "bucket/runs/a/model.safetensors"
+    server.uploads["theirs"] = fault_s3.Upload(key, {}, algorithm="CRC32")
+    fates = end(source, ending)
+    assert list(server.uploads) == ["theirs"]
+    if ending == "gc":
+        assert fates == {"s3://bucket/runs/.a.ckptcore": "removed", f"s3://{key}": "foreign"}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_upload_whose_id_was_lost_is_aborted(server: fault_s3.FaultyS3, source: str, ending: str) -> None:
+    """The reply to the first request is lost, and the upload that it began has no entry."""
+    server.fault("CreateMultipartUpload", action="lost")
+    ckptcore.execute(ckptcore.prepare(source, "s3://bucket/runs/a", verb="export"))
+    assert len(server.uploads) == 2
+    key = "bucket/runs/a/model.safetensors"
+    server.uploads["parts"] = fault_s3.Upload(key, {}, {1: fault_s3.Stored(b"precious", "e")})
+    server.uploads["other sums"] = fault_s3.Upload(key, {}, algorithm="CRC64NVME")
+    server.uploads["old"] = fault_s3.Upload(key, {}, when=1e9)
+    end(source, ending)
+    assert sorted(server.uploads) == ["old", "other sums", "parts"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_upload_whose_id_was_not_recorded_is_aborted(
+    server: fault_s3.FaultyS3, source: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends between the answer and the record of it."""
+    put = UploadJournal._put
+
+    def killed(journal: UploadJournal, entry: UploadEntry, **given: bool) -> None:
+        if entry.upload_id:
+            raise KeyboardInterrupt
+        put(journal, entry, **given)
+
+    prepared = ckptcore.prepare(source, "s3://bucket/runs/a", verb="export")
+    with monkeypatch.context() as patch:
+        patch.setattr(UploadJournal, "_put", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ckptcore.execute(prepared)
+    assert len(server.uploads) == 1
+    end(source, ending)
+    assert not server.uploads
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_an_upload_of_others_to_our_key_is_kept(server: fault_s3.FaultyS3, source: str, ending: str) -> None:
     """Parts are sent only to uploads whose id is recorded: one that has a part, and is not, is theirs."""
     prepared = ckptcore.prepare(source, "s3://bucket/runs/a", verb="export")
     ckptcore.execute(prepared)
     key = "bucket/runs/a/model.safetensors"
     server.uploads["theirs"] = fault_s3.Upload(key, {}, {1: fault_s3.Stored(b"precious", "e")})
-    server.uploads["lost"] = fault_s3.Upload(key, {})  # as if the reply to our request was lost
+    fates = end(source, ending)
     if ending == "gc":
-        found = {i.url: i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)}
-        assert found == {"s3://bucket/runs/.a.ckptcore": "removed", f"s3://{key}": "foreign"}
-    else:
-        options = {"dtype": "bf16", "resume": False} if ending == "another plan" else {}
-        ckptcore.convert(source, "s3://bucket/runs/a", verb="export", **options)  # type: ignore[arg-type]
+        assert fates == {"s3://bucket/runs/.a.ckptcore": "removed", f"s3://{key}": "foreign"}
     assert list(server.uploads) == ["theirs"]
 
 
