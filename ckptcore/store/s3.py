@@ -14,8 +14,9 @@ import fsspec
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable, UsageError
 from ckptcore.store import Buffer, FileWriter, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
-from ckptcore.store.objects.client import S3Client, share_service_models
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.reader import FolderReader
+from ckptcore.store.objects.session import share_service_models
 from ckptcore.store.remote import FsspecStore
 
 _MOST_IN_ONE = 1 << 30  # bytes of one request; S3 takes 5 GiB
@@ -37,7 +38,6 @@ class S3Store(FsspecStore):
             versions: Path -> stamp of objects that were seen before, and must still be the same.
         """
         super().__init__(url)
-        share_service_models(self._fs)
         self.client = client_of(self.url)
         _, _, key = self._root.strip("/").partition("/")
         self.prefix = f"{key}/" if key else ""
@@ -87,6 +87,7 @@ class S3Store(FsspecStore):
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Collect an object, which is written in one request when it is committed."""
         if nbytes > _MOST_IN_ONE:
+            share_service_models(self._fs)
             return super().writer(path, nbytes)
         return ObjectWriter(self.client, self.prefix + path)
 

@@ -1,7 +1,7 @@
 """Send requests to an S3 object store: the one seam for reading, uploading, publishing and cleaning up.
 
-`client` sends requests (through s3fs and aiobotocore), `retry` repeats those that failed for a moment and
-turns the others into errors of ckptcore, `checksums` computes the checksums that a store can keep.
+`client` sends requests (through botocore, with the options of s3fs), `retry` repeats those that failed for a
+moment and turns the others into errors of ckptcore, `checksums` computes the checksums that a store can keep.
 
 Keys are complete: they start behind the bucket. ETags are texts as the store sends them, with their quotes.
 """
