@@ -135,6 +135,9 @@ class ObjectClient(Protocol):
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
         """Begin a `get`, and return without waiting for it."""
 
+    def fetch(self, key: str) -> bytes | None:
+        """Return all bytes of a small object, of one version, or None if there is no such object."""
+
     def put(
         self,
         key: str,
@@ -161,6 +164,9 @@ class ObjectClient(Protocol):
 
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
+
+    def start_delete(self, key: str) -> Future[None]:
+        """Begin a `delete`, and return without waiting for it."""
 
     def begin(
         self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"

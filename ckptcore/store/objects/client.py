@@ -65,8 +65,8 @@ class S3Client:
         self._md5 = True
         self._lock = threading.Lock()
         self._session = S3Session(self.file_system)
-        told = self.file_system.storage_options
-        given = {**told, **told.get("client_kwargs", {})}
+        given = self.file_system.storage_options
+        given = {**given, **given.get("client_kwargs", {})}
         names = (*_SECRETS, "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         self._secrets = tuple(str(given[name]) for name in names if given.get(name))
 
@@ -119,6 +119,27 @@ class S3Client:
     def get_all(self, key: str, etag: str | None, into: Buffer) -> ObjectSeen:
         """Fill ``into`` with a complete object, and return the checksums that the store keeps of it, too."""
         return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
+
+    def fetch(self, key: str) -> bytes | None:
+        """Return all bytes of a small object, of one version, or None if there is no such object."""
+
+        def attempt() -> bytes:
+            answer = self._send("get_object", {"Key": key, "ChecksumMode": "ENABLED"})
+            data = bytearray(int(answer.get("ContentLength") or 0))
+            filled = sum(_pieces(answer["Body"], memoryview(data), never))
+            if filled < len(data):
+                raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
+            kept = kept_checksums(answer)
+            if kept and checksum_of(kept[0].algorithm, data) != kept[0]:
+                raise ShortBody(f"the response does not match the {kept[0].algorithm} of the object")
+            return bytes(data)
+
+        try:
+            return self._repeat(attempt, key)
+        except CkptError as error:
+            if kind_of(error) is Kind.MISSING:
+                return None
+            raise
 
     def put(
         self,
@@ -183,6 +204,10 @@ class S3Client:
         except CkptError as error:
             if kind_of(error) is not Kind.MISSING:
                 raise
+
+    def start_delete(self, key: str) -> Future[None]:
+        """Begin a `delete`, and return without waiting for it."""
+        return _THREADS.start(lambda _: self.delete(key))
 
     def begin(
         self, key: str, metadata: Mapping[str, str] | None = None, *, algorithm: str | None = "CRC32"
@@ -368,18 +393,13 @@ class _Body:
         asked_at = time.perf_counter()
         answer = self._client._send("get_object", asked)
         self._client.answered(time.perf_counter() - asked_at)
-        body = answer["Body"]
         try:
             seen = self._checked(answer, first, last)
-            while self._filled < len(self._into) and not self._given_up():
-                count = receive(body, self._into[self._filled : self._filled + _RECEIVED])
-                if not count:
-                    break
-                self._filled += count
         except BaseException:
-            body.close()  # what is left on this connection belongs to no other request
+            answer["Body"].close()  # what is left on this connection belongs to no other request
             raise
-        release(body)
+        for count in _pieces(answer["Body"], self._into[self._filled :], self._given_up):
+            self._filled += count
         left = len(self._into) - self._filled
         if left:
             raise ShortBody(f"the response ended {left} of {len(self._into)} bytes early")
@@ -410,6 +430,21 @@ class _Body:
             self._kept = kept_checksums(answer)
         nbytes = int(total) if total.isdigit() else first + length
         return ObjectSeen(self._key, nbytes, etag, checksums=self._kept)
+
+
+def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
+    """Receive a body piece by piece, and yield how many bytes each has."""
+    try:
+        while len(into) and not given_up():
+            count = receive(body, into[:_RECEIVED])
+            if not count:
+                break
+            yield count
+            into = into[count:]
+    except BaseException:
+        body.close()
+        raise
+    release(body)
 
 
 def _split(root: str) -> tuple[str, str]:

@@ -209,7 +209,7 @@ def explained(
 
 
 def never() -> bool:
-    """Return False: somebody waits for the request."""
+    """Return False: the caller waits for the request."""
     return False
 
 

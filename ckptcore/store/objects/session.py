@@ -1,4 +1,4 @@
-"""Make clients of botocore from what s3fs was told, for threads that wait for their sockets.
+"""Make clients of botocore with the options of s3fs, for threads that wait for their sockets.
 
 s3fs has the user's credentials, profiles, endpoints and options, by its own conventions. Its own requests go
 through asyncio and aiohttp, which copy every byte four times. botocore, below them, has the same signatures,
