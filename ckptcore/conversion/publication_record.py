@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.execution.receipts import Receipt
-from ckptcore.store import Store
+from ckptcore.store import Store, fetch
 from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
 
 REPLACES = "replaces.json"
@@ -149,10 +149,10 @@ def entry_of(form: Mapping[str, Any]) -> Entry:
 
 
 def _stored_json(store: Store, name: str) -> Any:
-    size = store.size(name)
-    if size is None:
+    data = fetch(store, name)
+    if data is None:
         return None
     try:
-        return json.loads(store.read(name, 0, size))
+        return json.loads(data)
     except ValueError:
         return None

@@ -16,7 +16,7 @@ from ckptcore.execution.source_stamps import save as save_stamps
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Store
+from ckptcore.store import Store, fetch
 from ckptcore.store.ahead import ReadsAhead
 
 REQUEST = "request.json"
@@ -54,11 +54,11 @@ def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -
 def staged_request(staging: Staging) -> Request:
     """Load the request of a staged plan; raise `UsageError`, `MalformedCheckpoint`."""
     store = staging.root
-    size = store.size(REQUEST)
-    if size is None:
+    data = fetch(store, REQUEST)
+    if data is None:
         raise UsageError(f"{store.url} lacks {REQUEST}", hint="prepare the conversion again")
     try:
-        return Request.from_dict(json.loads(store.read(REQUEST, 0, size)))
+        return Request.from_dict(json.loads(data))
     except (ValueError, TypeError, AttributeError) as error:
         raise MalformedCheckpoint(
             f"cannot read {store.url}/{REQUEST}: {error}", hint="prepare the conversion again"

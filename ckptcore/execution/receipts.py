@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
-from ckptcore.store import Readable, Store
+from ckptcore.store import Readable, Store, fetch
 from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ def read_receipt(
 ) -> Receipt | None:
     """Return a file's receipt under this plan, or None; ``part`` is bytes [begin, end) of it."""
     name = receipt_name(index, part)
-    size = store.size(name)
-    if size is None:
+    data = fetch(store, name)
+    if data is None:
         return None
     try:
-        form = json.loads(store.read(name, 0, size))
+        form = json.loads(data)
         if form.pop("plan", None) != plan_digest:
             return None
         found = Receipt.from_dict(form)

@@ -28,7 +28,7 @@ from ckptcore.naming.rename import MadeTensor, Mapped
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
-from ckptcore.store import Store
+from ckptcore.store import Store, fetch
 from ckptcore.topology.layout import Topology
 
 HEAD = "head.json"
@@ -260,13 +260,13 @@ def save_head(store: Store, plan: Plan) -> None:
 
 def load_head(store: Store) -> Plan:
     """Read the head of a saved plan; raise `MalformedCheckpoint`, `SourceUnreadable`."""
-    size = store.size(HEAD)
-    if size is None:
+    data = fetch(store, HEAD)
+    if data is None:
         raise MalformedCheckpoint(
             f"there is no plan in {store.url}", hint="make one with `ckptcore plan SRC DST --save DIR`"
         )
     try:
-        form = json.loads(store.read(HEAD, 0, size))
+        form = json.loads(data)
         target = Target(**form.pop("target"))
         rows = tuple(PlannedFile(**row) for row in form.pop("files"))
         pairs: dict[str, Any] = {
@@ -284,10 +284,10 @@ def load_head(store: Store) -> Plan:
 def load_file_plan(store: Store, index: int) -> FilePlan:
     """Read one file's plan of a saved plan."""
     name = file_name(index)
-    size = store.size(name)
-    if size is None:
+    data = fetch(store, name)
+    if data is None:
         raise SourceChanged(f"{store.url} lacks {name}")
-    return FilePlan.load(store.read(name, 0, size))
+    return FilePlan.load(data)
 
 
 def file_name(index: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -211,6 +211,15 @@ def open_source_store(url: str, versions: Mapping[str, str | None] | None = None
             hub: Store = HubStore(url)
             return hub
     return open_store(url)
+
+
+def fetch(store: Readable, path: str) -> bytes | None:
+    """Return all bytes of a small file, or None when there is no such file: on S3, in one request."""
+    in_one: Callable[[str], bytes | None] | None = getattr(store, "fetch", None)
+    if in_one is not None:
+        return in_one(path)
+    size = store.size(path)
+    return None if size is None else store.read(path, 0, size)
 
 
 def is_s3(url: str) -> bool:

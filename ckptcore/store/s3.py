@@ -14,10 +14,12 @@ import fsspec
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable, UsageError
 from ckptcore.store import Buffer, FileWriter, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
-from ckptcore.store.objects.client import S3Client, share_service_models
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.reader import FolderReader
+from ckptcore.store.objects.session import share_service_models
 from ckptcore.store.remote import FsspecStore
 
+_AT_ONCE = 16  # deletions
 _MOST_IN_ONE = 1 << 30  # bytes of one request; S3 takes 5 GiB
 
 
@@ -37,8 +39,7 @@ class S3Store(FsspecStore):
             versions: Path -> stamp of objects that were seen before, and must still be the same.
         """
         super().__init__(url)
-        share_service_models(self._fs)
-        self.client = client_of(self.url)
+        self.client, self._pinned = client_of(self.url), pinned
         _, _, key = self._root.strip("/").partition("/")
         self.prefix = f"{key}/" if key else ""
         self._reader = FolderReader(self.client, self.prefix, self.url, pinned=pinned, versions=versions)
@@ -68,6 +69,13 @@ class S3Store(FsspecStore):
         """Return exactly ``length`` bytes."""
         return self._reader.read(path, start, length)
 
+    def fetch(self, path: str) -> bytes | None:
+        """Return all bytes of a small object, or None when there is no such object."""
+        if not self._pinned:
+            return self.client.fetch(self.prefix + path)
+        size = self.size(path)
+        return None if size is None else self.read(path, 0, size)
+
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly."""
         self._reader.read_into(path, start, into)
@@ -87,6 +95,7 @@ class S3Store(FsspecStore):
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Collect an object, which is written in one request when it is committed."""
         if nbytes > _MOST_IN_ONE:
+            share_service_models(self._fs)
             return super().writer(path, nbytes)
         return ObjectWriter(self.client, self.prefix + path)
 
@@ -104,8 +113,10 @@ class S3Store(FsspecStore):
             keys = [seen.key for seen in self.client.list(self.prefix)]
         except SourceUnreadable as error:
             raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
-        for key in keys:
-            self.client.delete(key)
+        for first in range(0, len(keys), _AT_ONCE):
+            deleting = [self.client.start_delete(key) for key in keys[first : first + _AT_ONCE]]
+            for future in deleting:
+                future.result()
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
         """Copy an object into another folder, server-side."""

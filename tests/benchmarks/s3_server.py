@@ -4,8 +4,9 @@
 
 It has what copying and converting need: ranges, conditions, uploads in parts, listings. It proves nothing:
 no signatures, no checksums (tests/helpers/fault_s3.py has those). ``GET /-/count`` returns the requests so
-far as JSON, ``PUT /-/latency`` with a number changes the wait before every answer, and ``DELETE /-/out``
-removes all objects but those below a ``src`` folder.
+far as JSON. ``PUT /-/latency`` with a number changes the wait before every answer, and ``PUT /-/load/PREFIX``
+with a folder's path makes objects of its files. ``DELETE /-/out`` removes all objects but those below a
+``src`` folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -124,6 +126,9 @@ class Server:
         if path == "-/latency":
             self.latency = float(body)
             raise Answer
+        if path.startswith("-/load/"):
+            self._load(path.removeprefix("-/load/"), Path(body.decode()))
+            raise Answer
         if path == "-/out":
             self.objects = {p: o for p, o in self.objects.items() if "/src/" in p}
             raise Answer
@@ -139,6 +144,14 @@ class Server:
             self._upload(method, path, query, headers, body)
         else:
             self._object(method, path, headers, body)
+
+    def _load(self, prefix: str, folder: Path) -> None:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                data = bytearray(file.stat().st_size)
+                with file.open("rb") as opened:
+                    opened.readinto(data)
+                self.objects[f"{prefix}/{file.relative_to(folder)}"] = Object([data])
 
     def _object(self, method: str, path: str, headers: dict[str, str], body: bytearray) -> None:
         there = self.objects.get(path)

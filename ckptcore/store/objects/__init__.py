@@ -1,7 +1,7 @@
 """Send requests to an S3 object store: the one seam for reading, uploading, publishing and cleaning up.
 
-`client` sends requests (through s3fs and aiobotocore), `retry` repeats those that failed for a moment and
-turns the others into errors of ckptcore, `checksums` computes the checksums that a store can keep.
+`client` sends requests (through botocore, with the options of s3fs), `retry` repeats those that failed for a
+moment and turns the others into errors of ckptcore, `checksums` computes the checksums that a store can keep.
 
 Keys are complete: they start behind the bucket. ETags are texts as the store sends them, with their quotes.
 """
@@ -137,6 +137,9 @@ class ObjectClient(Protocol):
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
         """Begin a `get`, and return without waiting for it."""
 
+    def fetch(self, key: str) -> bytes | None:
+        """Return all bytes of a small object, of one version, or None if there is no such object."""
+
     def put(
         self,
         key: str,
@@ -163,6 +166,9 @@ class ObjectClient(Protocol):
 
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
+
+    def start_delete(self, key: str) -> Future[None]:
+        """Begin a `delete`, and return without waiting for it."""
 
     def begin(
         self,

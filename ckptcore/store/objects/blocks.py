@@ -2,8 +2,9 @@
 
 1. Ranges of one object that touch, or almost touch, are one span; spans are cut into blocks of at most
    16 MiB. A block is one request. With little memory blocks are smaller, so that each is fetched once.
-2. Blocks are fetched in the order of their first use, as long as memory is left. How many requests are in
-   flight depends on how long the store takes to answer, compared with how long a block takes to arrive.
+2. Blocks are fetched in the order of their first use, as long as memory is left and not too many wait for
+   their readers. How many requests are in flight depends on how long the store takes to answer, compared with
+   how long a block takes to arrive.
 3. A block whose readers are done is replaced first. If no memory is left, the block whose use is farthest
    away is given up, and fetched again later.
 """
@@ -27,6 +28,7 @@ BLOCK = 16 << 20
 _LEAST_BLOCK = 256 << 10
 GAP = 256 << 10  # bytes between two ranges that cost less than another request
 _FIRST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 32
+_AHEAD = 2  # blocks that are in flight or wait for their readers, per request in flight
 
 Fetch = Callable[[str, int, Buffer], "Future[Any]"]  # (path, first byte, buffer to fill)
 Arrived = Callable[[str, int, Buffer], None]  # called once for each block that was fetched
@@ -292,13 +294,21 @@ class BlockReader:
         while self._in_flight < self._window and self._next < len(order) and not self._closed:
             at = int(order[self._next])
             missing = at not in self._loaded and self._left[at] > 0
+            if missing and self._unused() >= _AHEAD * self._window:
+                return
             if missing and len(self._loaded) >= self._capacity and not self._free_done():
                 return
             self._next += 1
             if missing:
                 self._begin(at)
 
+    def _unused(self) -> int:
+        """Count the blocks that nobody has read from yet. More of them would only be new memory."""
+        return sum(bool(self._left[at] == self._table.wanted[at]) for at in self._loaded)
+
     def _begin(self, at: int) -> _Loaded:
+        if not self._free:  # new memory costs more than a search for a block that is done
+            self._free_done()
         buffer = self._free.pop() if self._free else bytearray(self._size)
         length = int(self._table.end[at] - self._table.start[at])
         view = memoryview(buffer)[:length]

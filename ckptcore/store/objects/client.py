@@ -1,53 +1,35 @@
-"""Send requests to S3 through s3fs and aiobotocore.
+"""Send requests to S3 through botocore, with the options of s3fs.
 
-s3fs supplies credentials, endpoint and options by its own conventions, and the event loop on its thread;
-requests are those of aiobotocore below it. Both libraries' own retries are off: `retry` has the one layer.
-A body is received straight into the caller's buffer, and a response that ends early is continued behind the
-last byte that arrived, of the same version of the object.
+s3fs supplies credentials, endpoint and options by its own conventions (`session`). A request is sent by the
+thread that asks, or by one of `threads`. A body is received into the caller's buffer. A response that ends
+early is continued behind the last byte that arrived, of the same version of the object.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import io
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache
 from typing import Any, TypeVar
 
-from ckptcore.errors import (
-    AlteredInTransit,
-    CkptError,
-    MissingDependency,
-    SourceChanged,
-    SourceUnreadable,
-    UsageError,
-)
-from ckptcore.redaction import bare_url, redacted_of
+from ckptcore.errors import AlteredInTransit, CkptError, SourceChanged, SourceUnreadable, UsageError
+from ckptcore.redaction import bare_url
 from ckptcore.store import Buffer
 from ckptcore.store.objects import Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
-from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, repeated
+from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeated
+from ckptcore.store.objects.session import PartBody, S3Session, open_file_system, receive, release
+from ckptcore.store.objects.threads import GivenUp, RequestThreads
 
 T = TypeVar("T")
-_STALLED_S = 15  # without a byte
-_CONNECTIONS = 64
 _SMOOTH = 0.2  # weight of the latest answer
 _PUTS = 4  # of a small object that arrives altered
 _MD5_HEX = 32
 _RECEIVED = 1 << 20  # bytes asked of a body at a time
-# botocore's own repeats and checks are off: they would multiply, and cost a second pass over the bytes.
-_CONFIG: Mapping[str, Any] = {
-    "retries": {"mode": "standard", "total_max_attempts": 1},
-    "request_checksum_calculation": "when_required",
-    "response_checksum_validation": "when_required",
-}
-_DEFAULTS: Mapping[str, Any] = {"max_pool_connections": _CONNECTIONS, "read_timeout": _STALLED_S}
-_NO_SESSION = object()
+_THREADS = RequestThreads(64)
 _SECRETS = ("key", "secret", "token", "username", "password")
 
 
@@ -73,7 +55,7 @@ class S3Client:
         Raises:
             UsageError: The URL or an option is wrong.
         """
-        self._fs, root = _file_system(url, options or {})
+        self.file_system, root = open_file_system(url, options or {})
         self.bucket, self.prefix = _split(root)
         if not self.bucket:
             raise UsageError(f"cannot open {bare_url(url)}: it names no bucket")
@@ -82,8 +64,9 @@ class S3Client:
         self.answer_s = 0.0
         self._md5 = True
         self._lock = threading.Lock()
-        self.file_system = self._fs
-        given = {**self._fs.storage_options, **self._fs.storage_options.get("client_kwargs", {})}
+        self._session = S3Session(self.file_system)
+        given = self.file_system.storage_options
+        given = {**given, **given.get("client_kwargs", {})}
         names = (*_SECRETS, "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         self._secrets = tuple(str(given[name]) for name in names if given.get(name))
 
@@ -122,16 +105,41 @@ class S3Client:
 
     def get(self, key: str, start: int, etag: str | None, into: Buffer) -> ObjectSeen:
         """Fill ``into`` with bytes of an object, from ``start``; raises `SourceChanged` for another ETag."""
-        return _waited(self.start_get(key, start, etag, into))
+        return self._repeat(_Body(self, key, start, etag, into).attempt, key)
 
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
         """Begin a `get`, and return without waiting for it."""
-        body = _Body(self, key, start, etag, into)
-        return self._begin(body.attempt, key)
+
+        def work(given_up: GivenUp) -> ObjectSeen:
+            body = _Body(self, key, start, etag, into, given_up=given_up)
+            return self._repeat(body.attempt, key, given_up=given_up)
+
+        return _THREADS.start(work)
 
     def get_all(self, key: str, etag: str | None, into: Buffer) -> ObjectSeen:
         """Fill ``into`` with a complete object, and return the checksums that the store keeps of it, too."""
-        return _waited(self._begin(_Body(self, key, 0, etag, into, complete=True).attempt, key))
+        return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
+
+    def fetch(self, key: str) -> bytes | None:
+        """Return all bytes of a small object, of one version, or None if there is no such object."""
+
+        def attempt() -> bytes:
+            answer = self._send("get_object", {"Key": key, "ChecksumMode": "ENABLED"})
+            data = bytearray(int(answer.get("ContentLength") or 0))
+            filled = sum(_pieces(answer["Body"], memoryview(data), never))
+            if filled < len(data):
+                raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
+            kept = kept_checksums(answer)
+            if kept and checksum_of(kept[0].algorithm, data) != kept[0]:
+                raise ShortBody(f"the response does not match the {kept[0].algorithm} of the object")
+            return bytes(data)
+
+        try:
+            return self._repeat(attempt, key)
+        except CkptError as error:
+            if kind_of(error) is Kind.MISSING:
+                return None
+            raise
 
     def put(
         self,
@@ -197,6 +205,10 @@ class S3Client:
             if kind_of(error) is not Kind.MISSING:
                 raise
 
+    def start_delete(self, key: str) -> Future[None]:
+        """Begin a `delete`, and return without waiting for it."""
+        return _THREADS.start(lambda _: self.delete(key))
+
     def begin(
         self,
         key: str,
@@ -230,20 +242,31 @@ class S3Client:
         self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
     ) -> UploadedPart:
         """Upload one part; any process may, in any order."""
-        return _waited(self.start_part(key, upload_id, number, data, checksum))
+        return self._upload(key, upload_id, number, data, checksum, never)
 
     def start_part(
         self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None
     ) -> Future[UploadedPart]:
         """Begin an `upload_part`, and return without waiting for it."""
+        return _THREADS.start(lambda given_up: self._upload(key, upload_id, number, data, checksum, given_up))
+
+    def _upload(
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        data: Buffer | bytes,
+        checksum: Checksum | None,
+        given_up: GivenUp,
+    ) -> UploadedPart:
         sent = checksum or checksum_of("CRC32", data)
         asked = {"Key": key, "UploadId": upload_id, "PartNumber": number, **_checked(data, sent)}
 
-        async def attempt() -> UploadedPart:
-            found = await self._send("upload_part", {**asked, "Body": _PartBody(data)})
+        def attempt() -> UploadedPart:
+            found = self._send("upload_part", {**asked, "Body": PartBody(data, given_up)})
             return UploadedPart(number, found.get("ETag") or "", len(data), sent)
 
-        return self._begin(attempt, key, writing=True)
+        return self._repeat(attempt, key, writing=True, given_up=given_up)
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[UploadedPart]:
         """Yield the parts that were uploaded, in order."""
@@ -326,79 +349,30 @@ class S3Client:
     def _ask(
         self, method: str, key: str, *, writing: bool = False, create: bool = False, **asked: Any
     ) -> dict[str, Any]:
-        async def attempt() -> dict[str, Any]:
-            return await self._send(method, asked)
+        return self._repeat(lambda: self._send(method, asked), key, writing=writing, create=create)
 
-        return _waited(self._begin(attempt, key, writing=writing, create=create))
-
-    def _begin(
+    def _repeat(
         self,
-        attempt: Callable[[], Coroutine[Any, Any, T]],
+        attempt: Callable[[], T],
         key: str,
         *,
         writing: bool = False,
         create: bool = False,
-    ) -> Future[T]:
-        """Run a request, and its repeats, on the thread of the event loop."""
-        work = repeated(attempt, self._name(key), writing=writing, create=create, secrets=self._secrets)
-        return asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        given_up: GivenUp = never,
+    ) -> T:
+        """Send a request, and repeat it, in this thread."""
+        secrets = self._secrets
+        return repeated(
+            attempt, self._name(key), writing=writing, create=create, secrets=secrets, given_up=given_up
+        )
 
-    async def _send(self, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
         with self._lock:
             self.requests[method] += 1
-        await self._fs.set_session()
-        client = await self._fs.get_s3(self.bucket)
-        _expect_nothing(client)
-        call = getattr(client, method)
-        # s3fs adds what its options say (the requester pays, encryption), and drops what the call has not.
-        given = self._fs._get_s3_method_kwargs(call, Bucket=self.bucket, **asked)
-        found: dict[str, Any] = await call(**given)
-        return found
+        return self._session.ask(method, {"Bucket": self.bucket, **asked})
 
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}"
-
-
-class _PartBody(io.BytesIO):
-    """The bytes of a part as a file that is read without a copy.
-
-    aiohttp would join complete bytes with the headers, and keep what the socket does not take at once: two
-    more copies of every part on its way.
-    """
-
-    def __init__(self, data: Buffer | bytes) -> None:
-        super().__init__()
-        self._view, self._at = memoryview(data).cast("B"), 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: a view of them, which aiohttp takes like bytes."""
-        wanted = len(self._view) if size is None or size < 0 else size
-        found = self._view[self._at : self._at + wanted]
-        self._at += len(found)
-        return found  # type: ignore[return-value]
-
-    def readinto(self, into: Any, /) -> int:
-        """Fill ``into``."""
-        target = memoryview(into).cast("B")
-        found = self._view[self._at : self._at + len(target)]
-        target[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    read1, readinto1 = read, readinto  # those of the base know nothing of these bytes
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Move to a byte."""
-        self._at = max(0, offset + (0, self._at, len(self._view))[whence])
-        return self._at
-
-    def tell(self) -> int:
-        """Return the next byte's place."""
-        return self._at
-
-    def getbuffer(self) -> memoryview:
-        """Return all bytes."""
-        return self._view[:]
 
 
 class _Body:
@@ -413,13 +387,14 @@ class _Body:
         into: Buffer,
         *,
         complete: bool = False,
+        given_up: GivenUp = never,
     ) -> None:
         self._client, self._key, self._start, self._into = client, key, start, into
-        self._complete = complete
+        self._complete, self._given_up = complete, given_up
         self._etag, self._filled = etag, 0
         self._kept: tuple[Checksum, ...] = ()
 
-    async def attempt(self) -> ObjectSeen:
+    def attempt(self) -> ObjectSeen:
         """Receive what is still missing."""
         first, last = self._start + self._filled, self._start + len(self._into) - 1
         asked: dict[str, Any] = {"Key": self._key}
@@ -430,19 +405,15 @@ class _Body:
         if self._etag:
             asked["IfMatch"] = self._etag
         asked_at = time.perf_counter()
-        answer = await self._client._send("get_object", asked)
+        answer = self._client._send("get_object", asked)
         self._client.answered(time.perf_counter() - asked_at)
-        body = answer["Body"]
         try:
             seen = self._checked(answer, first, last)
-            while self._filled < len(self._into):
-                count = await body.readinto(self._into[self._filled : self._filled + _RECEIVED])
-                if not count:
-                    break
-                self._filled += count
         except BaseException:
-            body.close()  # what is left on this connection belongs to no other request
+            answer["Body"].close()  # what is left on this connection belongs to no other request
             raise
+        for count in _pieces(answer["Body"], self._into[self._filled :], self._given_up):
+            self._filled += count
         left = len(self._into) - self._filled
         if left:
             raise ShortBody(f"the response ended {left} of {len(self._into)} bytes early")
@@ -475,58 +446,19 @@ class _Body:
         return ObjectSeen(self._key, nbytes, etag, checksums=self._kept)
 
 
-def _expect_nothing(client: Any) -> None:
-    """Send bodies at once: waiting for "100 Continue" costs a round trip for each part."""
-    if not getattr(client, "_ckptcore_expects_nothing", False):
-        from botocore.handlers import add_expect_header
-
-        client.meta.events.unregister("before-call.s3", add_expect_header)
-        client._ckptcore_expects_nothing = True
-
-
-def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    import fsspec
-
+def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
+    """Receive a body piece by piece, and yield how many bytes each has."""
     try:
-        fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
-        given = {**fs.storage_options, **options, "use_listings_cache": False}
-        config = {**_DEFAULTS, **(given.pop("config_kwargs", None) or {}), **_CONFIG}
-        own = type(fs)(*fs.storage_args, **{**given, "config_kwargs": config})
-        share_service_models(own)
-    except ImportError as error:
-        raise MissingDependency(f"cannot open {bare_url(url)}: {error}", hint="pip install s3fs") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(redacted_of(f"cannot open {bare_url(url)}: {error}", url)) from error
-    return own, root
-
-
-def share_service_models(file_system: Any) -> None:
-    """Let the sessions of this process share what botocore knows about services.
-
-    That is a megabyte of JSON, which each session parses for itself: three quarters of the time until its
-    first request.
-
-    Args:
-        file_system: That of s3fs, before its first request.
-    """
-    if getattr(file_system, "session", _NO_SESSION) is not None:
-        return
-    from aiobotocore.session import AioSession
-    from botocore.exceptions import BotoCoreError
-
-    try:
-        session = AioSession(**file_system.kwargs)
-        session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
-    except (BotoCoreError, TypeError):  # a wrong profile or option: s3fs reports it with its first request
-        return
-    file_system.session = session
-
-
-@cache
-def _loader(data_path: str | None) -> Any:
-    from botocore.loaders import create_loader
-
-    return create_loader(data_path)
+        while len(into) and not given_up():
+            count = receive(body, into[:_RECEIVED])
+            if not count:
+                break
+            yield count
+            into = into[count:]
+    except BaseException:
+        body.close()
+        raise
+    release(body)
 
 
 def _split(root: str) -> tuple[str, str]:
@@ -567,11 +499,3 @@ def _sendable(data: Buffer | bytes) -> bytes | bytearray:
     if isinstance(array, bytes | bytearray) and len(array) == data.nbytes and data.contiguous:
         return array
     return bytes(data)
-
-
-def _waited(future: Future[T]) -> T:
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise

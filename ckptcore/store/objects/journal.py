@@ -227,7 +227,7 @@ class UploadJournal:
                 raise
 
     def _read(self, key: str) -> UploadEntry | None:
-        data = read_object(self.client, key)
+        data = self.client.fetch(key)
         if data is None:
             return None
         with suppress(ValueError, TypeError, KeyError):
@@ -250,22 +250,3 @@ class UploadJournal:
 
     def _key(self, index: int) -> str:
         return f"{self.prefix}file-{index:05d}.json"
-
-
-def read_object(client: ObjectClient, key: str) -> bytes | None:
-    """Return the bytes of a small object, of one version, or None if there is no such object."""
-    for _ in range(_TRIES):
-        seen = client.head(key)
-        if seen is None:
-            return None
-        data = bytearray(seen.nbytes)
-        if not data:
-            return b""
-        try:
-            client.get(key, 0, seen.etag, memoryview(data))
-        except CkptError as error:
-            if kind_of(error) not in (Kind.CHANGED, Kind.MISSING):
-                raise
-            continue
-        return bytes(data)
-    raise StorageTrouble(f"cannot read {client.url}/{key}: it is replaced again and again")

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import ObjectClient
-from ckptcore.store.objects.journal import read_object
 from ckptcore.store.objects.retry import Kind, kind_of
 
 TTL_S = 60.0
@@ -241,7 +240,7 @@ class Lease:
         return Holder(uuid.uuid4().hex, fence, socket.gethostname(), process, until)
 
     def _there(self) -> Holder | None:
-        data = read_object(self._client, self._key)
+        data = self._client.fetch(self._key)
         return None if data is None else _unpacked(data)
 
     def _is_exclusive(self, mine: Holder) -> bool:

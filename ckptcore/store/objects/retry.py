@@ -7,14 +7,13 @@ that grow and vary, and at least as long as the store asks for (``Retry-After``)
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from ckptcore.errors import (
     CkptError,
@@ -209,16 +208,22 @@ def explained(
     return cls(message, hint=_HINTS.get(kind), **values)
 
 
-async def repeated(
-    call: Callable[[], Awaitable[T]],
+def never() -> bool:
+    """Return False: the caller waits for the request."""
+    return False
+
+
+def repeated(
+    call: Callable[[], T],
     what: str,
     *,
     writing: bool = False,
     create: bool = False,
     secrets: Collection[str] = (),
     deadline: float | None = None,
+    given_up: Callable[[], bool] = never,
 ) -> T:
-    """Await ``call()``, again after momentary failures, until the deadline.
+    """Call ``call()``, again after momentary failures, until the deadline.
 
     Args:
         call: Sends the request once.
@@ -227,6 +232,7 @@ async def repeated(
         create: Whether it is create-only.
         secrets: Values that must not be in a message.
         deadline: Seconds; None for `deadline_s`.
+        given_up: Whether nobody waits for it any more; then it is not repeated.
 
     Raises:
         CkptError: What `explained` returns for the last failure.
@@ -234,21 +240,20 @@ async def repeated(
     limit = deadline_s() if deadline is None else deadline
     began, attempts = time.monotonic(), 0
 
-    async def once() -> T:
+    def once() -> T:
         nonlocal attempts
         attempts += 1
-        return await call()
+        return call()
 
-    policy = AsyncRetrying(
+    policy = Retrying(
         # A wait that would end behind the deadline is not begun.
-        stop=lambda state: time.monotonic() - began + state.upcoming_sleep > limit,
+        stop=lambda state: given_up() or time.monotonic() - began + state.upcoming_sleep > limit,
         wait=_Wait(),
         retry=retry_if_exception(lambda error: kind_of(error) is Kind.TROUBLE),
-        sleep=asyncio.sleep,
         reraise=True,
     )
     try:
-        return await policy(once)
+        return policy(once)
     except Exception as error:
         raise explained(
             error, what, writing=writing, attempts=attempts, create=create, secrets=secrets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import zlib
@@ -90,20 +89,17 @@ def test_a_defect_is_not_repeated() -> None:
 def run(failures: list[Exception], deadline: float) -> tuple[Any, int]:
     sent = 0
 
-    async def call() -> str:
+    def call() -> str:
         nonlocal sent
         sent += 1
         if len(failures) >= sent:
             raise failures[sent - 1]
         return "done"
 
-    async def main() -> Any:
-        try:
-            return await repeated(call, "s3://b/k", deadline=deadline)
-        except CkptError as error:
-            return error
-
-    return asyncio.run(main()), sent
+    try:
+        return repeated(call, "s3://b/k", deadline=deadline), sent
+    except CkptError as error:
+        return error, sent
 
 
 def test_repeats_end_at_the_deadline() -> None:

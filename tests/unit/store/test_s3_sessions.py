@@ -8,7 +8,8 @@ import pytest
 from s3fs import S3FileSystem
 
 from ckptcore.errors import SourceUnreadable
-from ckptcore.store.objects.client import S3Client, share_service_models
+from ckptcore.store.objects.client import S3Client
+from ckptcore.store.objects.session import share_service_models
 
 
 @pytest.fixture(autouse=True)

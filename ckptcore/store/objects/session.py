@@ -1,0 +1,243 @@
+"""Make clients of botocore with the options of s3fs, for threads that wait for their sockets.
+
+s3fs has the user's credentials, profiles, endpoints and options, by its own conventions. Its own requests go
+through asyncio and aiohttp, which copy every byte four times. botocore, below them, has the same signatures,
+addresses and errors. Its own repeats and second checks are off: `retry` has the one layer.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from http.client import HTTPResponse
+from typing import Any
+
+from ckptcore.errors import MissingDependency, UsageError
+from ckptcore.redaction import bare_url, redacted_of
+from ckptcore.store import Buffer
+
+_STALLED_S = 15  # without a byte
+_CONNECTIONS = 64
+_SENT = 1 << 20  # bytes given to a socket at a time; each may take as long as a silent store
+_SIGNER, _USUAL = "ckptcore-s3v4", ("v4", "s3v4")
+# botocore's own repeats and checks are off: they would multiply, and cost a second pass over the bytes.
+_CONFIG: Mapping[str, Any] = {
+    "retries": {"mode": "standard", "total_max_attempts": 1},
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+_DEFAULTS: Mapping[str, Any] = {"max_pool_connections": _CONNECTIONS, "read_timeout": _STALLED_S}
+_NO_SESSION = object()
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+
+
+class S3Session:
+    """The connections of this process for one file system of s3fs.
+
+    Args:
+        file_system: That of s3fs; only its options are used.
+    """
+
+    def __init__(self, file_system: Any) -> None:
+        self._fs = file_system
+        self._lock, self._pid = threading.Lock(), 0
+        self._client: Any = None
+
+    def ask(self, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request, and return its answer."""
+        client = self.client()
+        known = _members(client, method)
+        # As s3fs does: its options say more (the requester pays, encryption), where the request knows that.
+        given = {**self._fs.s3_additional_kwargs, **self._fs.req_kw, **asked}
+        found: dict[str, Any] = getattr(client, method)(
+            **{name: value for name, value in given.items() if name in known and value is not None}
+        )
+        return found
+
+    def client(self) -> Any:
+        """Return botocore's client, which a forked process makes anew: connections cannot be shared."""
+        if self._pid != os.getpid():
+            with self._lock:
+                if self._pid != os.getpid():
+                    self._client = _connected(self._fs)
+                    self._pid = os.getpid()
+        return self._client
+
+
+class PartBody(io.BytesIO):
+    """The bytes of a part as botocore signs them, and then sends them: never copied.
+
+    Args:
+        data: The bytes.
+        given_up: Whether nobody waits for the request any more.
+    """
+
+    def __init__(self, data: Buffer | bytes, given_up: Callable[[], bool]) -> None:
+        super().__init__()
+        self._view, self._at, self._given_up = memoryview(data).cast("B"), 0, given_up
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next bytes: a view of them, which is hashed like bytes."""
+        wanted = len(self._view) if size is None or size < 0 else size
+        found = self._view[self._at : self._at + wanted]
+        self._at += len(found)
+        return found or b""  # type: ignore[return-value]
+
+    def readinto(self, into: Any, /) -> int:
+        """Fill ``into``."""
+        target = memoryview(into).cast("B")
+        found = self.read(len(target))
+        target[: len(found)] = found
+        return len(found)
+
+    read1, readinto1 = read, readinto  # those of the base know nothing of these bytes
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Move to a byte."""
+        self._at = max(0, offset + (0, self._at, len(self._view))[whence])
+        return self._at
+
+    def tell(self) -> int:
+        """Return the next byte's place."""
+        return self._at
+
+    def getbuffer(self) -> memoryview:
+        """Return all bytes."""
+        return self._view[:]
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes as they are given to a socket. The time-out of a socket is for one call."""
+        for at in range(0, len(self._view), _SENT):
+            if self._given_up():
+                raise ConnectionAbortedError("nobody waits for this request any more")
+            yield self._view[at : at + _SENT]
+
+
+def receive(body: Any, into: Buffer) -> int:
+    """Receive the next bytes of a response, and return how many; fewer than asked for only at its end.
+
+    botocore and urllib3 would receive into new memory, and copy from it: a third of the time of a GET.
+    """
+    plain = _plain(body)
+    count: int = body.readinto(into) if plain is None else plain.readinto(into)
+    return count
+
+
+def release(body: Any) -> None:
+    """Keep the connection of a response that was received to its end, and close any other."""
+    plain = _plain(body)
+    if plain is not None and plain.isclosed():
+        body._raw_stream.release_conn()
+    else:
+        body.close()
+
+
+def _plain(body: Any) -> HTTPResponse | None:
+    """Return the response of the standard library below one of botocore; None if there is another."""
+    found = getattr(getattr(body, "_raw_stream", None), "_fp", None)
+    return found if isinstance(found, HTTPResponse) else None
+
+
+def open_file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system of s3fs for a URL, and the path in it; nothing is sent.
+
+    Raises:
+        MissingDependency: s3fs is not installed.
+        UsageError: The URL or an option is wrong.
+    """
+    import fsspec
+
+    try:
+        fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise MissingDependency(f"cannot open {bare_url(url)}: {error}", hint="pip install s3fs") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(redacted_of(f"cannot open {bare_url(url)}: {error}", url)) from error
+    return fs, root
+
+
+def share_service_models(file_system: Any) -> None:
+    """Let the sessions of this process share what botocore knows about services.
+
+    That is a megabyte of JSON, which each session parses for itself: three quarters of the time until its
+    first request.
+
+    Args:
+        file_system: That of s3fs, before its first request.
+    """
+    if getattr(file_system, "session", _NO_SESSION) is not None:
+        return
+    from aiobotocore.session import AioSession
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        session = AioSession(**file_system.kwargs)
+        session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    except (BotoCoreError, TypeError):  # a wrong profile or option: s3fs reports it with its first request
+        return
+    file_system.session = session
+
+
+def _connected(fs: Any) -> Any:
+    """Return a client with the options of a file system, as `S3FileSystem.set_session` takes them."""
+    from botocore import UNSIGNED
+    from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
+    from botocore.config import Config
+    from botocore.handlers import add_expect_header
+    from botocore.session import Session
+
+    if fs.storage_options.get("session") is not None:
+        raise UsageError(
+            "the option session of s3fs cannot be used", hint="name a profile, or give key and secret"
+        )
+    session = Session(**fs.kwargs)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    given = {
+        "aws_access_key_id": fs.key,
+        "aws_secret_access_key": fs.secret,
+        "aws_session_token": fs.token,
+        "endpoint_url": fs.endpoint_url,
+        "use_ssl": fs.use_ssl,
+    }
+    given = {name: value for name, value in given.items() if value is not None} | fs.client_kwargs
+    config = {"connect_timeout": fs.connect_timeout, **_DEFAULTS, **fs.config_kwargs, **_CONFIG}
+    if fs.anon:
+        given = {name: value for name, value in given.items() if name not in _KEYS}
+        config["signature_version"] = UNSIGNED
+    client = session.create_client("s3", config=Config(**config), **given)
+    # awscrt signs, too, but reads a body in pieces of 4 KiB through Python: twice the time of its SHA-256.
+    AUTH_TYPE_MAPS.setdefault(_SIGNER, S3SigV4Auth)
+    events = client.meta.events
+    events.register_first("choose-signer.s3", _signer)
+    # Bodies are sent at once: waiting for "100 Continue" costs a round trip for each part.
+    events.unregister("before-call.s3", add_expect_header)
+    events.register("before-send.s3", _in_pieces)
+    return client
+
+
+def _signer(signature_version: Any, context: Mapping[str, Any], **_: Any) -> str | None:
+    """Choose hashlib's SHA-256 for S3's usual signature, and leave every other to botocore."""
+    chosen = context.get("auth_type") or signature_version
+    return _SIGNER if chosen in _USUAL and not context.get("unsigned_payload") else None
+
+
+def _in_pieces(request: Any, **_: Any) -> None:
+    """Give a part's bytes to the socket in large pieces: files are read in pieces of 16 KiB."""
+    if isinstance(request.body, PartBody):
+        request.body = request.body.pieces()
+
+
+@cache
+def _loader(data_path: str | None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
+
+
+def _members(client: Any, method: str) -> Any:
+    """Return the parameters that a request knows."""
+    name = client.meta.method_to_api_mapping[method]
+    return client.meta.service_model.operation_model(name).input_shape.members
