@@ -28,8 +28,8 @@ PYTHON ?= python3
 # Tests wait for servers and processes a good part of their time: five at once keep two cores busy.
 JOBS ?= 5
 # Debian packages that a test needs, installed by set-up where missing: by root only, and elsewhere
-# these tests are skipped.
-DEBIAN_PACKAGES := postgresql
+# these tests are skipped. The catalog page is looked at in Chromium, which draws no text without a font.
+DEBIAN_PACKAGES := postgresql chromium fonts-dejavu-core
 
 bin := .venv/bin
 python := $(bin)/python

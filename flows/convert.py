@@ -136,10 +136,8 @@ def _one(
     began = time.perf_counter()
     write_all(prepared, job.settings, job.batch_bytes, job.engine)
     timings |= {"write": time.perf_counter() - began}
-    result = publish(prepared.plan_uri, job.settings, job.catalog)
-    result = replace(
-        result, timings=result.timings | timings, warnings=(*prepared.warnings, *result.warnings)
-    )
+    result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings))
+    result = replace(result, timings=result.timings | timings)
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()
         with span("verify_export", destination=request.destination):

@@ -43,5 +43,8 @@ def plan(
         key=key_of("conversion-plan", request.destination),
         description=f"{request.verb} `{request.source}` to `{request.destination}`",
     )
+    for warning in prepared.warnings:
+        tell = log.info if warning.severity == "info" else log.warning
+        tell("%s: %s", warning.code, warning.message)
     log.info("%s to write, %s", show_size(prepared.bytes_out), count(len(prepared.files), "file"))
     return prepared

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
 from ckptcore.conversion.pipeline import finish
 from ckptcore.conversion.publish import Result
+from ckptcore.errors import Finding
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.utils.units import show_size
@@ -19,11 +23,19 @@ MAX_ROWS = 200  # a browser renders the table; a 405B export has about 190 files
 
 
 @task(task_run_name="publish", **STEP)
-def publish(plan_uri: str, settings: Settings, catalog: str | bool | None = False) -> Result:
-    """Read the output back and move it to its name; a link to it and its files are artifacts."""
+def publish(
+    plan_uri: str, settings: Settings, catalog: str | bool | None = False, warnings: Sequence[Finding] = ()
+) -> Result:
+    """Read the output back and move it to its name; a link to it and its files are artifacts.
+
+    warnings: those of the plan, which the result keeps.
+    """
     result = finish(plan_uri, settings, catalog_url=catalog)
+    result = replace(result, warnings=(*warnings, *result.warnings))
     files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
     counts = [count(len(result.tensors), "tensor"), count(len(files), "file"), show_size(result.nbytes)]
+    if result.loadable == "no":
+        counts.append("nothing loads it: there is no config.json")
     summary = ", ".join(counts)
     artifact_or_none(
         create_markdown_artifact,

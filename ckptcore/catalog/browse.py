@@ -20,30 +20,20 @@ from ckptcore.catalog.models import (
     Checkpoint,
     CheckpointFile,
     Conversion,
-    ConversionIO,
     FindingRecord,
     Tensor,
     TrainingRun,
 )
 from ckptcore.catalog.query import (
-    OPENED_BY,
     checkpoint_row,
     checkpoint_rows,
     conversion_row,
     resolve_checkpoint,
+    unloadable,
 )
 from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
-from ckptcore.catalog.types import (
-    CheckpointRow,
-    ConversionRow,
-    Direction,
-    FileRow,
-    Kind,
-    Outcome,
-    State,
-    TensorRow,
-)
+from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
 from ckptcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -368,7 +358,7 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
     ):
         names.setdefault(alias.checkpoint_id, []).append(alias.name)
     metrics = metrics_of(conn, ids)
-    lost = _unloadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
+    lost = unloadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
     return tuple(
         Listed(
             checkpoint_row(row),
@@ -380,34 +370,6 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
         )
         for row in rows
     )
-
-
-def _unloadable(conn: Connection, ids: Sequence[int]) -> set[int]:
-    """Return the exports without the file by which an engine opens a model; see `CheckpointDetail`."""
-    if not ids:
-        return set()
-    exported = set(
-        conn.execute(
-            select(ConversionIO.checkpoint_id)
-            .join(Conversion, Conversion.id == ConversionIO.conversion_id)
-            .where(
-                ConversionIO.checkpoint_id.in_(ids),
-                ConversionIO.direction == Direction.OUT.value,
-                Conversion.verb == "export",
-                Conversion.state == Outcome.SUCCEEDED.value,
-            )
-        ).scalars()
-    )
-    if not exported:
-        return set()
-    there: dict[int, set[str]] = {}
-    for row in conn.execute(
-        select(CheckpointFile.checkpoint_id, CheckpointFile.path).where(
-            CheckpointFile.checkpoint_id.in_(exported), CheckpointFile.path.in_(("README.md", *OPENED_BY))
-        )
-    ):
-        there.setdefault(row.checkpoint_id, set()).add(row.path)
-    return {i for i, names in there.items() if "README.md" in names and not names & OPENED_BY}
 
 
 def _tensor(row: Any) -> TensorRow:

@@ -35,7 +35,7 @@ HEAD = REVISIONS[-1]
 # Older schemas with the tables that `query.py` reads: they are read as they are, and written once upgraded.
 # What they lack (training facts, the audit) is read as empty: `is_behind`.
 READABLE = frozenset({"0009", "0010", "0011", "0012"})
-_ONLY_INDEXES = frozenset({"0012"})  # of these, the ones that lack nothing but an index
+_ONLY_INDEXES = frozenset({"0012"})  # of these, the ones that lack no table and no column of one
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable

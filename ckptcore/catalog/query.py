@@ -279,6 +279,34 @@ def _loadable(written_by: Sequence[ConversionRow], names: Set[str]) -> str | Non
     return "no" if exported and "README.md" in names and not names & OPENED_BY else None
 
 
+def unloadable(conn: Connection, ids: Sequence[int]) -> set[int]:
+    """Return the exports without the file by which an engine opens a model; see `CheckpointDetail`."""
+    if not ids:
+        return set()
+    exported = set(
+        conn.execute(
+            select(ConversionIO.checkpoint_id)
+            .join(Conversion, Conversion.id == ConversionIO.conversion_id)
+            .where(
+                ConversionIO.checkpoint_id.in_(ids),
+                ConversionIO.direction == Direction.OUT.value,
+                Conversion.verb == "export",
+                Conversion.state == Outcome.SUCCEEDED.value,
+            )
+        ).scalars()
+    )
+    if not exported:
+        return set()
+    there: dict[int, set[str]] = {}
+    for row in conn.execute(
+        select(CheckpointFile.checkpoint_id, CheckpointFile.path).where(
+            CheckpointFile.checkpoint_id.in_(exported), CheckpointFile.path.in_(("README.md", *OPENED_BY))
+        )
+    ):
+        there.setdefault(row.checkpoint_id, set()).add(row.path)
+    return {i for i, names in there.items() if "README.md" in names and not names & OPENED_BY}
+
+
 def _files_of(conn: Connection, row_id: int) -> tuple[FileRow, ...]:
     files = conn.execute(select(CheckpointFile).where(CheckpointFile.checkpoint_id == row_id))
     rows = (FileRow(r.path, r.nbytes, r.digest, r.role) for r in files)

@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
 from ckptcore.catalog.normalize import normal_uri
-from ckptcore.catalog.query import conversion_row, conversions_of, current_first
+from ckptcore.catalog.query import conversion_row, conversions_of, current_first, unloadable
 from ckptcore.catalog.types import ConversionRow, Direction, Outcome
 
 if TYPE_CHECKING:
@@ -38,16 +38,23 @@ def output_at(conn: Connection, destination: str, source: str) -> list[dict[str,
 
 
 def export_of(conn: Connection, checkpoint: int) -> dict[str, Any]:
-    """Return the verdict and the checks of the last verified export to a checkpoint (its row id)."""
-    for made in conversions_of(conn, checkpoint, Direction.OUT):
-        if made.export_verdict is not None:
-            return _verdicts(made)
-    return _verdicts(None)
+    """Return the verdict and the checks of the last verified export to a checkpoint (its row id).
+
+    ``loadable`` is ``no`` for an export that no engine opens, otherwise None.
+    """
+    made = next((m for m in conversions_of(conn, checkpoint, Direction.OUT) if m.export_verdict), None)
+    return {**_verdicts(made), "loadable": "no" if unloadable(conn, [checkpoint]) else None}
 
 
 def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
     written = conn.execute(
-        select(Checkpoint.uuid, Checkpoint.fingerprint, Checkpoint.verified_level, Checkpoint.total_bytes)
+        select(
+            Checkpoint.id,
+            Checkpoint.uuid,
+            Checkpoint.fingerprint,
+            Checkpoint.verified_level,
+            Checkpoint.total_bytes,
+        )
         .join(ConversionIO, ConversionIO.checkpoint_id == Checkpoint.id)
         .join(Conversion, Conversion.id == ConversionIO.conversion_id)
         .where(Conversion.uuid == made.id, ConversionIO.direction == Direction.OUT.value)
@@ -62,6 +69,7 @@ def _output(conn: Connection, made: ConversionRow) -> dict[str, Any]:
         "fingerprint": written.fingerprint if written else None,
         "verified_level": written.verified_level if written else None,
         "error_code": made.error_code,
+        "loadable": "no" if written and unloadable(conn, [written.id]) else None,
         **_verdicts(made),
     }
 

@@ -35,7 +35,14 @@ VIEWS = {
     # not its id: then both databases read one run only, if the query names one.
     "latest_outputs": """
 SELECT k.run, c.step, c.format, c.dtypes, k.verb, c.uuid AS checkpoint, c.uri, c.total_bytes AS bytes,
-       c.fingerprint, c.verified_level, c.verified_at
+       c.fingerprint, c.verified_level, c.verified_at,
+       CASE WHEN k.verb = 'export'
+                 AND EXISTS (SELECT 1 FROM checkpoint_file f
+                             WHERE f.checkpoint_id = c.id AND f.path = 'README.md')
+                 AND NOT EXISTS (SELECT 1 FROM checkpoint_file f
+                                 WHERE f.checkpoint_id = c.id
+                                       AND f.path IN ('config.json', 'adapter_config.json'))
+            THEN 'no' END AS loadable
 FROM (
   SELECT r.name AS run, d.id, m.verb,
          row_number() OVER (PARTITION BY r.name, m.verb, d.format, d.dtypes
@@ -51,7 +58,7 @@ FROM (
 JOIN checkpoint c ON c.id = k.id
 WHERE k.place = 1""",
     "latest_exports": """
-SELECT run, step, format, dtypes, checkpoint, uri, bytes, fingerprint, verified_level, verified_at
+SELECT run, step, format, dtypes, checkpoint, uri, bytes, fingerprint, verified_level, verified_at, loadable
 FROM latest_outputs
 WHERE verb = 'export'""",
     "export_verdicts": """

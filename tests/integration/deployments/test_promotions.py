@@ -109,6 +109,7 @@ def test_changes_by_command_and_page_are_announced_once(
         "step": 2,
         "verified_level": "coverage",
         "export_verdict": None,
+        "loadable": None,
     }
     assert [(event, uri) for event, uri, _ in events.sent] == [
         ("ckptcore.alias.moved", "/runs/a/step-1"),

@@ -484,6 +484,7 @@ def test_the_end_of_a_run_is_announced_with_what_it_made(
             "fingerprint": "f" * 64,
             "verified_level": "coverage",
             "error_code": None,
+            "loadable": None,
             "export_verdict": "unproven",
             "export_checks": {"names": "ok", "values": "not-done"},
         }

@@ -1,4 +1,4 @@
-"""Sum the checkpoints of runs from an index, without a look at each row."""
+"""Sum the checkpoints of runs from an index; views say which exports no engine opens."""
 
 from alembic import op
 
