@@ -25,7 +25,6 @@ _ABOUT = (
 )
 # Command -> its module in this package, and the function or group there; in the order of the help.
 COMMANDS = {
-    "catalog": ("catalog", "app"),
     "inspect": ("checkpoints", "inspect"),
     "validate": ("checkpoints", "validate"),
     "diff": ("checkpoints", "diff"),
@@ -44,6 +43,7 @@ COMMANDS = {
     "gc": ("operations", "gc"),
     "prune": ("operations", "retire"),
     "which": ("catalog", "which"),
+    "catalog": ("catalog", "app"),
 }
 _FORMER = ("prune", "which")  # names of release 0.1, which the help leaves out
 

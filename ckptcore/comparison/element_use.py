@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Ints, Manifest, with_dims
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among
 
 _WINDOW = 1 << 23  # elements that are marked at a time

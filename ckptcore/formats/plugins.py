@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Literal
 
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import Format
+from ckptcore.utils.dataclass import dataclass
 
 GROUP = "ckptcore.formats"
 OWN = "ckptcore"

@@ -9,7 +9,6 @@ caches, sources that are being deleted.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptcore.errors import AmbiguousModel, CkptError, UnknownFormat, UnsupportedFormat
@@ -19,6 +18,7 @@ from ckptcore.formats.step_roots import located
 from ckptcore.store import Store, join_url, open_store
 from ckptcore.store.listing import ListedFile, stamp_of, survey
 from ckptcore.store.subfolder import SubStore
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.step_names import says_step, step_of
 
 MAX_DEPTH = 12

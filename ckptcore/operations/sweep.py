@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
 from ckptcore.operations.readiness import SETTLE_S, Look, look
 from ckptcore.planning.request import Request
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

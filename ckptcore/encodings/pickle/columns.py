@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.encodings.pickle.records import Memo, Record, Seen
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among
 
 Ints = npt.NDArray[np.int64]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
+
+from ckptcore.utils.dataclass import dataclass
 
 _Key = TypeVar("_Key", bound=tuple[int, ...])
 MODEL = re.compile(r"^(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt$")

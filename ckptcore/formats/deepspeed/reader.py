@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import Any
@@ -48,6 +47,7 @@ from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, rea
 from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 NAME = "deepspeed"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
 
@@ -18,6 +17,7 @@ from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")

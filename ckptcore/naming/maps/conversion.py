@@ -8,7 +8,7 @@ item combines it with the view. No tensor is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ckptcore.naming.maps.classes import Class, keys_in, placed
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
 from ckptcore.naming.maps.matching import Matched, match, require_fit
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among, distinct
 
 
