@@ -84,7 +84,9 @@ def _init(cls: type) -> FunctionType:
     fields = [f for f in dataclasses.fields(cls) if f.init or f.default_factory is not dataclasses.MISSING]
     settings = vars(cls)["__dataclass_params__"]
     known: dict[str, Any] = {"_dataclass_set": object.__setattr__, "_dataclass_absent": _ABSENT}
-    ordered, keywords, body = [], [], []
+    ordered = list[str]()
+    keywords = list[str]()
+    body = list[str]()
     for n, field in enumerate(fields):
         name, value = field.name, field.name
         default = ""
@@ -154,7 +156,7 @@ def _hash(values: Callable[[Any], Any]) -> Callable[[Any], int]:
     return __hash__
 
 
-def _frozen(cls: type, names: frozenset[str]) -> dict[str, Callable[..., None]]:
+def _frozen(cls: Any, names: frozenset[str]) -> dict[str, Callable[..., None]]:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if type(self) is cls or name in names:
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
