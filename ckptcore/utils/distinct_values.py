@@ -39,7 +39,8 @@ def among(values: npt.NDArray[Any], known: npt.ArrayLike) -> npt.NDArray[np.bool
     if not len(ordered):
         return np.zeros(values.shape, np.bool_)
     at = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
-    return ordered[at] == values
+    found: npt.NDArray[np.bool_] = ordered[at] == values
+    return found
 
 
 def _first_of_each(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

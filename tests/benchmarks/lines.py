@@ -15,7 +15,8 @@ BUDGET = "256MiB"
 BUDGET_BYTES = 256 << 20
 BASE_BYTES = 450 << 20  # interpreter and torch
 SPREAD = 0.10  # of the mid-range of the peaks, up and down
-INSPECT_SECONDS = 0.7
+INSPECT_SECONDS = 0.25
+SMALL_SECONDS = 0.45
 COVER_SECONDS = 20.0
 COVER_BYTES = 2 << 30
 ZERO_SECONDS = 30.0
@@ -163,12 +164,14 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """`ckptcore inspect`: fast, and without torch."""
+class Start:
+    """A command that is mostly start and end: the median of whole processes (seconds), without torch."""
 
     name: str
     place: str
     source: str
+    argv: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ class Program:
     quick: tuple[str, ...] = ()
 
 
-Line = Race | Peak | Look | Cover | Program
+Line = Race | Peak | Start | Cover | Program
 
 
 def _overhead(server: str) -> Program:
@@ -288,7 +291,8 @@ _RESHARDED_RAM = Race(
 _BOTH = ("safetensors", "torch_save")
 
 LINES: tuple[Line, ...] = (
-    Look("inspect/row-2gb", "ram", "row-2gb"),
+    Start("inspect/row-2gb", "ram", "row-2gb", ("CKPTCORE", "inspect", "SRC"), INSPECT_SECONDS),
+    Start("export/row-10mb", "ram", "row-10mb", _EXPORT, SMALL_SECONDS),
     Cover("cover/chunks-1m", "ram", "chunks-1m"),
     Cover("cover/zero3-512", "ram", "zero3-512", seconds=ZERO_SECONDS, peak=ZERO_BYTES),
     *(

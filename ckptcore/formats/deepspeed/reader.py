@@ -27,7 +27,7 @@ from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, Unsuppor
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
-from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
+from ckptcore.formats.deepspeed.file_names import NAME, CheckpointFiles, files_of
 from ckptcore.formats.deepspeed.misplaced_files import (
     copied_files,
     misplaced_experts,
@@ -50,7 +50,6 @@ from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_mast
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
-NAME = "deepspeed"
 MODEL = "module."
 LOW_PRECISION = "lp/"  # no dot: it is no part that could be the model
 Shape = tuple[int, ...]
