@@ -21,6 +21,7 @@ from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
 from ckptcore.utils.units import show_size
+from flows._heartbeats import own_heartbeats
 from flows._options import misfit, option_of
 from flows._prefect import serve_while_alive
 from tasks.markdown_text import count
@@ -38,7 +39,8 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
     serve_while_alive()
     try:
-        state = cast("State[Any]", flow(**given, return_state=True))
+        with own_heartbeats(flow) as beating:
+            state = cast("State[Any]", beating(**given, return_state=True))
     except KeyboardInterrupt:
         terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
         sys.exit(Interrupted.exit_code)

@@ -8,6 +8,7 @@ are finished, and the next run keeps their files.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from tasks.artifacts import artifact_or_none, key_of
 from tasks.join import join
 from tasks.logs import log
 from tasks.markdown_text import count
-from tasks.progress import STOP
+from tasks.progress import SECONDS, STOP
 from tasks.write import write
 from tasks.write_part import write_part
 
@@ -81,12 +82,16 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
     STOP.clear()
     with running_engine(engine, width, settings.device) as running:
         try:
+            shown = time.monotonic()
             for nbytes in _finished(prepared, work, running):
                 done += nbytes
-                text = f"{show_size(done)} of {show_size(total)}"
-                if progress is not None:
-                    percent = min(100.0, 100.0 * done / max(total, 1))
-                    artifact_or_none(update_progress_artifact, cast("UUID", progress), percent, text)
+                # An update takes as long as to write a small file.
+                if progress is not None and (done >= total or time.monotonic() > shown + SECONDS):
+                    text, percent = f"{show_size(done)} of {show_size(total)}", 100.0 * done / max(total, 1)
+                    artifact_or_none(
+                        update_progress_artifact, cast("UUID", progress), min(100.0, percent), text
+                    )
+                    shown = time.monotonic()
         except Exception:
             raise
         except BaseException:  # Ctrl-C or a cancellation: do not wait for the running tasks

@@ -7,7 +7,6 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from sqlalchemy import delete, insert, select, update
 from ckptcore.catalog.models import Alias, Checkpoint
 from ckptcore.catalog.query import PREFIX, require_kept, resolve_checkpoint
 from ckptcore.errors import Conflict, UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from sqlalchemy import insert, select
 from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord
 from ckptcore.catalog.normalize import clean, clean_json
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

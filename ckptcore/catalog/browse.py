@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -35,6 +35,7 @@ from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
 from ckptcore.errors import UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

@@ -6,7 +6,6 @@ take less than a second, so a monitor may ask every 15 seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import Checkpoint, Conversion, FindingRecord, Hold, Inbox
 from ckptcore.catalog.queues import Stage, inbox, outbox
 from ckptcore.catalog.types import Outcome, State
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

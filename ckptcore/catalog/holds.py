@@ -6,7 +6,6 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from ckptcore.catalog.models import Checkpoint, Hold
 from ckptcore.catalog.normalize import clean
 from ckptcore.catalog.query import require_kept, resolve_checkpoint
 from ckptcore.errors import UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

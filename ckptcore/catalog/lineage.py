@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import select
-from sqlalchemy.orm import aliased
 
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO, Tensor
 from ckptcore.catalog.normalize import hex_digest, normal_uri, parents
@@ -203,10 +202,11 @@ def _edges(conn: Connection, start: int, near: Direction, far: Direction) -> lis
     One query for each level: for one recursive query, SQLite scans all edges, at 100,000 checkpoints
     for 40 ms (it builds a Bloom filter over them), where a level takes 0.1 ms.
     """
-    here, there = aliased(ConversionIO), aliased(ConversionIO)
+    near_ends, far_ends = ConversionIO.__table__.alias(), ConversionIO.__table__.alias()
+    here, there = near_ends.c, far_ends.c
     wanted = (
         select(here.checkpoint_id, here.conversion_id, there.checkpoint_id.label("other"))
-        .join(there, there.conversion_id == here.conversion_id)
+        .join(far_ends, there.conversion_id == here.conversion_id)
         .where(here.direction == near.value, there.direction == far.value)
         .order_by(here.conversion_id)
     )

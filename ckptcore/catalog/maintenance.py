@@ -6,7 +6,6 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from ckptcore.catalog.query import (
 )
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding, UsageError
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 if TYPE_CHECKING:

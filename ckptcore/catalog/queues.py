@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime, timedelta
 from enum import StrEnum
 from importlib import import_module
@@ -32,6 +32,7 @@ from sqlalchemy import delete, func, select, update
 from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
 from ckptcore.errors import UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from ckptcore.catalog import audit
 from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import Checkpoint, GivenUpRow, RetirementRow
 from ckptcore.catalog.normalize import clean
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

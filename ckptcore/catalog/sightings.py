@@ -6,7 +6,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
 from ckptcore.catalog.normalize import clean_json, normal_uri
 from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

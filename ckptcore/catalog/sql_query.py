@@ -13,7 +13,6 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from urllib.parse import quote
 from ckptcore.catalog import sqlworker
 from ckptcore.catalog.database import CONNECT_S, connect, connect_arguments, engine_for, parse, sqlite_path
 from ckptcore.errors import CatalogAway, CkptError, UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL

@@ -12,13 +12,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from datetime import datetime
 from typing import Any
 
 from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
 from ckptcore.redaction import GONE
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr as quoted
 
 # Where facts come from. An earlier one replaces a later one, never the other way round.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from ckptcore.catalog.training import (
 )
 from ckptcore.catalog.types import CheckpointRow, Direction, State
 from ckptcore.errors import UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection

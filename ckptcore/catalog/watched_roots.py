@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from sqlalchemy import delete, insert, select, update
 from ckptcore.catalog.models import WatchedRoot
 from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
 from ckptcore.errors import UsageError
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

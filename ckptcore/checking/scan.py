@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from ckptcore.reading.payload import Payload, StoredChunk, resolve
 from ckptcore.store import Store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 SHA256 = "sha256"  # the key in `Manifest.origin`: file -> hex

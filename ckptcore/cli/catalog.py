@@ -1,4 +1,4 @@
-"""Run `ckptcore catalog`: queries, lineage, tags and SQL.
+"""Run `ckptcore catalog`: queries, lineage, tags, SQL and `rebuild`.
 
 Answers go to standard output, as tables of at most 100 columns or, with ``--output json``, as JSON.
 `ckptcore.cli.main` turns errors into messages and exit codes.
@@ -17,6 +17,7 @@ from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, w
 from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils import terminal
+from ckptcore.utils.text import count
 
 app = group("Query the catalog of checkpoints and conversions.")
 app.add_typer(alias_app, name="alias")
@@ -260,3 +261,47 @@ def sql(
 
     found = ask(catalog or default_url(), statement, limit=limit, seconds=timeout, explain=explain)
     answer(found, output)
+
+
+@app.command()
+def rebuild(
+    roots: Annotated[list[str], typer.Argument(metavar="ROOT", help="Folders to search, or checkpoints.")],
+    digests: Annotated[
+        bool, typer.Option("--digests", help="Read every byte, to record the digest of each file.")
+    ] = False,
+    made: Annotated[
+        list[str] | None,
+        typer.Option("--made", metavar="FOLDER", help="Folder that holds outputs of ckptcore (repeatable)."),
+    ] = None,
+    fingerprints: Annotated[
+        bool, typer.Option("--fingerprints", help="Read every tensor, to record what was made from what.")
+    ] = False,
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Record the checkpoints below folders in the catalog.
+
+    Everything is read from the metadata of the checkpoints.
+    """
+    from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.operations.rebuild_catalog import rebuild as run
+    from ckptcore.planning.request import Settings
+
+    take = Settings() if fingerprints else None
+    with open_catalog(catalog or default_url()) as found:
+        done = run(
+            found,
+            roots,
+            made=made or (),
+            digests=digests,
+            take=take,
+            on_place=lambda line: terminal.line(line, err=True),
+        )
+    if output is Output.JSON:
+        write_json(done.as_dict())
+        return
+    linked = sum(r.made_from is not None for r in done.recorded)
+    recorded, left = count(len(done.recorded), "checkpoint"), count(len(done.left_out), "place")
+    terminal.line(f"{recorded} recorded, {linked} of them linked to their source")
+    if done.left_out:
+        terminal.line(f"{left} left out; `--output json` lists each with its reason")

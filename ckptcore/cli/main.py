@@ -9,15 +9,12 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli import checkpoints, conversions, operations
-from ckptcore.cli import render as show
-from ckptcore.cli.catalog import app as catalog_app
-from ckptcore.cli.catalog import find, which
 from ckptcore.cli.options import group
 from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
 from ckptcore.utils import terminal
@@ -26,9 +23,29 @@ _ABOUT = (
     "Convert sharded training checkpoints into one verified model: validate, consolidate, export and reshard "
     "in bounded memory."
 )
-app = group(_ABOUT)
-catalog_app.command()(operations.rebuild)
-app.add_typer(catalog_app, name="catalog")
+# Command -> its module in this package, and the function or group there; in the order of the help.
+COMMANDS = {
+    "inspect": ("checkpoints", "inspect"),
+    "validate": ("checkpoints", "validate"),
+    "diff": ("checkpoints", "diff"),
+    "fingerprint": ("checkpoints", "fingerprint"),
+    "consolidate": ("conversions", "consolidate"),
+    "export": ("conversions", "export"),
+    "reshard": ("conversions", "reshard"),
+    "verify-export": ("checkpoints", "verify_export"),
+    "plan": ("conversions", "plan"),
+    "apply": ("conversions", "apply"),
+    "formats": ("checkpoints", "formats"),
+    "find": ("catalog", "find"),
+    "sweep": ("operations", "sweep"),
+    "scrub": ("operations", "scrub"),
+    "retire": ("operations", "retire"),
+    "gc": ("operations", "gc"),
+    "prune": ("operations", "retire"),
+    "which": ("catalog", "which"),
+    "catalog": ("catalog", "app"),
+}
+_FORMER = ("prune", "which")  # names of release 0.1, which the help leaves out
 
 
 def _version(wanted: bool) -> None:
@@ -39,7 +56,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit(0)
 
 
-@app.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
@@ -60,48 +76,45 @@ def main(
         use_storage_options(storage_option)
 
 
-# In the order in which the help shows them.
-for command in (
-    checkpoints.inspect,
-    checkpoints.validate,
-    checkpoints.diff,
-    checkpoints.fingerprint,
-    conversions.consolidate,
-    conversions.export,
-    conversions.reshard,
-    checkpoints.verify_export,
-    conversions.plan,
-    conversions.apply,
-    checkpoints.formats,
-    find,
-    operations.sweep,
-    operations.scrub,
-    operations.retire,
-    operations.gc,
-):
-    app.command()(command)
-app.command("prune", hidden=True)(operations.retire)
-app.command("which", hidden=True)(which)
+def program(*names: str) -> typer.Typer:
+    """Return the program with only the command that is called, or all of it, as for help.
+
+    Only the called command's module is imported, and only that command is built: all of them take 80 ms.
+
+    Args:
+        names: The first words of the command line.
+    """
+    only = names[0] if names and names[0] in COMMANDS else None
+    whole = group(_ABOUT)
+    whole.callback()(main)
+    for name, (module, member) in COMMANDS.items():
+        if only in (None, name):
+            found = getattr(import_module(f"ckptcore.cli.{module}"), member)
+            if isinstance(found, typer.Typer):
+                whole.add_typer(found if only is None else _alone(found, names[1:]), name=name)
+            else:
+                whole.command(name, hidden=name in _FORMER)(found)
+    return whole
 
 
 def run(argv: list[str]) -> int:
     """Run a command line, print its error as text or JSON, and return the exit code."""
     as_json = any(a == "--output=json" for a in argv) or ("--output", "json") in pairwise(argv)
     try:
-        done: Any = _program(argv)(args=argv, prog_name="ckptcore", standalone_mode=False)
+        done: Any = program(*argv[:2])(args=argv, prog_name="ckptcore", standalone_mode=False)
         return done if isinstance(done, int) else 0
     except CkptError as error:
-        show.error(error, as_json=as_json)
+        _error(error, as_json=as_json)
         return error.exit_code
     except typer.Exit as error:
         return error.exit_code
     except typer.TyperException as error:
         message = error.format_message()
         if message:  # without any argument the help has been printed, which is enough
-            show.error(UsageError(message, hint=_usage_hint(error)), as_json=as_json)
+            _error(UsageError(message, hint=_usage_hint(error)), as_json=as_json)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        show.error(Interrupted("stopped by the user"), as_json=as_json)
+        _error(Interrupted("stopped by the user"), as_json=as_json)
         return Interrupted.exit_code
     except BrokenPipeError:  # the reader of the output has gone: nothing is left to print
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it when it ends
@@ -110,22 +123,23 @@ def run(argv: list[str]) -> int:
         # Unforeseen errors, too, end with a message and an exit code of their own.
         if os.environ.get("CKPTCORE_TRACEBACK"):
             terminal.report(error)
-        show.error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
+        _error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
         return InternalError.exit_code
 
 
-def _program(argv: list[str]) -> typer.Typer:
-    """Return the program with only the command that is called, or all of it, as for help.
+def _error(error: CkptError, *, as_json: bool) -> None:
+    from ckptcore.cli import render as show
 
-    typer builds every command that it has before it runs one: all of them take 20 ms of each start.
-    """
-    if not argv:
-        return app
-    commands = [c for c in app.registered_commands if _name_of(c) == argv[0]]
-    groups = [g for g in app.registered_groups if g.name == argv[0]]
+    show.error(error, as_json=as_json)
+
+
+def _alone(whole: typer.Typer, names: tuple[str, ...]) -> typer.Typer:
+    """Return a group with only the command that is called, or all of it."""
+    commands = [c for c in whole.registered_commands if _name_of(c) in names[:1]]
+    groups = [g for g in whole.registered_groups if g.name in names[:1]]
     if not commands and not groups:
-        return app
-    alone = copy.copy(app)
+        return whole
+    alone = copy.copy(whole)
     alone.registered_commands, alone.registered_groups = commands, groups
     return alone
 

@@ -1,4 +1,4 @@
-"""Run `ckptcore sweep`, `scrub`, `retire`, `gc` and `catalog rebuild`, which maintain folders of checkpoints.
+"""Run `ckptcore sweep`, `scrub`, `retire` and `gc`, which maintain folders of checkpoints.
 
 They do what the scheduled flows do, with the same options (`ckptcore.operations.options`). Commands parse,
 call and print; `ckptcore.cli.main` handles errors.
@@ -140,46 +140,3 @@ def gc(
     removed = sum(item.fate.value in ("removed", "would-remove") for item in found)
     what = "would be removed" if dry_run else "removed"
     terminal.line(f"{count(len(found), 'place')} found, {removed} {what}")
-
-
-def rebuild(
-    roots: Annotated[list[str], typer.Argument(metavar="ROOT", help="Folders to search, or checkpoints.")],
-    digests: Annotated[
-        bool, typer.Option("--digests", help="Read every byte, to record the digest of each file.")
-    ] = False,
-    made: Annotated[
-        list[str] | None,
-        typer.Option("--made", metavar="FOLDER", help="Folder that holds outputs of ckptcore (repeatable)."),
-    ] = None,
-    fingerprints: Annotated[
-        bool, typer.Option("--fingerprints", help="Read every tensor, to record what was made from what.")
-    ] = False,
-    catalog: Where = None,
-    output: As = Output.TEXT,
-) -> None:
-    """Record the checkpoints below folders in the catalog.
-
-    Everything is read from the metadata of the checkpoints.
-    """
-    from ckptcore.catalog import default_url, open_catalog
-    from ckptcore.operations.rebuild_catalog import rebuild as run
-    from ckptcore.planning.request import Settings
-
-    take = Settings() if fingerprints else None
-    with open_catalog(catalog or default_url()) as found:
-        done = run(
-            found,
-            roots,
-            made=made or (),
-            digests=digests,
-            take=take,
-            on_place=lambda line: terminal.line(line, err=True),
-        )
-    if output is Output.JSON:
-        write_json(done.as_dict())
-        return
-    linked = sum(r.made_from is not None for r in done.recorded)
-    recorded, left = count(len(done.recorded), "checkpoint"), count(len(done.left_out), "place")
-    terminal.line(f"{recorded} recorded, {linked} of them linked to their source")
-    if done.left_out:
-        terminal.line(f"{left} left out; `--output json` lists each with its reason")

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ckptcore.checking.check import require_complete
 from ckptcore.comparison.dropped_names import OneSided, dropped_names
@@ -36,6 +36,7 @@ from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
 from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
 from ckptcore.planning.request import Settings
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 

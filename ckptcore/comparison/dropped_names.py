@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptcore.comparison.result import DroppedName
@@ -17,6 +16,7 @@ from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.plan import load_head
 from ckptcore.store import open_store
 from ckptcore.topology.rank_local_state import bound_names
+from ckptcore.utils.dataclass import dataclass
 
 _MAX_RECORD = 1 << 30
 

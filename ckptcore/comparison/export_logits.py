@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.checking.export_proof import LOGITS, Check, Problem, failed, not_done, passed
@@ -21,6 +20,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import BudgetTooSmall, UsageError
 from ckptcore.planning import transformers_process
 from ckptcore.store import local_path
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import available_memory
 from ckptcore.utils.units import show_size
 

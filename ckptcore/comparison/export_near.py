@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 _BLOCK = 1 << 16  # elements that are cast to float64 at a time

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.reading.casting import cast_into
 from ckptcore.reading.equality import differing, index_in
 from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 SOURCE, EXPORT = "source", "export"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.checking.check import require_complete
@@ -35,6 +34,7 @@ from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import is_kept, matches, remap
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import tile_view
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import encode
 from ckptcore.errors import Finding
+from ckptcore.utils.dataclass import dataclass
 
 ONLY_A, ONLY_B, DTYPE, SHAPE, VALUES = "only-in-a", "only-in-b", "dtype", "shape", "values"
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import beside, tile_view
 from ckptcore.store import open_source_store
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
 _SMALL = 1 << 20

@@ -18,7 +18,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ckptcore.checking.check import check
 from ckptcore.checking.examine import inspect
@@ -60,6 +59,7 @@ from ckptcore.planning.export_source import ExportRecord, ExportSource
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.request import Settings
 from ckptcore.store.listing import folder_at
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.pipeline import publishing, stopped
@@ -27,6 +27,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Interrupted
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from ckptcore.utils.workers import run_jobs

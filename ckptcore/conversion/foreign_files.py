@@ -13,7 +13,6 @@ import stat
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -29,6 +28,7 @@ from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.request import Request
 from ckptcore.store import Readable, local_path, open_store, split_url
 from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take, take_settled
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.text import some
 

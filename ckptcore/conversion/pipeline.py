@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
@@ -43,6 +43,7 @@ from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_source_store
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from ckptcore.utils.workers import Progress

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from ckptcore.conversion.staging import PUBLISHING, Staging
@@ -18,6 +18,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store, fetch
 from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
+from ckptcore.utils.dataclass import dataclass
 
 REPLACES = "replaces.json"
 # Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.checking.check import check
@@ -37,6 +37,7 @@ from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, reads_s3
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:

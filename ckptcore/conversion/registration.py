@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog.training import STORED, USER, TrainingFacts, read_facts
@@ -21,6 +21,7 @@ from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.step_names import step_of
 

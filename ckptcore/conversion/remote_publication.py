@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.publication_record import DONE, PUTTING, REMOVING, Publication, note
@@ -25,6 +25,7 @@ from ckptcore.errors import DestinationExists, Finding, OutputMismatch, finding
 from ckptcore.execution.receipts import digest_of, has_digest
 from ckptcore.store import Readable, Store, join_url, open_store
 from ckptcore.store.inventory import Entry, take
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.store.objects import ObjectSeen

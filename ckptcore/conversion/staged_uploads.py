@@ -6,7 +6,7 @@ the receipts, the small files, the journal of the uploads (``uploads/``), and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.execution.parts import FilePart, cut_upload
@@ -21,6 +21,7 @@ from ckptcore.store.objects.lease import Arbiter, Lease
 from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
 from ckptcore.store.objects.uploads import Uploads
 from ckptcore.store.s3 import client_of, key_of
+from ckptcore.utils.dataclass import dataclass
 
 _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
 

@@ -18,7 +18,6 @@ import re
 import stat
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +37,7 @@ from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tre
 from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:

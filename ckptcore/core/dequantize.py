@@ -18,12 +18,12 @@ cut into boxes changes no bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
+from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 # The 4-bit floats E2M1, indexed by their bits.

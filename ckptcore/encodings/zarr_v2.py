@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,6 +18,7 @@ from ckptcore.core.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.encodings.json_text import loads
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 ARRAY = ".zarray"

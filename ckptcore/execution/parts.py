@@ -9,11 +9,12 @@ compute the jobs at its ends, and send what is inside. Files with checksums behi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptcore.errors import UsageError
 from ckptcore.execution.tiles import Budget, Job, jobs
 from ckptcore.planning.file_plan import FilePlan
+from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

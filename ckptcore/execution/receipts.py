@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -16,6 +16,7 @@ from blake3 import blake3
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.store import Readable, Store, fetch
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:

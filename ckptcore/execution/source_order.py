@@ -14,7 +14,6 @@ by handles the parts of an output may be sent in any order, so the outputs follo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,8 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.reading.gather import beside
 from ckptcore.store.ahead import Ints
 from ckptcore.store.objects.part_plan import plan_parts
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.distinct_values import distinct
 
 Int32s = npt.NDArray[np.int32]
 _CHUNK = 4096  # pieces that are objects at the same time
@@ -146,7 +147,7 @@ def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
     filled = np.flatnonzero(nbytes > 0)
     scale = int(rows.max(initial=1)) + 1
     own = filled * scale
-    cuts = np.unique(
+    cuts = distinct(
         np.concatenate(
             [own, own + rows[filled], reads.tensor * scale + reads.begin, reads.tensor * scale + reads.stop]
         )

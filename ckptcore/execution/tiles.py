@@ -9,7 +9,6 @@ rows. Jobs come in file order and tile the file exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dequantize import FUNCTIONS
@@ -18,6 +17,7 @@ from ckptcore.errors import BudgetTooSmall
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import beside
+from ckptcore.utils.dataclass import dataclass
 
 # Bytes of the usual tiles of all workers together: large enough to hide per-call costs, small enough to
 # stay in cache, and the same memory for any number of workers.

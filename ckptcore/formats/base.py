@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from ckptcore.core.box import Box
@@ -18,6 +18,7 @@ from ckptcore.core.tree_paths import Path
 from ckptcore.store import Readable, Stamped
 from ckptcore.store.subfolder import SubStore
 from ckptcore.topology.layout import Topology
+from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,19 @@ the entry-point group ``ckptcore.formats``; each entry is a `Format`:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import entry_points
-from typing import Literal
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Literal
 
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import Format
+from ckptcore.utils.dataclass import dataclass
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "ckptcore.formats"
 OWN = "ckptcore"
@@ -115,6 +120,41 @@ def register(own: Sequence[Format], *, plugins: bool = True) -> Registry:
     for package, reason in broken:
         _log.warning("formats of package %s are not used: %s", package, reason)
     return Registry(rows, tuple(broken))
+
+
+def entry_points(group: str) -> Iterable[EntryPoint]:
+    """Return the entry points of installed packages in a group.
+
+    `importlib.metadata` finds them, if there are any: to import it and to ask every package takes longer than
+    to read the metadata of a small checkpoint.
+    """
+    if not _is_named(group.encode()):
+        return ()
+    from importlib import metadata
+
+    return metadata.entry_points(group=group)
+
+
+def _is_named(group: bytes) -> bool:
+    """Report whether the entry points of a package may be of a group: False only where none of them is."""
+    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
+        return True  # packages that are elsewhere than in folders
+    for folder in sys.path:
+        try:
+            with os.scandir(folder or ".") as entries:
+                found = [e.path for e in entries if e.name.lower().endswith((".dist-info", "egg-info"))]
+        except NotADirectoryError:  # a zip
+            return True
+        except OSError:  # as `importlib.metadata` does with folders that it cannot list
+            continue
+        for package in found:
+            try:
+                with open(f"{package}/entry_points.txt", "rb", buffering=0) as file:
+                    if group in file.read():
+                        return True
+            except OSError:  # it has none
+                continue
+    return False
 
 
 def _registry_entries(format: Format, package: str) -> Iterator[tuple[Key, RegistryEntry]]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, NotComplete
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.megatron.config import marked
+from ckptcore.utils.dataclass import dataclass
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HOPS = 4

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 Put = Callable[[Any], None]

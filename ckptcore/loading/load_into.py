@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_ca
 from ckptcore.loading.plain_values import NotBuilt, built, find
 from ckptcore.reading.state_dict import Filler, require_cover, require_readable
 from ckptcore.store import open_source_store
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 _log = logging.getLogger("ckptcore")

@@ -19,12 +19,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
+from ckptcore.utils.dataclass import dataclass
 
 _STATE = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
 _MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "step", "sum", "square_avg"}

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.rename import Dropped, Mapped
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]

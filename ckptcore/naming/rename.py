@@ -7,13 +7,13 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import matches as matches
 
 # Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, DDP.

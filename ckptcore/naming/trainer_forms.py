@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
+from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
@@ -24,6 +24,7 @@ from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.s3 import client_of
+from ckptcore.utils.dataclass import dataclass
 
 _STAGING = re.compile(r"((?:.*/)?\.([^/]+)\.ckptcore)/(.+)", re.DOTALL)
 

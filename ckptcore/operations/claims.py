@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from ckptcore.execution.source_stamps import take as take_stamps
 from ckptcore.operations.export_target import options_digest
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -14,7 +14,7 @@ Every other tensor, object or file that the export lacks needs its own name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptcore.catalog.retirements import GivenUp
 from ckptcore.catalog.types import CheckpointRow, ConversionRow
@@ -29,6 +29,7 @@ from ckptcore.naming.training_state import training_state
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.contents import NameKind, Thing
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 CAST = "cast"  # the name that accepts the loss of precision by a cast

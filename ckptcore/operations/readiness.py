@@ -9,7 +9,6 @@ every new version, which may read more than an older one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from ckptcore.catalog.sightings import Condition, SightingRow
@@ -29,6 +28,7 @@ from ckptcore.errors import (
 )
 from ckptcore.operations.claims import source_digest
 from ckptcore.store.listing import ListedFile, newest, stamp_of
+from ckptcore.utils.dataclass import dataclass
 
 SETTLE_S = 120.0
 # Errors of the checkpoint itself; all others are errors of the access to it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from ckptcore.planning.model_card import provenance
 from ckptcore.planning.request import Settings
 from ckptcore.store import is_s3, open_store
 from ckptcore.store.objects.part_plan import plan_parts
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import PartHasher, hasher_like
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import open_catalog
@@ -20,6 +20,7 @@ from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.store import Store, local_path, open_store, split_url
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import Hasher, hasher_like, short_digest
 
 if TYPE_CHECKING:

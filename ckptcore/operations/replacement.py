@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import CheckpointDetail
@@ -38,6 +38,7 @@ from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.store.contents import Thing, contents
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:

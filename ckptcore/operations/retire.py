@@ -18,7 +18,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import Store, local_path, open_store, split_url
 from ckptcore.store.below import open_above
 from ckptcore.store.contents import NameKind, Thing, contents, difference, require_no_mount
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:

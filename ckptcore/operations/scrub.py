@@ -10,7 +10,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.errors import UsageError
 from ckptcore.operations.verify import Proof, Proven, prove
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

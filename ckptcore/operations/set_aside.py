@@ -22,7 +22,6 @@ import re
 import stat
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
@@ -30,6 +29,7 @@ from ckptcore.errors import Busy, SourceChanged, UsageError
 from ckptcore.store.below import FOLDER, open_above, open_below, open_folder
 from ckptcore.store.contents import Thing, contents, difference, same, thing_of
 from ckptcore.store.folder_tree import Spot, rename_new
+from ckptcore.utils.dataclass import dataclass
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 _OLDER = re.compile(r"\.(?P<name>.+)\.retired-[0-9a-f]{8}\.ckptcore")  # the source itself, and no record

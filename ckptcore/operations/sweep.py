@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from ckptcore.operations.export_target import ExportTarget, TemplateFields, coll
 from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
 from ckptcore.planning.request import Request
 from ckptcore.store.listing import survey
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptcore.catalog import CheckpointDetail, CheckpointFacts
@@ -21,6 +20,7 @@ from ckptcore.conversion.registration import facts
 from ckptcore.errors import CkptError, Finding, SourceUnreadable
 from ckptcore.operations.registered_files import NoTime, compare, folder_of, same_manifest, with_digests
 from ckptcore.store import local_path, open_store, split_url
+from ckptcore.utils.dataclass import dataclass
 
 
 class Proof(StrEnum):

@@ -13,7 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -57,6 +57,7 @@ from ckptcore.topology.mesh_spec import parse_mesh
 from ckptcore.topology.rank_layout import Balance, balance, lay_out
 from ckptcore.topology.rank_local_state import require_cut, without_bound
 from ckptcore.topology.stage_contents import StageContents
+from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap

@@ -11,12 +11,12 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.planning import transformers_process
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import listed, short_repr
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second

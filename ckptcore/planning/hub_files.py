@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.units import show_size
 
 NONE = "none"  # as --config or --tokenizer: take none, not even one in the source

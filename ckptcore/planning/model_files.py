@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -38,6 +37,7 @@ from ckptcore.planning.stored_configs import TRAINER_FOLDERS
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.listing import folder_at
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import merged_url, split_merged
 from ckptcore.utils.units import show_size
 

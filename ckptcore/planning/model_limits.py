@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
@@ -27,6 +26,7 @@ from ckptcore.naming.worlds import HUB, suspected
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.store import open_store, split_url
 from ckptcore.topology.layout import Mesh
+from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 _STRICT = frozenset({"megatron", "torchtitan"})  # worlds of one trainer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -23,6 +23,7 @@ from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.utils.dataclass import dataclass
 
 _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from blake3 import blake3
@@ -30,6 +30,7 @@ from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
 from ckptcore.store import Store, fetch
 from ckptcore.topology.layout import Topology
+from ckptcore.utils.dataclass import dataclass
 
 HEAD = "head.json"
 _KEPT_BYTES = 64 << 20

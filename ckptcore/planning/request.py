@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from ckptcore.errors import UsageError
@@ -12,6 +12,7 @@ from ckptcore.formats import FORMATS, registry
 from ckptcore.naming.worlds import is_world, worlds
 from ckptcore.store import split_url
 from ckptcore.topology.mesh_spec import parse_mesh
+from ckptcore.utils.dataclass import dataclass
 
 VERBS = ("consolidate", "export", "reshard")
 SERIALIZATIONS = ("torch_save", "safetensors")

@@ -9,7 +9,7 @@ import json
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -19,6 +19,7 @@ from ckptcore.naming.worlds import HUB
 from ckptcore.planning.plain_yaml import MOST as MOST_YAML
 from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import open_source_store
+from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import cache
 from typing import Any
+
+from ckptcore.utils.dataclass import dataclass
 
 Shape = tuple[int, ...]
 _DIGITS = re.compile(r"(\d+)")

@@ -9,7 +9,6 @@ with strides; otherwise the box is cut along its widest-strided dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +19,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, row_major
 from ckptcore.reading.payload import Payload, Seen
+from ckptcore.utils.dataclass import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 _OVERREAD = 4

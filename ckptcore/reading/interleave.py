@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import row_major
 from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, gather, index_of, range_of, run_start
 from ckptcore.reading.payload import Payload, Seen
+from ckptcore.utils.dataclass import dataclass
 
 _RUN = 256  # bytes in a row of the tile; longer runs are as fast alone
 _LINE = 64  # bytes of a cache line

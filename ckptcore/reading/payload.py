@@ -12,7 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import BinaryIO
@@ -35,6 +35,7 @@ from ckptcore.errors import (
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
 
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)

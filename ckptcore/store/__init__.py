@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:

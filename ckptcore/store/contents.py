@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from enum import StrEnum
 from typing import Any
 
@@ -17,6 +17,7 @@ from ckptcore.errors import SourceChanged, SourceUnreadable, UsageError
 from ckptcore.store import local_path
 from ckptcore.store.listing import MAX_FILES, everything_at
 from ckptcore.store.place import mounts
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged
 
 MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper

@@ -10,7 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
@@ -19,6 +19,7 @@ from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
 from ckptcore.store.folder_tree import Spot, closing_fd
 from ckptcore.store.local import settled_ctime
 from ckptcore.store.place import mounts
+from ckptcore.utils.dataclass import dataclass
 
 FILE, LINK, FOLDER, SPECIAL, MOUNT = "file", "link", "folder", "special", "mount"
 MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +11,7 @@ from blake3 import blake3
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import join_url, local_path
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 MAX_FILES = 2_000_000

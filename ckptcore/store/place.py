@@ -12,11 +12,11 @@ import functools
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import unquote, urlsplit
 
 from ckptcore.store import local_path
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import roots_of
 
 _FAMILIES = {

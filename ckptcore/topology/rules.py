@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import translate
 from functools import cache, cached_property
 from importlib import resources
@@ -15,6 +14,7 @@ from importlib import resources
 from ckptcore.errors import UsageError
 from ckptcore.naming.rename import matches
 from ckptcore.topology.rules_file import ShardingFile, ShardingRule, Stages, load
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count, some
 
 FAMILIES = ("hf", "torchtitan", "olmo", "megatron")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from ckptcore.topology.layout import Topology
+from ckptcore.utils.dataclass import dataclass
 
 _NUMBER = re.compile(r"\.(\d{1,6})\.")
 

@@ -1,7 +1,7 @@
-"""Find the distinct values of a column, or the distinct rows of a table.
+"""Find the distinct values of a column, the distinct rows of a table, or the values that another column has.
 
-A module of its own because many rooms need it: `numpy.unique` imports `numpy.ma` on its first plain call,
-which takes a third of a small `validate`.
+A module of its own because many rooms need it: the first plain call of `numpy.unique` or `numpy.isin` imports
+`numpy.ma`, which takes a third of a small `validate`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,20 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values[:1]  # rows without columns are all the same
     table = values[np.lexsort(values.T[::-1])]
     return table[_first_of_each((table[1:] != table[:-1]).any(axis=1))] if len(table) else table
+
+
+def among(values: npt.NDArray[Any], known: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Return which of the integers in ``values`` are in ``known``, as `numpy.isin` does.
+
+    >>> among(np.array([3, 1, 2]), [2, 3]).tolist(), among(np.array([3, 1]), []).tolist()
+    ([True, False, True], [False, False])
+    """
+    ordered = np.sort(np.asarray(known, values.dtype), axis=None)
+    if not len(ordered):
+        return np.zeros(values.shape, np.bool_)
+    at = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    found: npt.NDArray[np.bool_] = ordered[at] == values
+    return found
 
 
 def _first_of_each(differs: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

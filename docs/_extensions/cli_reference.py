@@ -15,7 +15,7 @@ import click
 import typer.main
 from sphinx.application import Sphinx
 
-from ckptcore.cli.main import app
+from ckptcore.cli.main import program
 
 MARK = re.compile(r"<!-- commands -->")
 
@@ -28,7 +28,7 @@ def setup(sphinx: Sphinx) -> dict[str, Any]:
 
 def sections() -> str:
     """Return every command of `ckptcore` in MyST markdown, groups before their commands."""
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(program())
     return "\n".join(line for name, command in _walk("ckptcore", root) for line in _section(name, command))
 
 

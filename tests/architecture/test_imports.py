@@ -16,8 +16,7 @@ import typer
 from torch.distributed import checkpoint as dcp
 
 from ckptcore.cli import main as cli
-
-VERBS = [cli._name_of(command) for command in cli.app.registered_commands]
+from ckptcore.cli.catalog import app as catalog
 
 HEAVY = ("torch", "transformers", "prefect", "numpy.ma")
 # What else a verb must not wait for: libraries of other verbs, and stages that it does not go through.
@@ -101,17 +100,25 @@ def test_patterns_of_credentials_are_not_compiled_before_they_are_needed() -> No
     assert done.stdout.strip() == "0"
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "catalog"])
+@pytest.mark.parametrize("verb", cli.COMMANDS)
 def test_only_the_called_command_is_built(verb: str) -> None:
-    alone = typer.main.get_command(cli._program([verb, "--help"]))
-    complete = typer.main.get_command(cli.app)
+    alone = typer.main.get_command(cli.program(verb, "--help"))
+    complete = typer.main.get_command(cli.program())
     assert list(alone.commands) == [verb]
     assert help_of(alone, verb) == help_of(complete, verb)
 
 
+@pytest.mark.parametrize("name", sorted(typer.main.get_command(catalog).commands))
+def test_only_the_called_command_of_the_catalog_is_built(name: str) -> None:
+    alone = typer.main.get_command(cli.program("catalog", name)).commands["catalog"]
+    complete = typer.main.get_command(catalog)
+    assert list(alone.commands) == [name]
+    assert help_of(alone, name) == help_of(complete, name)
+
+
 @pytest.mark.parametrize("given", [[], ["--help"], ["--version"], ["nothing"], ["--output", "inspect"]])
 def test_without_a_verb_all_of_them_are_there(given: list[str]) -> None:
-    assert cli._program(given) is cli.app
+    assert list(typer.main.get_command(cli.program(*given)).commands) == list(cli.COMMANDS)
 
 
 def test_catalog_queries_start_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,12 +93,12 @@ def record(name: str, run: Callable[[], object], package: Path) -> Walk:
 
 def consolidate(name: str, folder: Path) -> None:
     """`ckptcore consolidate` as the command line runs it; for the walk of the bytes, of one tensor alone."""
-    from ckptcore.cli.main import app
+    from ckptcore.cli.main import program
 
     catalog = f"sqlite:///{folder / 'catalog.db'}"
     command = ["consolidate", str(SOURCE), str(folder / "model.safetensors"), "--catalog", catalog]
     with contextlib.redirect_stdout(io.StringIO()):
-        app([*command, "--output", "json", *ONLY[name]], standalone_mode=False)
+        program()([*command, "--output", "json", *ONLY[name]], standalone_mode=False)
 
 
 def picture(walk: Walk) -> str:

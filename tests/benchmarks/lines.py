@@ -16,7 +16,8 @@ BUDGET = "256MiB"
 BUDGET_BYTES = 256 << 20
 BASE_BYTES = 100_000_000  # all but the tensor buffers
 SPREAD = 0.10  # of the mid-range of the peaks, up and down
-INSPECT_SECONDS = 0.7
+INSPECT_SECONDS = 0.25
+SMALL_SECONDS = 0.45
 COVER_SECONDS = 2.0
 COVER_BYTES = 2 << 30
 MANY_SECONDS = 25.0
@@ -185,12 +186,14 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """`ckptcore inspect`: fast, and without torch."""
+class Start:
+    """A command that is mostly start and end: the median of whole processes (seconds), without torch."""
 
     name: str
     place: str
     source: str
+    argv: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,7 @@ class Program:
     quick: tuple[str, ...] = ()
 
 
-Line = Race | Peak | Look | Cover | Program
+Line = Race | Peak | Start | Cover | Program
 
 
 def _overhead(server: str) -> Program:
@@ -334,7 +337,8 @@ _SHARDS = Race(
 _BOTH = ("safetensors", "torch_save")
 
 LINES: tuple[Line, ...] = (
-    Look("inspect/row-2gb", "ram", "row-2gb"),
+    Start("inspect/row-2gb", "ram", "row-2gb", ("CKPTCORE", "inspect", "SRC"), INSPECT_SECONDS),
+    Start("export/row-10mb", "ram", "row-10mb", _EXPORT, SMALL_SECONDS),
     Cover("cover/chunks-1m", "ram", "chunks-1m"),
     Cover(
         "cover/chunks-10m",

@@ -205,6 +205,7 @@ def _one(name: str, shape: tuple[int, int], ranks: int, dim: int) -> Source:
 # name -> the source at 1/scale of its widths (1/scale**2 of a matrix's bytes). Sizes are those of
 # the stored bytes, in decimal GB, within 2 %.
 SOURCES: dict[str, Callable[[int], Source]] = {
+    "row-10mb": lambda s: Source(llama(256 // s, 1024 // s, 64 // s, 6400 // s, 2), "bf16", ranks=4, dim=0),
     "row-0.5gb": _llama_1b(2, "bf16", 0),
     "row-2gb": _llama_1b(14, "bf16", 0),
     "row-4gb": _llama_3b(18, "bf16", 0),

@@ -48,16 +48,15 @@ from lines import (
     BUDGET,
     BUDGET_BYTES,
     CONTENDERS,
-    INSPECT_SECONDS,
     LINES,
     SPREAD,
     Contender,
     Cover,
     Line,
-    Look,
     Peak,
     Program,
     Race,
+    Start,
 )
 from rich.console import Console
 from rich.table import Table
@@ -171,11 +170,20 @@ def spreads(bench: Bench, outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
         )
 
 
-def look(bench: Bench, line: Look, source: Path) -> Iterator[Outcome]:
-    """Time `inspect`, then list what the interpreter imported."""
-    argv = [str(bench.ckptcore), "inspect", str(source)]
-    seconds = [call(argv, bench.env)[0] for _ in range(bench.runs)]
-    _, imports = call(argv, bench.env | {"PYTHONPROFILEIMPORTTIME": "1"})
+def start(bench: Bench, line: Start, source: Path) -> Iterator[Outcome]:
+    """Time the command, then list what the interpreter imported, and verify its output if it has one."""
+    contender, out = Contender(line.argv), source.with_name("out")
+    argv = bench.argv(contender, source, out)
+    seconds = []
+    try:
+        for _ in range(bench.runs):
+            seconds.append(call(argv, bench.env)[0])
+            remove(out)
+        _, imports = call(argv, bench.env | {"PYTHONPROFILEIMPORTTIME": "1"})
+        if out.exists():
+            verify(bench, line.source, out, contender)
+    finally:
+        remove(out)
     modules = {row.rpartition("|")[2].strip() for row in imports.splitlines()}
     if "ckptcore" not in modules:
         raise CommandError(f"no list of imports from {' '.join(argv)}")
@@ -183,8 +191,8 @@ def look(bench: Bench, line: Look, source: Path) -> Iterator[Outcome]:
     yield Outcome(
         line.name,
         _times(seconds),
-        f"< {INSPECT_SECONDS} s",
-        median < INSPECT_SECONDS if bench.judged else None,
+        f"< {line.seconds:g} s",
+        median < line.seconds if bench.judged else None,
         {"seconds": seconds},
     )
     torch = sorted(name for name in modules if name.partition(".")[0] == "torch")
@@ -264,8 +272,8 @@ def _outcomes(bench: Bench, line: Line, source: Path) -> Iterator[Outcome]:
             return race(bench, line, source)
         case Peak():
             return peak(bench, line, source)
-        case Look():
-            return look(bench, line, source)
+        case Start():
+            return start(bench, line, source)
         case Cover():
             return cover(bench, line, source)
         case Program():

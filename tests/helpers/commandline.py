@@ -55,10 +55,10 @@ def verbs() -> tuple[Verb, ...]:
     """Every command of `ckptcore` that ends by itself, from its own tree."""
     import typer.main
 
-    from ckptcore.cli.main import app
+    from ckptcore.cli.main import program
 
     # The page serves until a signal; its own tests try hostile requests.
-    found = _verbs(typer.main.get_command(app), ())
+    found = _verbs(typer.main.get_command(program()), ())
     return tuple(verb for verb in found if verb.path != ("catalog", "page"))
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.encodings.pickle.records import Memo, Record, Seen
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.distinct_values import among
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -250,7 +251,7 @@ class Texts:
         hashes: npt.NDArray[np.uint64],
         rows: Ints,
     ) -> None:
-        rows = rows[~np.isin(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
+        rows = rows[~among(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
         ids = np.array([self.add(data[int(begin[r]) : int(begin[r] + length[r])]) for r in rows], np.int64)
         both = np.concatenate([self._hashes, hashes[rows]])
         order = np.argsort(both)

@@ -7,7 +7,6 @@ called by name: the builders below make plain values.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
@@ -17,6 +16,7 @@ from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.library_globals import LIBRARY_TABLE
 from ckptcore.encodings.pickle.numpy_globals import NUMPY_TABLE
 from ckptcore.encodings.pickle.unpickler import Call, Record
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 _MAX_RANK = 64

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -28,6 +28,7 @@ from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, TENSOR_TABLE, 
 from ckptcore.encodings.pickle.unpickler import Call, loads
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactly those bytes

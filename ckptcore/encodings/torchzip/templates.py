@@ -7,7 +7,6 @@ of them; comparing a few ranges proves the same as parsing them again, in a tent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -17,6 +16,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.encodings.torchzip.reader import Parsed, Resolved, Window, parse_tensor
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.utils.crc32 import crc32
+from ckptcore.utils.dataclass import dataclass
 
 _MAX_TEMPLATES = 1024
 _MAX_ALIKE = 8  # templates of one length

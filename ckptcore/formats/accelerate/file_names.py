@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.rank_file_names import RankFiles
+from ckptcore.utils.dataclass import dataclass
 
 # (role, path pattern) of a file that marks a DCP folder, a complete file, or a rank's file.
 _FOLDER = r"(?:\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)$"

@@ -22,7 +22,6 @@ from ckptcore.formats.accelerate import file_names as names
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import read_folder
-from ckptcore.formats.torch_ranks.reader import RankReader
 
 _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
@@ -49,6 +48,8 @@ def read(source: Source) -> Manifest:
         UnsupportedFormat: The ranks saved local state dicts.
         AmbiguousModel: A part exists twice.
     """
+    from ckptcore.formats.torch_ranks.reader import RankReader
+
     builder = Builder()
     reader = RankReader(source, builder)
     found: list[Part] = []

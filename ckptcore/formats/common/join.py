@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ckptcore.core.manifest import Blob, Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, Unread
 from ckptcore.errors import Finding, NameMismatch
+from ckptcore.utils.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

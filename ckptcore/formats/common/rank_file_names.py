@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptcore.errors import AmbiguousModel
+from ckptcore.utils.dataclass import dataclass
 
 _RANK = re.compile(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"

@@ -8,7 +8,7 @@ of the order of the saved dict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
 from ckptcore.topology.layout import TensorLayout, Topology
+from ckptcore.utils.dataclass import dataclass
 
 Ints = npt.NDArray[np.int64]
 Kind = tuple[str, tuple[int, ...]]  # dtype, shape

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from ckptcore.encodings.pickle.unpickler import Columns, Names, Sizes
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.dcp.metadata import Metadata, dims, row
+from ckptcore.utils.dataclass import dataclass
 
 Ints = npt.NDArray[np.int64]
 _MOST_KEYS = 1 << 62

@@ -9,7 +9,6 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.dcp.reader import DATA, RANK_METADATA, ranges, read_folder
-from ckptcore.formats.dcp.writer import arrange_folder
 
 # Lightning's Trainer numbers its optimizers, and keeps the model under one of two names. Its version is
 # in meta.pt, or among the objects of a folder converted from a Lightning checkpoint.
@@ -50,6 +49,8 @@ def read(source: Source) -> Manifest:
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """Lay out a folder as `torch.distributed.checkpoint.save` writes it on the requested mesh."""
+    from ckptcore.formats.dcp.writer import arrange_folder
+
     return tuple(arrange_folder(request))
 
 

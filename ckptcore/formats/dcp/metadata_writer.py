@@ -8,8 +8,9 @@ meta. Equal input gives equal bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from ckptcore.utils.dataclass import dataclass
 
 META = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"

@@ -39,6 +39,7 @@ from ckptcore.formats.dcp.chunk_table import (
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
+from ckptcore.utils.distinct_values import among
 from ckptcore.utils.text import short_repr
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
@@ -272,7 +273,7 @@ class _Columns:
         specs = self._builder.tensors
         for tensor, chunks, where in self._rows:
             file, start, length, codec = where.T
-            placed, member = file >= 0, np.isin(file, list(sizes))
+            placed, member = file >= 0, among(file, list(sizes))
             # Items of unreadable tensors only count as bytes of their files.
             for n in np.flatnonzero((~placed | member) & (tensor >= 0)).tolist():
                 offset = tuple(chunks.offset[n, : int(chunks.rank[n])].tolist())

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 
+from ckptcore.utils.dataclass import dataclass
+
 _Key = TypeVar("_Key", bound=tuple[int, ...])
+NAME = "deepspeed"
 MODEL = re.compile(r"^(?:zero_pp_rank_(?P<dp>[0-9]{1,7})_)?mp_rank_(?P<mp>[0-9]{1,7})_model_states\.pt$")
 OPTIM = re.compile(
     r"^(?:[a-z]+[0-9]+_)?zero_pp_rank_(?P<dp>[0-9]{1,7})_mp_rank_(?P<mp>[0-9]{1,7})_?optim_states\.pt$"

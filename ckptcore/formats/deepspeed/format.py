@@ -1,10 +1,10 @@
-"""Recognise DeepSpeed checkpoints. A module of its own: `format` is the seam of every family."""
+"""Recognise DeepSpeed checkpoints. What reads them is imported for them alone."""
 
 from __future__ import annotations
 
+from ckptcore.core.manifest import Manifest
 from ckptcore.formats.base import Evidence, Format, Reader, Source
-from ckptcore.formats.deepspeed.file_names import files_of
-from ckptcore.formats.deepspeed.reader import NAME, read
+from ckptcore.formats.deepspeed.file_names import NAME, files_of
 
 
 def detect(source: Source) -> Evidence | None:
@@ -20,6 +20,13 @@ def detect(source: Source) -> Evidence | None:
     if not any(n for n, _ in found):
         return None
     return Evidence(NAME, tuple(f"{n} {name}" for n, name in found if n), ("torch_ranks", "torch_save"))
+
+
+def read(source: Source) -> Manifest:
+    """Read the manifest of a folder; raise the errors of `reader.read`."""
+    from ckptcore.formats.deepspeed.reader import read as read_folder
+
+    return read_folder(source)
 
 
 FORMAT = Format(

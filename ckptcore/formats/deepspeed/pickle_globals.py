@@ -6,7 +6,7 @@ DeepSpeed file names a few of its own classes. Each becomes a plain value; nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.encodings.pickle.trainer_classes import DEEPSPEED_ENUMS, DEEPSPEED_RECORDS
@@ -15,6 +15,7 @@ from ckptcore.encodings.torchzip.reader import Objects, SharedTrees, read_object
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, dataclass_global, enum_global, plain
+from ckptcore.utils.dataclass import dataclass
 
 
 def _stage(*args: Any) -> int:

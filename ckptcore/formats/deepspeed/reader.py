@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import Any
@@ -28,7 +27,7 @@ from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, Unsuppor
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
-from ckptcore.formats.deepspeed.file_names import CheckpointFiles, files_of
+from ckptcore.formats.deepspeed.file_names import NAME, CheckpointFiles, files_of
 from ckptcore.formats.deepspeed.misplaced_files import (
     copied_files,
     misplaced_experts,
@@ -48,9 +47,9 @@ from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, rea
 from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
 from ckptcore.formats.deepspeed.universal import add_universal
 from ckptcore.formats.deepspeed.unpartitioned import add_unpartitioned, has_masters
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
-NAME = "deepspeed"
 MODEL = "module."
 LOW_PRECISION = "lp/"  # no dot: it is no part that could be the model
 Shape = tuple[int, ...]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
@@ -19,6 +18,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import row_major
 from ckptcore.core.object_tree import Named
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.patterns import UnusablePattern, full_matches
 from ckptcore.utils.text import short_repr
 

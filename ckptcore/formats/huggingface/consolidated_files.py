@@ -8,7 +8,7 @@ The parts are read, and the consolidated files are compared with them: elements 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
@@ -18,6 +18,7 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.huggingface.shard_headers import INFO
+from ckptcore.utils.dataclass import dataclass
 
 INDEX = "model.safetensors.index.json"
 _BYTES = 500  # bytes of memory per consolidated tensor while tensors are compared

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -36,6 +35,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.formats.base import Source, natural
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]

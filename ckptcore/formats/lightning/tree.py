@@ -8,7 +8,7 @@ by name; all others stay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest
@@ -23,6 +23,7 @@ from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.objects import adopt
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
+from ckptcore.utils.dataclass import dataclass
 
 VERSION = "pytorch-lightning_version"
 _MAX_LISTED = 100

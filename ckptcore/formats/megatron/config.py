@@ -8,12 +8,12 @@ later, optional) has a SHA-256 per file.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
 from ckptcore.formats.base import Source
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"

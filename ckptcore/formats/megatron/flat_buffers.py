@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -21,6 +21,7 @@ from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, finding
 from ckptcore.formats.megatron.flat_boxes import FlatRange, recut
 from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
 ALIGN = 64  # elements (param_and_grad_buffer.py, _pad_start_of_param_if_needed)

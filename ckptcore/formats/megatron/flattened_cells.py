@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 from typing import Any
@@ -26,6 +25,7 @@ from ckptcore.core.manifest import TensorSpec
 from ckptcore.formats.common.write_assignment import WriteItem
 from ckptcore.formats.megatron.flattened import ORIGINAL
 from ckptcore.topology.layout import Topology
+from ckptcore.utils.dataclass import dataclass
 
 MODEL_SPACE = "fully_sharded_model_space"
 SHARDING_TYPE = "param_state_sharding_type"  # of the common state's ``optimizer``

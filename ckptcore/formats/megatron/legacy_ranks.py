@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
 
@@ -17,10 +16,11 @@ from ckptcore.core.object_tree import Named
 from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.megatron.legacy import FILE
 from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
-FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
 _MAX_SIZE, _MAX_FINDINGS = 1 << 20, 20
 # Argument -> its earlier names. All ranks of one save agree on these.
 _SIZES = {

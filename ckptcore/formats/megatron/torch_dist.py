@@ -7,13 +7,14 @@ the non-tensor values (megatron/core/dist_checkpointing/serialization.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import Finding, finding
-from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, parse_folder, read_folder
 from ckptcore.formats.megatron.config import (
@@ -25,8 +26,6 @@ from ckptcore.formats.megatron.config import (
     marked,
     read_config,
 )
-from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
-from ckptcore.formats.megatron.flattened import restore_shapes, shape_findings
 from ckptcore.formats.megatron.sharded_objects import (
     COMMON_FILE,
     COMMON_KEY,
@@ -36,7 +35,6 @@ from ckptcore.formats.megatron.sharded_objects import (
     grids,
     spread_common,
 )
-from ckptcore.formats.megatron.writer import arrange_torch_dist
 from ckptcore.utils.text import count
 
 NAME = "torch_dist"
@@ -65,6 +63,9 @@ def read(source: Source) -> Manifest:
     Raises:
         NotComplete: `metadata.json`, which is written last, is missing.
     """
+    from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
+    from ckptcore.formats.megatron.flattened import restore_shapes, shape_findings
+
     config = finished_config(source)
     parsed = parse_folder(source)
     extra = parsed[0].extra.get("mcore_data")
@@ -113,7 +114,14 @@ def _folder_origin(folder: Manifest, config: MegatronConfig | None, sha256: dict
     return {**origin, "sha256": sha256} if sha256 else origin
 
 
-_LAYOUT = Layout(arrange_torch_dist, values="trainers")
+def arrange(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out the folder as the ranks of a mesh save it; raise the errors of `arrange_torch_dist`."""
+    from ckptcore.formats.megatron.writer import arrange_torch_dist
+
+    return arrange_torch_dist(request)
+
+
+_LAYOUT = Layout(arrange, values="trainers")
 FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, torch_dist (0.6 to 0.19)",
@@ -121,5 +129,5 @@ FORMAT = Format(
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item, SHA-256 per file", objects=True),
     # VocabParallelEmbedding and the output layer are loaded with `allow_shape_mismatch`.
-    writer=Writer(_LAYOUT, for_mesh=Layout(arrange_torch_dist, repads=True)),
+    writer=Writer(_LAYOUT, for_mesh=Layout(arrange, repads=True)),
 )

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ckptcore.core.manifest import Envelope, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.encodings import zarr_v2 as _zarr
 from ckptcore.errors import Finding, UnreadablePart, finding
-from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.megatron.config import CONFIG, finished_config, read_config
-from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
 from ckptcore.formats.megatron.sharded_objects import COMMON_FILE, add_file, grids
-from ckptcore.formats.megatron.writer import arrange_zarr
 from ckptcore.utils.text import count
 
 NAME = "zarr"
@@ -57,6 +55,8 @@ def read(source: Source) -> Manifest:
         NotComplete: `metadata.json` is missing.
         UnsupportedFormat: An array is compressed.
     """
+    from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
+
     config = finished_config(source)
     builder = Builder()
     inside = _by_folder(source)
@@ -196,11 +196,18 @@ def _add_chunk(
     builder.chunk(tensor, box.offset, box.shape, item, view)
 
 
+def arrange(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out the folder as the ranks of a mesh save it; raise the errors of `arrange_zarr`."""
+    from ckptcore.formats.megatron.writer import arrange_zarr
+
+    return arrange_zarr(request)
+
+
 FORMAT = Format(
     name=NAME,
     title="Megatron-Core distributed checkpoint, zarr (0.5 to 0.15)",
     recognised_by="`metadata.json` with `sharded_backend` zarr, beside folders with `.zarray`",
     detect=detect,
     reader=Reader(read, objects=True),
-    writer=Writer(Layout(arrange_zarr, values="trainers")),
+    writer=Writer(Layout(arrange, values="trainers")),
 )

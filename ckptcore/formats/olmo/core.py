@@ -29,6 +29,7 @@ Functions of `olmo_core.distributed.checkpoint`, and their counterparts here:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -39,7 +40,6 @@ from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import DATA, read_folder
-from ckptcore.formats.dcp.writer import arrange_folder
 from ckptcore.formats.olmo.common import (
     DCP,
     TRAIN_FILE,
@@ -48,7 +48,6 @@ from ckptcore.formats.olmo.common import (
     require_renamed,
     train_part,
 )
-from ckptcore.formats.olmo.writer import arrange_step
 from ckptcore.utils.text import count
 
 NAME = "olmo_core"
@@ -164,6 +163,8 @@ def _paths(stored: Manifest, train: Manifest) -> dict[str, Any]:
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     """Lay out a step folder as the ranks of a mesh save it."""
+    from ckptcore.formats.olmo.writer import arrange_step
+
     return arrange_step(request, folder=DCP, marker=MARKER)
 
 
@@ -173,8 +174,15 @@ def like_source(source: Manifest) -> Layout | None:
     return _BARE if is_bare else None
 
 
+def arrange_bare(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out the DCP folder alone."""
+    from ckptcore.formats.dcp.writer import arrange_folder
+
+    return arrange_folder(request)
+
+
 _LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
-_BARE = Layout(arrange_folder, nests=True, values="libraries", flattens=True)
+_BARE = Layout(arrange_bare, nests=True, values="libraries", flattens=True)
 FORMAT = Format(
     name=NAME,
     title="OLMo-core checkpoint (1.0 and later), OLMo torch_new",

@@ -17,7 +17,7 @@ Tensors of ``model/`` are ``model.<fqn>``; a folder with one state dict keeps it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -26,11 +26,10 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.torchzip.reader import bound_tree, refused_in
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsafeContent, finding
-from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_origin, require_renamed, train_part
 from ckptcore.formats.olmo.v01_reader import METADATA, RankFolder, Stored
-from ckptcore.formats.olmo.v01_writer import arrange
 from ckptcore.formats.torch_save.tree import add_object
 
 _RANKS = re.compile(r"^(model/|optim/|)rank_(\d+)\.safetensors$")
@@ -172,7 +171,15 @@ _RENAMES: dict[str, Callable[[Callable[[str], str]], Callable[[str], str]]] = {
     "optim": lambda rename: lambda name: f"optim.{rename(name)}",
 }
 
+
 # It nests because the saving order is needed to rebuild groups from flattened parameter groups.
+def arrange(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out a step folder or a single state dict, as `v01_writer` does; raise its errors."""
+    from ckptcore.formats.olmo.v01_writer import arrange as arrange_files
+
+    return arrange_files(request)
+
+
 _LAYOUT = Layout(arrange, nests=True, values="plain")
 FORMAT = Format(
     name="olmo_v01",

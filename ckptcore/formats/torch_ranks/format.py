@@ -8,16 +8,14 @@ the boxes of its rank; together the files are one checkpoint.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.encodings.torchzip.reader import is_zip
 from ckptcore.errors import AmbiguousModel
-from ckptcore.formats.base import Evidence, Format, Layout, Reader, Source, Writer
+from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
-from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
-from ckptcore.formats.torch_ranks.reader import read_ranks
-from ckptcore.formats.torch_ranks.writer import arrange
 
 _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
@@ -57,6 +55,8 @@ def read(source: Source) -> Manifest:
         AmbiguousModel: Several subfolders have such files.
         CkptError: What `RankReader.add` raises.
     """
+    from ckptcore.formats.torch_ranks.reader import read_ranks
+
     kinds = rank_files(source.listing)
     if kinds:
         return _with_huggingface(read_ranks(source, kinds, _NAME), source, "", kinds)
@@ -78,6 +78,8 @@ def _with_huggingface(
     manifest: Manifest, source: Source, below: str, kinds: tuple[RankFiles, ...]
 ) -> Manifest:
     """Add the consolidated copy of the model that verl saves on request (``hf_model``)."""
+    from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
+
     model = "model." if len(kinds) > 1 else ""
     return with_consolidated_folder(manifest, source, f"{below}{_MODEL_FOLDER}", lambda name: model + name)
 
@@ -97,6 +99,13 @@ def _folders(source: Source) -> list[str]:
 
 def _is_zip(source: Source, path: str) -> bool:
     return source.listing[path] >= 4 and is_zip(source.store.read(path, 0, 4))
+
+
+def arrange(request: Arrangement) -> Iterable[FileLayout]:
+    """Lay out the files of all ranks, as `writer` does; raise its errors."""
+    from ckptcore.formats.torch_ranks.writer import arrange as arrange_files
+
+    return arrange_files(request)
 
 
 _LAYOUT = Layout(arrange, nests=True, values="libraries", torch_load=True, model_folder=_MODEL_FOLDER)

@@ -8,7 +8,7 @@ item combines it with the view. No tensor is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from ckptcore.naming.maps.classes import Class, keys_in, placed
 from ckptcore.naming.maps.declaration import ArchMap
 from ckptcore.naming.maps.index_space import Bools, Pieces, pieces_of
 from ckptcore.naming.maps.matching import Matched, match, require_fit
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.distinct_values import among, distinct
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def _without_chunks_of(chunks: Chunks, tensors: Mapping[int, Derived]) -> Chunks
     """Return the table without the chunks of some tensors, which stay in it."""
     if not tensors:
         return chunks
-    kept = ~np.isin(chunks.tensor, np.array(sorted(tensors), np.int64))
+    kept = ~among(chunks.tensor, np.array(sorted(tensors), np.int64))
     count = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]).astype(np.int64)
     view = None if chunks.view is None else chunks.view[kept]
     return Chunks(count[chunks.first], chunks.lo[kept], chunks.shape[kept], chunks.item[kept], view)

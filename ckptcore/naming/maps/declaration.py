@@ -51,7 +51,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache, cached_property
 from importlib import resources
 from itertools import product
@@ -66,6 +66,7 @@ from ckptcore.naming.maps.layout import ELLIPSIS, Axis, AxisLayout, parse_layout
 from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
 from ckptcore.naming.worlds import is_world
+from ckptcore.utils.dataclass import dataclass
 
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ADDING = "adding to a weight rounds: adding the opposite need not give it back"

@@ -17,13 +17,14 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from ckptcore.naming.maps.declaration import RuleForm, compiled
 from ckptcore.naming.maps.live_families import LiveFamilyForm, PartForm
 from ckptcore.naming.maps.live_steps import ITEM, StepForm, Substitution
+from ckptcore.utils.dataclass import dataclass
 
 RENAMINGS = ("WeightRenaming", "GroupWeightRename", "Inkling2IndexOffsetWeightRename", "PrefixChange")
 _LOADING = "transformers.core_model_loading"  # the module of its transforms and operations

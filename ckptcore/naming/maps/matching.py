@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 from math import prod
 
@@ -15,6 +15,7 @@ from ckptcore.naming.maps.classes import Class, Seen, Takers, keys_in, placed, s
 from ckptcore.naming.maps.declaration import ArchMap, Term
 from ckptcore.naming.maps.index_space import full_boxes
 from ckptcore.naming.maps.tensor_name import Templates
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import listed
 
 Shape = tuple[int, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from math import isfinite
@@ -16,6 +15,7 @@ from ckptcore.naming.maps.rope_scaling import (
     rope_scaling_of_hub,
     rope_scaling_of_megatron,
 )
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 Number = int | float

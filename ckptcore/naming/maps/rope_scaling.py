@@ -11,10 +11,10 @@ Llama 3's frequencies as constants), ``training/arguments.py``, ``core/transform
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.errors import NameMismatch
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
 NONE = "default"  # what transformers calls rotary embeddings without scaling

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from ckptcore.core.manifest import Ints
 from ckptcore.naming.maps.sizes import names_in, value_of
+from ckptcore.utils.dataclass import dataclass
 
 SLOT = "\0"  # where a number is in a template
 NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,8})(?![0-9])")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from ckptcore.store import Buffer
+from ckptcore.utils.dataclass import dataclass
 
 PART_LIMIT = 10_000  # parts of one upload, on S3 and its relatives
 

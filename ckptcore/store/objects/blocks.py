@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 
 from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import distinct
 
 BLOCK = 16 << 20

@@ -228,15 +228,15 @@ class S3Client:
             asked["ChecksumType"] = "FULL_OBJECT" if known.combine is not None else "COMPOSITE"
         sent = 0
 
-        async def attempt() -> str:
+        def attempt() -> str:
             nonlocal sent
             sent += 1
             if sent > 1 and on_repeat is not None:
                 on_repeat()
-            found: str = (await self._send("create_multipart_upload", asked))["UploadId"]
+            found: str = self._send("create_multipart_upload", asked)["UploadId"]
             return found
 
-        return _waited(self._begin(attempt, key, writing=True))
+        return self._repeat(attempt, key, writing=True)
 
     def upload_part(
         self, key: str, upload_id: str, number: int, data: Buffer | bytes, checksum: Checksum | None = None

@@ -15,12 +15,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ckptcore.errors import CkptError, StorageTrouble
 from ckptcore.store.objects import ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of
+from ckptcore.utils.dataclass import dataclass
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
 _ALGORITHM = "CRC32"  # of uploads

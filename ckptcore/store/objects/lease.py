@@ -19,12 +19,13 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
+from ckptcore.utils.dataclass import dataclass
 
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -25,6 +24,7 @@ from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
 from ckptcore.store.objects.part_plan import PartPlan, plan_parts
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.crc32 import combine, crc32
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4

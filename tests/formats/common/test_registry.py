@@ -16,7 +16,7 @@ from samples import FIXTURES
 
 from ckptcore.errors import UsageError
 from ckptcore.formats import FORMATS, registry
-from ckptcore.formats.plugins import register
+from ckptcore.formats.plugins import entry_points, register
 from ckptcore.testing import CASES, DAMAGES, Case, Sample
 
 
@@ -96,6 +96,27 @@ def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = register(FORMATS)
     assert found.formats == FORMATS
     assert "already provided by ckptcore" in found.broken[0][1]
+
+
+def test_packages_are_asked_where_one_may_have_a_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: asked.append(group) or [])
+    monkeypatch.setattr("sys.path", [str(tmp_path), str(tmp_path / "none")])
+    assert list(entry_points("our.group")) == asked == []
+    install(tmp_path, "npy = npy_plugin:FORMAT")
+    assert list(entry_points("our.group")) == asked == []
+    list(entry_points("ckptcore.formats"))
+    assert asked.pop() == "ckptcore.formats"
+    (tmp_path / "packages.zip").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path / "packages.zip")])
+    list(entry_points("our.group"))
+    assert asked.pop() == "our.group"
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.meta_path", [*sys.meta_path, type("Finder", (), {"find_distributions": None})])
+    list(entry_points("our.group"))
+    assert asked == ["our.group"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)

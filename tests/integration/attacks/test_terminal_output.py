@@ -269,7 +269,7 @@ def test_output_of_python_itself(how: str) -> None:
         "thread": "import threading; t = threading.Thread(target=lambda: 1 / len(text[:0]) or text);"
         "\ndef f(): raise ValueError(text)\nt = threading.Thread(target=f); t.start(); t.join()",
         "net": "import os; os.environ['CKPTCORE_TRACEBACK'] = '1'\nfrom ckptcore.cli import main as cli\n"
-        "def broken(*a, **k): raise RuntimeError(text)\ncli.app = broken\nassert cli.run([]) == 70",
+        "def broken(*a, **k): raise RuntimeError(text)\ncli.program = broken\nassert cli.run([]) == 70",
     }[how]
     start = f"from ckptcore.utils import terminal; terminal.guard(); text = {NASTY + SECRETS['userinfo']!r}\n"
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False)

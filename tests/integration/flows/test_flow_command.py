@@ -22,7 +22,7 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
 from ckptcore.catalog import open_catalog
-from ckptcore.cli.main import app
+from ckptcore.cli.main import program
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import Interrupted, SourceUnreadable, UsageError
 from ckptcore.planning.request import Request
@@ -208,7 +208,7 @@ def test_the_signature_is_the_command_line(name: str) -> None:
 
 @pytest.mark.parametrize("verb", ["consolidate", "export", "reshard"])
 def test_a_flow_has_the_options_of_its_command(verb: str) -> None:
-    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    command = typer.main.get_command(program()).commands[verb]  # type: ignore[attr-defined]
     known = {p.name: p for p in command.params if p.name not in ("places", "src", "dst", "wait", "output")}
     flow = inspect.signature(flow_of(verb).fn).parameters
     alone = {"batch", "engine", *(("verify_export",) if verb == "export" else ())}

@@ -8,14 +8,22 @@ import logging
 import sys
 import threading
 from pathlib import Path
+from queue import Queue
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
+from ckptcore.conversion.pipeline import Prepared
 from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
-from flows import _prefect
+from ckptcore.planning.request import Settings
+from flows import _heartbeats, _prefect, _write
 from flows._batches import MAX_TASKS, batches
+from flows._engine import HERE
 from flows._naming import explain
+from flows.scrub import scrub
 from tasks import logs, progress, retry
 
 MODULES = ["flows._batches", "flows._naming", "tasks.markdown_text"]
@@ -176,3 +184,46 @@ class TestProgress:
         monkeypatch.delattr(progress, "create_progress_artifact")  # and it is not tried again
         meter("write", 2048, 9999)
         assert set(caplog.messages) == {"cannot show the progress of a any more: no server"}
+
+
+def test_progress_is_shown_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[float, str]] = []
+    monkeypatch.setattr(_write, "create_progress_artifact", lambda *arguments: uuid4())
+    monkeypatch.setattr(
+        _write, "update_progress_artifact", lambda artifact, percent, text: shown.append((percent, text))
+    )
+    monkeypatch.setattr(_write, "_finished", lambda prepared, work, running: iter([1024] * 20))
+    prepared = Prepared("plan", (), 0, 20 << 10, 0, (), (), (), (), (), "", "", "", {})
+    _write.write_all(prepared, Settings(), 1024, HERE)
+    assert shown == [(100.0, "20.0 KiB of 20.0 KiB")]
+    shown.clear()
+    monkeypatch.setattr(_write, "SECONDS", -1.0)
+    _write.write_all(prepared, Settings(), 1024, HERE)
+    assert len(shown) == 20
+
+
+def test_a_run_sends_its_own_heartbeats_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Queue[dict[str, Any]] = Queue()
+    monkeypatch.setattr(_heartbeats, "emit_event", lambda **event: sent.put(event))
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):
+        before = threading.active_count()
+        with _heartbeats.own_heartbeats(scrub) as beating:
+            assert get_current_settings().flows.heartbeat_frequency is None  # Prefect sends none
+            run = FlowRun(flow_id=uuid4(), name="a run", tags=["b", "a"])
+            beating.on_running_hooks[-1](scrub, run, run.state)
+            event = sent.get(timeout=60)
+            (thread,) = (t for t in threading.enumerate() if t.name == _heartbeats.NAME)
+        thread.join(60)  # it waits for no second
+        assert threading.active_count() == before
+    assert event["event"] == "prefect.flow-run.heartbeat"
+    assert event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
+    assert [one["prefect.resource.role"] for one in event["related"]] == ["flow", "tag", "tag"]
+    assert sent.empty()
+
+
+def test_heartbeats_that_are_off_stay_off() -> None:
+    with (
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+        _heartbeats.own_heartbeats(scrub) as beating,
+    ):
+        assert beating is scrub

@@ -14,7 +14,7 @@ import typer.main
 import ckptcore
 from ckptcore.cli.catalog import app as catalog
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
-from ckptcore.cli.main import app
+from ckptcore.cli.main import program
 from ckptcore.cli.main import run as main
 from ckptcore.errors import Finding, error_classes, finding
 from ckptcore.operations.sweep import Swept
@@ -52,8 +52,8 @@ OPTIONS = {
     "gc": "--catalog --dry-run --older-than --output",
     "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
         --keep-last --memory --output --rest --workers --yes""",
-    "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist --retry-failed
-        --strict --workers""",
+    "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist
+        --retry-failed --strict --workers""",
 }
 GROUPS = ("", "catalog", "catalog alias", "catalog hold", "catalog root", "catalog inbox", "catalog outbox")
 # Former names of release 0.1, which the help does not show.
@@ -71,8 +71,8 @@ def flags(params: list[typer.core.TyperOption]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, typer.core.TyperCommand]:
-    program: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]  # it has commands
-    return program.commands  # type: ignore[return-value]
+    whole: typer.core.TyperGroup = typer.main.get_command(program())  # type: ignore[assignment]  # it has commands
+    return whole.commands  # type: ignore[return-value]
 
 
 def test_options_are_those_listed_here(commands: dict[str, typer.core.TyperCommand]) -> None:

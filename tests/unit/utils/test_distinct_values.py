@@ -1,4 +1,4 @@
-"""Distinct values and rows are those of `numpy.unique`."""
+"""Distinct values and rows are those of `numpy.unique`, and those among others those of `numpy.isin`."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.distinct_values import among, distinct
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (50,), (0, 3), (1, 3), (60, 1), (60, 2), (60, 4)])
@@ -24,10 +24,23 @@ def test_rows_without_columns() -> None:
     assert distinct(np.zeros((0, 0), np.int64)).shape == (0, 0)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_as_numpy_finds_what_another_has(dtype: type[np.generic], count: int) -> None:
+    values, known = (np.random.default_rng(n).integers(0, 60, n).astype(dtype) for n in (50, count))
+    assert among(values, known).tolist() == np.isin(values, known).tolist()
+    assert (
+        among(values.reshape(5, 10), known.tolist()).tolist()
+        == np.isin(values.reshape(5, 10), known).tolist()
+    )
+    assert among(values[:0], known).tolist() == []
+
+
 def test_masked_arrays_are_not_imported() -> None:
     code = (
-        "import sys, numpy as np; from ckptcore.utils.distinct_values import distinct; "
-        "distinct(np.arange(3)); distinct(np.zeros((3, 2))); print('numpy.ma' in sys.modules)"
+        "import sys, numpy as np; from ckptcore.utils.distinct_values import among, distinct; "
+        "distinct(np.arange(3)); distinct(np.zeros((3, 2))); among(np.arange(3), range(20)); "
+        "print('numpy.ma' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
