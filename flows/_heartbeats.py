@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any
 
 import prefect
-from prefect import Flow
+from prefect import Flow, State
 from prefect.client.schemas.objects import FlowRun
 from prefect.events import RelatedResource, emit_event
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
@@ -21,21 +21,20 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_sett
 from tasks.logs import log
 
 NAME = "heartbeats"  # of the thread
-R = TypeVar("R", bound=Flow[..., Any])
 
 
 @contextmanager
-def own_heartbeats(flow: R) -> Iterator[R]:
+def own_heartbeats(flow: Flow[..., Any]) -> Iterator[Flow[..., Any]]:
     """Yield a flow whose runs send heartbeats from this module's thread, until the block ends."""
     seconds = get_current_settings().flows.heartbeat_frequency
     if seconds is None:
         yield flow
         return
-    ended = threading.Event()
+    name, ended = flow.name, threading.Event()
 
-    def begin(_flow: Flow[..., Any], run: FlowRun, _state: Any) -> None:
+    def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
         beat = copy_context().run  # the settings, and so the server, of the run
-        arguments = (_beat, flow.name, run, seconds, ended)
+        arguments = (_beat, name, flow_run, seconds, ended)
         thread = threading.Thread(target=beat, args=arguments, name=NAME, daemon=True)
         thread.start()
 

@@ -82,16 +82,16 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
     STOP.clear()
     with running_engine(engine, width, settings.device) as running:
         try:
-            shown = time.monotonic()
+            updated = time.monotonic()
             for nbytes in _finished(prepared, work, running):
                 done += nbytes
                 # An update takes as long as to write a small file.
-                if progress is not None and (done >= total or time.monotonic() > shown + SECONDS):
+                if progress is not None and (done >= total or time.monotonic() > updated + SECONDS):
                     text, percent = f"{show_size(done)} of {show_size(total)}", 100.0 * done / max(total, 1)
                     artifact_or_none(
                         update_progress_artifact, cast("UUID", progress), min(100.0, percent), text
                     )
-                    shown = time.monotonic()
+                    updated = time.monotonic()
         except Exception:
             raise
         except BaseException:  # Ctrl-C or a cancellation: do not wait for the running tasks

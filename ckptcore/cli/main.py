@@ -85,16 +85,16 @@ def program(*names: str) -> typer.Typer:
         names: The first words of the command line.
     """
     only = names[0] if names and names[0] in COMMANDS else None
-    whole = group(_ABOUT)
-    whole.callback()(main)
+    complete = group(_ABOUT)
+    complete.callback()(main)
     for name, (module, member) in COMMANDS.items():
         if only in (None, name):
             found = getattr(import_module(f"ckptcore.cli.{module}"), member)
             if isinstance(found, typer.Typer):
-                whole.add_typer(found if only is None else _alone(found, names[1:]), name=name)
+                complete.add_typer(found if only is None else _alone(found, names[1:]), name=name)
             else:
-                whole.command(name, hidden=name in _FORMER)(found)
-    return whole
+                complete.command(name, hidden=name in _FORMER)(found)
+    return complete
 
 
 def run(argv: list[str]) -> int:
@@ -133,13 +133,13 @@ def _error(error: CkptError, *, as_json: bool) -> None:
     show.error(error, as_json=as_json)
 
 
-def _alone(whole: typer.Typer, names: tuple[str, ...]) -> typer.Typer:
+def _alone(complete: typer.Typer, names: tuple[str, ...]) -> typer.Typer:
     """Return a group with only the command that is called, or all of it."""
-    commands = [c for c in whole.registered_commands if _name_of(c) in names[:1]]
-    groups = [g for g in whole.registered_groups if g.name in names[:1]]
+    commands = [c for c in complete.registered_commands if _name_of(c) in names[:1]]
+    groups = [g for g in complete.registered_groups if g.name in names[:1]]
     if not commands and not groups:
-        return whole
-    alone = copy.copy(whole)
+        return complete
+    alone = copy.copy(complete)
     alone.registered_commands, alone.registered_groups = commands, groups
     return alone
 

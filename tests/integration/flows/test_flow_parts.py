@@ -186,20 +186,20 @@ class TestProgress:
         assert set(caplog.messages) == {"cannot show the progress of a any more: no server"}
 
 
-def test_progress_is_shown_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[float, str]] = []
+def test_progress_is_updated_at_intervals_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[tuple[float, str]] = []
     monkeypatch.setattr(_write, "create_progress_artifact", lambda *arguments: uuid4())
     monkeypatch.setattr(
-        _write, "update_progress_artifact", lambda artifact, percent, text: shown.append((percent, text))
+        _write, "update_progress_artifact", lambda artifact, percent, text: updates.append((percent, text))
     )
     monkeypatch.setattr(_write, "_finished", lambda prepared, work, running: iter([1024] * 20))
     prepared = Prepared("plan", (), 0, 20 << 10, 0, (), (), (), (), (), "", "", "", {})
     _write.write_all(prepared, Settings(), 1024, HERE)
-    assert shown == [(100.0, "20.0 KiB of 20.0 KiB")]
-    shown.clear()
+    assert updates == [(100.0, "20.0 KiB of 20.0 KiB")]
+    updates.clear()
     monkeypatch.setattr(_write, "SECONDS", -1.0)
     _write.write_all(prepared, Settings(), 1024, HERE)
-    assert len(shown) == 20
+    assert len(updates) == 20
 
 
 def test_a_run_sends_its_own_heartbeats_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:

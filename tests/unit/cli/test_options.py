@@ -71,8 +71,8 @@ def flags(params: list[typer.core.TyperOption]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, typer.core.TyperCommand]:
-    whole: typer.core.TyperGroup = typer.main.get_command(program())  # type: ignore[assignment]  # it has commands
-    return whole.commands  # type: ignore[return-value]
+    complete: typer.core.TyperGroup = typer.main.get_command(program())  # type: ignore[assignment]  # it has commands
+    return complete.commands  # type: ignore[return-value]
 
 
 def test_options_are_those_listed_here(commands: dict[str, typer.core.TyperCommand]) -> None:

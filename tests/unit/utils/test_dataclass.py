@@ -137,12 +137,12 @@ def test_values_are_those_of_the_library(
     if isinstance(theirs, tuple):
         assert ours == theirs
         return
-    again = QUICK[name](*arguments, **named)
+    equal = QUICK[name](*arguments, **named)
     assert repr(ours) == repr(theirs)
     assert [(f.name, getattr(ours, f.name)) for f in dataclasses.fields(ours)] == [
         (f.name, getattr(theirs, f.name)) for f in dataclasses.fields(theirs)
     ]
-    assert (ours == again) is (theirs == LIBRARY[name](*arguments, **named))
+    assert (ours == equal) is (theirs == LIBRARY[name](*arguments, **named))
     assert (ours == theirs) is (name == "Plain")
     assert outcome(lambda: hash(ours)) == outcome(lambda: hash(theirs)) or name == "Same"
     first = dataclasses.fields(ours)[0].name if name != "Empty" else "none"
@@ -167,7 +167,7 @@ def test_classes_are_those_of_the_library(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Copied:
     """A value that goes through pickle."""
 
     a: int
@@ -175,25 +175,25 @@ class Whole:
 
 
 def test_copies_are_equal() -> None:
-    value = Whole(1, (2, 3))
+    value = Copied(1, (2, 3))
     copies = [
         copy.copy(value),
         copy.deepcopy(value),
         dataclasses.replace(value),
-        Whole(**dataclasses.asdict(value)),
+        Copied(**dataclasses.asdict(value)),
     ]
     copies += [pickle.loads(pickle.dumps(value, protocol)) for protocol in range(2, 6)]
     for each in copies:
         assert (each.a, each.b, each) == (1, (2, 3), value)
     assert dataclasses.replace(value, a=4).a == 4
     match value:
-        case Whole(a, b):
+        case Copied(a, b):
             assert (a, b) == (1, (2, 3))
 
 
 def test_a_class_of_the_library_may_have_one_of_ours_as_its_base() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Below(Whole):
+    class Below(Copied):
         c: int = 0
 
     assert Below(1, (2,), 3) == Below(1, (4,), 3)
@@ -213,7 +213,7 @@ def test_nothing_is_compiled_before_the_first_value() -> None:
 
 def test_every_module_makes_its_classes_with_it() -> None:
     root = Path(sys.modules["ckptcore"].__file__ or "").parent
-    below = ("errors.py", "redaction.py", "value_findings.py", "utils/dataclass.py")  # which it stands on
+    below = ("errors.py", "redaction.py", "value_findings.py", "utils/dataclass.py")  # what it uses itself
     others = [p for p in root.rglob("*.py") if str(p.relative_to(root)) not in below]
     library = re.compile(r"^from dataclasses import .*\bdataclass\b", re.MULTILINE)
     found = [p for p in others if library.search(p.read_text())]
