@@ -82,8 +82,9 @@ def test_without_the_random_states_of_other_ranks(extra: dict[str, Any], tmp_pat
 
 def test_without_what_was_excluded(tmp_path: Path) -> None:
     source = rank_files(tmp_path / "ranks", {"lr_scheduler": SCHEDULE})
-    asked = {"verb": "reshard", "to": "dcp", "mesh": "fsdp=2", "exclude": ["optim.state*"]}
-    ckptcore.convert(str(source), str(tmp_path / "out"), **asked)
+    ckptcore.convert(
+        str(source), str(tmp_path / "out"), verb="reshard", to="dcp", mesh="fsdp=2", exclude=["optim.state*"]
+    )
     wanted = state(3, {"lr_scheduler": SCHEDULE})
     del wanted["optim"]["state"]
     loaded = zeros(wanted)
