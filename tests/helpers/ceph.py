@@ -80,7 +80,7 @@ def serving(min_part: int = 5 << 20) -> Iterator[dict[str, str]]:
         min_part: Smallest size of a part that is not the last.
     """
     folder = Path(tempfile.mkdtemp(prefix="ceph-"))
-    mon, rgw = _free_port(), _free_port()
+    mon, rgw = free_port(), free_port()
     for name in ("mon", "osd", "run", "log", "rgw", "crash"):
         (folder / name).mkdir()
     (folder / "ceph.conf").write_text(
@@ -138,7 +138,7 @@ def serving(min_part: int = 5 << 20) -> Iterator[dict[str, str]]:
         start("radosgw", "-n", "client.rgw.a")
         user = ["--uid=t", "--display-name=t", f"--access-key={KEY}", f"--secret-key={SECRET}"]
         call("radosgw-admin", "user", "create", *user)
-        _wait_for(rgw)
+        wait_for(rgw)
         yield {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -156,19 +156,21 @@ def serving(min_part: int = 5 << 20) -> Iterator[dict[str, str]]:
         shutil.rmtree(folder)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _wait_for(port: int) -> None:
+def wait_for(port: int) -> None:
+    """Wait until a server on this machine answers at a port."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
         except OSError:
-            assert time.monotonic() < until, "the gateway does not answer"
+            assert time.monotonic() < until, "the server does not answer"
             time.sleep(0.2)
         else:
             return
