@@ -130,7 +130,7 @@ class S3Client:
             if filled < len(data):
                 raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
             kept = kept_checksums(answer)
-            if kept and checksum_of(kept[0].algorithm, data) != kept[0]:
+            if kept and checksum_of(kept[0].algorithm, memoryview(data)) != kept[0]:
                 raise ShortBody(f"the response does not match the {kept[0].algorithm} of the object")
             return bytes(data)
 

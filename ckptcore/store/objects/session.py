@@ -11,6 +11,9 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from http.client import HTTPResponse
 from typing import Any
@@ -195,6 +198,7 @@ def _connected(fs: Any) -> Any:
         )
     session = Session(**fs.kwargs)
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_moment)
     given = {
         "aws_access_key_id": fs.key,
         "aws_secret_access_key": fs.secret,
@@ -203,7 +207,10 @@ def _connected(fs: Any) -> Any:
         "use_ssl": fs.use_ssl,
     }
     given = {name: value for name, value in given.items() if value is not None} | fs.client_kwargs
-    config = {"connect_timeout": fs.connect_timeout, **_DEFAULTS, **fs.config_kwargs, **_CONFIG}
+    named = {
+        "user_agent": _user_agent(session)
+    }  # botocore makes it twice for each request: an eighth of its time
+    config = {"connect_timeout": fs.connect_timeout, **_DEFAULTS, **named, **fs.config_kwargs, **_CONFIG}
     if fs.anon:
         given = {name: value for name, value in given.items() if name not in _KEYS}
         config["signature_version"] = UNSIGNED
@@ -216,6 +223,25 @@ def _connected(fs: Any) -> Any:
     events.unregister("before-call.s3", add_expect_header)
     events.register("before-send.s3", _in_pieces)
     return client
+
+
+def _user_agent(session: Any) -> str:
+    """Return what requests say of their sender, with the user's own mark."""
+    mark = session.get_config_variable("user_agent_appid")
+    return f"ckptcore {session.user_agent()}" + (f" app/{mark}" if mark else "")
+
+
+def _moment(text: Any) -> datetime:
+    """Return a time in an answer: dateutil, which botocore asks, takes 0.2 ms for each row of a list."""
+    with suppress(ValueError, TypeError):
+        iso = text[4:5] == "-"
+        found = datetime.fromisoformat(text) if iso else parsedate_to_datetime(text)
+        if found.tzinfo is not None:
+            return found
+    from botocore.utils import parse_timestamp
+
+    other: datetime = parse_timestamp(text)
+    return other
 
 
 def _signer(signature_version: Any, context: Mapping[str, Any], **_: Any) -> str | None:

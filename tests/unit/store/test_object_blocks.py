@@ -93,6 +93,25 @@ def test_blocks_are_as_large_as_files_read_in_their_own_order_allow() -> None:
     assert len(tight) == 8 * 64 // 2
 
 
+def test_memory_that_is_not_needed_is_not_used() -> None:
+    """Reading ahead stops when enough blocks wait, and a block that was read is replaced by a later one."""
+    rows = [("a", n * 1000, (n + 1) * 1000) for n in range(200)]
+    origin = Origin({"a": 200_000})
+    buffers: dict[int, bytearray] = {}
+    fetch = origin.fetch
+
+    def counted(path: str, start: int, into: memoryview) -> Future[None]:
+        buffers[id(into.obj)] = into.obj  # kept, so that no other gets its id
+        return fetch(path, start, into)
+
+    origin.fetch = counted
+    blocks = reader(origin, cut_into_blocks(expected(rows), 1000, gap=0), 200_000)
+    read_all(origin, blocks, rows, 1)
+    blocks.close()
+    assert len(origin.asked) == 200
+    assert len(buffers) <= 2 * 32 + 2
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_reads_in_random_order_with_any_memory(seed: int) -> None:
     draw = random.Random(seed)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from botocore.utils import parse_timestamp
 from fault_s3 import FaultyS3, serving
 from s3fs import S3FileSystem
 
@@ -30,7 +31,7 @@ def server() -> Iterator[FaultyS3]:
 def client(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Client]:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(DEADLINE_VARIABLE, "3")
+    monkeypatch.setenv(DEADLINE_VARIABLE, "1")
     S3FileSystem.clear_instance_cache()
     yield S3Client("s3://bucket/x")
     server.calm()
@@ -113,6 +114,26 @@ def test_only_the_usual_signature_is_replaced() -> None:
     for version, kind in (("v4", "v4a"), ("v4", "v4-s3express"), ("s3", None), ("v4", "none"), (None, None)):
         assert session._signer(version, {"auth_type": kind}) is None
     assert session._signer("v4", {"auth_type": "v4", "unsigned_payload": True}) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-01-02T03:04:05.678Z", "Fri, 02 Jan 2026 03:04:05 GMT", "2026-01-02T03:04:05", "1767323045"]
+)
+def test_times_of_answers_are_those_of_botocore(text: str) -> None:
+    assert session._moment(text) == parse_timestamp(text)
+
+
+def test_requests_name_their_sender(
+    client: S3Client, server: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SDK_UA_APP_ID", "training")
+    sent: list[str] = []
+    client._session.client().meta.events.register(
+        "before-send.s3", lambda request, **_: sent.append(request.headers["User-Agent"].decode())
+    )
+    client.head("x")
+    assert sent[0].startswith("ckptcore Botocore/")
+    assert sent[0].endswith(" app/training")
 
 
 def test_a_session_object_is_refused() -> None:
