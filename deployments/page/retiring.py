@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 LIMIT = 50
-SECONDS = 0.15  # a part ends with the source that is looked at then
+# A part ends with the source that is looked at then. The time of this thread: a busy machine has the same
+# parts; and of the clock: slow storage has short ones.
+CPU_SECONDS, SECONDS = 0.12, 1.0
 WAIT_SECONDS = 5.0
 
 
@@ -74,15 +76,17 @@ class Retiring:
             found = plan(
                 catalog, policy, scope, allowed=allowed, of_root=of_root(asked), after=after, limit=limit + 1
             )
-            return _part(found, limit, time.monotonic() + SECONDS)
+            return _part(found, limit)
         finally:
             self.turn.release()
 
 
-def _part(found: Iterable[Retired], limit: int, until: float) -> RetirePart:
+def _part(found: Iterable[Retired], limit: int) -> RetirePart:
     items: list[Retired] = []
+    cpu, clock = time.thread_time() + CPU_SECONDS, time.monotonic() + SECONDS
     for item in found:
-        if len(items) == limit or (items and time.monotonic() > until):
+        late = time.thread_time() > cpu or time.monotonic() > clock
+        if len(items) == limit or (items and late):
             return RetirePart(tuple(items), items[-1].source.id)
         items.append(item)
     return RetirePart(tuple(items))
