@@ -132,10 +132,10 @@ def shard_keys(source: Source) -> bool:
     return scan(source, _SHARD_WORD, pattern=_SHARD)
 
 
-def scan(source: Source, *words: bytes, pattern: re.Pattern[bytes] | None = None) -> bool:
-    """Return whether the first 64 MiB of `.metadata` have one of the words, of at most 256 bytes each.
+def scan(source: Source, *terms: bytes, pattern: re.Pattern[bytes] | None = None) -> bool:
+    """Return whether the first 64 MiB of `.metadata` have one of the terms, of at most 256 bytes each.
 
-    pattern: What must match, too, in at most 256 bytes. Every match has one of the words, which are found in
+    pattern: What must match, too, in at most 256 bytes. Every match has one of the terms, which are found in
     a tenth of the time.
     """
     size = min(source.listing[METADATA], _SCAN)
@@ -143,7 +143,7 @@ def scan(source: Source, *words: bytes, pattern: re.Pattern[bytes] | None = None
     for at in range(0, size, _WINDOW):
         block = source.store.read(METADATA, at, min(_WINDOW, size - at))
         for part in (tail + block[:_EDGE], block):
-            if any(word in part for word in words) and (pattern is None or pattern.search(part)):
+            if any(term in part for term in terms) and (pattern is None or pattern.search(part)):
                 return True
         tail = block[-_EDGE:]
     return False
