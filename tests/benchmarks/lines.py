@@ -291,6 +291,9 @@ _RESHARDED_RAM = Race(
 )
 _BOTH = ("safetensors", "torch_save")
 
+# The default budget of metadata refuses these two.
+_LARGE_METADATA = ("env", "CKPTCORE_METADATA_MEMORY=8GiB")
+
 LINES: tuple[Line, ...] = (
     Look("inspect/row-2gb", "ram", "row-2gb"),
     Cover("cover/chunks-1m", "ram", "chunks-1m"),
@@ -298,8 +301,7 @@ LINES: tuple[Line, ...] = (
         "cover/chunks-10m",
         "ram",
         "chunks-10m",
-        # The default budget of metadata refuses it.
-        ("env", "CKPTCORE_METADATA_MEMORY=8GiB", "CKPTCORE", "validate", "SRC", "--level", "coverage"),
+        (*_LARGE_METADATA, "CKPTCORE", "validate", "SRC", "--level", "coverage"),
         MANY_SECONDS,
         MANY_BYTES,
     ),
@@ -319,7 +321,7 @@ LINES: tuple[Line, ...] = (
         "plan/moe-1t-2048/safetensors",
         "ram",
         "moe-1t-2048",
-        ("CKPTCORE", "plan", "SRC", "OUT", "--to", "safetensors"),
+        (*_LARGE_METADATA, "CKPTCORE", "plan", "SRC", "OUT", "--to", "safetensors"),
         MOE_SECONDS,
         MOE_BYTES,
     ),
