@@ -351,7 +351,7 @@ LINES: tuple[Line, ...] = (
         "disk",
         "small-10mb",
         ("many.py", "SRC", "OUT", "--ckptcore", "CKPTCORE"),
-        ("--count", "20", "--runs", "1"),
+        ("--count", "20"),
     ),
     Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),
