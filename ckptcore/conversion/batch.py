@@ -121,14 +121,15 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
     published = [row for row in rows if row.result is not None]
     recorded = register_each([(row.registration, row.result, row.seen[0]) for row in published if row.result])
     for row, kept in zip(published, recorded, strict=True):
+        if isinstance(kept, CkptError):  # the staging folder stays, as after any error
+            row.error = kept
+            row.lock.__exit__(type(kept), kept, kept.__traceback__)
+            continue
+        row.result = kept
         try:
-            if isinstance(kept, CkptError):
-                raise kept  # inside the conversion: its staging folder stays
-            row.result = kept
             row.lock.close()
-        except CkptError as error:
+        except Exception as error:
             row.error = error
-            row.lock.__exit__(type(error), error, error.__traceback__)
     for row in rows:
         if row.result is None and row.error is None:
             row.error = stop or Interrupted("the batch was stopped before it began")
@@ -139,5 +140,7 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
 def _outcome(row: _Conversion) -> Result | CkptError:
     if isinstance(row.error, CkptError):
         return row.error
-    assert row.result is not None  # any other error has been raised
+    if row.error is not None:
+        raise row.error
+    assert row.result is not None
     return row.result

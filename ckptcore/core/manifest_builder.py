@@ -158,15 +158,19 @@ class Builder:
             int64 [n], the index of each item, -1 for rows that are not kept.
         """
         first = len(self._items) // 6
-        number = np.where(kept, first + np.cumsum(kept) - 1, -1)
+        if kept.all():
+            number = np.arange(first, first + len(places), dtype=np.int64)
+        else:
+            number = np.where(kept, first + np.cumsum(kept) - 1, -1)
+            places, envelope, codec = places[kept], envelope[kept], codec[kept]
         own = []
-        for name in codecs if (codec[kept] > 0).any() else codecs[:1]:
+        for name in codecs if (codec > 0).any() else codecs[:1]:
             if name not in self._codecs:
                 self._codecs.append(name)
             own.append(self._codecs.index(name))
-        table = np.empty((int(kept.sum()), 6), np.int64)
-        table[:, :3], table[:, 3] = places[kept], envelope[kept]
-        table[:, 4], table[:, 5] = np.array(own, np.int64)[codec[kept]], -1
+        table = np.empty((len(places), 6), np.int64)
+        table[:, :3], table[:, 3] = places, envelope
+        table[:, 4], table[:, 5] = np.array(own, np.int64)[codec], -1
         self._items.frombytes(table.tobytes())
         self._member |= {int(number[row]): name for row, name in member.items()}
         return number
@@ -285,8 +289,10 @@ class Builder:
             rank, item = rank[added], item[added]
         self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
         dims = np.concatenate([offset, shape], axis=1)
-        real = np.arange(offset.shape[1]) < rank[:, None]
-        self._dims.frombytes(dims[np.concatenate([real, real], axis=1)].tobytes())
+        if not (rank == offset.shape[1]).all():
+            real = np.arange(offset.shape[1]) < rank[:, None]
+            dims = dims[np.concatenate([real, real], axis=1)]
+        self._dims.frombytes(dims.tobytes())
         self._owner.frombytes(np.ascontiguousarray(tensor).tobytes())
         self._item.frombytes(np.ascontiguousarray(item).tobytes())
         self._rank.frombytes(rank.astype(np.int8).tobytes())
@@ -337,6 +343,9 @@ class Builder:
         lo, shape = np.zeros((n, rank), np.int64), np.ones((n, rank), np.int64)
         ranks = np.frombuffer(self._rank, np.int8).astype(np.int64) if n else np.zeros(0, np.int64)
         flat = np.frombuffer(self._dims, np.int64) if self._dims else np.zeros(0, np.int64)
+        if n and (ranks == rank).all():
+            both = flat.reshape(n, 2 * rank)
+            return np.array(both[:, :rank]), np.array(both[:, rank:])
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
         for r in range(1, int(ranks.max(initial=0)) + 1):
             rows = np.flatnonzero(ranks == r)

@@ -440,6 +440,10 @@ def work_each(
                 else:
                     done[n] = replace(items[n], standing=Standing.MADE, why="")
     except CkptError as error:
+        begun = any(item.standing is Standing.MADE for item in done.values())
+        if len(items) > 1 and not begun and not error.transient:
+            # One of them may be at fault, such as by a name that the catalog cannot store.
+            return [one for item in items for one in work_each(catalog, [item], convert_each, who)]
         open_ends = (Standing.READY, Standing.MADE)  # without a claim that is done, nothing is
         done = {n: _failed(item, error) if item.standing in open_ends else item for n, item in done.items()}
     if stop is not None:

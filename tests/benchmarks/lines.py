@@ -336,6 +336,9 @@ _SHARDS = Race(
 )
 _BOTH = ("safetensors", "torch_save")
 
+# The default budget of metadata refuses these two.
+_LARGE_METADATA = ("env", "CKPTCORE_METADATA_MEMORY=8GiB")
+
 LINES: tuple[Line, ...] = (
     Start("inspect/row-2gb", "ram", "row-2gb", ("CKPTCORE", "inspect", "SRC"), INSPECT_SECONDS),
     Start("export/row-10mb", "ram", "row-10mb", _EXPORT, SMALL_SECONDS),
@@ -344,8 +347,7 @@ LINES: tuple[Line, ...] = (
         "cover/chunks-10m",
         "ram",
         "chunks-10m",
-        # The default budget of metadata refuses it.
-        ("env", "CKPTCORE_METADATA_MEMORY=8GiB", "CKPTCORE", "validate", "SRC", "--level", "coverage"),
+        (*_LARGE_METADATA, "CKPTCORE", "validate", "SRC", "--level", "coverage"),
         MANY_SECONDS,
         MANY_BYTES,
     ),
@@ -365,7 +367,7 @@ LINES: tuple[Line, ...] = (
         "plan/moe-1t-2048/safetensors",
         "ram",
         "moe-1t-2048",
-        ("CKPTCORE", "plan", "SRC", "OUT", "--to", "safetensors"),
+        (*_LARGE_METADATA, "CKPTCORE", "plan", "SRC", "OUT", "--to", "safetensors"),
         MOE_SECONDS,
         MOE_BYTES,
     ),
@@ -395,7 +397,7 @@ LINES: tuple[Line, ...] = (
         "disk",
         "small-10mb",
         ("many.py", "SRC", "OUT", "--ckptcore", "CKPTCORE"),
-        ("--count", "20", "--runs", "1"),
+        ("--count", "20"),
     ),
     Program("receiver/200-a-second", "disk", None, ("receiver.py",), ("--seconds", "2")),
     _trainer("lightning-2gb", "consolidate_checkpoint", "ckptcore to lightning"),

@@ -14,6 +14,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,12 +47,21 @@ class Tensor:
         return ".".join(self.path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Job:
     """Tensors in the order of the state dict, sharded on dim 0; each scalar is on one rank."""
 
     tensors: tuple[Tensor, ...]
     ranks: int
+
+    @cached_property
+    def of_rank(self) -> list[list[int]]:
+        """The tensors that each rank may save, in their order."""
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for n, tensor in enumerate(self.tensors):
+            for rank in tensor.ranks or range(self.ranks):
+                found[rank].append(n)
+        return found
 
     def parts(self, rank: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield (tensor, offset, sizes) of a rank's chunks: torch.chunk's rule, replicas in turn.
@@ -59,7 +69,8 @@ class Job:
         Of the ranks with an empty chunk the first saves it: to torch, these are replicas, too.
         """
         single = 0
-        for n, tensor in enumerate(self.tensors):
+        for n in self.of_rank[rank]:
+            tensor = self.tensors[n]
             if not tensor.shape:
                 if single % self.ranks == rank:
                     yield n, (), ()
@@ -67,8 +78,6 @@ class Job:
                 continue
             rows, *rest = tensor.shape
             group = tensor.ranks or range(self.ranks)
-            if rank not in group:
-                continue
             at, step = rank - group.start, -(-rows // len(group))
             begin = min(at * step, rows)
             end = min(begin + step, rows)

@@ -153,7 +153,7 @@ def test_a_line_is_measured_and_verified_and_leaves_nothing(tmp_path: Path) -> N
 def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
     rows = quick_run(
         tmp_path,
-        "^(inspect|ram)/row-2gb|^ram/hf-shards|^export/row-10mb|^cover|^memory/row-2gb/safetensors/workers-1",
+        "^(inspect|ram)/row-2gb|^ram/hf-shards|^export/row-10mb|^cover/chunks-1m|^memory/row-2gb/safetensors/workers-1",
     )
     assert [row["line"] for row in rows] == [
         "inspect/row-2gb",
@@ -174,6 +174,7 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
 def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     import gpu
+    import many
     import overhead
     import receiver
     import workers
@@ -188,6 +189,9 @@ def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
     for seconds, peak, ok in ((4.0, 1 << 28, True), (4.1, 1 << 28, False), (4.0, (1 << 28) + 1, False)):
         speeds = {"PCIe": 20e9, "cp": 8e9 / 3 / 0.8 - 1}
         assert gpu.verdict(8_000_000_000, [seconds], speeds, peak)["ok"] is ok
+    for seconds, ok in ((500.0, True), (501.0, False)):  # the median; two in a second
+        runs = [{"seconds": s, "cpu": 0.1, "peak": 1.0} for s in (1.0, seconds, 9000.0)]
+        assert many.verdict(runs, 1000)["ok"] is ok
 
     one, two = {"wall": 90.0, "cpu": [61.0]}, {"wall": 60.0, "cpu": [31.0, 31.0]}
     assert workers.verdict(one, two, 60)["ok"]
@@ -202,7 +206,14 @@ def test_programs_judge_by_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "name", ["flow/server-running", "flow/server-none", "flow/two-workers", "receiver/200-a-second"]
+    "name",
+    [
+        "flow/server-running",
+        "flow/server-none",
+        "flow/two-workers",
+        "receiver/200-a-second",
+        "sweep/1000-small",
+    ],
 )
 def test_programs_measure_verify_and_leave_nothing(tmp_path: Path, name: str) -> None:
     (row,) = quick_run(tmp_path, f"^{name}$")

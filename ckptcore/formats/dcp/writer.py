@@ -73,6 +73,7 @@ class Files:
         self._full: list[FileLayout] = []  # of this rank
         # The files of the ranks of an even mesh are alike.
         self._zips = lru_cache(maxsize=16)(zips)
+        self._only: Run | None = None  # what the file holds, if nothing else
         self._cuts = lru_cache(maxsize=16)(partial(_groups, most=request.max_file_bytes))
         self._rank = 0
         self._begin()
@@ -173,7 +174,7 @@ class Files:
         self._boxes: list[Box] = []
         self._slots: list[Slot] = []
         self._literals: list[Literal] = []
-        self._only: Run | None = None  # what the file holds, if nothing else
+        self._only = None
 
     def _end(self) -> None:
         tensors, only = self._request.tensors, self._only

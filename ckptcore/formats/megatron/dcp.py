@@ -7,16 +7,13 @@ distinguish the two (megatron/training/checkpointing.py). Megatron-FSDP stores f
 
 from __future__ import annotations
 
-import re
-
 from ckptcore.core.manifest import Manifest
 from ckptcore.formats.base import Detect, Evidence, Format, Read, Reader, Source
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.formats.megatron.config import CONFIG, METADATA, read_config, scan, shard_keys
 from ckptcore.formats.megatron.sharded_objects import BARE
 
-_VERSION = re.compile(rb"checkpoint_version")
-_WRAPPED = re.compile(rb"model\.module\.")
+_VERSION, _WRAPPED = b"checkpoint_version", b"model.module."
 
 
 def _detect(name: str, wrapped: bool) -> Detect:

@@ -17,7 +17,7 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.conversion import batch, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
-from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted
+from ckptcore.errors import DamagedCheckpoint, DiskFull, Interrupted, UsageError
 from ckptcore.operations.batches import SMALL, batches
 from ckptcore.operations.claims import key_of
 from ckptcore.operations.sweep import Standing, SweepItem, sweep
@@ -123,6 +123,22 @@ def test_one_that_cannot_be_recorded_does_not_lose_the_others(catalog, url, step
     second = swept(catalog, url, retry_failed=True)
     assert standings(second) == ["converted", "converted", "made", "converted", "converted"]
     assert list(steps.glob(".*")) == []
+
+
+def test_one_that_cannot_be_claimed_does_not_stop_the_others(catalog, url, steps, monkeypatch):
+    take = claims.take
+
+    def refused(conn, now, key, source, *more, **named):
+        if source.endswith("step-4"):
+            raise UsageError("the catalog cannot store this text")
+        return take(conn, now, key, source, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(claims, "take", refused)
+        items = swept(catalog, url)
+    assert standings(items) == ["made"] * 4 + ["failed"]
+    assert claim_states(catalog, items) == ["done"] * 4 + [None]
+    assert standings(swept(catalog, url)) == ["converted"] * 4 + ["made"]
 
 
 def test_a_stop_keeps_what_was_published(catalog, url, steps, monkeypatch):
