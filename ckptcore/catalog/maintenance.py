@@ -211,7 +211,7 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
     names = grouped(
         select(public, Alias.name).join(Alias, Alias.checkpoint_id == Checkpoint.id).order_by(Alias.name)
     )
-    held = grouped(
+    on_hold = grouped(
         select(public, Hold.reason)
         .join(Hold, Hold.checkpoint_id == Checkpoint.id)
         .where(*in_force(now))
@@ -233,7 +233,7 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
         each: Ties(
             tuple(tags.get(each, ())),
             tuple(names.get(each, ())),
-            tuple(held.get(each, ())),
+            tuple(on_hold.get(each, ())),
             (*reading.get(each, ()), *claimed.get(each, ())),
         )
         for each in publics

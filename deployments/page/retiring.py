@@ -94,7 +94,7 @@ def _part(found: Iterable[Retired], limit: int) -> RetirePart:
 
 def command(scope: str, asked: RetireOptions) -> str:
     """Return the command line that deletes what a plan shows."""
-    words = ["ckptcore", "retire", scope]
+    terms = ["ckptcore", "retire", scope]
     for option, value in (
         ("--keep-last", asked.keep_last),
         ("--keep-every", asked.keep_every),
@@ -102,11 +102,11 @@ def command(scope: str, asked: RetireOptions) -> str:
         *(("--accept-loss", each) for each in asked.accept_loss or ()),
     ):
         if value is not None:
-            words += [option, str(value)]
-    return shlex.join([*words, "--yes"])
+            terms += [option, str(value)]
+    return shlex.join([*terms, "--yes"])
 
 
-def whole(name: str, text: str) -> int | None:
+def number(name: str, text: str) -> int | None:
     """Return the number in a field of a form, which is empty for none. Raises `UsageError`."""
     if not text.strip():
         return None

@@ -21,7 +21,7 @@ from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
 from deployments.page import display, pictures
 from deployments.page.access import csrf_of, require_reader
-from deployments.page.retiring import Retiring, command, whole
+from deployments.page.retiring import Retiring, command, number
 from deployments.page.settings import PageAccess
 from deployments.page.shards import Manifests, shard_map
 
@@ -246,8 +246,8 @@ def pages(site: Site) -> APIRouter:
         """Show what a policy would keep and free, in parts. Nothing is deleted here."""
         user = reader(request)
         asked = RetireOptions(
-            keep_last=whole("keep_last", keep_last),
-            keep_every=whole("keep_every", keep_every),
+            keep_last=number("keep_last", keep_last),
+            keep_every=number("keep_every", keep_every),
             rest=rest or None,
             accept_loss=tuple(accept_loss.split()) or None,
         )

@@ -24,7 +24,7 @@ from deployments.metrics import ReceiverMetrics, WorkerMetrics, registry_of
 FOLDER = ROOT / "deployments" / "monitoring"
 TARGET = {"instance", "job"}  # labels that Prometheus adds
 OF_COUNTERS = {"rate", "increase"}
-WORDS = {"by", "without", "sum", "max", "min", "count", "rate", "increase", "and", "or", "unless"}
+TERMS = {"by", "without", "sum", "max", "min", "count", "rate", "increase", "and", "or", "unless"}
 PROMTOOL = shutil.which("promtool")
 
 
@@ -93,7 +93,7 @@ def test_an_expression_fits_what_is_served(
     assert selectors
     plain = re.sub(r'"[^"]*"', "", expression)
     names = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\{[^}]*\}|\[[^\]]*\]|\([\w\s,]+\)", " ", plain)))
-    assert {n for n in names if not n.startswith("ckptcore_")} <= WORDS, "a word that this test does not know"
+    assert {n for n in names if not n.startswith("ckptcore_")} <= TERMS, "a word that this test does not know"
     all_labels = set(TARGET)
     for name, labels, function, ranged in selectors:
         kind, served_labels = known[name]

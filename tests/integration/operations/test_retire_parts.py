@@ -1,4 +1,4 @@
-"""A plan of `retire` read in parts says what the whole plan says, with the retention of each root."""
+"""A plan of `retire` read in parts says what the full plan says, with the retention of each root."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from ckptcore.catalog import CheckpointFacts, aliases, open_catalog
-from ckptcore.catalog import holds as held
+from ckptcore.catalog import holds as kept
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.operations.options import RetireOptions
@@ -21,7 +21,7 @@ NOW = datetime.now(UTC)
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def url(request, tmp_path_factory):
-    """A catalog of sources under three roots: with and without runs and steps, tagged, named, held."""
+    """A catalog of sources under three roots: with and without runs and steps, tagged, named, kept."""
     if request.param == "sqlite":
         made = str(tmp_path_factory.mktemp("parts") / "catalog.sqlite")
         fill(made)
@@ -51,7 +51,7 @@ def fill(url):
                         aliases.set_alias(conn, NOW, f"named{place.replace('%', '-')}/{n}", public)
                 if n % 7 == 3:
                     with catalog.writing() as conn:
-                        held.place(conn, NOW, public, f"paper {n}", owner="ada")
+                        kept.place(conn, NOW, public, f"paper {n}", owner="ada")
         with catalog.writing() as conn:
             roots.add(conn, NOW, "lower", "/r/a", retention={"keep_last": 2})
             roots.add(conn, NOW, "upper", "/r/B", retention={"keep_every": 3})
@@ -72,24 +72,24 @@ def facts(uri, run, step):
     )
 
 
-def said(item):
+def stated(item):
     return item.source.id, item.fate, item.why
 
 
 @pytest.mark.parametrize("scope", ["lower", "upper", "inner", "odd", "one", "two", "/r/a", None])
 @pytest.mark.parametrize("limit", [1, 3, 1000])
-def test_parts_are_the_whole(url, scope, limit):
+def test_parts_are_the_full_plan(url, scope, limit):
     asked = RetireOptions(keep_every=4) if scope == "one" else RetireOptions()
     policy, allowed = rules(asked)
     given = {"allowed": allowed, "of_root": of_root(asked)}
     with open_catalog(url) as catalog:
-        whole = [said(item) for item in plan(catalog, policy, scope, **given)]
+        full = [stated(item) for item in plan(catalog, policy, scope, **given)]
         found, after = [], None
         while part := list(plan(catalog, policy, scope, **given, after=after, limit=limit)):
-            found += [(item.source.uri, *said(item)) for item in part]
+            found += [(item.source.uri, *stated(item)) for item in part]
             after = part[-1].source.id
-    assert whole
-    assert sorted(each[1:] for each in found) == sorted(whole)
+    assert full
+    assert sorted(each[1:] for each in found) == sorted(full)
     if url.startswith("/"):  # PostgreSQL sorts by its collation
         assert [each[0] for each in found] == sorted(each[0] for each in found)
 
@@ -111,14 +111,14 @@ def test_ties_of_many_are_those_of_each(url, monkeypatch):
     with open_catalog(url) as catalog:
         with catalog.reading() as conn:
             ids = [row.id for row in tending.sources(conn)]
-            whole = tending.ties(conn, NOW, ids)
+            full = tending.ties(conn, NOW, ids)
             monkeypatch.setattr(tending, "_AT_ONCE", 3)
-            assert tending.ties(conn, NOW, ids) == whole
-            assert {id: tending.ties(conn, NOW, [id])[id] for id in ids} == whole
-            assert sum(bool(each.tags) for each in whole.values()) == 10
-            assert sum(bool(each.aliases) for each in whole.values()) == 10
-            assert sum(bool(each.holds) for each in whole.values()) == 10
+            assert tending.ties(conn, NOW, ids) == full
+            assert {id: tending.ties(conn, NOW, [id])[id] for id in ids} == full
+            assert sum(bool(each.tags) for each in full.values()) == 10
+            assert sum(bool(each.aliases) for each in full.values()) == 10
+            assert sum(bool(each.holds) for each in full.values()) == 10
             later = tending.ties(conn, NOW + timedelta(days=1), ids)
-        assert later == whole
+        assert later == full
         with pytest.raises(Exception, match="no checkpoint"), catalog.reading() as conn:
             tending.ties(conn, NOW, [*ids, "0" * 36])

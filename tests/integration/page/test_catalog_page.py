@@ -413,7 +413,7 @@ def test_the_api_pages_through_everything(client: TestClient, catalog: Catalog, 
         "/api/v1/steps?run=llama&before=s:x:1",
         "/api/v1/checkpoints?limit=0",
         "/api/v1/checkpoints?limit=501",
-        "/api/v1/checkpoints?state=whole",
+        "/api/v1/checkpoints?state=full",
         "/api/v1/checkpoints/xyz",
         "/api/v1/best?metric=nothing",
         "/api/v1/steps?run=nothing",
@@ -569,15 +569,15 @@ def watched(catalog: Catalog, facts: Facts, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_retire_keeps_what_the_root_says(client: TestClient, watched: Catalog) -> None:
     page = client.get("/retire", params={"scope": "root of ada"})
-    said = text_of(page.text)
-    assert "has a retention of its own" in said
-    assert "note ema.*" in said
+    stated = text_of(page.text)
+    assert "has a retention of its own" in stated
+    assert "note ema.*" in stated
     rows = re.findall(r"<tr><td>([a-z ]+)</td><td class=\"n\">(\d+)</td>", page.text)
     assert {int(step): fate for fate, step in rows} == {
         **dict.fromkeys((1, 2, 3, 5), "unsafe"),
         **dict.fromkeys((4, 6, 7), "kept"),
     }
-    assert "ckptcore retire 'root of ada' --yes" in said
+    assert "ckptcore retire 'root of ada' --yes" in stated
     # The run has the same root above it; what the form says wins, field by field.
     given = {"scope": "llama", "keep_last": "1", "keep_every": "", "rest": "", "accept_loss": "a* $(id)"}
     page = client.get("/retire", params=given)
@@ -600,7 +600,7 @@ def test_the_form_of_retire_is_taken_as_a_browser_sends_it(client: TestClient, w
 def test_a_plan_of_many_sources_comes_in_parts(
     client: TestClient, watched: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = client.get("/api/v1/retire", params={"scope": "llama"}).json()
+    full = client.get("/api/v1/retire", params={"scope": "llama"}).json()
     monkeypatch.setattr(retiring, "SECONDS", -1.0)  # each source takes too long
     seen, address = [], "/retire?scope=llama"
     while address:
@@ -616,7 +616,7 @@ def test_a_plan_of_many_sources_comes_in_parts(
         if part["next"] is None:
             break
         after = f"&after={part['next']}"
-    assert parts == whole["rows"]
+    assert parts == full["rows"]
     assert [row["step"] for row in parts if row["fate"] == "kept"] == [4, 6, 7]
     assert client.get("/api/v1/retire?scope=llama&after=ffff").status_code == 404
     assert client.get("/api/v1/retire?scope=nobody").status_code == 404
