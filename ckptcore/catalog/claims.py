@@ -115,6 +115,13 @@ def done(conn: Connection, now: datetime, claim: ClaimRow) -> bool:
     return conn.execute(update(Claim).where(*_owned(claim)).values(state=DONE, ended_at=now)).rowcount == 1
 
 
+def end(conn: Connection, now: datetime, claim: ClaimRow, failure: tuple[str, str] | None) -> bool:
+    """End a claim as done, or as failed with a code and a message. Return False if another worker took it."""
+    if failure is None:
+        return done(conn, now, claim)
+    return failed(conn, now, claim, *failure)
+
+
 def failed(conn: Connection, now: datetime, claim: ClaimRow, code: str, message: str) -> bool:
     """Mark a claim as failed, free for a retry. Return False if the caller no longer owns it."""
     values = {"state": FAILED, "ended_at": now, "error_code": code, "error_message": clean(message)}

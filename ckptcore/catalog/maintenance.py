@@ -137,11 +137,11 @@ def newest_steps(
         run = select(TrainingRun.id).where(TrainingRun.name == key).scalar_subquery()
         named = select(Checkpoint.step).where(Checkpoint.run_id == run, *here)
         newest = named.distinct().order_by(Checkpoint.step.desc()).limit(count)
-        steps = set(conn.execute(newest).scalars())
+        steps = {step for step in conn.execute(newest).scalars() if step is not None}
         if "/" in key:
             bare = select(Checkpoint.uri, Checkpoint.step).where(Checkpoint.run_id.is_(None), *here)
             for uri, step in conn.execute(bare.where(_below(conn, key))):
-                if uri.rpartition("/")[0] == key.rstrip("/"):
+                if step is not None and uri.rpartition("/")[0] == key.rstrip("/"):
                     steps.add(step)
         found[key] = tuple(sorted(steps)[-count:])
     return found

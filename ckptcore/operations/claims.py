@@ -31,8 +31,6 @@ from ckptcore.store import open_store
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
     from ckptcore.catalog.catalog import Catalog
 
 _log = logging.getLogger("ckptcore")
@@ -150,7 +148,7 @@ def claimed_each(
             with catalog.writing() as conn:
                 for n, claim in enumerate(rows):
                     if claim.mine:
-                        _end(conn, claim, taken.failures.get(n, error))
+                        claims.end(conn, datetime.now(UTC), claim, _failure(taken.failures.get(n, error)))
         except CkptError as second:  # must not hide the first error; the lease expires
             _log.warning("cannot end the claim: %s", second.message)
         raise
@@ -158,16 +156,17 @@ def claimed_each(
     keeper.join()
     with catalog.writing() as conn:
         for n, claim in enumerate(rows):
-            if claim.mine and not _end(conn, claim, taken.failures.get(n)):
+            failure = _failure(taken.failures.get(n))
+            if claim.mine and not claims.end(conn, datetime.now(UTC), claim, failure):
                 _log.warning("another worker took the claim on %s meanwhile", claim.key.destination)
 
 
-def _end(conn: Connection, claim: ClaimRow, error: BaseException | None) -> bool:
-    """End a claim as done, or as failed by an error. Return False if another worker took it."""
+def _failure(error: BaseException | None) -> tuple[str, str] | None:
+    """Return the code and the message of an error."""
     if error is None:
-        return claims.done(conn, datetime.now(UTC), claim)
+        return None
     ended = ended_by(error)
-    return claims.failed(conn, datetime.now(UTC), claim, ended.code, ended.message)
+    return ended.code, ended.message
 
 
 def _keep(catalog: Catalog, taken: Sequence[ClaimRow], stop: threading.Event) -> None:

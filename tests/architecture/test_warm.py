@@ -76,7 +76,7 @@ def test_a_signal_that_ends_it_is_seen(python: list[str]) -> None:
     assert subprocess.run([*python, "-c", kills], check=False).returncode == -signal.SIGKILL
 
 
-def test_it_ends_with_the_process_that_stands_for_it(python: list[str]) -> None:
+def test_it_ends_with_its_client(python: list[str]) -> None:
     with subprocess.Popen([*python, "-c", WAITS], stdout=subprocess.PIPE, text=True) as waiting:
         assert waiting.stdout is not None
         fork = os.pidfd_open(int(waiting.stdout.readline()))

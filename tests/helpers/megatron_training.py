@@ -34,7 +34,7 @@ class Ranks:
         return ",".join(f"{name}={n}" for name, n in sizes.items() if n > 1) or "tp=1"
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Return the ranks as the docs name them."""
         sizes = {"pp": self.pp, "vpp": self.vpp or 1, "tp": self.tp, "ep": self.ep}
         sizes["dp"] = self.ranks // (self.tp * self.pp * self.ep)
@@ -66,7 +66,7 @@ class Case:
     releases: tuple[str, ...] = RELEASES
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Return what runs, as the docs name it."""
         if self.layout is None:
             optimizer = "and its optimizer of float16 parameters"

@@ -227,9 +227,9 @@ ROWS = (
     *(
         Resumed(
             "torch_dist",
-            case.words,
-            case.saved.words,
-            "; ".join(ranks.words for ranks in case.on),
+            case.text,
+            case.saved.text,
+            "; ".join(ranks.text for ranks in case.on),
             "weights, masters, moments, losses of the next 3 steps beside its resume from its own checkpoint",
             "formats/megatron/test_megatron_training.py::test_a_release_trains_on",
             "soak, megatron-core (pip, or $CKPTCORE_MCORE)",

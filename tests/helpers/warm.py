@@ -4,7 +4,7 @@ Each worker of pytest-xdist would import torch, transformers, Prefect and all te
 job torch once more. Workers still collect by themselves, and a job still is a process of its own: what is
 shared is imported modules. A second server has what the command line imports, for `driver`.
 
-This file is a program, too: ``server`` imports and forks; ``client`` stands for one of its forks.
+This file is a program, too: ``server`` imports and forks; ``client`` represents one of its forks.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _connected(fs: Any) -> Any:
 
 
 def _user_agent(session: Any) -> str:
-    """Return what requests say of their sender, with the user's own mark."""
+    """Return how requests name their sender, with the user's own mark."""
     mark = session.get_config_variable("user_agent_appid")
     return f"ckptcore {session.user_agent()}" + (f" app/{mark}" if mark else "")
 

@@ -46,11 +46,11 @@ def received(client: S3Client, key: str, start: int, length: int) -> bytes:
 
 def test_a_part_is_signed_and_sent_in_large_pieces(client: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int | None] = []
-    whole = PartBody.read
+    original = PartBody.read
 
     def counted(self: PartBody, size: int | None = -1, /) -> bytes:
         reads.append(size)
-        return whole(self, size)
+        return original(self, size)
 
     monkeypatch.setattr(PartBody, "read", counted)
     monkeypatch.setattr(PartBody, "readinto", lambda *_: pytest.fail("its bytes are copied"))
@@ -72,7 +72,7 @@ def test_bodies_are_received_with_and_without_the_plain_response(
     assert received(client, "body", 1_000_001, 1_500_000) == DATA[1_000_001:2_500_001]
 
 
-def test_connections_are_used_again(client: S3Client) -> None:
+def test_connections_are_reused(client: S3Client) -> None:
     client.put("again", DATA)
     for start in (0, 10, 20):
         received(client, "again", start, 2_000_000)
@@ -91,7 +91,7 @@ def test_small_objects_come_in_one_request(client: S3Client, server: FaultyS3) -
     assert sum(client.requests.values()) == before + 3
 
 
-def test_a_small_object_that_arrives_altered_is_asked_for_again(client: S3Client, server: FaultyS3) -> None:
+def test_a_small_object_that_arrives_altered_is_requested_twice(client: S3Client, server: FaultyS3) -> None:
     client.put("flipped", b"abc" * 1000)
     server.fault("GET", path="flipped", action="flip", times=1)
     assert client.fetch("flipped") == b"abc" * 1000
