@@ -135,9 +135,9 @@ def _suitable(plan: FilePlan) -> tuple[Ints, npt.NDArray[np.bool_]]:
     of, (lo, hi, width) = reads.tensor, plan.boxes
     extent = hi - lo
     # A chunk is one run of its tensor where it is complete in every dim but the first.
-    complete = (reads.lo == lo[of]) & (reads.shape == extent[of])
+    entire = (reads.lo == lo[of]) & (reads.shape == extent[of])
     inside = (reads.lo >= lo[of]) & (reads.lo + reads.shape <= hi[of])
-    good = complete[:, 1:].all(axis=1) & inside.all(axis=1) & (plan.op == PLACE)
+    good = entire[:, 1:].all(axis=1) & inside.all(axis=1) & (plan.op == PLACE)
     good &= (items.envelope[reads.item] == Envelope.TORCHZIP) & (items.length[reads.item] <= _LARGEST)
     good &= items.codec[reads.item] == items.codecs.index("")
     if reads.view is not None:

@@ -36,7 +36,7 @@ def pcie_speed(device: str) -> float:
 
     host = [torch.empty(_PROBE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(_PROBE, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
     times = []
     for _ in range(4):
         torch.cuda.synchronize(device)

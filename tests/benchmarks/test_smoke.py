@@ -164,7 +164,7 @@ def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> Non
         "ram/row-2gb: ckptcore",
         "memory/row-2gb/safetensors/workers-1",
         "cover/chunks-1m",
-        "ram/hf-shards-2gb: ckptcore",
+        "ram/hf-shards-2gb: ckptcore of shards",
         "memory: same peak, safetensors",
     ]
     assert rows[2]["data"]["figure"] > 0

@@ -73,8 +73,9 @@ def test_the_bytes_are_those_of_one_by_one(
     write_dcp(tmp_path / "ckpt", state(), files=3)
     many, single = tmp_path / "many.out", tmp_path / "single.out"
     ours = convert(str(tmp_path / "ckpt"), str(many), to=to, settings=settings)
-    # Complete and in rows, scalars, int16; those in columns are read one by one.
-    assert sum(counted) == 40 + 12 + 10 + 9
+    # Complete and in rows, scalars, int16; those in columns are read one by one. A source that was written a
+    # moment ago may be read a second time.
+    assert set(counted) == {40 + 12 + 10 + 9}
     monkeypatch.setattr(SmallTensors, "read", lambda *_: frozenset())
     theirs = convert(str(tmp_path / "ckpt"), str(single), to=to, settings=settings)
     assert read_all(many) == read_all(single)
