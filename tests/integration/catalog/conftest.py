@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import sqlalchemy
+import warm
 from paths import ROOT
 
 from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog, upgrade
@@ -102,11 +104,24 @@ def convert(catalog):
 @pytest.fixture
 def python():
     """Return a function that starts a Python script: (script, *argv, **environment) -> Popen."""
+    with starting([sys.executable]) as start:
+        yield start
+
+
+@pytest.fixture
+def forks():
+    """The same, for processes that meet in a catalog: they are to begin together, and import nothing."""
+    with starting(warm.python()) as start:
+        yield start
+
+
+@contextmanager
+def starting(python):
     started = []
 
     def start(script, *argv, **environment):
         process = subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, argv)],
+            [*python, "-c", script, *map(str, argv)],
             cwd=ROOT,
             env=os.environ | environment,
             stdout=subprocess.PIPE,

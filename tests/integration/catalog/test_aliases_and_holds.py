@@ -88,9 +88,9 @@ def test_names_that_mean_something_else(write, two, name):
         write(aliases.set_alias, NOW, name, two[0])
 
 
-def test_no_move_is_lost(url, write, two, python, finish):
+def test_no_move_is_lost(url, write, two, forks, finish):
     write(aliases.set_alias, NOW, "best", two[0])
-    finish(*[python(MOVE, url, *two) for _ in range(4)])
+    finish(*[forks(MOVE, url, *two) for _ in range(4)])
     [row] = write(aliases.every)
     # Every move saw the one before: 100 moves from the first checkpoint end at it.
     assert (row.version, row.checkpoint) == (101, two[0])

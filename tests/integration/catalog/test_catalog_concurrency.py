@@ -49,9 +49,9 @@ with open_catalog(sys.argv[1]) as catalog:
 """
 
 
-def test_concurrent_processes_create_one_fresh_file(python, finish, tmp_path):
+def test_concurrent_processes_create_one_fresh_file(forks, finish, tmp_path):
     go = tmp_path / "go"
-    started = [python(CREATE, tmp_path / "fresh", go, i) for i in range(PROCESSES)]
+    started = [forks(CREATE, tmp_path / "fresh", go, i) for i in range(PROCESSES)]
     while len(list(tmp_path.glob("ready*"))) < PROCESSES:
         assert all(process.poll() in (None, 0) for process in started)
         time.sleep(0.01)
@@ -63,15 +63,15 @@ def test_concurrent_processes_create_one_fresh_file(python, finish, tmp_path):
         assert made == [f"/{i}" for i in range(PROCESSES)]
 
 
-def test_no_update_is_lost(catalog, url, facts, python, finish):
+def test_no_update_is_lost(catalog, url, facts, forks, finish):
     checkpoint = catalog.record_validation(facts("/runs/step-1"))
     catalog.tag(checkpoint, "count", "0")
-    finish(*[python(COUNT, url) for _ in range(PROCESSES)])
+    finish(*[forks(COUNT, url) for _ in range(PROCESSES)])
     assert catalog.show(checkpoint).tags == {"count": str(PROCESSES * 100)}
 
 
-def test_one_of_many_publishers_is_the_current_one(catalog, url, python, finish):
-    finish(*[python(PUBLISH, url, i) for i in range(PROCESSES)])
+def test_one_of_many_publishers_is_the_current_one(catalog, url, forks, finish):
+    finish(*[forks(PUBLISH, url, i) for i in range(PROCESSES)])
     derived = catalog.list(limit=None, kind="derived")
     assert len(derived) == PROCESSES * 5
     assert [row.state for row in derived].count("present") == 1

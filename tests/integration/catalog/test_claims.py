@@ -79,8 +79,8 @@ def test_the_same_owner_retakes_its_claim_at_once(claim):
     assert (retried.mine, retried.attempts) == (True, 2)
 
 
-def test_processes_that_race_take_each_claim_once(catalog, url, python, finish):
-    outputs = finish(*[python(TAKE, url, f"p{n}") for n in range(PROCESSES)])
+def test_processes_that_race_take_each_claim_once(catalog, url, forks, finish):
+    outputs = finish(*[forks(TAKE, url, f"p{n}") for n in range(PROCESSES)])
     assert sorted(int(line) for text in outputs for line in text.split()) == list(range(25))
 
 

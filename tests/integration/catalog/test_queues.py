@@ -218,8 +218,8 @@ def test_a_rolled_back_message_is_not_sent(catalog):
         assert outbox.take(conn, NOW) == []
 
 
-def test_concurrent_repeats_of_an_event_make_one_row(url, python, finish):
-    outputs = finish(*[python(ACCEPT, url, i) for i in range(PROCESSES)])
+def test_concurrent_repeats_of_an_event_make_one_row(url, forks, finish):
+    outputs = finish(*[forks(ACCEPT, url, i) for i in range(PROCESSES)])
     lines = [line.split() for out in outputs for line in out.splitlines()]
     for n in range(25):
         results = [(public, new) for number, public, new in lines if int(number) == n]
@@ -227,9 +227,9 @@ def test_concurrent_repeats_of_an_event_make_one_row(url, python, finish):
         assert sorted(new for _, new in results) == ["0"] * (PROCESSES - 1) + ["1"]
 
 
-def test_many_workers_take_each_event_once(url, queue, python, finish):
+def test_many_workers_take_each_event_once(url, queue, forks, finish):
     accept(queue, *(f"e{n}" for n in range(100)))
-    outputs = finish(*[python(TAKE, url) for _ in range(PROCESSES)])
+    outputs = finish(*[forks(TAKE, url) for _ in range(PROCESSES)])
     worked = [line for out in outputs for line in out.splitlines()]
     assert sorted(worked) == sorted(f"e{n}" for n in range(100))
     assert queue(inbox.depth)["done"] == 100
