@@ -133,17 +133,24 @@ def import_tests(arguments: list[str]) -> None:
 def serve(listening: socket.socket, load: Callable[[], None]) -> None:
     """Import modules, and fork for each connection until standard input ends."""
     import gc
-    import threading
 
-    given = dict(os.environ)
+    import torch
+
+    given, threads = dict(os.environ), torch.get_num_threads()
+    # A fork has none of the threads of OpenMP's team, and waits for them for ever: the server starts no team.
+    torch.set_num_threads(1)
     load()
     settled = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    if threading.active_count() > 1:
-        names = [thread.name for thread in threading.enumerate()]
-        raise RuntimeError(f"a process with threads cannot be forked (importing tests started {names})")
+    # OpenBLAS, which numpy loads, ends its threads at a fork, and starts them where they are needed.
+    if (process := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    started = _threads()
+    if started:
+        raise RuntimeError(f"a process with threads cannot be forked (importing tests started {started})")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     poll = select.poll()
     poll.register(listening, select.POLLIN)
@@ -165,6 +172,7 @@ def serve(listening: socket.socket, load: Callable[[], None]) -> None:
                     other.close()
                 listening.close()
                 connection.close()
+                torch.set_num_threads(int(request["environment"].get("OMP_NUM_THREADS") or threads))
                 _become(request, settled, streams)
                 return
             for stream in streams:
@@ -185,6 +193,15 @@ def serve(listening: socket.socket, load: Callable[[], None]) -> None:
         if ready == handle:
             connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         connection.close()
+
+
+def _threads() -> list[str]:
+    """Return the other threads of this process, those of libraries, too."""
+    import threading
+
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    native = len(os.listdir("/proc/self/task")) - 1 - len(names) if sys.platform == "linux" else 0
+    return names + [f"{native} of libraries"] * bool(native)
 
 
 def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
