@@ -1,4 +1,7 @@
-"""Recognise DeepSpeed checkpoints. What reads them is imported for them alone."""
+"""Recognise DeepSpeed checkpoints.
+
+The table is of its own, so that readers are imported for these checkpoints alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recognise legacy Megatron-LM checkpoints; `legacy_reader` reads them, and is imported for them alone."""
+"""Recognise legacy Megatron-LM checkpoints.
+
+The reader is a module of its own, `legacy_reader`, so that it is imported for these checkpoints alone.
+"""
 
 from __future__ import annotations
 

@@ -5,77 +5,23 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from catalog_page import TOKEN, Facts, access, browser, text_of
 from fastapi.testclient import TestClient
 
-from ckptcore.catalog import CheckpointFacts, ConversionFacts, audit, open_catalog
-from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog import ConversionFacts, audit
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.training import ANNOUNCED, read_facts
 from ckptcore.errors import Finding, UsageError
-from deployments.page import retiring
-from deployments.page.app import make_page
-from deployments.page.settings import PageAccess, PageTable, access_of, session_key
+from deployments.page.settings import PageTable, access_of
 
-TOKEN = "the-token-of-ada-in-tests"
 EVIL = "<script>alert(1)</script>\x1b[31m\u202egnp"
-Facts = Callable[..., CheckpointFacts]
-
-
-@pytest.fixture
-def facts() -> Facts:
-    def make(
-        uri: str, *, content: str | None = None, shape: tuple[int, ...] = (4, 8), **more: Any
-    ) -> CheckpointFacts:
-        tensors = [(f"layers.{i}.weight", "bfloat16", shape, 64) for i in range(3)] + [
-            ("norm", "float32", (4,), 16)
-        ]
-        given: dict[str, Any] = {
-            "uri": uri,
-            "format": "dcp" if content is None else "safetensors",
-            "manifest_digest": uri.encode().hex().ljust(64, "0")[:64],
-            "nbytes": 208,
-            "tensors": tensors,
-            "files": [
-                ("model.safetensors", 260, None if content is None else content.encode().hex().ljust(64, "0"))
-            ],
-        }
-        return CheckpointFacts(**(given | more))
-
-    return make
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    with open_catalog(str(tmp_path / "catalog.sqlite")) as opened:
-        yield opened
-
-
-def access(**more: Any) -> PageAccess:
-    given: dict[str, Any] = {
-        "hosts": frozenset({"testserver", "localhost"}),
-        "tokens": {TOKEN: "ada"},
-        "open_reading": True,
-        "key": session_key(TOKEN),
-    }
-    return PageAccess(**(given | more))
-
-
-def browser(catalog: Catalog, rights: PageAccess | None = None, address: str = "127.0.0.1") -> TestClient:
-    app = make_page(catalog, rights or access())
-    return TestClient(app, client=(address, 5000), follow_redirects=False, raise_server_exceptions=True)
-
-
-@pytest.fixture
-def client(catalog: Catalog) -> TestClient:
-    return browser(catalog)
 
 
 @pytest.fixture
@@ -121,10 +67,6 @@ def log_in(client: TestClient) -> str:
     found = re.search(r'name="csrf" value="([0-9a-f]{64})"', client.get("/").text)
     assert found is not None
     return found[1]
-
-
-def text_of(page: str) -> str:
-    return html.unescape(re.sub(r"<[^>]+>", " ", page.replace("<wbr>", "")))
 
 
 def test_every_page_shows_what_is_recorded(client: TestClient, filled: dict[str, str]) -> None:
@@ -552,74 +494,6 @@ def test_programs_change_by_json_with_a_token(
     assert found == [
         ("ada", "page", action) for action in ("inbox.retry", "hold.release", "hold.place", "alias.set")
     ]
-
-
-@pytest.fixture
-def watched(catalog: Catalog, facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    """Seven steps of a run below a root that keeps two, and each fourth."""
-    for name in ("CPU_SECONDS", "SECONDS"):
-        monkeypatch.setattr(retiring, name, 600.0)  # a slow machine ends no part
-    for step in range(1, 8):
-        catalog.record_validation(facts(f"/r/llama/step-{step}", run="llama", step=step))
-    with catalog.writing() as conn:
-        kept = {"keep_last": 2, "keep_every": 4, "rest": "weights", "accept_loss": ["note", "ema.*"]}
-        roots.add(conn, datetime.now(UTC), "root of ada", "/r", retention=kept)
-    return catalog
-
-
-def test_retire_keeps_what_the_root_says(client: TestClient, watched: Catalog) -> None:
-    page = client.get("/retire", params={"scope": "root of ada"})
-    stated = text_of(page.text)
-    assert "has a retention of its own" in stated
-    assert "note ema.*" in stated
-    rows = re.findall(r"<tr><td>([a-z ]+)</td><td class=\"n\">(\d+)</td>", page.text)
-    assert {int(step): fate for fate, step in rows} == {
-        **dict.fromkeys((1, 2, 3, 5), "unsafe"),
-        **dict.fromkeys((4, 6, 7), "kept"),
-    }
-    assert "ckptcore retire 'root of ada' --yes" in stated
-    # The run has the same root above it; what the form says wins, field by field.
-    given = {"scope": "llama", "keep_last": "1", "keep_every": "", "rest": "", "accept_loss": "a* $(id)"}
-    page = client.get("/retire", params=given)
-    rows = re.findall(r"<tr><td>kept</td><td class=\"n\">(\d+)</td>", page.text)
-    assert rows == ["4", "7"]
-    command = "ckptcore retire llama --keep-last 1 --accept-loss 'a*' --accept-loss '$(id)' --yes"
-    assert command in text_of(page.text)
-    for wrong in ({"keep_last": "0"}, {"keep_last": "1e3"}, {"rest": "none"}, {"keep_every": "9" * 30}):
-        assert client.get("/retire", params={"scope": "llama", **wrong}).status_code == 400, wrong
-
-
-def test_the_form_of_retire_is_taken_as_a_browser_sends_it(client: TestClient, watched: Catalog) -> None:
-    fields = re.findall(r'<(?:input|select) name="(\w+)"', client.get("/retire").text)
-    assert fields == ["scope", "keep_last", "keep_every", "rest", "accept_loss"]
-    page = client.get("/retire", params=dict.fromkeys(fields, "") | {"scope": "llama"})
-    assert page.status_code == 200
-    assert "7 sources" in text_of(page.text)
-
-
-def test_a_plan_of_many_sources_comes_in_parts(
-    client: TestClient, watched: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = client.get("/api/v1/retire", params={"scope": "llama"}).json()
-    monkeypatch.setattr(retiring, "SECONDS", -1.0)  # each source takes too long
-    seen, address = [], "/retire?scope=llama"
-    while address:
-        page = client.get(address).text
-        seen += re.findall(r"step-(?:<wbr>)?(\d)</a>", page)
-        found = re.search(r'rel="next" href="([^"]+)"', page)
-        address = html.unescape(found[1]) if found else ""
-    assert seen == list("1234567")
-    parts, after = [], ""
-    while True:
-        part = client.get(f"/api/v1/retire?scope=llama&limit=2{after}").json()
-        parts += part["rows"]
-        if part["next"] is None:
-            break
-        after = f"&after={part['next']}"
-    assert parts == full["rows"]
-    assert [row["step"] for row in parts if row["fate"] == "kept"] == [4, 6, 7]
-    assert client.get("/api/v1/retire?scope=llama&after=ffff").status_code == 404
-    assert client.get("/api/v1/retire?scope=nobody").status_code == 404
 
 
 def test_the_inbox_as_json_has_no_bodies(client: TestClient, catalog: Catalog) -> None:
