@@ -56,6 +56,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return filled
 
     monkeypatch.setattr(SmallTensors, "read", noted)
+    # Templates are of the process, and as many as earlier tests left room for.
+    monkeypatch.setattr("ckptcore.encodings.torchzip.templates._templates", {})
     return calls
 
 
