@@ -82,7 +82,7 @@ def program(*names: str) -> typer.Typer:
     Only the called command's module is imported, and only that command is built: all of them take 80 ms.
 
     Args:
-        names: The first words of the command line.
+        names: The first arguments of the command line.
     """
     only = names[0] if names and names[0] in COMMANDS else None
     complete = group(_ABOUT)
