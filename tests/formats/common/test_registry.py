@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest import SkipTest
 
@@ -103,6 +104,9 @@ def test_packages_are_asked_where_one_may_have_a_format(
 ) -> None:
     asked = list[str]()
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: asked.append(group) or [])
+    # Other tests' libraries add finders of packages (the backport `importlib_metadata` does): any makes us ask.
+    folders = [f for f in sys.meta_path if f is PathFinder or not hasattr(f, "find_distributions")]
+    monkeypatch.setattr("sys.meta_path", folders)
     monkeypatch.setattr("sys.path", [str(tmp_path), str(tmp_path / "none")])
     assert list(entry_points("our.group")) == asked == []
     install(tmp_path, "npy = npy_plugin:FORMAT")
