@@ -46,6 +46,7 @@ _ONLY = {
     "AbortMultipartUpload": ("gc",),
     "DeleteObject": STAGES[1:],
     "ListMultipartUploads": ("gc",),
+    "ListParts": ("write", "resume"),
 }
 # What is left alone: another's folder, and another's uploads, one to a key of the output.
 FOREIGN = {"bucket/models/.other.ckptcore/precious": b"x", "bucket/models/outer/model.bin": b"y"}
