@@ -104,7 +104,7 @@ def test_packages_are_asked_where_one_may_have_a_format(
 ) -> None:
     asked = list[str]()
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: asked.append(group) or [])
-    # Other tests' libraries add finders of packages (the backport `importlib_metadata` does): any makes us ask.
+    # The libraries of other tests add finders (the backport `importlib_metadata` does), and then we ask.
     folders = [f for f in sys.meta_path if f is PathFinder or not hasattr(f, "find_distributions")]
     monkeypatch.setattr("sys.meta_path", folders)
     monkeypatch.setattr("sys.path", [str(tmp_path), str(tmp_path / "none")])
