@@ -86,21 +86,28 @@ def test_tensors_inside_objects_that_ranks_share(inside: str, tmp_path: Path) ->
     """Each rank wrote its own metadata: equal trees whose tensors have other elements are other values."""
     size = 4 if inside == "small" else 1 << 20
 
-    def codes(value: float) -> set[str]:
-        folder = tmp_path / str(value)
+    def codes(value: float, damage: bytes = b"") -> set[str]:
+        folder = tmp_path / f"{value}{len(damage)}"
         folder.mkdir()
         for rank in range(2):
             optim = {"step": torch.full((size,), value if rank else 1.0), "lr": 0.5}
-            alone = saved(tmp_path / f"{value}-{rank}", {f"w{rank}": torch.ones(2), "optim": optim})
+            alone = saved(tmp_path / f"{folder.name}-{rank}", {f"w{rank}": torch.ones(2), "optim": optim})
             metadata = pickle.loads((alone / ".metadata").read_bytes())
             for place in metadata.storage_data.values():
                 place.relative_path = f"__{rank}_0.distcp"
             (alone / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
             (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+        if damage:  # of the second rank's object, which the manifest does not hold
+            item = metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == "optim")]
+            path = folder / "__1_0.distcp"
+            raw = bytearray(path.read_bytes())
+            raw[item.offset : item.offset + len(damage)] = damage
+            path.write_bytes(raw)
         return {f.code for f in ckptcore.open(str(folder)).findings}
 
     assert "rank-object" not in codes(1.0)
     assert "rank-object" in codes(2.0)
+    assert "rank-object" in codes(1.0, b"none")
 
 
 def test_tensors_inside_a_class_are_a_finding(tmp_path: Path) -> None:

@@ -43,3 +43,14 @@ def test_a_step_stays_a_step(tmp_path: Path, request: pytest.FixtureRequest) -> 
     step, out = copied(request, STEP, tmp_path), tmp_path / "out"
     ckptcore.convert(str(step), str(out), verb="reshard", to="olmo_core", mesh="fsdp=2")
     assert {".metadata.json", "model_and_optim"} <= {p.name for p in out.iterdir()}
+
+
+def test_metadata_alone_is_read_as_dcp(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A folder without any shard has nothing that only OLMo-core writes: names and shapes are those of DCP."""
+    bare, alone = copied(request, STEP, tmp_path) / "model_and_optim", tmp_path / "alone"
+    alone.mkdir()
+    (bare / ".metadata").rename(alone / ".metadata")
+    found = ckptcore.open(str(alone))
+    assert found.format == "dcp"
+    assert found.tensors
+    assert codes(alone) >= {"missing-file"}

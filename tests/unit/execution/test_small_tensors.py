@@ -133,3 +133,20 @@ def test_a_file_that_ends_early_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to="safetensors")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_read_together_is_read_one_by_one(
+    tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {NAME(n): numbered((16, 8), start=1000 * n) for n in range(40)}
+    write_dcp(tmp_path / "ckpt", {name: (tensor, full(tensor)) for name, tensor in tensors.items()}, files=1)
+
+    def refuse(*_: Any) -> None:
+        raise DamagedCheckpoint("one of them")
+
+    monkeypatch.setattr("ckptcore.execution.small_tensors.AlikeZips", refuse)
+    convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to="safetensors")
+    assert set(counted) == {0}
+    (path,) = (tmp_path / "out").rglob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        assert all(file.get_tensor(name).equal(tensor) for name, tensor in tensors.items())
