@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metrics_options(parser, 9465)
     given, more = parser.parse_known_args(arguments)
     terminal.log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
     warning = unset_warning()
     if warning is not None:
         _log.warning("%s", warning)
