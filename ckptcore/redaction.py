@@ -36,8 +36,11 @@ _NAMED = (
 _ASSIGNED = rf"(?i)(?<![\w./-])({_NAMED}=)(?:\"[^\"]*\"|'[^']*'|[^&\s\"'<>;]+)"
 _QUOTED = rf"(?i)((['\"]){_NAMED}\2\s{{0,9}}:\s{{0,9}})(?:b?\"[^\"]*\"|b?'[^']*')"
 _TAGGED = rf"(?i)(<({_NAMED}|StringToSign|CanonicalRequest|SignatureProvided)>)[^<]*"
+# A variable of a shell is no secret: people copy the command that it is in.
 _HEADER = (
-    r"(?i)(\bauthorization['\"]?\s{0,9}[:=]\s{0,9}b?['\"]?(?:[\w-]{1,20} +)?)[^'\"\r\n]+"
+    r"(?i)(\bauthorization['\"]?\s{0,9}[:=]"
+    r"(?!\s{0,9}(?:[\w-]{1,20} )?\$(?:\w{1,80}|\{\w{1,80}\})(?:['\"\r\n]|$))"
+    r"\s{0,9}b?['\"]?(?:[\w-]{1,20} +)?)[^'\"\r\n]+"
     r"|((?-i:\bBearer)\s{1,9})[\w.~+/=-]{12,}"
 )
 # Keys with a known shape: AWS, Hugging Face, GitHub.

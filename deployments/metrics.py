@@ -211,7 +211,10 @@ def serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        raise UsageError(f"cannot serve metrics at {host}:{port}: {error.strerror or error}") from error
+        raise UsageError(
+            f"cannot serve metrics at {host}:{port}: {error.strerror or error}",
+            hint="--metrics-host must be an address of this machine, and the port free there; 0 picks one",
+        ) from error
     try:
         yield int(server.server_address[1])
     finally:

@@ -10,6 +10,7 @@ imported before that.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from ckptcore.utils.log_format import log_format
 from deployments import metrics_options
 from deployments.local.process import having
 
+_log = logging.getLogger("deployments.worker")
 MARK = "CKPTCORE_WORKER"
 PATIENCE = 10  # seconds for the worker to end, then for each signal to its runs
 SERVER_SECONDS = 15.0  # for the server to answer
@@ -45,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metrics_options(parser, 9465)
     given, more = parser.parse_known_args(arguments)
     terminal.log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
     warning = unset_warning()
     if warning is not None:
-        terminal.line(f"WARNING: {warning}", err=True)
+        _log.warning("%s", warning)
     worker = _Worker()
     with worker.metrics(given.metrics_host, given.metrics_port):
         code = worker.run(["--pool", given.pool, "--name", given.name, *more])

@@ -85,6 +85,10 @@ SHARED_FILE_SYSTEMS = (
     "fuse",
 )
 
+_ACCESS_OF_FILE = "check the path, its permissions and the free space, or pass --no-catalog"
+_ACCESS_OF_SERVER = (
+    "check the user, password and database of its URL (CKPTCORE_CATALOG_URL), and that user's rights"
+)
 _PLAIN_TEXT = "use text without NUL characters and lone surrogates, and numbers of at most 63 bits"
 _PLAIN_NUMBER = "use a number below 2**63"
 
@@ -280,7 +284,7 @@ def translated(url: str) -> Iterator[None]:
             raise UsageError(f"the catalog cannot store this value: {message}", hint=_PLAIN_TEXT) from error
         raise CatalogError(
             f"cannot use the catalog: {message}",
-            hint="check the path, its permissions and the free space, or pass --no-catalog",
+            hint=_ACCESS_OF_FILE if url.startswith("sqlite") else _ACCESS_OF_SERVER,
             url=url,
         ) from error
 

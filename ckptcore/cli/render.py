@@ -20,6 +20,7 @@ from ckptcore.utils.units import show_duration, show_size
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from ckptcore.checking.check import Report
     from ckptcore.checking.export_proof import ExportProof
@@ -416,16 +417,25 @@ def progress() -> Iterator[Progress]:
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
+
+    class Rate(ProgressColumn):
+        """Bytes per second, in the units of all other sizes: rich's own column has decimal ones."""
+
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            shown = "?" if rate is None else f"{show_size(rate)}/s"
+            return terminal.text((shown, "progress.data.speed"))
 
     with Progress(
         TextColumn("{task.description:9}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        Rate(),
         TimeRemainingColumn(),
         console=terminal.console(err=True),
         transient=False,

@@ -77,6 +77,9 @@ def server_env(state: LocalState) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         # In-memory leases would be lost with the server, and their slots never freed.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # Only with both `prefect deployment run --watch` shows the log of a run, and so why it failed.
+        "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+        "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
     }
 
 

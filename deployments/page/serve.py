@@ -71,4 +71,7 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise UsageError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="--host must be an address of this machine, and --port free there; 0 picks one",
+        ) from error

@@ -58,6 +58,8 @@ SECRETS = {
     "xml": "<Error><Code>X</Code><AWSAccessKeyId>hunter2pass</AWSAccessKeyId></Error>",
     "header": "Authorization: AWS4-HMAC-SHA256 Credential=hunter2pass/x, Signature=hunter2pass",
     "bearer": "sent Bearer hunter2passhunter2pass",
+    "not only a variable": "authorization: Bearer $TOKEN-hunter2pass",
+    "variable and more": "authorization: ${SCHEME} hunter2pass",
     "yarl": "ClientResponseError: 403, url=URL('https://h/a?token=hunter2pass')",
 }
 HARMLESS = [
@@ -75,6 +77,7 @@ HARMLESS = [
     "s3://bucket/a?versionId=abc",
     "http://[::1]:80/a@b",
     "basic configuration",
+    'curl -H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H "authorization: ${HEADER}" https://host/hooks',
 ]
 
 

@@ -19,6 +19,8 @@ import pytest
 import yaml
 from paths import ROOT
 
+from deployments.local.services import server_env
+from deployments.local.state import Choices, LocalState
 from deployments.receiver.settings import load
 from deployments.worker import PATIENCE, SERVER_SECONDS
 
@@ -131,6 +133,30 @@ def test_every_variable_of_compose_is_documented() -> None:
     )
     assert used - documented == {"CKPTCORE_VERSION"}
     assert documented <= used
+
+
+def test_every_server_has_the_settings_of_make_up(tmp_path: Path) -> None:
+    state = LocalState(tmp_path, Choices(), {"PREFECT_PASSWORD": "x", "POSTGRES_PASSWORD": "x"})
+    wanted = {name: value for name, value in server_env(state).items() if name.startswith("PREFECT_SERVER_")}
+    # What differs from place to place, and a setting of clients.
+    for name in ("DATABASE_CONNECTION_URL", "API_AUTH_STRING", "UI_API_URL", "EPHEMERAL_ENABLED"):
+        wanted.pop(f"PREFECT_SERVER_{name}")
+    # Without these two, `prefect deployment run --watch` shows no log, and so no reason of a failure.
+    assert wanted["PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED"] == "true"
+    assert wanted["PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED"] == "true"
+    unit = (FOLDER / "systemd/ckptcore-prefect.service").read_text()
+    (pod,) = [each for each in containers() if each["name"] == "prefect"]
+    found = {
+        "compose": compose()["services"]["prefect"]["environment"],
+        "kubernetes": {each["name"]: each["value"] for each in pod["env"]},
+        "systemd": dict(
+            word.split("=")
+            for line in re.findall("^Environment=(.*)", unit, re.MULTILINE)
+            for word in line.split()
+        ),
+    }
+    for place, env in found.items():
+        assert not wanted.items() - env.items(), place
 
 
 def test_their_receivers_have_valid_settings(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from ckptcore.utils import terminal
 from deployments.local.__main__ import next_steps
 from deployments.local.state import Choices, LocalState
 
@@ -35,6 +36,12 @@ def test_make_up_prints_a_command_that_a_shell_finds(tmp_path: Path, monkeypatch
         assert os.access(program(tmp_path), os.X_OK)
     monkeypatch.setenv("PATH", f"{ours.parent}:/usr/bin:/bin")
     assert program(tmp_path) == "ckptcore"
+
+
+def test_make_up_prints_the_announcement_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What the terminal prints has no secrets; the name of a variable is none."""
+    terminal.block(next_steps(LocalState(tmp_path, Choices(), {})), indent="")
+    assert '-H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H' in capfd.readouterr().out
 
 
 def test_the_readme_creates_what_the_units_need() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
+import subprocess
+import sys
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,6 +133,16 @@ def test_an_event_starts_a_run(stack: Stack, checkpoint: Path) -> None:
     assert stack.ended(run["id"])["state_type"] == "COMPLETED", stack.report(run["id"])
     with safe_open(target / "model.safetensors", "pt") as file:
         assert len(list(file.keys())) == 60
+
+
+def test_watching_a_run_shows_why_it_failed(stack: Stack, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prefect", "deployment", "run", "export/export", "--watch"]
+    command += ["-p", f"source={tmp_path / 'nothing'}", "-p", f"destination={stack.exports / 'nothing'}"]
+    env = os.environ | stack.env | {"COLUMNS": "400"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"source-unreadable: \S+/nothing does not exist", done.stdout), done.stdout
+    assert "next: check the URL" in done.stdout
 
 
 def test_the_server_requires_a_password(stack: Stack) -> None:
