@@ -47,6 +47,10 @@ class ObjectPlaces:
         """Return the journal of the uploads."""
         return UploadJournal(self.client, f"{self.staging}/{UPLOADS}/")
 
+    def key_of(self, name: str) -> str:
+        """Return the key of a name below the destination; "" is the destination itself."""
+        return f"{self.target}/{name}" if name else self.target
+
     def lease(self, arbiter: Arbiter | None = None) -> Lease:
         """Return the lease of the destination; nobody has taken it yet."""
         return Lease(self.client, f"{self.staging}/{LEASE}", self.destination, arbiter)
@@ -54,12 +58,11 @@ class ObjectPlaces:
     def uploads(self, plan: Plan, settings: Settings | None = None) -> Uploads:
         """Return the uploads of a plan; ``settings`` bound the memory of those who write."""
         single = plan.target.single is not None
-        target = self.target
         budget = UploadBudget(0, 0) if settings is None else upload_budget(plan.files, settings)
         return Uploads(
             self.client,
             self.journal,
-            lambda path: target if single else f"{target}/{path}",
+            lambda path: self.key_of("" if single else path),
             plan.digest,
             buffers=budget.in_flight + 1,
             in_flight=budget.in_flight,
