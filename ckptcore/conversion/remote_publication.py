@@ -26,7 +26,6 @@ from ckptcore.errors import CkptError, DestinationExists, Finding, OutputMismatc
 from ckptcore.execution.receipts import digest_of, has_digest
 from ckptcore.store import Readable, Store, fetch, join_url, open_store
 from ckptcore.store.inventory import NO_ETAG, Entry, of_object, take
-from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import hasher_like
 
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 _HINT = "inspect it, move it away, and run the same command again"
 _TRIES = 4  # of a conditional request: what was found there may change, or the reply was lost
-_MOST_IN_ONE = (
-    1 << 30
-)  # bytes that are read, and written in one request; larger files are copied by the store
 
 
 class Completing:
@@ -216,6 +212,9 @@ def _remove(here: _Here, name: str) -> None:
         store, inner = here.store_of(name)
         store.remove(inner)
         return
+    # A late import: local conversions send no requests.
+    from ckptcore.store.objects.retry import Kind, kind_of
+
     key = places.key_of(name)
     try:
         places.client.delete(key, match=_etag(now))
@@ -251,6 +250,8 @@ def _put(here: _Here, name: str) -> None:
     if here.completing is not None and name in here.completing.handles:
         _complete(here, here.completing, name)
         return
+    from ckptcore.store.objects.retry import Kind, kind_of
+
     refused: CkptError | None = None
     for _ in range(_TRIES):
         now = here.look(name)
@@ -273,8 +274,11 @@ def _put(here: _Here, name: str) -> None:
 
 def _write(here: _Here, name: str, now: Entry | None) -> None:
     """Write a staged file to its place, if the store still has there what was found."""
+    from ckptcore.store.objects import IN_ONE
+    from ckptcore.store.objects.retry import Kind, kind_of
+
     places = here.staging.places
-    if places is None or here.publication.puts[name][0] > _MOST_IN_ONE:
+    if places is None or here.publication.puts[name][0] > IN_ONE:  # the store copies what is larger
         store, inner = here.store_of(name)
         here.staging.files.copy_to(name or here.staging.name, store, inner)
         return

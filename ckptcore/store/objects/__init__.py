@@ -17,6 +17,8 @@ from ckptcore.store import Buffer
 from ckptcore.utils.dataclass import dataclass
 
 PART_LIMIT = 10_000  # parts of one upload, on S3 and its relatives
+IN_ONE = 1 << 30  # most bytes of an object that is written in one request, or fetched; S3 takes 5 GiB
+RECORD = 64 << 10  # most bytes of a lease, or of an entry of a journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,12 @@ class ObjectClient(Protocol):
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
         """Begin a `get`, and return without waiting for it."""
 
-    def fetch(self, key: str) -> bytes | None:
-        """Return all bytes of a small object, of one version, or None if there is no such object."""
+    def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
+        """Return all bytes of a small object, of one version, or None if there is no such object.
+
+        Raises:
+            SourceUnreadable: It has more than ``most`` bytes (kind INVALID).
+        """
 
     def put(
         self,

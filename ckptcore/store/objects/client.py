@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ckptcore.errors import AlteredInTransit, CkptError, SourceChanged, SourceUnreadable, UsageError
 from ckptcore.redaction import bare_url
 from ckptcore.store import Buffer
-from ckptcore.store.objects import Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
+from ckptcore.store.objects import IN_ONE, Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
 from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeated
 from ckptcore.store.objects.session import PartBody, S3Session, open_file_system, receive, release
@@ -120,12 +120,16 @@ class S3Client:
         """Fill ``into`` with a complete object, and return the checksums that the store keeps of it, too."""
         return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
 
-    def fetch(self, key: str) -> bytes | None:
+    def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
         """Return all bytes of a small object, of one version, or None if there is no such object."""
 
         def attempt() -> bytes:
             answer = self._send("get_object", {"Key": key, "ChecksumMode": "ENABLED"})
-            data = bytearray(int(answer.get("ContentLength") or 0))
+            nbytes = int(answer.get("ContentLength") or 0)
+            if nbytes > most:
+                answer["Body"].close()
+            require_small(self._name(key), nbytes, most)
+            data = bytearray(nbytes)
             filled = sum(_pieces(answer["Body"], memoryview(data), never))
             if filled < len(data):
                 raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
@@ -459,6 +463,16 @@ def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
         body.close()
         raise
     release(body)
+
+
+def require_small(url: str, nbytes: int, most: int) -> None:
+    """Raise `SourceUnreadable` for an object that is larger than anything that is written there."""
+    if nbytes > most:
+        raise SourceUnreadable(
+            f"cannot read {url}: it must have at most {most} bytes (got {nbytes})",
+            hint="no conversion writes such an object: inspect it, and move it away",
+            kind=Kind.INVALID.value,
+        )
 
 
 def _split(root: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ckptcore.errors import CkptError, StorageTrouble
-from ckptcore.store.objects import ObjectClient, OpenUpload
+from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
 
@@ -228,7 +228,7 @@ class UploadJournal:
                 raise
 
     def _read(self, key: str) -> UploadEntry | None:
-        data = self.client.fetch(key)
+        data = self.client.fetch(key, RECORD)
         if data is None:
             return None
         with suppress(ValueError, TypeError, KeyError):
