@@ -171,7 +171,17 @@ class S3Client:
                 return etag
             # What was just written is replaced, and nothing else.
             create, asked = False, {**{k: v for k, v in asked.items() if k != "IfNoneMatch"}, "IfMatch": etag}
-        raise AlteredInTransit(f"cannot write {self._name(key)}: {_PUTS} times the store got other bytes")
+        raise self._altered(key, etag)
+
+    def _altered(self, key: str, etag: str) -> AlteredInTransit:
+        """Remove an object that arrived altered, which the next run would take for what it says."""
+        message = f"cannot write {self._name(key)}: {_PUTS} times the store got other bytes"
+        try:
+            self.delete(key, match=etag)
+        except CkptError as error:
+            hint = f"remove {self._name(key)}, and run the same command again ({error.message})"
+            return AlteredInTransit(message, hint=hint)
+        return AlteredInTransit(message)
 
     def _has(self, key: str, etag: str, data: Buffer | bytes) -> bool:
         """Report whether the store has the bytes that were sent: some stores compare no checksum.

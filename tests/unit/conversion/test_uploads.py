@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptcore.conversion import pipeline
 from ckptcore.conversion.destination_claim import DestinationClaim
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import (
+    AlteredInTransit,
     BudgetTooSmall,
     Busy,
     CkptError,
@@ -293,6 +295,39 @@ def test_a_small_object_that_arrived_altered_is_repeated(source: str, tensors: b
     with fault_s3.serving(min_part=PART, checks=False, keeps=None) as server:
         for skip in (0, 4, 9):
             server.fault("PutObject", action="flip", skip=skip)
+        convert(source)
+        require_right(server, tensors)
+
+
+@pytest.mark.parametrize(
+    ("path", "skip"),
+    [
+        (r"out/README.md$", 0),
+        (r"uploads/file", 1),  # with the id of its upload
+        (r"publishing.json$", 1),
+        *(
+            pytest.param(path, 0, marks=pytest.mark.soak)
+            for path in (
+                r"files/README.md$",
+                r"lease.json$",
+                r"uploads/file",
+                r"receipts/",
+                r"publishing.json$",
+            )
+        ),
+    ],
+)
+def test_a_small_object_that_always_arrives_altered_is_removed(
+    source: str, tensors: bytes, path: str, skip: int
+) -> None:
+    """The store compares nothing: the next run must not take what it got for what was sent."""
+    with fault_s3.serving(min_part=PART, checks=False) as server:
+        server.fault("PutObject", path=path, action="flip", at=0.6, skip=skip, times=10**9)
+        with pytest.raises(AlteredInTransit) as caught:
+            convert(source)
+        assert caught.value.hint
+        assert not [name for name in server.below("bucket/") if re.search(path, name)]
+        server.calm()
         convert(source)
         require_right(server, tensors)
 
