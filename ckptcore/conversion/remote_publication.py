@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.publication_record import DONE, PUTTING, REMOVING, Publication, note
@@ -111,8 +112,11 @@ def publish_remote(
                 _put(here, name)
         if completing is not None and read is not None:
             completing.written = read(_as_it_will_be(here, completing))
-        for name in [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]:
-            _put(here, name)
+        if uploaded:
+            _put_all(here, beside)
+        for name in puts:
+            if name in commit and name not in uploaded:
+                _put(here, name)
         there = take(staging.destination)
         lost = [n for n, (nbytes, _) in puts.items() if n not in there or there[n].nbytes != nbytes]
         if lost:
@@ -234,14 +238,20 @@ def _put_all(here: _Here, names: Collection[str]) -> None:
     One whose bytes were altered on their way to the store is removed; the others are tried, too, so that one
     more run mends all of them. Raises `OutputMismatch` for the first.
     """
-    altered: OutputMismatch | None = None
-    for name in names:
-        try:
-            _put(here, name)
-        except OutputMismatch as error:
-            altered = altered or error
-    if altered is not None:
-        raise altered
+    places, tried = here.staging.places, partial(_tried, here)
+    found = list(map(tried, names)) if places is None else places.client.each(tried, names)
+    for altered in found:
+        if altered is not None:
+            raise altered
+
+
+def _tried(here: _Here, name: str) -> OutputMismatch | None:
+    """Put one file into place; return the error if its bytes were altered."""
+    try:
+        _put(here, name)
+    except OutputMismatch as error:
+        return error
+    return None
 
 
 def _put(here: _Here, name: str) -> None:

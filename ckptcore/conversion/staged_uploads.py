@@ -6,9 +6,11 @@ the receipts, the small files, the journal of the uploads (``uploads/``), and th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptcore.conversion.staging import LEASE, UPLOADS
+from ckptcore.errors import DestinationUnwritable, SourceUnreadable
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import FilePlan
@@ -50,6 +52,18 @@ class ObjectPlaces:
     def key_of(self, name: str) -> str:
         """Return the key of a name below the destination; "" is the destination itself."""
         return f"{self.target}/{name}" if name else self.target
+
+    def staged_names(self) -> list[str]:
+        """Return the names of all objects below the staging prefix; raises `DestinationUnwritable`."""
+        prefix = f"{self.staging}/"
+        try:
+            return [seen.key[len(prefix) :] for seen in self.client.list(prefix)]
+        except SourceUnreadable as error:
+            raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
+
+    def remove_staged(self, names: Iterable[str]) -> None:
+        """Remove objects below the staging prefix."""
+        self.client.each(self.client.delete, [f"{self.staging}/{name}" for name in names])
 
     def lease(self, arbiter: Arbiter | None = None) -> Lease:
         """Return the lease of the destination; nobody has taken it yet."""

@@ -20,8 +20,6 @@ from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.objects.session import share_service_models
 from ckptcore.store.remote import FsspecStore
 
-_AT_ONCE = 16  # deletions
-
 
 class S3Store(FsspecStore):
     """A folder of a bucket; see `ckptcore.store.Store` and `ckptcore.store.ahead.ReadsAhead`."""
@@ -116,10 +114,7 @@ class S3Store(FsspecStore):
             keys = [seen.key for seen in self.client.list(self.prefix)]
         except SourceUnreadable as error:
             raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
-        for first in range(0, len(keys), _AT_ONCE):
-            deleting = [self.client.start_delete(key) for key in keys[first : first + _AT_ONCE]]
-            for future in deleting:
-                future.result()
+        self.client.each(self.client.delete, keys)
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
         """Copy an object into another folder, server-side."""

@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeat
 from ckptcore.store.objects.session import PartBody, S3Session, open_file_system, receive, release
 from ckptcore.store.objects.threads import GivenUp, RequestThreads
 
+K = TypeVar("K")
 T = TypeVar("T")
 _SMOOTH = 0.2  # weight of the latest answer
 _PUTS = 4  # of a small object that arrives altered
@@ -219,9 +220,9 @@ class S3Client:
             if kind_of(error) is not Kind.MISSING:
                 raise
 
-    def start_delete(self, key: str) -> Future[None]:
-        """Begin a `delete`, and return without waiting for it."""
-        return _THREADS.start(lambda _: self.delete(key))
+    def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
+        """Call a function that sends requests with each item, several at once; return what it returns."""
+        return _THREADS.each(call, items)
 
     def begin(
         self,

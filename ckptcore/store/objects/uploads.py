@@ -345,7 +345,10 @@ class Uploads:
 
     def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
-        entry = self.entry(index, path, nbytes)
+        before = self._journal.find(index)
+        entry = self._entry(before, index, path, nbytes)
+        if before is None or entry.token != before.token:  # begun a moment ago, unless by another worker
+            return entry, {}
         present = self._present(entry)
         if present is None:  # completed or aborted meanwhile, or its entry was lost
             left = self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
@@ -354,9 +357,12 @@ class Uploads:
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return the entry of a file's upload, which is begun if there is none."""
+        return self._entry(self._journal.find(index), index, path, nbytes)
+
+    def _entry(self, there: UploadEntry | None, index: int, path: str, nbytes: int) -> UploadEntry:
+        """Return a file's entry, given the one that was found."""
         part = plan_parts(nbytes, path).part
         wanted = UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
-        there = self._journal.find(index)
         if there is not None:
             if there.upload_id and wanted.fits(there):
                 return there

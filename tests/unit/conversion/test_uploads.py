@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_a_run_that_stops_while_it_uploads_sends_no_part_twice(
     [
         ("PutObject", r"request\.json$"),
         ("PutObject", r"receipts/"),
-        ("CopyObject", "README"),
+        ("PutObject", r"out/README"),
         ("UploadPart", ""),
         ("CompleteMultipartUpload", ""),
         ("ListObjectsV2", ""),
@@ -187,8 +188,9 @@ def test_one_layer_repeats_requests(
     server.fault(operation, path=path, times=10**9)
     with pytest.raises(StorageTrouble) as caught:
         convert(source, settings=Settings(memory=1 << 20, workers=1))
-    statuses = [row for row in server.log if row[4] == operation and row[3] == 503]
-    assert caught.value.values["attempts"] == len([r for r in statuses if r[1:3] == statuses[0][1:3]])
+    # Parts are on their way side by side; the error is of one of them.
+    seen = Counter(row[1:3] for row in server.log if row[4] == operation and row[3] == 503)
+    assert caught.value.values["attempts"] in seen.values()
 
 
 def test_an_upload_that_a_lifecycle_rule_ended(
