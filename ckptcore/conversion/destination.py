@@ -20,7 +20,7 @@ from ckptcore.errors import DestinationExists, DestinationUnwritable, UsageError
 from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
 from ckptcore.redaction import holds_credentials
-from ckptcore.store import join_url, local_path, open_store, split_url
+from ckptcore.store import is_s3, join_url, local_path, open_store, split_url
 from ckptcore.store.inventory import MOUNT, look, take
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.merged_url import is_merged
@@ -216,7 +216,8 @@ def is_free(destination: str, *, single: bool) -> bool:
         except OSError as error:
             raise DestinationUnwritable(f"cannot read {destination}: {error.strerror}") from error
     parent, name = split_url(destination)
-    return open_store(parent).size(name) is None and not take(destination)
+    # The inventory of S3 has the object of this very name, too.
+    return not take(destination) and (is_s3(destination) or open_store(parent).size(name) is None)
 
 
 def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:

@@ -67,9 +67,9 @@ def conclude(staging: Staging) -> None:
         DestinationExists: Another process wrote to the destination: the old output can be neither removed nor
             restored.
     """
-    begun = noted(staging)
     if staging.root.local is None:
         return
+    begun = noted(staging)
     with staging.spots() as spots:
         if spots is None:
             return

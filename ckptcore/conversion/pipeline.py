@@ -188,7 +188,8 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
     """
     staging = Staging.of_plan(plan_uri)
     plan = load_head(staging.plan)
-    done = published_plan(staging) == plan.digest or read_receipt(staging.receipts, plan.digest, index)
+    published = published_plan(staging, noted(staging)) == plan.digest
+    done = published or read_receipt(staging.receipts, plan.digest, index)
     if done or (staging.files.local is None and staging.places is None):
         return ()
     settings = settings.of(plan.target.mesh)
@@ -260,7 +261,8 @@ def tidy(destination: str, catalog: Catalog | bool = False) -> None:
     staging = Staging(destination, claim_of(catalog, destination))
     staging.sweep_gone()
     try:
-        if published_plan(staging) or publishing_plan(staging):
+        begun = noted(staging)
+        if published_plan(staging, begun) or publishing_plan(staging, begun):
             with staging.lock():
                 conclude(staging)
                 staging.remove()
@@ -391,7 +393,8 @@ def _prepare(
     staging.sweep_gone()
     conclude(staging)
     begun = noted(staging)
-    published = published_plan(staging) or publishing_plan(staging)
+    done, publishing = published_plan(staging, begun), publishing_plan(staging, begun)
+    published = done or publishing
     if published is None:
         try:
             refuse_existing(request)
@@ -418,10 +421,10 @@ def _prepare(
         elif not (request.resume and same):
             # Only the record knows what a killed run began to replace on an object store. It stays until the
             # next publication takes it over.
-            staging.clear(publication=publishing_plan(staging) is None)
+            staging.clear(publication=publishing is None)
             save(staging, composed, stamps, ctimes)
             ours = None
-        elif published_plan(staging) != plan.digest:
+        elif done != plan.digest:
             renew(staging, composed, stamps)
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()
@@ -511,13 +514,13 @@ def _execute(
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
-    if published_plan(staging) == plan.digest:
+    if published_plan(staging, noted(staging)) == plan.digest:
         return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
-    noted = load_stamps(staging.plan) or {}
+    stamps = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
-    with closing(open_source_store(plan.source, noted)) as source, closing(staging.files):
-        require_same(noted, source)
-        run = plan_run(staging, plan, source, noted, settings)
+    with closing(open_source_store(plan.source, stamps)) as source, closing(staging.files):
+        require_same(stamps, source)
+        run = plan_run(staging, plan, source, stamps, settings)
         if run.uploads is not None:
             from ckptcore.conversion.staged_uploads import beside_uploads
 

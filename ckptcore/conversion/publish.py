@@ -156,13 +156,14 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
     _require_proven(receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
-    there = published_plan(staging) == plan.digest
+    record = noted(staging)
+    there = published_plan(staging, record) == plan.digest
+    begun = publishing_plan(staging, record) == plan.digest
     if found is not None:
-        begun = publishing_plan(staging) == plan.digest
         plan = with_fingerprint(staging, plan, checkpoint_fingerprint(found), published=there, begun=begun)
     unproven: tuple[Finding, ...] = ()
     if there:
-        written, published = _published_output(staging, plan, receipts)
+        written, published = _published_output(staging, plan, receipts, record)
         verified = time.perf_counter()
     else:
         staging.sweep_parts(joints=True)
@@ -174,9 +175,9 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
             written = _read_back(staging, plan, staging.files, specs)
             published = _published_files(staging.files, plan.extra, receipts, written)
         verified = time.perf_counter()
-        if publishing_plan(staging) != plan.digest:  # else it was verified, and may no longer exist
+        if not begun:  # else it was verified, and may no longer exist
             require_source(staging, plan, settings, progress)
-        publication = _publication(staging, plan, receipts)
+        publication = _publication(staging, plan, receipts, record)
         _log.info("verified %s, publishing", staging.destination)
         if staging.root.local is not None:
             with staging.moving(single=single):
@@ -246,12 +247,15 @@ def _require_proven(receipts: Sequence[Receipt]) -> None:
         )
 
 
-def published_plan(staging: Staging) -> str | None:
+def published_plan(staging: Staging, begun: Publication | None) -> str | None:
     """Return the digest of the plan whose output is at the destination, or None.
 
     There is one if an earlier run published it and stopped before it removed its staging folder.
+
+    Args:
+        staging: The staging folder.
+        begun: The publication that is recorded there.
     """
-    begun = noted(staging)
     if begun is None:
         return None
     if staging.root.local is None:
@@ -259,9 +263,8 @@ def published_plan(staging: Staging) -> str | None:
     return begun.plan if is_in_place(staging, begun) else None
 
 
-def publishing_plan(staging: Staging) -> str | None:
-    """Return the digest of the plan that an earlier run began to copy to a remote destination, or None."""
-    begun = noted(staging)
+def publishing_plan(staging: Staging, begun: Publication | None) -> str | None:
+    """Return the digest of the plan that an earlier run began to publish on a remote destination, or None."""
     if staging.root.local is not None or begun is None or begun.step == DONE:
         return None
     return begun.plan
@@ -300,13 +303,12 @@ def _published_files(
 
 
 def _published_output(
-    staging: Staging, plan: Plan, receipts: Sequence[Receipt]
+    staging: Staging, plan: Plan, receipts: Sequence[Receipt], begun: Publication | None
 ) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:
     """Return the manifest and the files at the destination, if they are still the published ones."""
     source = open_source(staging.destination, keep_quantized=True)  # the stored form is what was written
     with closing(source.store):
         written = read_manifest(source)
-        begun = noted(staging)
         if begun is not None and begun.step == DONE:
             proven = is_published(staging, begun)
         else:
@@ -343,9 +345,10 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
     return sorted(specs), [*(path for path, _ in plan.extra if path in (CONFIG, ADAPTER)), *commit]
 
 
-def _publication(staging: Staging, plan: Plan, receipts: tuple[Receipt, ...]) -> Publication:
+def _publication(
+    staging: Staging, plan: Plan, receipts: tuple[Receipt, ...], begun: Publication | None
+) -> Publication:
     """Return the publication to carry out: on an object store, the one that a killed run recorded."""
-    begun = noted(staging)
     if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
         return begun
     replaces = noted_replaced(staging)
@@ -379,11 +382,13 @@ def _require_written(
     A file whose stamp shows that it is unchanged is not read again. Of an upload, the store lists its parts.
     """
     staging.require_planned(planned_paths(plan))
+    sent = [r.uploaded for r in receipts if r.uploaded is not None]
+    held = iter(uploads.client.each(uploads.holds, sent) if uploads is not None else ())
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:
-            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or uploads is None:
+            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes):
                 raise OutputMismatch(f"{planned.path} was not uploaded as planned")
-            if not uploads.holds(receipt.uploaded):
+            if not next(held):
                 raise OutputMismatch(
                     f"the upload of {planned.path} was ended by another process or a lifecycle rule",
                     hint="run the command again: the file is uploaded again",

@@ -8,7 +8,8 @@ Objects are copied one at a time, by lists that were recorded before the first c
     done       the output is complete; a rerun verifies that, and changes nothing
 
 Every object is checked right before it is removed or overwritten. An object that is neither the recorded old
-one nor the new one is foreign: it stays, and the publication stops.
+one nor the new one is foreign: it stays, and the publication stops. Where the store knows conditions, each
+request states what was found there, so that an object that appears after the check stays, too.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptcore.conversion.publication_record import DONE, PUTTING, REMOVING, Publication, note
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import DestinationExists, Finding, OutputMismatch, finding
+from ckptcore.errors import CkptError, DestinationExists, Finding, OutputMismatch, finding
 from ckptcore.execution.receipts import digest_of, has_digest
-from ckptcore.store import Readable, Store, join_url, open_store
-from ckptcore.store.inventory import Entry, take
+from ckptcore.store import Readable, Store, fetch, join_url, open_store
+from ckptcore.store.inventory import NO_ETAG, Entry, of_object, take
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.store.objects import ObjectSeen
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 _HINT = "inspect it, move it away, and run the same command again"
+_TRIES = 4  # of a conditional request: what was found there may change, or the reply was lost
 
 
 class Completing:
@@ -108,8 +112,11 @@ def publish_remote(
                 _put(here, name)
         if completing is not None and read is not None:
             completing.written = read(_as_it_will_be(here, completing))
-        for name in [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]:
-            _put(here, name)
+        if uploaded:
+            _put_all(here, beside)
+        for name in puts:
+            if name in commit and name not in uploaded:
+                _put(here, name)
         there = take(staging.destination)
         lost = [n for n, (nbytes, _) in puts.items() if n not in there or there[n].nbytes != nbytes]
         if lost:
@@ -150,8 +157,26 @@ class _Here:
 
     def look(self, name: str) -> Entry | None:
         """Return the current object of a name, or None."""
+        places = self.staging.places
+        if places is not None:
+            seen = places.client.head(places.key_of(name))
+            return None if seen is None else of_object(seen)
         store, inner = self.store_of(name)
         return take(join_url(store.url, inner)).get("")
+
+    def staged(self, name: str) -> bytes:
+        """Return the bytes of a staged file; raise `OutputMismatch` if they are not those of its receipt."""
+        nbytes, digest = self.publication.puts[name]
+        data = fetch(self.staging.files, name or self.staging.name)
+        if data is not None and len(data) == nbytes:
+            hasher = hasher_like(digest or "")
+            hasher.update(data)
+            if digest in (None, hasher.hexdigest()):
+                return data
+        raise OutputMismatch(
+            f"the staged file of {self.url_of(name)} was changed since it was written",
+            hint="run the command again with --no-resume: the file is rewritten",
+        )
 
     def holds(self, name: str, entry: Entry) -> bool:
         """Return whether an object has the size and the digest of the file for its name."""
@@ -183,10 +208,28 @@ def _remove(here: _Here, name: str) -> None:
     now = here.look(name)
     if now is None:
         return
+    meanwhile = DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
     if now != here.publication.replaces.inventory.get(name):
-        raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
-    store, inner = here.store_of(name)
-    store.remove(inner)
+        raise meanwhile
+    places = here.staging.places
+    if places is None:
+        store, inner = here.store_of(name)
+        store.remove(inner)
+        return
+    # A late import: local conversions send no requests.
+    from ckptcore.store.objects.retry import Kind, kind_of
+
+    key = places.key_of(name)
+    try:
+        places.client.delete(key, match=_etag(now))
+    except CkptError as error:
+        if kind_of(error) is Kind.CHANGED:
+            if here.look(name) is None:  # the reply was lost
+                return
+            raise meanwhile from error
+        if kind_of(error) is not Kind.UNSUPPORTED:
+            raise
+        places.client.delete(key)
 
 
 def _put_all(here: _Here, names: Collection[str]) -> None:
@@ -195,14 +238,20 @@ def _put_all(here: _Here, names: Collection[str]) -> None:
     One whose bytes were altered on their way to the store is removed; the others are tried, too, so that one
     more run mends all of them. Raises `OutputMismatch` for the first.
     """
-    altered: OutputMismatch | None = None
-    for name in names:
-        try:
-            _put(here, name)
-        except OutputMismatch as error:
-            altered = altered or error
-    if altered is not None:
-        raise altered
+    places, tried = here.staging.places, partial(_tried, here)
+    found = list(map(tried, names)) if places is None else places.client.each(tried, names)
+    for altered in found:
+        if altered is not None:
+            raise altered
+
+
+def _tried(here: _Here, name: str) -> OutputMismatch | None:
+    """Put one file into place; return the error if its bytes were altered."""
+    try:
+        _put(here, name)
+    except OutputMismatch as error:
+        return error
+    return None
 
 
 def _put(here: _Here, name: str) -> None:
@@ -211,13 +260,45 @@ def _put(here: _Here, name: str) -> None:
     if here.completing is not None and name in here.completing.handles:
         _complete(here, here.completing, name)
         return
-    now = here.look(name)
-    if now is not None and now != here.publication.replaces.inventory.get(name):
-        if here.holds(name, now):
+    from ckptcore.store.objects.retry import Kind, kind_of
+
+    refused: CkptError | None = None
+    for _ in range(_TRIES):
+        now = here.look(name)
+        if now is not None and now != here.publication.replaces.inventory.get(name):
+            if here.holds(name, now):
+                return
+            raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
+        try:
+            _write(here, name, now)
+        except CkptError as error:
+            # Something else is there now. It may be this very file: the reply to a request was lost.
+            if kind_of(error) not in (Kind.EXISTS, Kind.CHANGED, Kind.MISSING):
+                raise
+            refused = error
+        else:
             return
-        raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
-    store, inner = here.store_of(name)
-    here.staging.files.copy_to(name or here.staging.name, store, inner)
+    assert refused is not None  # else it returned
+    raise refused
+
+
+def _write(here: _Here, name: str, now: Entry | None) -> None:
+    """Write a staged file to its place, if the store still has there what was found."""
+    from ckptcore.store.objects import IN_ONE
+    from ckptcore.store.objects.retry import Kind, kind_of
+
+    places = here.staging.places
+    if places is None or here.publication.puts[name][0] > IN_ONE:  # the store copies what is larger
+        store, inner = here.store_of(name)
+        here.staging.files.copy_to(name or here.staging.name, store, inner)
+        return
+    data, key = here.staged(name), places.key_of(name)
+    try:
+        places.client.put(key, data, create=now is None, match=None if now is None else _etag(now))
+    except CkptError as error:
+        if kind_of(error) is not Kind.UNSUPPORTED:
+            raise
+        places.client.put(key, data)  # this store has no such condition
 
 
 def _complete(here: _Here, completing: Completing, name: str) -> None:
@@ -226,7 +307,13 @@ def _complete(here: _Here, completing: Completing, name: str) -> None:
     now = here.look(name) if old is not None else None
     if now is not None and now != old and completing.uploads.find(uploaded) is None:
         raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
-    completing.seen[name] = completing.uploads.complete(uploaded, create=now is None)
+    match = None if now is None else _etag(now)
+    completing.seen[name] = completing.uploads.complete(uploaded, create=now is None, match=match)
+
+
+def _etag(entry: Entry) -> str | None:
+    """Return the ETag of an object for a condition, or None where the store has none."""
+    return None if entry.stamp == NO_ETAG else entry.stamp
 
 
 def _as_it_will_be(here: _Here, completing: Completing) -> Readable:

@@ -6,9 +6,11 @@ the receipts, the small files, the journal of the uploads (``uploads/``), and th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptcore.conversion.staging import LEASE, UPLOADS
+from ckptcore.errors import DestinationUnwritable, SourceUnreadable
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import FilePlan
@@ -47,6 +49,22 @@ class ObjectPlaces:
         """Return the journal of the uploads."""
         return UploadJournal(self.client, f"{self.staging}/{UPLOADS}/")
 
+    def key_of(self, name: str) -> str:
+        """Return the key of a name below the destination; "" is the destination itself."""
+        return f"{self.target}/{name}" if name else self.target
+
+    def staged_names(self) -> list[str]:
+        """Return the names of all objects below the staging prefix; raises `DestinationUnwritable`."""
+        prefix = f"{self.staging}/"
+        try:
+            return [seen.key[len(prefix) :] for seen in self.client.list(prefix)]
+        except SourceUnreadable as error:
+            raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
+
+    def remove_staged(self, names: Iterable[str]) -> None:
+        """Remove objects below the staging prefix."""
+        self.client.each(self.client.delete, [f"{self.staging}/{name}" for name in names])
+
     def lease(self, arbiter: Arbiter | None = None) -> Lease:
         """Return the lease of the destination; nobody has taken it yet."""
         return Lease(self.client, f"{self.staging}/{LEASE}", self.destination, arbiter)
@@ -54,12 +72,11 @@ class ObjectPlaces:
     def uploads(self, plan: Plan, settings: Settings | None = None) -> Uploads:
         """Return the uploads of a plan; ``settings`` bound the memory of those who write."""
         single = plan.target.single is not None
-        target = self.target
         budget = UploadBudget(0, 0) if settings is None else upload_budget(plan.files, settings)
         return Uploads(
             self.client,
             self.journal,
-            lambda path: target if single else f"{target}/{path}",
+            lambda path: self.key_of("" if single else path),
             plan.digest,
             buffers=budget.in_flight + 1,
             in_flight=budget.in_flight,

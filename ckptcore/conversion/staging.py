@@ -28,7 +28,6 @@ from ckptcore.errors import (
     DestinationUnwritable,
     DiskFull,
     OutputMismatch,
-    SourceUnreadable,
     StagingForeign,
     UsageError,
 )
@@ -274,10 +273,19 @@ class Staging:
         publication: also remove the record of a publication.
         """
         if self.places is not None:
-            self.places.journal.abort_all()
+            self._clear_remote(self.places, publication=publication)
+            return
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
         if publication and self.root.size(PUBLISHING) is not None:  # removing nothing needs a right, too
+            self.root.remove(PUBLISHING)
+
+    def _clear_remote(self, places: ObjectPlaces, *, publication: bool) -> None:
+        there = places.staged_names()
+        if any(name.startswith(f"{UPLOADS}/") for name in there):
+            places.journal.abort_all()
+        places.remove_staged(name for name in there if name.partition("/")[0] in PARTS)
+        if publication and PUBLISHING in there:
             self.root.remove(PUBLISHING)
 
     def sweep_parts(self, *, joints: bool = False) -> None:
@@ -313,31 +321,31 @@ class Staging:
         """Remove the staging prefix, if these credentials may: its output does not need it any more."""
         try:
             if self.places is not None:
-                self.places.journal.abort_all()
-            if self.lease is not None:
-                self.lease.release()
+                self._remove_objects(self.places)
+                return
             for part in (self.files, self.plan, self.receipts):
                 part.remove_all()
-            for name in ("request.json", "replaces.json"):
+            for name in RECORDS:  # the record of the publication last: while it exists, the next run resumes
                 self.root.remove(name)
-            self.root.remove(PUBLISHING)  # last: while it exists, the next run resumes
-            self._remove_rest()
         except DestinationUnwritable as error:
             _log.warning("%s is kept: %s", self.url, error.message)
 
-    def _remove_rest(self) -> None:
-        """Remove what else a conversion writes below the staging prefix; what others put there is kept."""
-        try:
-            names = list(self.root.list())
-        except SourceUnreadable as error:  # nothing is left, or these credentials may not list
-            _log.info("%s", error.message)
-            return
-        kept = [name for name in names if not is_of_staging(name)]
-        if any(name.startswith(f"{UPLOADS}/") for name in names) and self.places is not None:
-            self.places.journal.abort_all()  # an earlier list lacked them
-        for name in names:
-            if is_of_staging(name):
-                self.root.remove(name)
+    def _remove_objects(self, places: ObjectPlaces) -> None:
+        """Remove what a conversion writes below the staging prefix; what others put there is kept."""
+        last = (
+            PUBLISHING,
+            LEASE,
+        )  # while the first exists, the next run resumes; and the second, no other works
+        for again in (False, True):  # a list may lack names
+            there = places.staged_names()
+            kept = [name for name in there if not is_of_staging(name)]
+            if any(name.startswith(f"{UPLOADS}/") for name in there):
+                places.journal.abort_all()
+            places.remove_staged(name for name in there if name not in (*last, *kept))
+            if PUBLISHING in there or not again:
+                self.root.remove(PUBLISHING)
+        if self.lease is not None:
+            self.lease.release()
         if kept:
             _log.warning("%s is kept: no conversion writes %s", self.url, some(kept))
 

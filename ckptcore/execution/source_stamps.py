@@ -23,7 +23,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import SourceChanged, SourceUnreadable
-from ckptcore.store import YOUNG, Store
+from ckptcore.store import YOUNG, Store, fetch
 from ckptcore.store.ahead import ReadsAhead
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
@@ -119,11 +119,11 @@ def digest(noted: Mapping[str, str | int | None] | None) -> str | None:
 
 
 def _load(plan: Store, name: str) -> dict[str, Any] | None:
-    size = plan.size(name)
-    if size is None:
+    data = fetch(plan, name)
+    if data is None:
         return None
     try:
-        form = json.loads(plan.read(name, 0, size))
+        form = json.loads(data)
     except ValueError:
         return None
     return form if isinstance(form, dict) else None

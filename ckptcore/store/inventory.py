@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import YOUNG, is_s3, local_path
@@ -21,7 +21,11 @@ from ckptcore.store.local import settled_ctime
 from ckptcore.store.place import mounts
 from ckptcore.utils.dataclass import dataclass
 
+if TYPE_CHECKING:
+    from ckptcore.store.objects import ObjectSeen
+
 FILE, LINK, FOLDER, SPECIAL, MOUNT = "file", "link", "folder", "special", "mount"
+NO_ETAG = "unknown"  # stamp of an object whose store has no ETags
 MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
 _WAITS_S = (0.03, 2.2)  # until file times advance: on most file systems, and on older ones
 _TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
@@ -212,17 +216,22 @@ def _path_of(at: int) -> str:
         return ""
 
 
+def of_object(seen: ObjectSeen) -> Entry:
+    """Return the entry of an object."""
+    return Entry(FILE, seen.nbytes, seen.etag or NO_ETAG)
+
+
 def _s3(url: str) -> Iterator[tuple[str, Entry]]:
     from ckptcore.store.s3 import client_of, key_of
 
     client, key = client_of(url), key_of(url)
     exact = client.head(key) if key else None
     if exact is not None:
-        yield "", Entry(FILE, exact.nbytes, exact.etag or "unknown")
+        yield "", of_object(exact)
     prefix = f"{key}/" if key else ""
     for seen in client.list(prefix):
         if not seen.key.endswith("/"):  # an empty object that some tools create as a folder marker
-            yield seen.key[len(prefix) :], Entry(FILE, seen.nbytes, seen.etag or "unknown")
+            yield seen.key[len(prefix) :], of_object(seen)
 
 
 def _remote(url: str) -> Iterator[tuple[str, Entry]]:
@@ -247,7 +256,7 @@ def _remote(url: str) -> Iterator[tuple[str, Entry]]:
     for name, info in found.items():
         if info.get("type", "file") != "file" or name.endswith("/"):
             continue  # an empty object that some tools create as a folder marker
-        version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
+        version = next((info[k] for k in _VERSIONS if info.get(k)), NO_ETAG)
         # The exact name: "out//x" and "out/x" are different objects.
         inner = name[len(root) + 1 :] if name != root else ""
         yield inner, Entry(FILE, int(info["size"] or 0), str(version))

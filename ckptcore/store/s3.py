@@ -14,13 +14,11 @@ import fsspec
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable, UsageError
 from ckptcore.store import Buffer, FileWriter, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
-from ckptcore.store.objects.client import S3Client
+from ckptcore.store.objects import IN_ONE
+from ckptcore.store.objects.client import S3Client, require_small
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.objects.session import share_service_models
 from ckptcore.store.remote import FsspecStore
-
-_AT_ONCE = 16  # deletions
-_MOST_IN_ONE = 1 << 30  # bytes of one request; S3 takes 5 GiB
 
 
 class S3Store(FsspecStore):
@@ -69,12 +67,15 @@ class S3Store(FsspecStore):
         """Return exactly ``length`` bytes."""
         return self._reader.read(path, start, length)
 
-    def fetch(self, path: str) -> bytes | None:
-        """Return all bytes of a small object, or None when there is no such object."""
+    def fetch(self, path: str, most: int = IN_ONE) -> bytes | None:
+        """Return all bytes of an object of at most ``most``, or None when there is no such object."""
         if not self._pinned:
-            return self.client.fetch(self.prefix + path)
+            return self.client.fetch(self.prefix + path, most)
         size = self.size(path)
-        return None if size is None else self.read(path, 0, size)
+        if size is None:
+            return None
+        require_small(f"{self.url}/{path}", size, most)
+        return self.read(path, 0, size)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly."""
@@ -94,7 +95,7 @@ class S3Store(FsspecStore):
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Collect an object, which is written in one request when it is committed."""
-        if nbytes > _MOST_IN_ONE:
+        if nbytes > IN_ONE:
             share_service_models(self._fs)
             return super().writer(path, nbytes)
         return ObjectWriter(self.client, self.prefix + path)
@@ -113,10 +114,7 @@ class S3Store(FsspecStore):
             keys = [seen.key for seen in self.client.list(self.prefix)]
         except SourceUnreadable as error:
             raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
-        for first in range(0, len(keys), _AT_ONCE):
-            deleting = [self.client.start_delete(key) for key in keys[first : first + _AT_ONCE]]
-            for future in deleting:
-                future.result()
+        self.client.each(self.client.delete, keys)
 
     def copy_to(self, path: str, target: Store, name: str) -> None:
         """Copy an object into another folder, server-side."""

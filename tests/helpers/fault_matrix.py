@@ -42,7 +42,6 @@ _ONLY = {
     "CreateMultipartUpload": ("write",),
     "UploadPart": ("write",),
     "CompleteMultipartUpload": ("publish", "resume"),
-    "CopyObject": ("publish", "resume"),
     "AbortMultipartUpload": ("gc",),
     "DeleteObject": STAGES[1:],
     "ListMultipartUploads": ("gc",),
@@ -122,9 +121,7 @@ KINDS: dict[str, Kind] = {
         )
     },
     "lost lease": Kind({"action": "lost", "path": r"lease\.json$"}, ("PutObject", "DeleteObject")),
-    "200 with an error": Kind(
-        {"action": "error200", "code": "InternalError"}, ("CompleteMultipartUpload", "CopyObject")
-    ),
+    "200 with an error": Kind({"action": "error200", "code": "InternalError"}, ("CompleteMultipartUpload",)),
     "409": status(409, "ConditionalRequestConflict", "CompleteMultipartUpload", "PutObject"),
     "412": status(412, "PreconditionFailed", "CompleteMultipartUpload", "PutObject"),
     "404": status(404, "NoSuchUpload", "UploadPart", "CompleteMultipartUpload", "ListParts"),
@@ -141,7 +138,6 @@ KINDS: dict[str, Kind] = {
             "AbortMultipartUpload",
             "ListMultipartUploads",
             "ListParts",
-            "CopyObject",
         )
     },
     "expired": status(403, "ExpiredToken", times=(EVER,)),

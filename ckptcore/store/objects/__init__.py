@@ -8,15 +8,19 @@ Keys are complete: they start behind the bucket. ETags are texts as the store se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckptcore.store import Buffer
 from ckptcore.utils.dataclass import dataclass
 
+K = TypeVar("K")
+T = TypeVar("T")
 PART_LIMIT = 10_000  # parts of one upload, on S3 and its relatives
+IN_ONE = 1 << 30  # most bytes of an object that is written in one request, or fetched; S3 takes 5 GiB
+RECORD = 64 << 10  # most bytes of a lease, or of an entry of a journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,12 @@ class ObjectClient(Protocol):
     def start_get(self, key: str, start: int, etag: str | None, into: Buffer) -> Future[ObjectSeen]:
         """Begin a `get`, and return without waiting for it."""
 
-    def fetch(self, key: str) -> bytes | None:
-        """Return all bytes of a small object, of one version, or None if there is no such object."""
+    def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
+        """Return all bytes of a small object, of one version, or None if there is no such object.
+
+        Raises:
+            SourceUnreadable: It has more than ``most`` bytes (kind INVALID).
+        """
 
     def put(
         self,
@@ -168,8 +176,14 @@ class ObjectClient(Protocol):
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
 
-    def start_delete(self, key: str) -> Future[None]:
-        """Begin a `delete`, and return without waiting for it."""
+    def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
+        """Call a function that sends requests with each item, several at once.
+
+        After an error no further call begins; it is raised when those that have begun have ended.
+
+        Returns:
+            What the calls return, in the order of the items.
+        """
 
     def begin(
         self,

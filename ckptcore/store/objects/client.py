@@ -11,19 +11,20 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ckptcore.errors import AlteredInTransit, CkptError, SourceChanged, SourceUnreadable, UsageError
 from ckptcore.redaction import bare_url
 from ckptcore.store import Buffer
-from ckptcore.store.objects import Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
+from ckptcore.store.objects import IN_ONE, Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
 from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeated
 from ckptcore.store.objects.session import PartBody, S3Session, open_file_system, receive, release
 from ckptcore.store.objects.threads import GivenUp, RequestThreads
 
+K = TypeVar("K")
 T = TypeVar("T")
 _SMOOTH = 0.2  # weight of the latest answer
 _PUTS = 4  # of a small object that arrives altered
@@ -120,12 +121,16 @@ class S3Client:
         """Fill ``into`` with a complete object, and return the checksums that the store keeps of it, too."""
         return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
 
-    def fetch(self, key: str) -> bytes | None:
+    def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
         """Return all bytes of a small object, of one version, or None if there is no such object."""
 
         def attempt() -> bytes:
             answer = self._send("get_object", {"Key": key, "ChecksumMode": "ENABLED"})
-            data = bytearray(int(answer.get("ContentLength") or 0))
+            nbytes = int(answer.get("ContentLength") or 0)
+            if nbytes > most:
+                answer["Body"].close()
+            require_small(self._name(key), nbytes, most)
+            data = bytearray(nbytes)
             filled = sum(_pieces(answer["Body"], memoryview(data), never))
             if filled < len(data):
                 raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
@@ -167,7 +172,17 @@ class S3Client:
                 return etag
             # What was just written is replaced, and nothing else.
             create, asked = False, {**{k: v for k, v in asked.items() if k != "IfNoneMatch"}, "IfMatch": etag}
-        raise AlteredInTransit(f"cannot write {self._name(key)}: {_PUTS} times the store got other bytes")
+        raise self._altered(key, etag)
+
+    def _altered(self, key: str, etag: str) -> AlteredInTransit:
+        """Remove an object that arrived altered, which the next run would take for what it says."""
+        message = f"cannot write {self._name(key)}: {_PUTS} times the store got other bytes"
+        try:
+            self.delete(key, match=etag)
+        except CkptError as error:
+            hint = f"remove {self._name(key)}, and run the same command again ({error.message})"
+            return AlteredInTransit(message, hint=hint)
+        return AlteredInTransit(message)
 
     def _has(self, key: str, etag: str, data: Buffer | bytes) -> bool:
         """Report whether the store has the bytes that were sent: some stores compare no checksum.
@@ -205,9 +220,9 @@ class S3Client:
             if kind_of(error) is not Kind.MISSING:
                 raise
 
-    def start_delete(self, key: str) -> Future[None]:
-        """Begin a `delete`, and return without waiting for it."""
-        return _THREADS.start(lambda _: self.delete(key))
+    def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
+        """Call a function that sends requests with each item, several at once; return what it returns."""
+        return _THREADS.each(call, items)
 
     def begin(
         self,
@@ -459,6 +474,16 @@ def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
         body.close()
         raise
     release(body)
+
+
+def require_small(url: str, nbytes: int, most: int) -> None:
+    """Raise `SourceUnreadable` for an object that is larger than anything that is written there."""
+    if nbytes > most:
+        raise SourceUnreadable(
+            f"cannot read {url}: it must have at most {most} bytes (got {nbytes})",
+            hint="no conversion writes such an object: inspect it, and move it away",
+            kind=Kind.INVALID.value,
+        )
 
 
 def _split(root: str) -> tuple[str, str]:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from ckptcore.errors import CkptError, StorageTrouble
-from ckptcore.store.objects import ObjectClient, OpenUpload
+from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
+from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
 
@@ -121,7 +121,11 @@ class UploadJournal:
             entry.key, {TOKEN: entry.token}, algorithm=_ALGORITHM, on_repeat=lambda: repeats.append(True)
         )
         entry = replace(entry, upload_id=upload_id, reply_lost=entry.reply_lost or bool(repeats))
-        self._put(entry)
+        try:
+            self._put(entry)
+        except AlteredInTransit:  # the entry is gone, and nobody else has the id
+            self.client.abort(entry.key, upload_id)
+            raise
         return entry
 
     def forget(self, index: int) -> None:
@@ -228,7 +232,7 @@ class UploadJournal:
                 raise
 
     def _read(self, key: str) -> UploadEntry | None:
-        data = self.client.fetch(key)
+        data = self.client.fetch(key, RECORD)
         if data is None:
             return None
         with suppress(ValueError, TypeError, KeyError):

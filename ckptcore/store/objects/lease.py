@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
-from ckptcore.store.objects import ObjectClient
+from ckptcore.store.objects import RECORD, ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
 
@@ -241,7 +241,7 @@ class Lease:
         return Holder(uuid.uuid4().hex, fence, socket.gethostname(), process, until)
 
     def _there(self) -> Holder | None:
-        data = self._client.fetch(self._key)
+        data = self._client.fetch(self._key, RECORD)
         return None if data is None else _unpacked(data)
 
     def _is_exclusive(self, mine: Holder) -> bool:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 GivenUp = Callable[[], bool]
+_AT_ONCE = 16  # calls of `RequestThreads.each`, which may themselves wait for other threads of it
 
 
 class RequestThreads:
@@ -49,6 +53,20 @@ class RequestThreads:
                 threading.Thread(target=self._work, name=name, daemon=True).start()
         return future
 
+    def each(self, call: Callable[[K], T], items: Iterable[K]) -> list[T]:
+        """Call a function with each item, several at once; see `ckptcore.store.objects.ObjectClient.each`."""
+        found, flying = list[T](), deque[Future[T]]()
+        try:
+            for item in items:
+                if len(flying) == _AT_ONCE:
+                    found.append(flying.popleft().result())
+                flying.append(self.start(partial(_ignoring, call, item)))
+            while flying:
+                found.append(flying.popleft().result())
+        finally:
+            wait(flying)
+        return found
+
     def _work(self) -> None:
         waiting = self._queue
         while True:
@@ -59,6 +77,10 @@ class RequestThreads:
                 job = waiting.get()
             job()
             del job  # the next one may be long in coming: nothing is kept alive meanwhile
+
+
+def _ignoring(call: Callable[[K], T], item: K, given_up: GivenUp) -> T:
+    return call(item)
 
 
 def _settle(future: Future[Any], call: Callable[[GivenUp], Any]) -> None:

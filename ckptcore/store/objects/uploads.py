@@ -28,6 +28,7 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4
+_CONDITIONS = (Kind.EXISTS, Kind.CHANGED, Kind.MISSING, Kind.UNSUPPORTED)  # what a condition may lead to
 _RERUN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"
 _CRC32 = ALGORITHMS["CRC32"]
 
@@ -344,7 +345,10 @@ class Uploads:
 
     def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
-        entry = self.entry(index, path, nbytes)
+        before = self._journal.find(index)
+        entry = self._entry(before, index, path, nbytes)
+        if before is None or entry.token != before.token:  # begun a moment ago, unless by another worker
+            return entry, {}
         present = self._present(entry)
         if present is None:  # completed or aborted meanwhile, or its entry was lost
             left = self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
@@ -353,9 +357,12 @@ class Uploads:
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return the entry of a file's upload, which is begun if there is none."""
+        return self._entry(self._journal.find(index), index, path, nbytes)
+
+    def _entry(self, there: UploadEntry | None, index: int, path: str, nbytes: int) -> UploadEntry:
+        """Return a file's entry, given the one that was found."""
         part = plan_parts(nbytes, path).part
         wanted = UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
-        there = self._journal.find(index)
         if there is not None:
             if there.upload_id and wanted.fits(there):
                 return there
@@ -380,7 +387,10 @@ class Uploads:
             OutputMismatch: It is this upload's object, but with another size or checksum. It is removed: the
                 next run can upload the file again then.
         """
-        seen = self.client.head(uploaded.key)
+        return self._own(uploaded, self.client.head(uploaded.key))
+
+    def _own(self, uploaded: Uploaded, seen: ObjectSeen | None) -> ObjectSeen | None:
+        """Return an object if an upload became it; see `find`."""
         if seen is None:
             return None
         tokens = {name.casefold(): value for name, value in seen.metadata.items()}
@@ -397,46 +407,52 @@ class Uploads:
             raise
         return seen
 
-    def complete(self, uploaded: Uploaded, *, create: bool) -> ObjectSeen:
+    def complete(self, uploaded: Uploaded, *, create: bool, match: str | None = None) -> ObjectSeen:
         """Make an upload the object at its key, or find that it is.
 
         Args:
             uploaded: The upload.
             create: Refuse to replace an object.
+            match: Replace only the object with this ETag, where the store knows that condition.
 
         Returns:
             The object.
 
         Raises:
-            DestinationExists: Another object has the key, and ``create`` is set.
+            DestinationExists: Another object has the key, and ``create`` or ``match`` is set.
             OutputMismatch: The store does not have the bytes that were sent.
             StorageTrouble: The upload was aborted, or the store keeps failing.
         """
         refused: CkptError | None = None
         for _ in range(_TRIES):
             # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
-            if refused is None and (seen := self.find(uploaded)) is not None:
-                return seen
-            if create and refused is None and self.client.head(uploaded.key) is not None:
-                raise self._exists(uploaded)
+            if refused is None:
+                there = self.client.head(uploaded.key)
+                if (seen := self._own(uploaded, there)) is not None:
+                    return seen
+                if create and there is not None:
+                    raise self._exists(uploaded)
             try:
                 self.client.complete(
                     uploaded.key,
                     uploaded.upload_id,
                     uploaded.parts,
                     create=create and not _unknown(refused),
+                    match=None if _unknown(refused) else match,
                     checksum=_CRC32.encoded(uploaded.crc),
                 )
                 refused = None
             except CkptError as error:
                 refused = error
             # Whatever was answered: the reply to an earlier request may be lost, or misleading.
-            seen = self.find(uploaded)
-            if seen is not None:
+            there = self.client.head(uploaded.key)
+            if (seen := self._own(uploaded, there)) is not None:
                 return seen
-            if refused is not None and not (_unknown(refused) or kind_of(refused) is Kind.EXISTS):
+            if refused is not None and kind_of(refused) not in _CONDITIONS:
                 break
-            if create and self.client.head(uploaded.key) is not None:
+            if there is None:
+                create, match = create or match is not None, None  # it was removed meanwhile
+            elif create or (match is not None and _bare(there.etag) != _bare(match)):
                 raise self._exists(uploaded)
         raise self._lost(uploaded, refused)
 

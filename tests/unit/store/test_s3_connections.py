@@ -11,8 +11,9 @@ from botocore.utils import parse_timestamp
 from fault_s3 import FaultyS3, serving
 from s3fs import S3FileSystem
 
-from ckptcore.errors import StorageTrouble, UsageError
-from ckptcore.store.objects import session
+from ckptcore.conversion.staged_uploads import object_places
+from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
+from ckptcore.store.objects import RECORD, session
 from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.retry import DEADLINE_VARIABLE
 from ckptcore.store.objects.session import PartBody, S3Session
@@ -89,6 +90,26 @@ def test_small_objects_come_in_one_request(client: S3Client, server: FaultyS3) -
     assert client.fetch("empty") == b""
     assert client.fetch("none") is None
     assert sum(client.requests.values()) == before + 3
+
+
+def test_what_is_larger_than_expected_is_not_received(client: S3Client, server: FaultyS3) -> None:
+    """An answer says how long it is: that many bytes are not allocated because of it."""
+    client.put("large", b"x" * 5000)
+    assert client.fetch("large", 5000) == b"x" * 5000
+    before = sum(client.requests.values())
+    with pytest.raises(
+        SourceUnreadable, match=r"s3://bucket/large: it must have at most 4999 bytes \(got 5000\)"
+    ) as caught:
+        client.fetch("large", 4999)
+    assert "move it away" in caught.value.hint
+    assert sum(client.requests.values()) == before + 1
+    for name in ("lease.json", "uploads/file-00000.json"):
+        server.put(f"bucket/models/.out.ckptcore/{name}", b" " * (RECORD + 1))
+    places = object_places("s3://bucket/models/out", "s3://bucket/models/.out.ckptcore")
+    assert places is not None
+    for look in (places.journal.entries, places.lease().require_free):
+        with pytest.raises(SourceUnreadable, match=f"at most {RECORD} bytes"):
+            look()
 
 
 def test_a_small_object_that_arrives_altered_is_requested_twice(client: S3Client, server: FaultyS3) -> None:
