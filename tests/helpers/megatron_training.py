@@ -6,9 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 RELEASES = ("0.12.3", "0.15.3", "0.16.1", "0.19.2")
+WITH_BUCKETS = RELEASES[1:]
 MODEL_SPACE, RESHARDABLE = "fully_sharded_model_space", "fully_reshardable"
+BUCKETS, GATHERED = "dp_reshardable", "dp_zero_gather_scatter"
 LAYERS = 4
 IN_0_12 = {RESHARDABLE: MODEL_SPACE}  # 0.12 has not yet what later releases call so
+# What the state is saved as, too, because the release's own resume on other ranks needs it.
+BESIDE = {
+    BUCKETS: f"; for its own resume `{RESHARDABLE}`",
+    GATHERED: f"; for its own resume `{RESHARDABLE}`, in 0.12 and 0.15 `{MODEL_SPACE}`",
+}
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,20 @@ class Case:
         else:
             old = IN_0_12.get(self.layout)
             named = f"`{self.layout}`" if old is None else f"`{self.layout}`, in 0.12 `{old}`"
+            named += BESIDE.get(self.layout, "")
             optimizer = f"and its DistributedOptimizer (saved as {named})"
         return f"Megatron-Core {', '.join(self.releases)}: its GPTModel ({self.model}) {optimizer}"
 
     def layout_in(self, release: str) -> str | None:
-        """Return how a release saves the state, and asks for it."""
+        """Return how a release saves the state that is written for other ranks."""
         old = self.layout is not None and release.startswith("0.12.")
         return IN_0_12.get(str(self.layout), self.layout) if old else self.layout
+
+    def native_in(self, release: str) -> str | None:
+        """Return how a release saves the same state for its own resume on other ranks."""
+        if self.layout == GATHERED:
+            return MODEL_SPACE if release in RELEASES[:2] else RESHARDABLE
+        return RESHARDABLE if self.layout == BUCKETS else self.layout_in(release)
 
 
 TP1, TP2, PP2 = Ranks(1), Ranks(2, tp=2), Ranks(2, pp=2)
@@ -97,5 +111,27 @@ CASES = {
     "float32": Case("dense, float32", "float32", Ranks(2), (TP2,)),
     "replicated": Case("dense", "dense", TP2, (Ranks(2), PP2), layout=None),
     "model-space": Case("dense", "dense", Ranks(4, tp=2), (Ranks(2), PP2), MODEL_SPACE, ("0.15.3",)),
+    "buckets": Case(
+        "dense",
+        "dense",
+        Ranks(4, tp=2),
+        (Ranks(2), PP2, Ranks(4, tp=2, pp=2), Ranks(2, pp=2, vpp=2)),
+        BUCKETS,
+        WITH_BUCKETS,
+    ),
+    "buckets-tied": Case("tied embeddings", "tied", Ranks(4, tp=2, pp=2), (TP1, PP2), BUCKETS, WITH_BUCKETS),
+    "buckets-virtual": Case("dense", "dense", Ranks(2, pp=2, vpp=2), (TP2, PP2), BUCKETS, WITH_BUCKETS),
+    "buckets-moe": Case(
+        "mixture of experts",
+        "moe",
+        Ranks(2, ep=2),
+        (Ranks(4, ep=4), Ranks(4, pp=2, ep=2)),
+        BUCKETS,
+        WITH_BUCKETS,
+    ),
+    "gathered": Case("dense", "dense", Ranks(4, tp=2), (Ranks(2), PP2, Ranks(4, tp=2, pp=2)), GATHERED),
+    "gathered-moe": Case(
+        "mixture of experts", "moe", Ranks(2, ep=2), (Ranks(4, ep=4), Ranks(4, pp=2, ep=2)), GATHERED
+    ),
 }
 ROWS = tuple((release, name) for release in RELEASES for name, c in CASES.items() if release in c.releases)

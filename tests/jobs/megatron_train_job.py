@@ -3,9 +3,9 @@
     PYTHONPATH=RELEASE:tests/helpers python megatron_train_job.py ASKED OUT
 
 ASKED is JSON: ``runs``, a list of runs, each of which is started on ranks of its own. A run has ``mesh``
-(`Ranks`) and ``model`` (a name in `MODELS`). One that saves has ``save``, the folder to save to after `STEPS`
-steps, and ``layout``, how the optimizer's state is saved; None is a job without `DistributedOptimizer`. One
-that resumes has ``load``: name -> folder of torch_dist and layout. Each trains `MORE` steps from there.
+(`Ranks`) and ``model`` (a name in `MODELS`). One that saves has ``save``: folders to save to after `STEPS`
+steps -> ``layout``, how the optimizer's state is saved there; None is a job without `DistributedOptimizer`.
+One that resumes has ``load``: name -> folder of torch_dist and layout. Each trains `MORE` steps from there.
 
 OUT gets, for each run, by rank: name -> ``tensors`` (digests of weights, masters and moments right behind the
 load), ``losses``, and ``after``, digests behind the last step. "" is the name of what a run saves.
@@ -40,7 +40,7 @@ from forked import start_ranks
 from mcore_job import stand_in
 from megatron_logits_job import stand_in_for_gpus
 from megatron_resume_job import digest
-from megatron_training import LAYERS, Ranks
+from megatron_training import GATHERED, LAYERS, MODEL_SPACE, Ranks
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 warnings.filterwarnings("ignore")
@@ -121,6 +121,12 @@ def known(function: Any, **fields: Any) -> dict[str, Any]:
     """Return the fields that a function of this release takes."""
     takes = inspect.signature(function).parameters
     return {name: value for name, value in fields.items() if name in takes}
+
+
+def content_of(layout: str | None) -> dict[str, Any]:
+    """Return the metadata that Megatron-LM's `_build_sharded_state_dict_metadata` makes."""
+    asked = {} if layout is None else {"distrib_optim_sharding_type": layout}
+    return {**asked, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -285,13 +291,9 @@ class Job:
             found.append(float(mean[0] / mean[1]).hex())
         return found
 
-    def state(self, *, loading: bool) -> dict[str, Any]:
+    def state(self, content: dict[str, Any], *, loading: bool) -> dict[str, Any]:
         """Return the sharded state dict of a checkpoint, as Megatron-LM's `generate_state_dict` makes it."""
-        metadata = {
-            "distrib_optim_sharding_type": self.layout,
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-        }
+        metadata, layout = content, content.get("distrib_optim_sharding_type")
         out: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": STEPS}
         for n, chunk in enumerate(self.chunks):
             self._set_stage(n)
@@ -300,21 +302,23 @@ class Job:
             out[key] = model.sharded_state_dict(metadata=metadata)
         parts = {k: v for k, v in out.items() if k.startswith("model")}
         first, *_ = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        more = known(first.sharded_state_dict, metadata=metadata, sharding_type=self.layout)
+        more = known(first.sharded_state_dict, metadata=metadata, sharding_type=layout)
         if "metadata" in more:
             more.pop("sharding_type", None)
         weights = parts if len(parts) > 1 else out["model"]
         out["optimizer"] = self.optimizer.sharded_state_dict(weights, is_loading=loading, **more)
         return out
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, layout: str | None) -> None:
         from megatron.core import dist_checkpointing
 
         Path(folder).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        state = self.state(loading=False)
-        state["args"] = Namespace(**self._args())
-        dist_checkpointing.save(state, folder)
+        content = content_of(layout)
+        state = self.state(content, loading=False)
+        # Releases without content_metadata ask for the layout that this argument implies.
+        state["args"] = Namespace(**self._args(), ckpt_fully_parallel_save=layout != GATHERED)
+        dist_checkpointing.save(state, folder, **known(dist_checkpointing.save, content_metadata=content))
 
     def _args(self) -> dict[str, Any]:
         plain = {k: v for k, v in CONFIG.items() if k != "gated_linear_unit"}
@@ -342,11 +346,22 @@ class Job:
     def load(self, folder: str) -> None:
         from megatron.core import dist_checkpointing
 
-        state = dist_checkpointing.load(self.state(loading=True), folder)
+        state = dist_checkpointing.load(self.state(self._content(folder), loading=True), folder)
         for n, chunk in enumerate(self.chunks):
             model = chunk.module.module if self.bf16 else chunk.module
             model.load_state_dict(state[f"model{n}" if len(self.chunks) > 1 else "model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def _content(self, folder: str) -> dict[str, Any]:
+        """Return what a checkpoint is asked for, as Megatron-LM's `load_checkpoint` finds it."""
+        from megatron.core import dist_checkpointing
+
+        if hasattr(dist_checkpointing, "load_content_metadata"):
+            found: dict[str, Any] = dist_checkpointing.load_content_metadata(folder)
+            return found
+        args = dist_checkpointing.load_common_state_dict(folder)["args"]
+        by_parameter = MODEL_SPACE if args.ckpt_fully_parallel_save else GATHERED
+        return content_of(by_parameter if self.layout else None)
 
     def digests(self) -> dict[str, str]:
         """Return digests of the rank's weights, and of the masters and moments of its optimizer."""
@@ -405,9 +420,10 @@ def rank_main(rank: int, meet: str, out: str, asked: dict[str, Any]) -> None:
     )
     found = {}
     if "save" in asked:
-        job = Job(asked, asked["layout"], seed=7)
+        job = Job(asked, next(iter(asked["save"].values())), seed=7)
         job.train(0, STEPS)
-        job.save(asked["save"])
+        for folder, layout in asked["save"].items():
+            job.save(folder, layout)
         found[""] = job.outcome()
     for name, (folder, layout) in asked.get("load", {}).items():
         job = Job(asked, layout, seed=len(found) * 100 + 107)

@@ -69,7 +69,7 @@ def join(
                 b,
                 key=part.rename(b.key),
                 item=b.item + shift if b.item >= 0 else -1,
-                tree=_renamed_tree(b.tree, part.rename),
+                tree=renamed_tree(b.tree, part.rename),
                 unread=_prefixed(b.unread, prefix),
             )
             for b in m.blobs
@@ -117,14 +117,14 @@ def _require_distinct(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _renamed_tree(tree: Any, rename: Callable[[str], str]) -> Any:
+def renamed_tree(tree: Any, rename: Callable[[str], str]) -> Any:
     """Return an object's tree with its tensor references renamed."""
     if isinstance(tree, list):
-        return [_renamed_tree(v, rename) for v in tree]
+        return [renamed_tree(v, rename) for v in tree]
     if isinstance(tree, dict):
         if tree.get("$") == "tensor":
             return {"$": "tensor", "fqn": rename(tree["fqn"])}
-        return {k: _renamed_tree(v, rename) for k, v in tree.items()}
+        return {k: renamed_tree(v, rename) for k, v in tree.items()}
     return tree
 
 

@@ -21,6 +21,7 @@ from ckptcore.core.object_tree import Named, decode
 from ckptcore.errors import CkptError, finding
 from ckptcore.formats.megatron.flat_boxes import FlatRange, recut
 from ckptcore.formats.megatron.parameter_order import Parameter, ParameterOrder, Unregistered
+from ckptcore.formats.megatron.parameter_space import restate, space_of
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 
@@ -51,12 +52,13 @@ class Bucket:
     starts: tuple[int, ...]  # first elements of its chunks, ascending
 
 
-def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
+def map_buckets(manifest: Manifest, args: Mapping[str, Any], *, before_016: bool = False) -> Manifest:
     """Return the manifest with flat optimizer buffers split into ``optimizer.state.<kind>.<parameter>``.
 
     Args:
         manifest: The manifest to change; one without such buffers is returned as it is.
         args: The training arguments stored in the checkpoint.
+        before_016: Whether Megatron-Core before 0.16 saved it.
     """
     buffers, zero = _buffers(manifest)
     if not buffers:
@@ -65,10 +67,12 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
     try:
         weights = {t.fqn: t for n, t in enumerate(manifest.tensors) if n not in flat and _is_weight(t.fqn)}
         registration = ParameterOrder(args, weights)
+        space = space_of(manifest, before_016=before_016)
+        chains = max(key[1] for key in buffers) + 1
         pieces = [
             FlatRange(
                 n,
-                f"optimizer.state.{kind}.{s.parameter.placement.fqn}",
+                space.name(kind, s.parameter.placement.fqn, int(s.parameter.expert) if chains else None),
                 s.start,
                 s.parameter.numel,
                 s.parameter.placement,
@@ -76,7 +80,7 @@ def map_buckets(manifest: Manifest, args: Mapping[str, Any]) -> Manifest:
             for bucket, s in _laid_out(manifest, registration, buffers, zero)
             for kind, n in bucket.tensors.items()
         ]
-        return recut(manifest, flat, pieces)
+        return restate(recut(manifest, flat, pieces), space)
     except (Unregistered, CkptError) as error:
         reason = getattr(error, "message", None) or str(error)
         message = f"cannot split {count(len(flat), 'flat optimizer buffer')} by parameter: {reason}"

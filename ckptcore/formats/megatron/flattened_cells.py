@@ -24,11 +24,10 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.formats.common.write_assignment import WriteItem
 from ckptcore.formats.megatron.flattened import ORIGINAL
+from ckptcore.formats.megatron.parameter_space import MODEL_SPACE, sharding_types
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
 
-MODEL_SPACE = "fully_sharded_model_space"
-SHARDING_TYPE = "param_state_sharding_type"  # of the common state's ``optimizer``
 _STATE = re.compile(r"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.[^.]+\.(?P<key>.+)")
 _GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)\d*$")
 _STACKED = (re.compile(r"(?:^|\.)layers\.(?!\d)"), re.compile(r"\.experts\.experts\.(?!\d)"))
@@ -88,7 +87,7 @@ def flattened_tensors(
     Returns:
         Position of a tensor -> its cells. Empty unless the common state names `fully_sharded_model_space`.
     """
-    types = _sharding_types(common.get("optimizer"))
+    types = sharding_types(common.get("optimizer"))
     if MODEL_SPACE not in types.values():
         return {}
     shapes = {t.fqn: t.shape for t in tensors}
@@ -116,15 +115,6 @@ def flattened_tensors(
 def mcore_data(tensors: Sequence[TensorSpec], cells: Mapping[int, Cells]) -> dict[str, Any]:
     """Return the entry ``mcore_data`` of `.metadata`: key -> original shape of a flattened tensor."""
     return {tensors[i].fqn: {ORIGINAL: c.shape} for i, c in cells.items()}
-
-
-def _sharding_types(optimizer: Any) -> dict[int | None, str]:
-    """Return the sharding type of each optimizer by its number in a chain; None: the only one."""
-    if not isinstance(optimizer, Mapping):
-        return {}
-    chain = {k: v for k, v in optimizer.items() if isinstance(k, int) and isinstance(v, Mapping)}
-    found = {k: v.get(SHARDING_TYPE) for k, v in [(None, optimizer), *chain.items()]}
-    return {k: v for k, v in found.items() if isinstance(v, str)}
 
 
 def cell_grid(

@@ -7,7 +7,7 @@ the non-tensor values (megatron/core/dist_checkpointing/serialization.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +89,8 @@ def read(source: Source) -> Manifest:
         findings.append(finding("missing-file", "files", message, file=COMMON_FILE))
     manifest = spread_common(join(NAME, source.store.url, parts, _folder_origin(folder, config, kept)))
     manifest = replace(manifest, findings=(*manifest.findings, *findings, *grids(manifest.blobs)))
-    return map_buckets(manifest, stored_args(manifest))
+    # 0.16 and later do not write this entry.
+    return map_buckets(manifest, stored_args(manifest), before_016=isinstance(extra, Mapping))
 
 
 def _second(config: MegatronConfig | None) -> Finding:

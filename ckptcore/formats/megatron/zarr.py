@@ -74,7 +74,7 @@ def read(source: Source) -> Manifest:
     origin = {} if config is None else {"backend": config.backend, "backend_version": config.version}
     found = builder.build(NAME, source.store.url, origin)
     found = replace(found, findings=(*found.findings, *grids(found.blobs)))
-    return map_buckets(found, stored_args(found))
+    return map_buckets(found, stored_args(found), before_016=True)
 
 
 def _arrays(source: Source) -> list[str]:

@@ -16,7 +16,7 @@ from samples import SAMPLES
 import ckptcore
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import Named
+from ckptcore.core.object_tree import Named, encode
 from ckptcore.formats import open_source
 from ckptcore.formats.dcp.reader import read_folder
 from ckptcore.formats.megatron.flat_buffers import map_buckets, stored_args
@@ -61,6 +61,26 @@ def test_every_parameter_has_its_state(buckets: Any) -> None:
     assert not [t for t in manifest.tensors if "gbuf_idx" in t.fqn]
     report = ckptcore.check(manifest, level="bytes")
     assert {f.code for f in report.findings} == {"alignment-gap"}
+
+
+def test_a_reshard_is_what_a_job_by_parameter_loads(buckets: Any, tmp_path: Path) -> None:
+    """Parameter groups are in the common state, as `fully_reshardable` has them."""
+    source = ckptcore.open(str(buckets.root / "ckpt"))
+    ckptcore.convert(source.root, str(tmp_path / "out"), verb="reshard", to="torch_dist", mesh="tp=4")
+    common = torch.load(tmp_path / "out" / "common.pt", weights_only=False)
+    assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
+    (first,) = (
+        k for k in read_folder(open_source(source.root)).blobs if ".dp_group_idx_0.optimizer/" in k.key
+    )
+    assert isinstance(first.tree, list)  # in the list that torch_dist has around every object
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert encode(groups) == first.tree[0]["param_groups"]
+    written = ckptcore.open(str(tmp_path / "out"))
+    assert {t.fqn for t in written.tensors} == {
+        t.fqn for t in source.tensors if not t.fqn.startswith("rng_state")
+    }
+    for manifest in (source, written):
+        assert not [b.key for b in manifest.blobs if "dp_group_idx" in b.key]
 
 
 def test_gaps_are_counted(flat: Manifest, args: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Megatron-Core's own GPTModel and distributed optimizer resume from a reshard as from their own checkpoint.
 
 Each release trains, saves with its own `dist_checkpointing`, and resumes on other ranks twice: from what it
-saved, and from what ckptcore wrote for these ranks (megatron_train_job.py).
+saved, and from what ckptcore wrote for these ranks (megatron_train_job.py). A layout that other ranks cannot
+load is saved beside one that they can.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ def test_a_release_trains_on(
 ) -> None:
     """Weights, masters and moments are those of its own resume, and so are the losses, bit for bit."""
     case, folder = CASES[name], release_folder(release, tmp_path_factory)
-    native = tmp_path / "native"
-    layout = case.layout_in(release)
-    first = {"model": case.name, "mesh": case.saved.form(), "layout": layout, "save": str(native)}
-    ((saved, *_),) = run(tmp_path, folder, [first])
+    layout, loaded = case.layout_in(release), case.native_in(release)
+    native = str(tmp_path / "native")
+    stored = native if layout == loaded else str(tmp_path / "stored")
+    save = {native: loaded, stored: layout}
+    ((saved, *_),) = run(tmp_path, folder, [{"model": case.name, "mesh": case.saved.form(), "save": save}])
     asked = []
     for n, ranks in enumerate(case.on):
-        out = tmp_path / f"written{n}"
-        ckptcore.convert(
-            str(native), str(out), verb="reshard", to="torch_dist", mesh=ranks.written, catalog=False
-        )
-        load = {"native": [str(native), layout], "written": [str(out), layout]}
+        out = str(tmp_path / f"written{n}")
+        ckptcore.convert(stored, out, verb="reshard", to="torch_dist", mesh=ranks.written, catalog=False)
+        load = {"native": [native, loaded], "written": [out, loaded]}
         asked.append({"model": case.name, "mesh": ranks.form(), "load": load})
     uninterrupted = [float.fromhex(x) for x in saved[""]["losses"]]
     for ranks, found in zip(case.on, run(tmp_path, folder, asked), strict=True):
