@@ -8,6 +8,7 @@ Loading a frame executes nothing, and the file's size bounds every length.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,18 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
+class Spelled:
+    """A list of texts in a head, whose JSON is made once for all frames that have it."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self.json = _spelled(texts)
+
+
+@lru_cache(maxsize=16)  # the files of the ranks of a mesh have the same names
+def _spelled(texts: tuple[str, ...]) -> bytes:
+    return canonical_json(list(texts))
+
+
 def dump(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
     """Return one frame; equal inputs give equal bytes."""
     return _MAGIC + zstandard.ZstdCompressor(level=3).compress(b"".join(_encoded(head, arrays)))
@@ -45,9 +58,23 @@ def digest(head: dict[str, Any], arrays: dict[str, Array]) -> bytes:
 
 def _encoded(head: dict[str, Any], arrays: dict[str, Array]) -> list[Any]:
     table = [{"name": k, "kind": _kind(a), "shape": list(a.shape)} for k, a in sorted(arrays.items())]
-    body = canonical_json({"head": head, "arrays": table})
+    body = b'{"arrays":' + canonical_json(table) + b',"head":' + _json(head) + b"}"
     columns = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for _, a in sorted(arrays.items())]
     return [len(body).to_bytes(8, "little"), body, *columns]
+
+
+def _json(value: Any) -> bytes:
+    """Return the canonical JSON of a value, where `Spelled` may be in objects of objects."""
+    if isinstance(value, Spelled):
+        return value.json
+    if not _has_spelled(value):
+        return canonical_json(value)
+    rows = [canonical_json(key) + b":" + _json(one) for key, one in sorted(value.items())]
+    return b"{" + b",".join(rows) + b"}"
+
+
+def _has_spelled(value: Any) -> bool:
+    return type(value) is dict and any(isinstance(v, Spelled) or _has_spelled(v) for v in value.values())
 
 
 def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict[str, Array]]:

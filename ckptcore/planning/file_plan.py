@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ckptcore.core import columnar_file as frame
 from ckptcore.core.box import Box
-from ckptcore.core.columnar_file import Array
+from ckptcore.core.columnar_file import Array, Spelled
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import (
     Chunks,
@@ -306,7 +306,7 @@ class Tensors:
             "shape": self.shape,
             "full": self.full,
         }
-        return {"names": list(self.names), "dtypes": list(self.dtypes)}, _with_prefix(_TENSORS, arrays)
+        return {"names": Spelled(self.names), "dtypes": list(self.dtypes)}, _with_prefix(_TENSORS, arrays)
 
     @classmethod
     def load(cls, head: Mapping[str, Any], arrays: Mapping[str, Array]) -> Tensors:

@@ -176,7 +176,12 @@ class Taken:
 _QUICK = 1 << 16  # texts found by hash; sorting more would cost more than it saves
 _WORD = 8
 _FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * k + 1)) & (1 << 64) - 1 for k in range(33)], np.uint64)
-_TAILS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
+_LONGEST = 32  # words of a text
+# The bytes of a text's words that belong to it, by its length: uint64 [256, words].
+_TAILS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)[
+    np.clip(np.arange(256)[:, None] - _WORD * np.arange(_LONGEST), 0, _WORD)
+]
+_ALL = np.uint64(int.from_bytes(b"\x01" * _WORD, "little"))  # eight times True
 
 
 class Texts:
@@ -197,12 +202,11 @@ class Texts:
             at = self._ids[raw] = len(self.values) - 1
         return at
 
-    def find(self, data: bytes, qwords: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> Ints:
+    def find(self, data: bytes, begin: Ints, length: Ints) -> Ints:
         """Return the numbers of the texts ``data[begin:begin + length]``.
 
         Args:
-            data: Opcodes.
-            qwords: uint64, the eight bytes at each position of the data, little-endian.
+            data: Opcodes, and at least 256 bytes behind the last text.
             begin: int64 [n].
             length: int64 [n], up to 255.
 
@@ -214,8 +218,8 @@ class Texts:
         """
         if not len(begin):
             return np.zeros(0, np.int64)
-        spelled = _padded_texts(qwords, begin, length)
-        hashes = (spelled * _FACTORS[: spelled.shape[1]]).sum(axis=1, dtype=np.uint64)
+        spelled = _padded_texts(data, begin, length)
+        hashes = spelled @ _FACTORS[: spelled.shape[1]]
         hashes += length.astype(np.uint64) * _FACTORS[32]
         found = self._look(spelled, hashes, length)
         rows = np.flatnonzero(found < 0)
@@ -235,12 +239,11 @@ class Texts:
             return np.full(len(hashes), -1, np.int64)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         found = self._hashed[at]
-        width = spelled.shape[1]
-        known = np.zeros((len(found), width), np.uint64)
-        known[:, : self._qwords.shape[1]] = self._qwords[at][:, :width]
-        # Lengths are equal, so the comparison covers all words of a known text.
-        same = (self._lengths[at] == length) & (known == spelled).all(axis=1)
-        return np.where(same, found, -1)
+        # Lengths are equal, so the words that both have cover the text. Their number is a multiple of eight.
+        width = min(spelled.shape[1], self._qwords.shape[1])
+        equal = self._qwords.take(at, axis=0)[:, :width] == spelled[:, :width]
+        same = (equal.view(np.uint64) == _ALL).all(axis=1)
+        return np.where(same & (self._lengths[at] == length), found, -1)
 
     def _learn(
         self,
@@ -260,14 +263,13 @@ class Texts:
         self._qwords = np.concatenate(_padded(self._qwords, spelled[rows]))[order]
 
 
-def _padded_texts(qwords: npt.NDArray[np.uint64], begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
-    """Return the bytes of each text, padded with zeros, uint64 [n, w]."""
-    count = max(-(-int(length.max()) // _WORD), 1)
-    out = np.empty((len(begin), count), np.uint64)
-    for k in range(count):
-        left = np.clip(length - _WORD * k, 0, _WORD)
-        # A word behind a text's end is masked away; it need not be inside the data.
-        out[:, k] = qwords[np.where(left > 0, begin + _WORD * k, 0)] & _TAILS[left]
+def _padded_texts(data: bytes, begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:
+    """Return the bytes of each text, padded with zeros, uint64 [n, w]; w is a multiple of eight."""
+    width = _WORD * max(-(-int(length.max()) // (_WORD * _WORD)), 1)
+    size = _WORD * width
+    rows = np.ndarray((len(data) - size + 1,), f"V{size}", buffer=data, strides=(1,))
+    out: npt.NDArray[np.uint64] = rows[begin].view(np.uint64).reshape(len(begin), width)
+    out &= np.ascontiguousarray(_TAILS[:, :width]).take(length, axis=0)
     return out
 
 

@@ -297,7 +297,7 @@ class _Rows:
         """Return a column of texts that ends before the first unknown memo number, and its length."""
         ids = np.zeros(len(at), np.int64)
         here = np.flatnonzero(spelled)
-        ids[here] = self._texts.find(self._window.data, self._qwords, at[here], value[here])
+        ids[here] = self._texts.find(self._window.data, at[here], value[here])
         number = self.starts[: len(at)] + before
         there = np.flatnonzero(~spelled)
         rows = len(at)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -76,63 +77,66 @@ def by_rank(tensors: Sequence[TensorSpec], order: Iterable[int], topology: Topol
         places = list(order)
         return [Share(places, [_piece(tensors[i], Box.full(tensors[i].shape)) for i in places])]
     size = topology.mesh.size
-    mine = [Share() for _ in range(size)]
     load = np.zeros(size, np.int64)
     known: dict[tuple[str, tuple[int, ...], TensorLayout], _Pieces] = {}
-    even: list[
-        tuple[int, list[WriteItem]]
-    ] = []  # tensors of which each rank has one piece, not yet shared out
+    writes: list[tuple[int, _Pieces, Ints]] = []  # a tensor, its pieces, and the rank that writes each
     for i in order:
         spec = tensors[i]
         key = spec.dtype, spec.shape, topology.layout(spec.fqn)
-        if key not in known:
-            known[key] = _Pieces.of([(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)])
-        pieces = known[key]
-        if pieces.is_even(size):
-            even.append((i, pieces.items))
-            load += pieces.nbytes
+        pieces = known.get(key)
+        if pieces is None:
+            found = [(_piece(spec, box), ranks) for box, ranks in _holders(topology, spec)]
+            pieces = known[key] = _Pieces.of(found)
+        if pieces.alone is not None:  # no rank is twice among them: their order does not matter
+            load[pieces.alone] += pieces.nbytes
+            writes.append((i, pieces, pieces.alone))
             continue
-        _share_out(even, mine)
-        for piece, nbytes, ranks in zip(pieces.items, pieces.nbytes.tolist(), pieces.ranks, strict=True):
+        writers = np.empty(len(pieces.items), np.int64)
+        for n, (nbytes, ranks) in enumerate(zip(pieces.nbytes.tolist(), pieces.ranks, strict=True)):
             rank = int(ranks[0] if len(ranks) == 1 else ranks[load[ranks].argmin()])
             load[rank] += nbytes
-            share = mine[rank]
-            share.tensors.append(i)
-            share.pieces.append(piece)
-    _share_out(even, mine)
-    return mine
+            writers[n] = rank
+        writes.append((i, pieces, writers))
+    return _shares(writes, size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
     """The distinct boxes of tensors of one shape and layout, by the first rank that has each.
 
-    items: one for each box. nbytes: int64 [n], what each counts. ranks: int64 arrays, the ranks that have it.
+    Attributes:
+        items: One for each box.
+        nbytes: What each counts, int64 [n].
+        ranks: The ranks that have each, int64 arrays.
+        alone: The only rank that has each, int64 [n], each rank once; None where ranks are to be chosen.
     """
 
     items: list[WriteItem]
     nbytes: Ints
     ranks: list[Ints]
+    alone: Ints | None
 
     @classmethod
     def of(cls, found: Sequence[tuple[WriteItem, list[int]]]) -> _Pieces:
         items = [piece for piece, _ in found]
         nbytes = np.array([piece.nbytes or 1 for piece in items], np.int64)
-        return cls(items, nbytes, [np.array(ranks, np.int64) for _, ranks in found])
+        alone = None
+        if all(len(ranks) == 1 for _, ranks in found) and len({ranks[0] for _, ranks in found}) == len(found):
+            alone = np.array([ranks[0] for _, ranks in found], np.int64)
+        return cls(items, nbytes, [np.array(ranks, np.int64) for _, ranks in found], alone)
 
-    def is_even(self, size: int) -> bool:
-        """Return whether each of the mesh's ranks has exactly one box, which no other rank has."""
-        return len(self.items) == size and all(len(ranks) == 1 for ranks in self.ranks)
 
-
-def _share_out(even: list[tuple[int, list[WriteItem]]], mine: Sequence[Share]) -> None:
-    """Give each rank its piece of every tensor, and empty the list."""
-    if even:
-        tensors = [i for i, _ in even]
-        for share, pieces in zip(mine, zip(*(items for _, items in even), strict=True), strict=True):
-            share.tensors.extend(tensors)
-            share.pieces.extend(pieces)
-        even.clear()
+def _shares(writes: Sequence[tuple[int, _Pieces, Ints]], size: int) -> list[Share]:
+    """Return what each rank writes, in the order of the tensors."""
+    counts = [len(writers) for _, _, writers in writes]
+    ranks = np.concatenate([np.zeros(0, np.int64), *(writers for _, _, writers in writes)])
+    order = np.argsort(ranks, kind="stable")
+    stops = np.cumsum(np.bincount(ranks, minlength=size))[:-1]
+    tensors = np.repeat(np.array([i for i, _, _ in writes], np.int64), counts)[order]
+    items = np.empty(len(ranks), np.object_)
+    items[:] = list(chain.from_iterable(pieces.items for _, pieces, _ in writes))
+    mine = zip(np.split(tensors, stops), np.split(items[order], stops), strict=True)
+    return [Share(own.tolist(), pieces.tolist()) for own, pieces in mine]
 
 
 def _piece(spec: TensorSpec, box: Box) -> WriteItem:

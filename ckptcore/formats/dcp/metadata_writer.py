@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptcore.utils.dataclass import dataclass
 
 META = "torch.distributed.checkpoint.metadata"
@@ -28,6 +31,7 @@ _PLACE = (
     "length",
 )
 _START = b"\x80\x04\x95" + bytes(8)  # protocol, and the length of the frame
+_LARGE = 1 << 12  # bytes of a part that is kept as it is
 _BEGIN = b")\x81\x94}\x94("  # an instance, followed by its fields
 
 
@@ -52,8 +56,7 @@ class StoredTensor:
         shape: Global shape.
         chunks: Offset and sizes of each chunk.
         paths: File of each chunk.
-        starts: First byte of each chunk in its file.
-        lengths: Bytes of each chunk.
+        places: First byte of each chunk in its file, and its bytes, int64 [n, 2].
     """
 
     fqn: str
@@ -61,12 +64,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[Stored, ...]
     paths: tuple[str, ...]
-    starts: Sequence[int]
-    lengths: Sequence[int]
+    places: npt.NDArray[np.int64]
 
     def place(self, n: int) -> ItemPlace:
         """Return the place of a chunk."""
-        return ItemPlace(self.paths[n], self.starts[n], self.lengths[n])
+        return ItemPlace(self.paths[n], *self.places[n].tolist())
 
 
 def metadata_pickle(
@@ -221,13 +223,13 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
         p.places[key] = tensor.chunks, tensor.paths, heads, memoized
     _, _, heads, memoized = p.places[key]
     begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
-    ends: dict[tuple[int, int], bytes] = {}  # tensors begin at the same byte in the files of most ranks
-    out = [begin] * (3 * len(heads))
-    out[1::3] = heads
-    out[2::3] = [
-        ends.get(place) or ends.setdefault(place, _place_end(p, *place))
-        for place in zip(tensor.starts[first:], tensor.lengths[first:], strict=True)
-    ]
+    # Tensors begin at the same byte in the files of most ranks, one after the other.
+    places = tensor.places[first:]
+    begins = [0, *(np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1).tolist()]
+    out: list[bytes] = []
+    for at, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):
+        end = _place_end(p, *place)
+        out += (begin, (end + begin).join(heads[at:stop]), end)
     p.add(b"".join(out), memoized)
 
 
@@ -244,7 +246,7 @@ def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
             p.add(begin + head, memoized)
             p.text(path)
             p.paths[path] = p.known(path)
-        p.add(_place_end(p, tensor.starts[n], tensor.lengths[n]), 0)
+        p.add(_place_end(p, *tensor.places[n].tolist()), 0)
 
 
 def _place_head(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
@@ -289,6 +291,7 @@ class _Pickle:
 
     def __init__(self) -> None:
         self._out = bytearray(_START)
+        self._done: list[bytes | bytearray] = []  # what precedes, in large parts that are copied once
         self._memo: dict[Any, int] = {}
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
@@ -300,8 +303,10 @@ class _Pickle:
     def finish(self) -> bytes:
         """Return the complete pickle, in one frame."""
         self._out += b"."
-        self._out[len(_START) - 8 : len(_START)] = (len(self._out) - len(_START)).to_bytes(8, "little")
-        return bytes(self._out)
+        parts, self._done = [*self._done, self._out], []
+        length = sum(map(len, parts)) - len(_START)
+        parts[0] = parts[0][: len(_START) - 8] + length.to_bytes(8, "little") + parts[0][len(_START) :]
+        return b"".join(parts)
 
     def none(self) -> None:
         self._out += b"N"
@@ -321,7 +326,11 @@ class _Pickle:
 
     def add(self, data: bytes, memoized: int) -> None:
         """Add finished opcodes, which memoize this many values."""
-        self._out += data
+        if len(data) < _LARGE:
+            self._out += data
+        else:
+            self._done += (self._out, data)
+            self._out = bytearray()
         self._count += memoized
 
     def knows(self, keys: Sequence[str | tuple[str, str]]) -> bool:

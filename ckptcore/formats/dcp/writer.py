@@ -126,24 +126,24 @@ class Files:
             if id(items) not in tables:
                 tables[id(items)] = np.array(items, np.int64).reshape(-1, 2)
         pieces = list(chain.from_iterable(pieces for _, _, pieces, _ in self._written))
+        piece = np.fromiter(map(id, pieces), np.int64, len(pieces))
         place = np.concatenate([np.zeros((0, 2), np.int64), *(tables[id(w[3])] for w in self._written)])
         tensor = np.array(list(chain.from_iterable(w[1] for w in self._written)), np.int64)
         file = np.repeat(np.arange(len(names)), [len(w[1]) for w in self._written])
         by_tensor = np.argsort(tensor, kind="stable")
         first = np.searchsorted(tensor[by_tensor], np.array(order, np.int64))
         stop = np.searchsorted(tensor[by_tensor], np.array(order, np.int64), side="right")
-        alike: dict[tuple[int, ...], tuple[tuple[Stored, ...], tuple[str, ...]]] = {}
+        alike: dict[tuple[bytes, bytes], tuple[tuple[Stored, ...], tuple[str, ...]]] = {}
         found = []
         for i, a, b in zip(order, first.tolist(), stop.tolist(), strict=True):
             rows = by_tensor[a:b]
-            own = [pieces[n] for n in rows.tolist()]
-            files = file[rows].tolist()
-            key = (*map(id, own), *files)
+            key = piece[rows].tobytes(), file[rows].tobytes()
             if key not in alike:
-                boxes = tuple([piece.stored or (piece.box.offset, piece.box.shape) for piece in own])
-                alike[key] = boxes, tuple([names[n] for n in files])
-            spec, (starts, lengths) = self._request.tensors[i], place[rows].T.tolist()
-            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], starts, lengths))
+                own = [pieces[n] for n in rows.tolist()]
+                boxes = tuple([one.stored or (one.box.offset, one.box.shape) for one in own])
+                alike[key] = boxes, tuple([names[n] for n in file[rows].tolist()])
+            spec = self._request.tensors[i]
+            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place[rows]))
         return found
 
     def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:
