@@ -46,7 +46,7 @@ def test_a_step_stays_a_step(tmp_path: Path, request: pytest.FixtureRequest) -> 
 
 
 def test_metadata_alone_is_read_as_dcp(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """A folder without any shard has nothing that only OLMo-core writes: names and shapes are those of DCP."""
+    """Without a shard only a class name shows the writer: names and shapes are read as those of DCP."""
     bare, alone = copied(request, STEP, tmp_path) / "model_and_optim", tmp_path / "alone"
     alone.mkdir()
     (bare / ".metadata").rename(alone / ".metadata")
