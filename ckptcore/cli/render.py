@@ -428,8 +428,8 @@ def progress() -> Iterator[Progress]:
 
         def render(self, task: Task) -> Text:
             rate = task.finished_speed or task.speed
-            shown = "?" if rate is None else f"{show_size(rate)}/s"
-            return terminal.text((shown, "progress.data.speed"))
+            rendered = "?" if rate is None else f"{show_size(rate)}/s"
+            return terminal.text((rendered, "progress.data.speed"))
 
     with Progress(
         TextColumn("{task.description:9}"),

@@ -87,6 +87,8 @@ def lineage(found: Lineage, link: Callable[[CheckpointRow], str]) -> Markup:
         row = filled[column] = filled.get(column, -1) + 1
         places[name] = (column * (_NODE[0] + _GAP[0] * 2) + 2, row * (_NODE[1] + _GAP[1]) + 2)
     parts = [_edge(places[a], places[b], verb) for (a, b), verb in edges.items()]
+    # After all edges: none of them crosses a label out.
+    parts += [_verb(places[b], verb) for (_, b), verb in edges.items()]
     parts += [_node(nodes[name], places[name], name == found.checkpoint.id, link) for name in nodes]
     width = max(x for x, _ in places.values()) + _NODE[0] + 4
     height = max(y for _, y in places.values()) + _NODE[1] + 4
@@ -137,10 +139,13 @@ def _edge(start: tuple[int, int], end: tuple[int, int], verb: str) -> Markup:
     x1, y1 = start[0] + _NODE[0], start[1] + _NODE[1] / 2
     x2, y2 = end[0], end[1] + _NODE[1] / 2
     middle = (x1 + x2) / 2
+    return _LINE.format(x1, y1, middle, y1, middle, y2, x2, y2, plain(verb))
+
+
+def _verb(end: tuple[int, int], verb: str) -> Markup:
+    """Return the label of an edge, at its end: there the edges of one source are apart."""
     text = Markup('<text class="verb" x="{:.0f}" y="{:.0f}">{}</text>')
-    return _LINE.format(x1, y1, middle, y1, middle, y2, x2, y2, plain(verb)) + text.format(
-        middle, (y1 + y2) / 2 - 5, plain(verb)[:20]
-    )
+    return text.format(end[0] - 8, end[1] + _NODE[1] / 2 - 5, plain(verb)[:20])
 
 
 def _node(

@@ -38,7 +38,7 @@ def test_make_up_prints_a_command_that_a_shell_finds(tmp_path: Path, monkeypatch
     assert program(tmp_path) == "ckptcore"
 
 
-def test_make_up_prints_the_announcement_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_make_up_prints_the_full_announcement(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What the terminal prints has no secrets; the name of a variable is none."""
     terminal.block(next_steps(LocalState(tmp_path, Choices(), {})), indent="")
     assert '-H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H' in capfd.readouterr().out

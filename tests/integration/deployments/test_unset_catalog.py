@@ -89,7 +89,7 @@ STARTS = [start_worker, start_receiver, check_receiver]
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_an_unset_catalog_is_said(
+def test_an_unset_catalog_is_stated(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     start(tmp_path, monkeypatch)

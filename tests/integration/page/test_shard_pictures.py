@@ -136,6 +136,11 @@ def test_a_lineage_of_ten_is_a_graph_without_overlap() -> None:
     places = re.findall(r'<rect class="node[^"]*" x="(\d+)" y="(\d+)"', drawn)
     assert len(places) == len(set(places)) == 11
     assert drawn.count('class="edge"') == 10
+    # No edge is drawn over a label, and each label is before the node that its conversion made.
+    assert drawn.rindex('class="edge"') < drawn.index('class="verb"') < drawn.index('class="node')
+    labels = re.findall(r'<text class="verb" x="(\d+)" y="(\d+)"', drawn)
+    assert len(set(labels)) == 10
+    assert {(str(int(x) - 8), str(int(y) + 20)) for x, y in places} > set(labels)
     assert "<0>" not in drawn
 
 
