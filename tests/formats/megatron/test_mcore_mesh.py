@@ -36,6 +36,9 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 # TP that does not divide the rows of the vocabulary (Megatron-LM pads them, its loader trims them) or others:
 # loaders do not depend on how a checkpoint is split.
 UNEVEN = [(3, 1), (5, 2)]
+# On tp=3 the vocabulary of PLAIN has other padding. 0.11.0 leaves the comparison to torch, which refuses it;
+# later releases take the comparison out (`_temporarily_bypass_shape_validation`).
+OTHER_PADDING = ("0.11.0", 3)
 
 
 def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> TensorLayout:
@@ -167,7 +170,8 @@ def test_megatron_loads_it(
 ) -> None:
     """Weights in every release; flattened optimizer state in those whose own jobs ask for it."""
     folders: dict[str, list[str]] = {}
-    for name in (PLAIN, ADAM):
+    padded = () if (release.name, mesh[0]) == OTHER_PADDING else (PLAIN,)
+    for name in (*padded, ADAM):
         for tp, pp in ((4, 1), (2, 2), (1, 3), *UNEVEN):
             out = tmp_path / f"{name}_tp{tp}pp{pp}"
             reshard(saved_in(found[name]), out, tp, pp)
