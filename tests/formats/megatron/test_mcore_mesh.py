@@ -36,6 +36,9 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 # TP that does not divide the rows of the vocabulary (Megatron-LM pads them, its loader trims them) or others:
 # loaders do not depend on how a checkpoint is split.
 UNEVEN = [(3, 1), (5, 2)]
+# On tp=3 the vocabulary has other padding. 0.11.0 leaves the comparison to torch, which refuses what
+# Megatron-Core itself saved; later releases take it out (`_temporarily_bypass_shape_validation`).
+OTHER_PADDING = ("0.11.0", 3)
 
 
 def layout(fqn: str, shape: tuple[int, ...], mesh: Mesh) -> TensorLayout:
@@ -167,7 +170,11 @@ def test_megatron_loads_it(
 ) -> None:
     """Weights in every release; flattened optimizer state in those whose own jobs ask for it."""
     folders: dict[str, list[str]] = {}
-    for name in (PLAIN, ADAM):
+    refused = (release.name, mesh[0]) == OTHER_PADDING
+    if refused:
+        truths = sorted(found[ADAM].root.glob("expected*.safetensors"))
+        folders[str(saved_in(found[ADAM]))] = [str(p) for p in truths]
+    for name in () if refused else (PLAIN, ADAM):
         for tp, pp in ((4, 1), (2, 2), (1, 3), *UNEVEN):
             out = tmp_path / f"{name}_tp{tp}pp{pp}"
             reshard(saved_in(found[name]), out, tp, pp)
@@ -180,6 +187,9 @@ def test_megatron_loads_it(
         for r in range(prod(mesh))
     ]
     errors = [one.communicate(timeout=800)[1] for one in job]
+    if refused:
+        assert any("Size mismatch between saved torch.Size([112, 32])" in error for error in errors), errors
+        return
     assert all(one.returncode == 0 for one in job), "\n".join(errors)[-3000:]
     got = json.loads(answer.read_text())
     assert got.keys() == folders.keys()
