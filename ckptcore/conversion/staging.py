@@ -332,16 +332,17 @@ class Staging:
 
     def _remove_objects(self, places: ObjectPlaces) -> None:
         """Remove what a conversion writes below the staging prefix; what others put there is kept."""
-        last = (
-            PUBLISHING,
-            LEASE,
-        )  # while the first exists, the next run resumes; and the second, no other works
+        # While the first is there, the next run resumes; while the second is, no other run works here.
+        last = (PUBLISHING, LEASE)
         for again in (False, True):  # a list may lack names
             there = places.staged_names()
             kept = [name for name in there if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in there):
                 places.journal.abort_all()
-            places.remove_staged(name for name in there if name not in (*last, *kept))
+            # The journal removes its own entries: one that its list lacked has an upload that is still open.
+            places.remove_staged(
+                name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
+            )
             if PUBLISHING in there or not again:
                 self.root.remove(PUBLISHING)
         if self.lease is not None:

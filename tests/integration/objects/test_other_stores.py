@@ -1,7 +1,8 @@
 """Test sources and destinations on a web server, Google Cloud Storage and Azure, where emulators run.
 
 The web server is in this process. The others need their extra and an emulator, which tests do not install:
-``pip install gcsfs adlfs gcp-storage-emulator`` and ``npm install azurite`` (its program in PATH).
+``pip install gcsfs adlfs gcp-storage-emulator "setuptools<80"`` and ``npm install azurite`` (its program in
+PATH).
 """
 
 from __future__ import annotations

@@ -116,6 +116,19 @@ def test_an_upload_whose_id_was_lost_is_aborted(server: fault_s3.FaultyS3, sourc
     assert sorted(server.uploads) == ["old", "other sums", "parts"]
 
 
+def test_an_entry_that_a_list_lacks_is_not_removed_before_its_upload(
+    server: fault_s3.FaultyS3, source: str
+) -> None:
+    ckptcore.execute(ckptcore.prepare(source, "s3://bucket/runs/a", verb="export"))
+    assert len(server.uploads) == 1
+    # The journal's own list; the list of the bucket, which comes before it, has the entry.
+    server.fault("ListObjectsV2", query="uploads", action="missing", skip=1, times=1)
+    for _ in range(2):
+        collect("s3://bucket/runs", older_than_s=0)
+    assert server.uploads == {}
+    assert not server.below("bucket/runs/")
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_upload_whose_id_was_not_recorded_is_aborted(
     server: fault_s3.FaultyS3, source: str, ending: str, monkeypatch: pytest.MonkeyPatch
