@@ -116,8 +116,9 @@ def test_tensorstore_opens_it(found: dict[str, Sample], tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
 def test_megatron_loads_it(to: str, ranks: int, found: dict[str, Sample], tmp_path: Path) -> None:
     minor = int(version("megatron-core").split(".")[1])
-    if to == "zarr" and minor > 15:
-        pytest.skip("megatron-core 0.16 and later have no zarr backend")
+    if to == "zarr" and minor > 13:
+        # 0.14 and 0.15 refuse the sample itself: their `torch.load` takes no `io.BytesIO` in an object.
+        pytest.skip("zarr: none from megatron-core 0.16 on, and 0.14 and 0.15 refuse their own objects")
     name = DIST if to == "torch_dist" else ZARR
     out, answer = tmp_path / "out", tmp_path / "answer.json"
     ckptcore.convert(str(found[name].root / "ckpt"), str(out), to=to)
