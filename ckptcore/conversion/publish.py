@@ -383,12 +383,12 @@ def _require_written(
     """
     staging.require_planned(planned_paths(plan))
     sent = [r.uploaded for r in receipts if r.uploaded is not None]
-    held = iter(uploads.client.each(uploads.holds, sent) if uploads is not None else ())
+    kept = iter(uploads.client.each(uploads.holds, sent) if uploads is not None else ())
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:
-            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes):
+            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or uploads is None:
                 raise OutputMismatch(f"{planned.path} was not uploaded as planned")
-            if not next(held):
+            if not next(kept):
                 raise OutputMismatch(
                     f"the upload of {planned.path} was ended by another process or a lifecycle rule",
                     hint="run the command again: the file is uploaded again",

@@ -334,7 +334,7 @@ class Staging:
         """Remove what a conversion writes below the staging prefix; what others put there is kept."""
         # While the first is there, the next run resumes; while the second is, no other run works here.
         last = (PUBLISHING, LEASE)
-        for again in (False, True):  # a list may lack names
+        for first in (True, False):  # a list may lack names
             there = places.staged_names()
             kept = [name for name in there if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in there):
@@ -343,7 +343,7 @@ class Staging:
             places.remove_staged(
                 name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
             )
-            if PUBLISHING in there or not again:
+            if PUBLISHING in there or first:
                 self.root.remove(PUBLISHING)
         if self.lease is not None:
             self.lease.release()
