@@ -23,10 +23,10 @@ from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
 from ckptcore.conversion.destination_claim import claim_of
 from ckptcore.conversion.local_publication import conclude
-from ckptcore.conversion.publication_record import DONE, Replaced, note_replaced, noted
+from ckptcore.conversion.publication_record import DONE, Replaced, noted, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
-from ckptcore.conversion.staged_plan import REQUEST, plan_run, renew, restore, save, saved_digest
+from ckptcore.conversion.staged_plan import REQUEST, look_ahead, plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
@@ -34,15 +34,15 @@ from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, Stag
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.join_parts import join_parts
 from ckptcore.execution.parts import FilePart, cut
-from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt
+from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt, read_receipts
 from ckptcore.execution.source_stamps import load as load_stamps
-from ckptcore.execution.source_stamps import require_same, take_listed
+from ckptcore.execution.source_stamps import require_planned, require_same, take_listed
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.compose import Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
-from ckptcore.store import open_source_store
+from ckptcore.store import open_source_store, put_each
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
@@ -361,12 +361,12 @@ def publishing(
     staging = Staging(request.destination, claim_of(catalog_url, request.destination))
     with staging.lock(make=True):
         with span("plan", **_ends(request)):
-            prepared = _prepare(request, settings, manifest, staging, catalog_url, topology)
+            prepared = _prepare(request, settings, manifest, staging, catalog_url, topology, just_read=True)
         report("validate", manifest.nbytes, manifest.nbytes)
         report("plan", prepared.bytes_out, prepared.bytes_out)
         began = time.perf_counter()
         with span("write", destination=request.destination, bytes=prepared.bytes_out):
-            receipts = _execute(staging, None, settings, progress)
+            receipts = _execute(staging, None, settings, progress, just_planned=True)
         wrote = time.perf_counter() - began
         with span("publish", destination=request.destination):
             result = finish_staged(staging, settings, progress)
@@ -389,9 +389,12 @@ def _prepare(
     staging: Staging,
     catalog_url: str | bool | None,
     topology: Layouts | None,
+    *,
+    just_read: bool = False,
 ) -> Prepared:
     staging.sweep_gone()
     conclude(staging)
+    look_ahead(staging)
     begun = noted(staging)
     done, publishing = published_plan(staging, begun), publishing_plan(staging, begun)
     published = done or publishing
@@ -410,7 +413,7 @@ def _prepare(
         if published is not None and published != plan.digest:
             refuse_existing(request)
         with closing(open_source_store(manifest.root)) as source:
-            ctimes, stamps, listed = take_listed(manifest, source)
+            ctimes, stamps, listed = take_listed(manifest, source, just_read=just_read)
         if not listed:
             _require_unchanged(request, manifest)
         same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
@@ -426,6 +429,7 @@ def _prepare(
             ours = None
         elif done != plan.digest:
             renew(staging, composed, stamps)
+        records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
         if ours is None or not ours.step:  # the second: an earlier version recorded no lists
             replaced = Replaced()
             if request.replaces:
@@ -435,15 +439,16 @@ def _prepare(
 
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
                 require_other_copies(request.destination, replaced.inventory, catalog_url)
-            note_replaced(staging, replaced)
-        # Every time: the plan may be equal, and --overwrite may differ.
-        staging.root.put(REQUEST, canonical_json(request.as_dict()))
+            records.insert(0, packed_replaced(replaced))
+        put_each(staging.root, records)
         if staging.places is not None:
             from ckptcore.conversion.staged_uploads import upload_budget
 
             upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
-        written = (read_receipt(staging.receipts, plan.digest, f.index) is not None for f in plan.files)
-        staging.require_room(sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if not there))
+        written = read_receipts(staging.receipts, plan.digest, [f.index for f in plan.files])
+        staging.require_room(
+            sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if there is None)
+        )
     except CkptError:
         _remove_if_unused(staging)
         raise
@@ -511,6 +516,8 @@ def _execute(
     settings: Settings,
     progress: Progress | None,
     part: FilePart | None = None,
+    *,
+    just_planned: bool = False,
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
@@ -519,7 +526,7 @@ def _execute(
     stamps = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
     with closing(open_source_store(plan.source, stamps)) as source, closing(staging.files):
-        require_same(stamps, source)
+        (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
         if run.uploads is not None:
             from ckptcore.conversion.staged_uploads import beside_uploads

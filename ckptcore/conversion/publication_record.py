@@ -123,9 +123,9 @@ def noted(staging: Staging) -> Publication | None:
         return None
 
 
-def note_replaced(staging: Staging, replaced: Replaced) -> None:
-    """Record what may be replaced."""
-    staging.root.put(REPLACES, canonical_json(replaced.as_dict()))
+def packed_replaced(replaced: Replaced) -> tuple[str, bytes]:
+    """Return the name and the bytes of the record of what may be replaced."""
+    return REPLACES, canonical_json(replaced.as_dict())
 
 
 def noted_replaced(staging: Staging) -> Replaced | None:

@@ -91,7 +91,8 @@ def publish_remote(
     with closing(_Here(staging, publication, completing)) as here:
         if publication.step not in (REMOVING, PUTTING):
             _require_as_judged(here)
-            publication = replace(publication, step=REMOVING)
+            first = REMOVING if publication.replaces.inventory else PUTTING  # there is nothing to remove
+            publication = replace(publication, step=first)
             note(staging, publication)
         old, puts = publication.replaces, publication.puts
         if publication.step == REMOVING:

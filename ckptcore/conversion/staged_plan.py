@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.errors import MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
+from ckptcore.execution.source_stamps import packed as packed_stamps
 from ckptcore.execution.source_stamps import require_same
-from ckptcore.execution.source_stamps import save as save_stamps
 from ckptcore.planning.compose import Composed
 from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
 from ckptcore.planning.request import Request, Settings
@@ -32,9 +32,8 @@ def save(
 
     ctimes: of the source; None keeps those that were recorded when the first staged file was begun.
     """
-    save_stamps(staging.plan, stamps, ctimes)
     _put_extra(staging, composed)
-    save_plan(staging.plan, composed.plan, composed.files)
+    save_plan(staging.plan, composed.plan, composed.files, packed_stamps(stamps, ctimes))
 
 
 def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
@@ -78,8 +77,7 @@ def restore(
     A run was killed while it removed them. same: the staged plan is complete.
     """
     if not same:
-        save_stamps(staging.plan, stamps)
-        save_plan(staging.plan, composed.plan, composed.files)
+        save_plan(staging.plan, composed.plan, composed.files, packed_stamps(stamps))
     for receipt in done.receipts:
         if read_receipt(staging.receipts, done.plan, receipt.index) is None:
             write_receipt(staging.receipts, done.plan, receipt)
@@ -127,9 +125,16 @@ def _ignore(paths: Sequence[str]) -> None:
     """Do nothing."""
 
 
+def look_ahead(staging: Staging) -> None:
+    """Ask an object store at once for the records that `ckptcore.conversion.pipeline.prepare` looks at."""
+    if staging.places is not None and staging.lease is not None:  # else what is read here is not kept
+        looks = [(staging.root, PUBLISHING), (staging.plan, "head.json")]
+        staging.places.client.each(lambda look: fetch(*look), looks)
+
+
 def saved_digest(staging: Staging) -> str | None:
     """Return the digest of the staged plan, or None if there is none or it is incomplete."""
-    if staging.plan.size("head.json") is None:
+    if fetch(staging.plan, "head.json") is None:
         return None
     try:
         head = load_head(staging.plan)

@@ -41,6 +41,7 @@ from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
+    from ckptcore.store.objects.kept_records import KeptRecords
     from ckptcore.store.objects.lease import Arbiter, Lease
 
 PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
@@ -97,6 +98,7 @@ class Staging:
         self.url = join_url(parent, f".{name}.ckptcore")
         self.lease: Lease | None = None
         self.arbiter = arbiter
+        self._kept: KeptRecords | None = None  # of a destination on an object store, under its lease
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()
@@ -166,10 +168,28 @@ class Staging:
             lease.take()
             self.lease = lease
             try:
-                yield
+                with self._keeping():
+                    yield
             finally:
                 self.lease = None
                 lease.release()
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keep what this process writes and reads of the records, while nobody else writes them."""
+        # Late imports: local conversions need no object store.
+        from ckptcore.store.objects.kept_records import KeptRecords
+        from ckptcore.store.s3 import S3Store
+
+        stores = [store for store in (self.root, self.plan, self.receipts) if isinstance(store, S3Store)]
+        self._kept = KeptRecords()
+        for store in stores:
+            store.kept = self._kept
+        try:
+            yield
+        finally:
+            for store in stores:
+                store.kept = None
 
     def require_lease(self) -> None:
         """Raise `Busy` if another process took over the lease of the destination."""
@@ -285,6 +305,8 @@ class Staging:
         if any(name.startswith(f"{UPLOADS}/") for name in there):
             places.journal.abort_all()
         places.remove_staged(name for name in there if name.partition("/")[0] in PARTS)
+        if self._kept is not None:
+            self._kept.emptied(*(f"{places.staging}/{part}/" for part in PARTS))
         if publication and PUBLISHING in there:
             self.root.remove(PUBLISHING)
 
@@ -334,8 +356,13 @@ class Staging:
         """Remove what a conversion writes below the staging prefix; what others put there is kept."""
         # While the first is there, the next run resumes; while the second is, no other run works here.
         last = (PUBLISHING, LEASE)
-        for first in (True, False):  # a list may lack names
-            there = places.staged_names()
+
+        def remove_record() -> list[str]:
+            self.root.remove(PUBLISHING)
+            return []
+
+        there = places.staged_names()
+        for first in (True, False):
             kept = [name for name in there if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in there):
                 places.journal.abort_all()
@@ -343,8 +370,8 @@ class Staging:
             places.remove_staged(
                 name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
             )
-            if PUBLISHING in there or first:
-                self.root.remove(PUBLISHING)
+            if first:  # a list may lack names: there is another one, while the record is removed
+                _, there = places.client.each(lambda call: call(), (remove_record, places.staged_names))
         if self.lease is not None:
             self.lease.release()
         if kept:

@@ -7,7 +7,7 @@ digest and the file's BLAKE3 digest. A later run trusts it only after hashing th
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
-from ckptcore.store import Readable, Store, fetch
+from ckptcore.store import Readable, Store, fetch, fetch_each
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import Hasher, hasher_like
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptcore.store.objects.uploads import Uploaded
 
 _BLOCK = 4 << 20
+_AT_ONCE = 16  # receipts that are asked for together
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,18 @@ def read_receipt(
     data = fetch(store, name)
     if data is None:
         return None
+    return _parsed(data, plan_digest, index, part)
+
+
+def read_receipts(store: Store, plan_digest: str, indices: Sequence[int]) -> Iterator[Receipt | None]:
+    """Yield what `read_receipt` returns for each file, in order; on S3 several are asked for at once."""
+    for at in range(0, len(indices), _AT_ONCE):
+        some = indices[at : at + _AT_ONCE]
+        for index, data in zip(some, fetch_each(store, list(map(receipt_name, some))), strict=True):
+            yield None if data is None else _parsed(data, plan_digest, index)
+
+
+def _parsed(data: bytes, plan_digest: str, index: int, part: tuple[int, int] | None = None) -> Receipt | None:
     try:
         form = json.loads(data)
         if form.pop("plan", None) != plan_digest:
@@ -126,9 +139,9 @@ def read_receipt(
 
 def every_receipt(store: Store, plan_digest: str, files: Iterable[PlannedFile]) -> tuple[Receipt, ...]:
     """Return the receipts of these files of a plan; raises `UsageError` for a file that is not written."""
-    found = []
-    for file in files:
-        receipt = read_receipt(store, plan_digest, file.index)
+    found, planned = [], list(files)
+    receipts = read_receipts(store, plan_digest, [file.index for file in planned])
+    for file, receipt in zip(planned, receipts, strict=True):
         if receipt is None:
             raise UsageError(f"{file.path} has not been written yet", hint="run execute for every file first")
         found.append(receipt)

@@ -23,7 +23,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import SourceChanged, SourceUnreadable
-from ckptcore.store import YOUNG, Store, fetch
+from ckptcore.store import YOUNG, Store, fetch, put_each
 from ckptcore.store.ahead import ReadsAhead
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
@@ -53,19 +53,34 @@ def take_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
 
 
 def take_listed(
-    manifest: Manifest, source: Store
+    manifest: Manifest, source: Store, *, just_read: bool = False
 ) -> tuple[dict[str, int | None], dict[str, str | None], bool]:
     """Return (ctimes, stamps, whether the files are those that the manifest was read from).
 
     The ctimes are older than the first byte that was read for the manifest. The last value is False where
     that is unknown: a file was written after it was listed, or another kind of store listed it. Then the
     caller reads the manifest again.
+
+    just_read: the manifest was read a moment ago. Where every read is for the version that was listed for it,
+    there is no second listing.
     """
     paths, seen = placed(manifest), manifest.stamps
+    if just_read and _pins(source) and all(path in seen for path in paths):
+        return {path: seen[path][1] for path in paths}, {path: seen[path][0] for path in paths}, True
     ctimes, stamps = take_ctimes(paths, source), take(manifest, source)
     if all(path in seen and seen[path][0] == stamps[path] for path in paths):
         return {path: seen[path][1] for path in paths}, stamps, True
     return ctimes, stamps, False
+
+
+def require_planned(noted: Mapping[str, str | None], source: Store) -> None:
+    """Call `require_same` for stamps that were taken a moment ago, unless each read proves them."""
+    if not _pins(source):
+        require_same(noted, source)
+
+
+def _pins(source: Store) -> bool:
+    return isinstance(source, ReadsAhead) and source.pins
 
 
 def settled_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]:
@@ -89,9 +104,15 @@ def save(
     plan: Store, stamps: Mapping[str, str | None], ctimes: Mapping[str, int | None] | None = None
 ) -> None:
     """Record stamps and ctimes in a plan's folder."""
-    if ctimes is not None:
-        plan.put(CTIMES, canonical_json(ctimes))
-    plan.put(NAME, canonical_json(stamps))
+    put_each(plan, packed(stamps, ctimes))
+
+
+def packed(
+    stamps: Mapping[str, str | None], ctimes: Mapping[str, int | None] | None = None
+) -> list[tuple[str, bytes]]:
+    """Return the (name, bytes) of the files that `save` writes."""
+    times = [] if ctimes is None else [(CTIMES, canonical_json(ctimes))]
+    return [*times, (NAME, canonical_json(stamps))]
 
 
 def load(plan: Store) -> dict[str, str | None] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
+from itertools import chain
 from typing import Any
 
 from blake3 import blake3
@@ -28,7 +29,7 @@ from ckptcore.naming.rename import MadeTensor, Mapped
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.planning.reads import followers_of
-from ckptcore.store import Store, fetch
+from ckptcore.store import Store, fetch, put_each
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
 
@@ -243,10 +244,14 @@ class FilePlans:
         self._kept = kept
 
 
-def save_plan(store: Store, plan: Plan, files: Iterable[FilePlan]) -> None:
-    """Write a plan as a folder. The head comes last, so that a folder with a head is complete."""
-    for p in files:
-        store.put(file_name(p.index), p.dumped)
+def save_plan(
+    store: Store, plan: Plan, files: Iterable[FilePlan], beside: Iterable[tuple[str, bytes]] = ()
+) -> None:
+    """Write a plan as a folder. The head comes last, so that a folder with a head is complete.
+
+    beside: (name, bytes) of further files of the folder.
+    """
+    put_each(store, chain(beside, ((file_name(p.index), p.dumped) for p in files)))
     save_head(store, plan)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -220,6 +220,22 @@ def fetch(store: Readable, path: str) -> bytes | None:
         return in_one(path)
     size = store.size(path)
     return None if size is None else store.read(path, 0, size)
+
+
+def fetch_each(store: Readable, paths: Sequence[str]) -> Sequence[bytes | None]:
+    """Return what `fetch` does for each path: on S3, with several requests at once."""
+    several: Callable[[Sequence[str]], Sequence[bytes | None]] | None = getattr(store, "fetch_each", None)
+    return [fetch(store, path) for path in paths] if several is None else several(paths)
+
+
+def put_each(store: Store, items: Iterable[tuple[str, bytes]]) -> None:
+    """Write small files (name, bytes): on S3, with several requests at once."""
+    several: Callable[[Iterable[tuple[str, bytes]]], None] | None = getattr(store, "put_each", None)
+    if several is not None:
+        several(items)
+        return
+    for path, data in items:
+        store.put(path, data)
 
 
 def is_s3(url: str) -> bool:

@@ -225,11 +225,20 @@ def _s3(url: str) -> Iterator[tuple[str, Entry]]:
     from ckptcore.store.s3 import client_of, key_of
 
     client, key = client_of(url), key_of(url)
-    exact = client.head(key) if key else None
-    if exact is not None:
-        yield "", of_object(exact)
     prefix = f"{key}/" if key else ""
-    for seen in client.list(prefix):
+
+    def exact() -> list[ObjectSeen]:
+        found = client.head(key) if key else None
+        return [] if found is None else [found]
+
+    def below() -> list[ObjectSeen]:
+        return list(client.list(prefix))
+
+    # Both at once: neither depends on the other's answer.
+    itself, inner = client.each(lambda look: look(), (exact, below))
+    for seen in itself:
+        yield "", of_object(seen)
+    for seen in inner:
         if not seen.key.endswith("/"):  # an empty object that some tools create as a folder marker
             yield seen.key[len(prefix) :], of_object(seen)
 

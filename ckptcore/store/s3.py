@@ -7,7 +7,7 @@ uploaded by handles (`ckptcore.store.objects.uploads`); what is written here is 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import fsspec
 
@@ -16,15 +16,21 @@ from ckptcore.store import Buffer, FileWriter, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects import IN_ONE
 from ckptcore.store.objects.client import S3Client, require_small
+from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.objects.session import share_service_models
 from ckptcore.store.remote import FsspecStore
 
 
 class S3Store(FsspecStore):
-    """A folder of a bucket; see `ckptcore.store.Store` and `ckptcore.store.ahead.ReadsAhead`."""
+    """A folder of a bucket; see `ckptcore.store.Store` and `ckptcore.store.ahead.ReadsAhead`.
+
+    Attributes:
+        kept: What is known of the objects, while this process alone writes here; None to ask each time.
+    """
 
     pins = True
+    kept: KeptRecords | None = None
 
     def __init__(
         self, url: str, *, pinned: bool = False, versions: Mapping[str, str | None] | None = None
@@ -70,12 +76,19 @@ class S3Store(FsspecStore):
     def fetch(self, path: str, most: int = IN_ONE) -> bytes | None:
         """Return all bytes of an object of at most ``most``, or None when there is no such object."""
         if not self._pinned:
-            return self.client.fetch(self.prefix + path, most)
+            key = self.prefix + path
+            if self.kept is not None:
+                return self.kept.fetch(key, lambda: self.client.fetch(key, most))
+            return self.client.fetch(key, most)
         size = self.size(path)
         if size is None:
             return None
         require_small(f"{self.url}/{path}", size, most)
         return self.read(path, 0, size)
+
+    def fetch_each(self, paths: Sequence[str]) -> Sequence[bytes | None]:
+        """Return what `fetch` does for each path, with several requests at once."""
+        return self.client.each(self.fetch, paths)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly."""
@@ -102,10 +115,21 @@ class S3Store(FsspecStore):
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small object in one request."""
-        self.client.put(self.prefix + path, data)
+        key = self.prefix + path
+        if self.kept is not None:
+            self.kept.forget(key)
+        self.client.put(key, data)
+        if self.kept is not None:
+            self.kept.put(key, data)
+
+    def put_each(self, items: Iterable[tuple[str, bytes]]) -> None:
+        """Write small objects, with several requests at once."""
+        self.client.each(lambda item: self.put(*item), items)
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing object is no error."""
+        if self.kept is not None:
+            self.kept.forget(self.prefix + path)
         self.client.delete(self.prefix + path)
 
     def remove_all(self) -> None:
@@ -114,6 +138,9 @@ class S3Store(FsspecStore):
             keys = [seen.key for seen in self.client.list(self.prefix)]
         except SourceUnreadable as error:
             raise DestinationUnwritable(error.message, hint=error.hint, **error.values) from error
+        if self.kept is not None:
+            for key in keys:
+                self.kept.forget(key)
         self.client.each(self.client.delete, keys)
 
     def copy_to(self, path: str, target: Store, name: str) -> None:

@@ -220,6 +220,11 @@ class BlockReader:
         self._window = _FIRST_IN_FLIGHT
         self._closed = False
 
+    def start(self) -> None:
+        """Fetch the first blocks, before anyone reads."""
+        with self._lock:
+            self._advance()
+
     def read_into(self, path: str, start: int, into: Buffer, direct: Callable[[int, Buffer], None]) -> None:
         """Fill ``into``; what is in no block is asked of ``direct``."""
         row = self._table.row.get(path)

@@ -8,6 +8,9 @@ from pathlib import Path
 from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.objects import ObjectClient, ObjectSeen
+from ckptcore.store.objects.small_reads import PAGE
+
+_PAGES = 256  # files whose first page is kept
 
 
 class PinnedFiles:
@@ -29,6 +32,9 @@ class PinnedFiles:
     ) -> None:
         self._client, self._objects, self._others = client, objects, others
         self._sizes = dict(sorted({**paths, **{p: seen.nbytes for p, seen in objects.items()}}.items()))
+        # Headers are at the beginning: they are read at once, not file by file.
+        first = [path for path, seen in objects.items() if seen.nbytes][:_PAGES]
+        self._pages = dict(zip(first, client.each(self._first_page, first), strict=True))
         self.url = others.url
         self.local: Path | None = None
 
@@ -70,8 +76,17 @@ class PinnedFiles:
                 f"{path} ends early: {len(into)} bytes needed at offset {start} (it has {seen.nbytes})",
                 file=path,
             )
-        if len(into):
+        page = self._pages.get(path, b"")
+        if start + len(into) <= len(page):
+            into[:] = page[start : start + len(into)]
+        elif len(into):
             self._client.get(seen.key, start, seen.etag, into)
+
+    def _first_page(self, path: str) -> bytes:
+        seen = self._objects[path]
+        page = bytearray(min(PAGE, seen.nbytes))
+        self._client.get(seen.key, 0, seen.etag, memoryview(page))
+        return bytes(page)
 
     def close(self) -> None:
         """Do nothing: the stores belong to the caller."""

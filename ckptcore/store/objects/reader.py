@@ -127,6 +127,7 @@ class FolderReader:
         table = plan_blocks(reads, memory)
         self._ask_checksums(sorted(reads.bare & set(table.row)))
         self._blocks = BlockReader(table, self._fetch, self._arrived, lambda: self._client.answer_s, memory)
+        self._blocks.start()
 
     def forget(self, path: str, start: int, length: int) -> bool:
         """Drop what is kept of a range, so that the next read asks the store again."""

@@ -459,8 +459,7 @@ class Uploads:
     def forget(self, completed: Mapping[int, Uploaded]) -> None:
         """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
         self._journal.abort_strays({each.key: each.started for each in completed.values() if each.reply_lost})
-        for index in completed:
-            self._journal.forget(index)
+        self.client.each(self._journal.forget, completed)
 
     def _exists(self, uploaded: Uploaded) -> CkptError:
         return DestinationExists(
