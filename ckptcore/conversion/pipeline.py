@@ -394,16 +394,21 @@ def _prepare(
 ) -> Prepared:
     staging.sweep_gone()
     conclude(staging)
-    look_ahead(staging)
+    refusals: list[CkptError] = []
+
+    def look() -> None:
+        try:
+            refuse_existing(request)
+        except CkptError as error:  # unless an earlier run published there
+            refusals.append(error)
+
+    names = look_ahead(staging, look)
     begun = noted(staging)
     done, publishing = published_plan(staging, begun), publishing_plan(staging, begun)
     published = done or publishing
-    if published is None:
-        try:
-            refuse_existing(request)
-        except CkptError:
-            _remove_if_unused(staging)
-            raise
+    if published is None and refusals:
+        _remove_if_unused(staging)
+        raise refusals[0]
     manifest = manifest or inspect(request.source, request.recover, request.keep_quantized, request.weights)
     try:
         composed = compose(request, manifest, topology=topology)
@@ -424,7 +429,7 @@ def _prepare(
         elif not (request.resume and same):
             # Only the record knows what a killed run began to replace on an object store. It stays until the
             # next publication takes it over.
-            staging.clear(publication=publishing is None)
+            staging.clear(publication=publishing is None, names=names)
             save(staging, composed, stamps, ctimes)
             ours = None
         elif done != plan.digest:

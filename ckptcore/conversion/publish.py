@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.checking.check import check
@@ -36,7 +37,7 @@ from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
-from ckptcore.store import Readable, reads_s3
+from ckptcore.store import Readable, is_s3, reads_s3
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
 
@@ -169,13 +170,21 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         staging.sweep_parts(joints=True)
         single = plan.target.single is not None
         uploads = _uploads(staging, plan, receipts)
-        _require_written(staging, plan, receipts, uploads)
+        proven = not begun and uploads is not None and is_s3(plan.source)
+        staged = _require_written(
+            staging,
+            plan,
+            receipts,
+            uploads,
+            # What the stores say does not depend on each other.
+            partial(require_source, staging, plan, settings, progress) if proven else None,
+        )
         specs, commit = _planned(staging, plan)
         if uploads is None:
             written = _read_back(staging, plan, staging.files, specs)
             published = _published_files(staging.files, plan.extra, receipts, written)
         verified = time.perf_counter()
-        if not begun:  # else it was verified, and may no longer exist
+        if not begun and not proven:  # else it was verified, and may no longer exist
             require_source(staging, plan, settings, progress)
         publication = _publication(staging, plan, receipts, record)
         _log.info("verified %s, publishing", staging.destination)
@@ -186,7 +195,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
             publish_remote(staging, publication, (ITSELF,) if single else commit)
         else:
             handles = {ITSELF if single else r.path: r.uploaded for r in receipts if r.uploaded is not None}
-            completing = Completing(uploads, handles)
+            completing = Completing(uploads, handles, staged)
             publish_remote(
                 staging,
                 publication,
@@ -375,15 +384,37 @@ def _uploads(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Uploa
 
 
 def _require_written(
-    staging: Staging, plan: Plan, receipts: Sequence[Receipt], uploads: Uploads | None
-) -> None:
+    staging: Staging,
+    plan: Plan,
+    receipts: Sequence[Receipt],
+    uploads: Uploads | None,
+    beside: Callable[[], None] | None = None,
+) -> dict[str, int]:
     """Compare every staged file with its receipt, or with the plan.
 
     A file whose stamp shows that it is unchanged is not read again. Of an upload, the store lists its parts.
+    beside: another check, made meanwhile.
+
+    Returns:
+        What `Staging.require_planned` does.
     """
-    staging.require_planned(planned_paths(plan))
-    sent = [r.uploaded for r in receipts if r.uploaded is not None]
-    kept = iter(uploads.client.each(uploads.holds, sent) if uploads is not None else ())
+    look = partial(staging.require_planned, planned_paths(plan))
+    kept: Iterator[bool] = iter(())
+    if uploads is None:
+        staged = look()
+    else:
+        staged, held = {}, list[bool]()
+        sent = [r.uploaded for r in receipts if r.uploaded is not None]
+
+        def listed() -> None:
+            staged.update(look())
+
+        def parts() -> None:
+            held.extend(uploads.client.each(uploads.holds, sent))
+
+        checks = [listed, parts] if beside is None else [listed, parts, beside]
+        uploads.client.each(lambda check: check(), checks)
+        kept = iter(held)
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:
             if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or uploads is None:
@@ -418,6 +449,7 @@ def _require_written(
                 hint="run the command again: the file is rewritten",
                 file=path,
             )
+    return staged
 
 
 def _read_back(

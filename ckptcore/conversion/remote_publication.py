@@ -45,12 +45,13 @@ class Completing:
     Attributes:
         uploads: The uploads of the plan.
         handles: Name below the destination -> upload.
+        staged: Path -> bytes of the files that are staged as a whole.
         seen: Name -> object, of those that are completed.
         written: The output's manifest, once it was read.
     """
 
-    def __init__(self, uploads: Uploads, handles: Mapping[str, Uploaded]) -> None:
-        self.uploads, self.handles = uploads, handles
+    def __init__(self, uploads: Uploads, handles: Mapping[str, Uploaded], staged: Mapping[str, int]) -> None:
+        self.uploads, self.handles, self.staged = uploads, handles, staged
         self.seen: dict[str, ObjectSeen] = {}
         self.written: Manifest | None = None
 
@@ -324,7 +325,7 @@ def _as_it_will_be(here: _Here, completing: Completing) -> Readable:
     places, staged = here.staging.places, here.staging.files
     assert places is not None  # there are uploads
     objects = {name or here.staging.name: seen for name, seen in completing.seen.items()}
-    return PinnedFiles(places.client, objects, staged, here.staging.staged())
+    return PinnedFiles(places.client, objects, staged, completing.staged)
 
 
 def _require_only_ours(here: _Here) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
 from ckptcore.conversion.staging import PUBLISHING, Staging
-from ckptcore.errors import MalformedCheckpoint, UsageError
+from ckptcore.errors import DestinationUnwritable, MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
 from ckptcore.execution.source_stamps import packed as packed_stamps
@@ -125,11 +126,35 @@ def _ignore(paths: Sequence[str]) -> None:
     """Do nothing."""
 
 
-def look_ahead(staging: Staging) -> None:
-    """Ask an object store at once for the records that `ckptcore.conversion.pipeline.prepare` looks at."""
-    if staging.places is not None and staging.lease is not None:  # else what is read here is not kept
-        looks = [(staging.root, PUBLISHING), (staging.plan, "head.json")]
-        staging.places.client.each(lambda look: fetch(*look), looks)
+def look_ahead(staging: Staging, look: Callable[[], object]) -> list[str] | None:
+    """Ask an object store at once for what a conversion looks at before it plans.
+
+    The records are kept (`ckptcore.store.objects.kept_records`).
+
+    Args:
+        staging: The staging folder, locked.
+        look: Looks at the destination meanwhile.
+
+    Returns:
+        The names of the staged objects; None on other stores, and where these credentials may not list them.
+    """
+    places, names = staging.places, list[list[str]]()
+    if places is None or staging.lease is None:  # what is read here would not be kept
+        look()
+        return None
+
+    def list_names() -> None:
+        with suppress(DestinationUnwritable):  # an error for those who need them
+            names.append(places.staged_names())
+
+    looks: tuple[Callable[[], object], ...] = (
+        partial(fetch, staging.root, PUBLISHING),
+        partial(fetch, staging.plan, "head.json"),
+        look,
+        list_names,
+    )
+    places.client.each(lambda each: each(), looks)
+    return names[0] if names else None
 
 
 def saved_digest(staging: Staging) -> str | None:

@@ -226,12 +226,18 @@ class Staging:
         prefix = f"{self.places.staging}/files/"
         return {seen.key[len(prefix) :]: seen.nbytes for seen in self.places.client.list(prefix)}
 
-    def require_planned(self, planned: Collection[str]) -> None:
-        """Raise `OutputMismatch` for staged files and folders that are not in the plan."""
+    def require_planned(self, planned: Collection[str]) -> dict[str, int]:
+        """Raise `OutputMismatch` for staged files and folders that are not in the plan.
+
+        Returns:
+            What `staged` does, on an object store; nothing on this machine.
+        """
+        staged: dict[str, int] = {}
         if not isinstance(self.files, SealedStore):
-            odd = sorted(set(self.staged()) - set(planned))
+            staged = self.staged()
+            odd = sorted(set(staged) - set(planned))
         elif not self.files.is_there():
-            return
+            return staged
         else:
             folders = {f"{path[:at]}/" for path in planned for at, sign in enumerate(path) if sign == "/"}
             odd = [path for path, _ in self.files.entries() if path not in planned and path not in folders]
@@ -242,6 +248,7 @@ class Staging:
                 hint="move them away if they are yours, or try --no-resume: it removes all staged files",
                 files=odd[:100],
             )
+        return staged
 
     @contextlib.contextmanager
     def spots(self) -> Iterator[Spots | None]:
@@ -287,21 +294,23 @@ class Staging:
             require = self._home.owners.require_file if single else self._home.owners.require_folder
             require(now, target)
 
-    def clear(self, *, publication: bool = True) -> None:
+    def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
         """Remove everything but the lock from the folder, and abort its uploads.
 
-        publication: also remove the record of a publication.
+        Args:
+            publication: Also remove the record of a publication.
+            names: What is staged on an object store, if it was listed a moment ago under the same lease.
         """
         if self.places is not None:
-            self._clear_remote(self.places, publication=publication)
+            there = self.places.staged_names() if names is None else names
+            self._clear_remote(self.places, there, publication=publication)
             return
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
         if publication and self.root.size(PUBLISHING) is not None:  # removing nothing needs a right, too
             self.root.remove(PUBLISHING)
 
-    def _clear_remote(self, places: ObjectPlaces, *, publication: bool) -> None:
-        there = places.staged_names()
+    def _clear_remote(self, places: ObjectPlaces, there: Collection[str], *, publication: bool) -> None:
         if any(name.startswith(f"{UPLOADS}/") for name in there):
             places.journal.abort_all()
         places.remove_staged(name for name in there if name.partition("/")[0] in PARTS)
