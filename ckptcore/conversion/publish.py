@@ -403,18 +403,18 @@ def _require_written(
     if uploads is None:
         staged = look()
     else:
-        staged, held = {}, list[bool]()
+        staged, found = {}, list[bool]()
         sent = [r.uploaded for r in receipts if r.uploaded is not None]
 
         def listed() -> None:
             staged.update(look())
 
         def parts() -> None:
-            held.extend(uploads.client.each(uploads.holds, sent))
+            found.extend(uploads.client.each(uploads.holds, sent))
 
         checks = [listed, parts] if beside is None else [listed, parts, beside]
         uploads.client.each(lambda check: check(), checks)
-        kept = iter(held)
+        kept = iter(found)
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:
             if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or uploads is None:
