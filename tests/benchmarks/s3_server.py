@@ -12,6 +12,7 @@ with a folder's path makes objects of its files. ``DELETE /-/out`` removes all o
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import socket
@@ -36,6 +37,7 @@ _REASONS = {
     412: "Precondition Failed",
 }
 _PAGE = 1000
+_PLAIN = 8 << 20  # clients upload larger files in parts
 
 
 @dataclass(slots=True)
@@ -59,6 +61,14 @@ class Object:
             if a < b:
                 yield memoryview(piece)[a:b]
             at += len(piece)
+
+
+def _plain(data: bytearray, meta: dict[str, str] | None = None) -> Object:
+    """Return an object; the ETag of what one request wrote is its MD5, as S3 has it."""
+    made = Object([data], meta or {})
+    if len(data) <= _PLAIN:
+        made.etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    return made
 
 
 class Answer(Exception):
@@ -151,7 +161,7 @@ class Server:
                 data = bytearray(file.stat().st_size)
                 with file.open("rb") as opened:
                     opened.readinto(data)
-                self.objects[f"{prefix}/{file.relative_to(folder)}"] = Object([data])
+                self.objects[f"{prefix}/{file.relative_to(folder)}"] = _plain(data)
 
     def _object(self, method: str, path: str, headers: dict[str, str], body: bytearray) -> None:
         there = self.objects.get(path)
@@ -163,7 +173,7 @@ class Server:
                 new = Object(copied.pieces, dict(copied.meta))
                 self.objects[path] = new
                 raise _xml(f"<CopyObjectResult><ETag>&quot;{new.etag}&quot;</ETag></CopyObjectResult>")
-            new = self.objects[path] = Object([body], _meta(headers))
+            new = self.objects[path] = _plain(body, _meta(headers))
             raise Answer(200, ETag=f'"{new.etag}"')
         if method == "DELETE":
             self.objects.pop(path, None)
