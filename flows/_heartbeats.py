@@ -10,17 +10,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import prefect
 from prefect import Flow, State
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import SettingsContext, get_settings_context
 from prefect.events import RelatedResource, emit_event
-from prefect.flows import FlowStateHook
 from prefect.settings import get_current_settings
 
 from tasks.logs import log
+
+if TYPE_CHECKING:
+    from prefect.flows import FlowStateHook
 
 NAME = "heartbeats"  # of the thread
 PLAIN = (str, int, float, bool, type(None))  # float: Prefect's encoder keeps those that are not finite, too

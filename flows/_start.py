@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckptcore.__main__ import collect_rarely
+from ckptcore.__main__ import start_quickly
 
 COMMANDS = frozenset({"flows.consolidate", "flows.convert", "flows.export", "flows.reshard"})
 PORTS = range(8000, 9000)  # as Prefect chooses them
@@ -47,9 +47,9 @@ def is_command() -> bool:
 
 
 def start_command(server_configured: bool, env: MutableMapping[str, str] = os.environ) -> None:
-    """Collect garbage rarely, and start the server unless one is configured or only help is asked for."""
+    """Start the server, unless one is configured or only help is asked for."""
     global _early
-    collect_rarely()
+    start_quickly()
     if server_configured or "--help" in sys.argv or _settings_here():
         return
     port = next((port for port in random.sample(PORTS, 10) if _is_free(port)), None)
