@@ -61,6 +61,7 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
         *ELSEWHERE,
         *WRITING,
         *READERS,
+        "hashlib",
         "ckptcore.planning.request",
         "ckptcore.checking.check",
         "ckptcore.catalog",
