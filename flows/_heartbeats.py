@@ -10,17 +10,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import prefect
 from prefect import Flow, State
 from prefect.client.schemas.objects import FlowRun
+from prefect.context import SettingsContext, get_settings_context
 from prefect.events import RelatedResource, emit_event
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
+from prefect.settings import get_current_settings
 
 from tasks.logs import log
 
+if TYPE_CHECKING:
+    from prefect.flows import FlowStateHook
+
 NAME = "heartbeats"  # of the thread
+PLAIN = (str, int, float, bool, type(None))  # float: Prefect's encoder keeps those that are not finite, too
 
 
 @contextmanager
@@ -30,19 +35,59 @@ def own_heartbeats(flow: Flow[..., Any]) -> Iterator[Flow[..., Any]]:
     if seconds is None:
         yield flow
         return
-    name, ended = flow.name, threading.Event()
+    ended = threading.Event()
 
     def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
         beat = copy_context().run  # the settings, and so the server, of the run
-        arguments = (_beat, name, flow_run, seconds, ended)
+        arguments = (_beat, flow.name, flow_run, seconds, ended)
         thread = threading.Thread(target=beat, args=arguments, name=NAME, daemon=True)
         thread.start()
 
     try:
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            yield flow.with_options(on_running=[*flow.on_running_hooks, begin])
+        with _without_prefects():
+            yield _OwnRun.of(flow, begin)
     finally:
         ended.set()
+
+
+class _OwnRun(Flow[..., Any]):
+    """A flow whose parameters are sent without FastAPI, where all are plain."""
+
+    @classmethod
+    def of(cls, flow: Flow[..., Any], on_running: FlowStateHook[..., Any]) -> _OwnRun:
+        """Return a copy of a flow with one more hook."""
+        # `with_options` makes a flow anew, with the models of its parameters: a twentieth of a second.
+        made = cls.__new__(cls)
+        vars(made).update(vars(flow))
+        made.on_running_hooks = [*flow.on_running_hooks, on_running]
+        return made
+
+    def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters as JSON has them."""
+        # Prefect imports FastAPI for this, a sixth of a second.
+        if all(_is_plain(value) for value in parameters.values()):
+            return dict(parameters)
+        return super().serialize_parameters(parameters)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is JSON already.
+
+    >>> _is_plain(["a", 1]), _is_plain(None), _is_plain({1, 2}), _is_plain([{"a": 1}])
+    (True, True, False, False)
+    """
+    return all(type(one) in PLAIN for one in (value if type(value) is list else [value]))
+
+
+@contextmanager
+def _without_prefects() -> Iterator[None]:
+    """Turn Prefect's own heartbeats off."""
+    # `temporary_settings` would read and validate all settings again, a tenth of a second.
+    context = get_settings_context()
+    flows = context.settings.flows.model_copy(update={"heartbeat_frequency": None})
+    settings = context.settings.model_copy(update={"flows": flows})
+    with SettingsContext(profile=context.profile, settings=settings):
+        yield
 
 
 def _beat(name: str, run: FlowRun, seconds: int, ended: threading.Event) -> None:

@@ -8,17 +8,22 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_state_path
+
+from flows._start import early_server, end_with_this_process
+
+Process = subprocess.Popen[Any]
 
 # Settings that only reduce logging or lengthen timeouts. The user's own take precedence.
 QUIET = {
@@ -43,7 +48,7 @@ def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env.setdefault(name, value)
     if not env.get("PREFECT_API_URL"):
         env.pop("PREFECT_API_URL", None)  # an empty one makes Prefect's event sender fail at every event
-    if "PREFECT_HOME" not in env and not _server_configured(env):
+    if "PREFECT_HOME" not in env and not server_configured(env):
         env["PREFECT_HOME"] = str(_own_home())
 
 
@@ -59,6 +64,11 @@ def serve_while_alive() -> None:
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
     server = SubprocessASGIServer()
+    early = early_server()
+    if early is not None:
+        # It has been starting since this process began; Prefect waits for it, and stops it.
+        server.port, early.taken = early.port, True
+        server._run_uvicorn_command = partial(_next, [early.process], server._run_uvicorn_command)  # type: ignore[method-assign]
     # Ctrl-C would end the server too, and the run could not report its final state.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -66,16 +76,13 @@ def serve_while_alive() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert server.server_process is not None
-    # The pipe closes when this process ends, even if it is killed. A session of its own: Ctrl-C must not
-    # reach the watcher.
-    watcher = subprocess.Popen(
-        ["/bin/sh", "-c", f"read _; kill {server.server_process.pid}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    atexit.register(watcher.terminate)  # on a normal exit Prefect stops the server itself
+    if early is None or server.server_process is not early.process:
+        end_with_this_process(server.server_process.pid)
+
+
+def _next(started: list[Process], start: Callable[[], Process]) -> Process:
+    """Return a process that is started already; the next time, start one."""
+    return started.pop() if started else start()
 
 
 def _own_home() -> Path:
@@ -86,7 +93,8 @@ def _own_home() -> Path:
         return Path(tempfile.mkdtemp(prefix="ckptcore-prefect-"))
 
 
-def _server_configured(env: MutableMapping[str, str]) -> bool:
+def server_configured(env: MutableMapping[str, str] = os.environ) -> bool:
+    """Return whether the environment or the active profile names a server."""
     if env.get("PREFECT_API_URL") or env.get("PREFECT_PROFILE"):
         return True
     profiles = Path(env.get("PREFECT_HOME", Path.home() / ".prefect")) / "profiles.toml"

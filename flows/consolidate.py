@@ -11,7 +11,7 @@ from prefect import State, flow
 
 from ckptcore.conversion.publish import Result
 from ckptcore.planning.options import OF_VERB, Option, Sources
-from flows._command import main
+from flows._command import entry
 from flows._naming import run_name
 from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import converted
@@ -31,4 +31,4 @@ def consolidate(
 
 
 if __name__ == "__main__":
-    main(consolidate)
+    entry(consolidate)

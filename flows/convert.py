@@ -29,7 +29,7 @@ from ckptcore.planning.options import MODEL, OF_VERB, Destination, Sources, Verb
 from ckptcore.planning.request import Request
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
-from flows._command import main
+from flows._command import entry
 from flows._naming import closed, failed, run_name
 from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows._write import write_all
@@ -161,4 +161,4 @@ def _mismatch(proof: ExportProof) -> OutputMismatch:
 
 
 if __name__ == "__main__":
-    main(convert)
+    entry(convert)

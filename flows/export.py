@@ -11,7 +11,7 @@ from prefect import State, flow
 
 from ckptcore.conversion.publish import Result
 from ckptcore.planning.options import OF_VERB, Destination, Sources
-from flows._command import main
+from flows._command import entry
 from flows._naming import run_name
 from flows._options import EXPORT, RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import converted
@@ -25,4 +25,4 @@ def export(source: Sources, destination: Destination, **given: Any) -> Result | 
 
 
 if __name__ == "__main__":
-    main(export)
+    entry(export)

@@ -17,7 +17,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.options import OF_VERB, Mesh, Option, Sources
 from ckptcore.store.place import identify, overlaps
-from flows._command import main
+from flows._command import entry
 from flows._naming import failed, run_name
 from flows._options import RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import fan_out
@@ -71,4 +71,4 @@ def reshard(
 
 
 if __name__ == "__main__":
-    main(reshard)
+    entry(reshard)

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import itertools
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +60,7 @@ class LocalWriter:
     def _first_name(self, name: str) -> str:
         # Unique per writer: two runs of one plan may meet, and both end with the same bytes. In containers
         # every process has the same number, and a killed one may have left a file.
-        return f".{name}.{os.getpid()}-{next(_SERIAL)}-{secrets.token_hex(4)}.part"
+        return f".{name}.{os.getpid()}-{next(_SERIAL)}-{os.urandom(4).hex()}.part"
 
     def _preallocate(self) -> None:
         if self._in_memory:

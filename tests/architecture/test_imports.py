@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
         *ELSEWHERE,
         *WRITING,
         *READERS,
+        "hashlib",
         "ckptcore.planning.request",
         "ckptcore.checking.check",
         "ckptcore.catalog",
@@ -148,6 +150,21 @@ def test_a_verb_waits_for_nothing_that_it_does_not_use(
 def test_names_of_what_is_not_imported_are_right() -> None:
     named = {name for names in WITHOUT.values() for name in names}
     assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_numpy_starts_no_threads_in_a_command(given: str | None) -> None:
+    program = "from ckptcore.__main__ import start_quickly as s; s(); import os, sys, numpy; "
+    program += "threads = len(os.listdir('/proc/self/task')) if sys.platform == 'linux' else 1; "
+    program += "print(os.environ['OPENBLAS_NUM_THREADS'], threads)"
+    env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    env |= {"OPENBLAS_NUM_THREADS": given} if given else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env
+    )
+    threads, started = done.stdout.split()
+    assert threads == (given or "1")
+    assert started == "1" or given
 
 
 def test_patterns_of_credentials_are_not_compiled_before_they_are_needed() -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
+
+from blake3 import blake3
 
 from ckptcore.core.dtype import BY_NAME, BY_STORAGE, UNSUPPORTED_STORAGES
 from ckptcore.core.manifest import SWAPPED, View, is_row_major
@@ -366,7 +367,7 @@ def read_objects(
             for name, entry in records.items()
             if name.startswith("data/")
         }
-        key = sha256(pickled).digest() if shared is not None else b""
+        key = blake3(pickled).digest() if shared is not None else b""
         known = shared.find(key, storages, swapped, what) if shared is not None else None
         if known is not None:
             return known

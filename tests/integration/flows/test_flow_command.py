@@ -171,6 +171,14 @@ def test_without_setup_a_failure_is_short_and_non_zero(tmp_path: Path) -> None:
     assert alive("uvicorn", str(tmp_path)) == []
 
 
+def test_wrong_arguments_leave_no_server_behind(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    done = run("flows.convert", "a", "b", "--batch", "much", env=env | {"XDG_STATE_HOME": str(tmp_path)})
+    assert done.returncode == UsageError.exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert alive("uvicorn", str(tmp_path)) == []
+
+
 def test_the_server_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
     dies = (
         "import os, signal; from flows._prefect import serve_while_alive; serve_while_alive();"
