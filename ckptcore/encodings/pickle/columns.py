@@ -176,8 +176,8 @@ class Taken:
 _QUICK = 1 << 16  # texts found by hash; sorting more would cost more than it saves
 _WORD = 8
 _FACTORS = np.array([(0x9E3779B97F4A7C15 * (2 * k + 1)) & (1 << 64) - 1 for k in range(33)], np.uint64)
-_LONGEST = 32  # words of a text
-# The bytes of a text's words that belong to it, by its length: uint64 [256, words].
+_LONGEST = 32  # uint64 of a text
+# Masks of the bytes that belong to a text, by its length: uint64 [256, 32].
 _TAILS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)[
     np.clip(np.arange(256)[:, None] - _WORD * np.arange(_LONGEST), 0, _WORD)
 ]
@@ -239,7 +239,7 @@ class Texts:
             return np.full(len(hashes), -1, np.int64)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         found = self._hashed[at]
-        # Lengths are equal, so the words that both have cover the text. Their number is a multiple of eight.
+        # Lengths are equal, so the columns that both have cover the text; both are multiples of eight.
         width = min(spelled.shape[1], self._qwords.shape[1])
         equal = self._qwords.take(at, axis=0)[:, :width] == spelled[:, :width]
         same = (equal.view(np.uint64) == _ALL).all(axis=1)
