@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import json
 import os
 import resource
 import shutil
@@ -22,6 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from verdicts import ended
 
 COUNT = 1000
 RATE = 2.0  # checkpoints in a second
@@ -101,12 +102,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     runs = [sweep(given.source, given.out, given.count, given.ckptcore) for _ in range(given.runs)]
     result = verdict(runs, given.count)
-    if given.json:
-        print(json.dumps(result | {"runs": runs, "load": load}))
-    else:
-        ok = "ok" if result["ok"] else "MISSED"
-        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
-    return 0 if result["ok"] else 1
+    return ended(result, load, as_json=given.json, runs=runs)
 
 
 if __name__ == "__main__":

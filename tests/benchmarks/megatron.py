@@ -27,6 +27,7 @@ from typing import Any
 
 import memory
 import numpy as np
+from verdicts import ended
 
 from ckptcore.utils.units import show_size
 
@@ -315,12 +316,7 @@ def main() -> int:
     given.layers = given.layers or (14 if given.what == "export" else 61)
     load = os.getloadavg()[0]
     result = (export if given.what == "export" else mapped)(given)
-    if given.json:
-        print(json.dumps(result | {"load": load}))
-    else:
-        ok = "ok" if result["ok"] else "MISSED"
-        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
-    return 0 if result["ok"] else 1
+    return ended(result, load, as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ case for Prefect. Exit status 1 when the result is above the bound.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import services
+from verdicts import ended
 
 FILES = 20
 SIZE = "1MiB"  # of a tensor of the source, and so of a file
@@ -97,12 +97,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     times = measure(given.source, given.out, given.server, given.runs, given.ckptcore)
     result = verdict(times, given.server)
-    if given.json:
-        print(json.dumps(result | {"seconds": times, "load": load}))
-    else:
-        ok = "ok" if result["ok"] else "MISSED"
-        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
-    return 0 if result["ok"] else 1
+    return ended(result, load, as_json=given.json, seconds=times)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import services
+from verdicts import ended
 
 BOUND = 1.5
 TRIED = 2  # outputs of the trial that estimates how many are needed
@@ -182,12 +183,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     one, two = measure(given.source, given.out, given.seconds)
     result = verdict(one, two, given.seconds)
-    if given.json:
-        print(json.dumps(result | {"runs": [one, two], "load": load}))
-    else:
-        ok = "ok" if result["ok"] else "MISSED"
-        print(f"{result['measured']}; load {load:.1f}; {result['bound']}: {ok}")
-    return 0 if result["ok"] else 1
+    return ended(result, load, as_json=given.json, runs=[one, two])
 
 
 if __name__ == "__main__":
