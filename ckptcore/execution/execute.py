@@ -33,7 +33,7 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
-from ckptcore.store import FileWriter
+from ckptcore.store import BLOCK, FileWriter
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
 
@@ -149,7 +149,7 @@ class _Run:
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
         self._differing: list[CompareWriter | DigestWriter] = []
-        self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
+        self._buffers = Buffers(self._buffer(BLOCK) for _ in range(2 * settings.threads))
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
         """Run to the end; return (receipts of the files, differing files). Raises the first error."""
@@ -233,9 +233,12 @@ class _Run:
         own = Workspace(self._buffer(), self._buffer(), lane_on(self._settings.device, self._budget.tile))
 
         def do(task: _Task) -> None:
-            work, job, buffer = task
+            work, job, memory = task
+            # Bytes have the same place in a block of memory as in one of the file: see `LocalWriter`.
+            skew = (job.start - memory.ctypes.data) % BLOCK
+            buffer = memory[skew : skew + self._budget.tile]
             work.fill(job, buffer, own)
-            work.settle(job, buffer, self._buffers.give_back)
+            work.settle(job, buffer, lambda _: self._buffers.give_back(memory))
             self._meter.add(job.nbytes)
             receipt = work.complete()
             if receipt is not None:
@@ -263,8 +266,8 @@ class _Run:
             self._done[receipt.index] = receipt
             del self._open[receipt.index]
 
-    def _buffer(self) -> Bytes:
-        return host_buffer(self._budget.tile, self._settings.device)
+    def _buffer(self, more: int = 0) -> Bytes:
+        return host_buffer(self._budget.tile + more, self._settings.device)
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, DiskFull):

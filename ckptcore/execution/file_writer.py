@@ -118,7 +118,7 @@ class FileWork:
                         self._slots.setdefault(part.tensor, Runs()).add(part.offset, part.nbytes, crc)
             if self._direct:
                 self.writer.write(job.start + at, target.data)
-        if not self._direct and not self.writer.sequential:
+        if not (self._direct or self.writer.sequential or self._waits(job)):
             self.writer.write(job.start, buffer[: job.nbytes].data)
 
     def settle(self, job: Job, buffer: Bytes, give_back: Callable[[Bytes], None]) -> None:
@@ -136,11 +136,12 @@ class FileWork:
                     return
             # Only one thread gets here at a time, so jobs settle in file order.
             oldest, filled, free = ready
-            if self._patched and self.part is None:
+            late = self._waits(oldest)
+            if late:
                 self._patch(oldest, filled)
             first, last = self._inside(oldest)
             view = filled[first:last].data
-            if self.writer.sequential and last > first:
+            if (late or self.writer.sequential) and last > first:
                 self.writer.write(oldest.start + first, view)
             if self._digest is not None:
                 self._digest.update(view)
@@ -200,6 +201,12 @@ class FileWork:
             return 0, job.nbytes
         return max(self.part.begin - job.start, 0), min(self.part.end - job.start, job.nbytes)
 
+    def _waits(self, job: Job) -> bool:
+        """Report whether a job is written when it settles: checksums of what stands before go into it."""
+        if not self._patched or self.part is not None:
+            return False
+        return any(isinstance(x, LiteralPart) and self.plan.literals[x.literal].crc_at for _, x in job.parts)
+
     def _counts(self, job: Job) -> bool:
         """Report whether a job counts for the fingerprint here: in the part where it begins."""
         return self.part is None or job.start >= self.part.begin
@@ -225,7 +232,7 @@ class FileWork:
         return True
 
     def _patch(self, job: Job, buffer: Bytes) -> None:
-        """Fill checksums into the job's literals, and write those once more."""
+        """Fill checksums into the job's literals."""
         for first, part in job.parts:
             slots = self.plan.literals[part.literal].crc_at if isinstance(part, LiteralPart) else ()
             if not slots or not isinstance(part, LiteralPart):
@@ -236,8 +243,6 @@ class FileWork:
                 for n in range(4):
                     if part.begin <= at + n < part.end:
                         target[at + n - part.begin] = raw[n]
-            if not self.writer.sequential:
-                self.writer.write(job.start + first, target.data)
 
     def _crc(self, slot: int) -> int:
         if not self.plan.tensors[slot].nbytes:

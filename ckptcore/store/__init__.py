@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptcore.store.objects.uploads import Uploaded
 
 Buffer = memoryview
+BLOCK = 4096  # bytes that memory and files are aligned to, for writes past the page cache
 # org/name, as huggingface_hub's `validate_repo_id` has it.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 

@@ -1,6 +1,7 @@
 """Write local files so that they appear completely or not at all, and map their errors to ckptcore's.
 
-Writers preallocate, write at offsets from any thread, and fsync; a rename publishes the file.
+Writers preallocate, write at offsets from any thread, and fsync; a rename publishes the file. Large files go
+past the page cache where the file system and the caller's memory allow it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable, DiskFull, SourceUnreadable, StorageTrouble
-from ckptcore.store import Buffer, Store
+from ckptcore.store import BLOCK, Buffer, Store
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SERIAL = itertools.count()
-_TMPFS_MAGIC = 0x01021994
+_TMPFS, _EXT, _XFS = 0x01021994, 0xEF53, 0x58465342  # as statfs(2) lists them
 # One write makes page cache folios as large as itself. When memory is full of cache, the kernel must compact
 # it to find megabytes in one piece, which was measured to cost three times the copy.
 _WRITE, _MAX_WRITE = 256 << 10, 1 << 30
+# Larger files go past the page cache, in whole blocks. A write into the cache takes a fresh page for every
+# block, and pushes out what others keep there: measured at 0.5 to 1.4 CPU seconds a GiB, against 0.1.
+_PAST_CACHE, _LEAST_PAST = 64 << 20, 256 << 10
 _SYNC_EVERY = 64 << 20  # bytes between starts of writeback, so that fsync finds little to do
 
 
@@ -44,18 +48,35 @@ class LocalWriter:
             replaced: Called when the name refers to the new file.
         """
         self._folder, self._path, self._nbytes, self._replaced = folder, path, nbytes, replaced
-        self._name, self._fd = self._first_name(path.name), -1
+        self._name, self._fd, self._past = self._first_name(path.name), -1, -1
         self._unsynced, self._left = 0, False
         try:
             # 0o666: the file's mode follows the umask, as a plain open() would.
             self._fd = os.open(self._name, self._flags, 0o666, dir_fd=folder)
             self._left = True
-            self._in_memory = _is_tmpfs(self._fd)
+            kind = _file_system(self._fd)
+            self._in_memory = kind == _TMPFS
             self._piece = _MAX_WRITE if self._in_memory else _WRITE
             self._preallocate()
+            if kind in (_EXT, _XFS) and nbytes >= _PAST_CACHE:
+                self._past = self._open_past_cache()
         except OSError as error:
             self.abort()
             raise unwritable(str(path), error, nbytes) from error
+
+    def _open_past_cache(self) -> int:
+        """Return a descriptor for writes past the cache, or -1 where that is not possible."""
+        flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(self._name, flags, dir_fd=self._folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOENT):
+                raise
+            return -1
+        if os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
+            return fd
+        os.close(fd)  # another process has just published the file that this name had
+        return -1
 
     def _first_name(self, name: str) -> str:
         # Unique per writer: two runs of one plan may meet, and both end with the same bytes. In containers
@@ -80,13 +101,36 @@ class LocalWriter:
     def write(self, at: int, data: Buffer | bytes) -> None:
         """Write ``data`` at byte ``at``, from any thread."""
         view = memoryview(data).cast("B")
-        done = 0
         try:
-            while done < len(view):
-                done += os.pwrite(self._fd, view[done : done + self._piece], at + done)
+            begin, end = self._write_past_cache(at, view) if self._past >= 0 else (0, 0)
+            for first, last in ((0, begin), (end, len(view))):
+                done = first
+                while done < last:
+                    done += os.pwrite(self._fd, view[done : min(done + self._piece, last)], at + done)
+                self._start_writeback(last - first)
         except OSError as error:
             raise unwritable(str(self._path), error, self._nbytes) from error
-        self._start_writeback(at, len(view))
+
+    def _write_past_cache(self, at: int, view: Buffer) -> tuple[int, int]:
+        """Write the whole blocks of ``view``, and return where they begin and end in it.
+
+        The device takes them from where they are, so blocks of memory and of the file must begin at the same
+        bytes. What is in the cache of them is dropped by the kernel; no two threads write one block.
+        """
+        if view.readonly or len(view) < _LEAST_PAST:
+            return 0, 0
+        begin, end = -at % BLOCK, len(view) - (at + len(view)) % BLOCK
+        if (ctypes.addressof(ctypes.c_char.from_buffer(view)) - at) % BLOCK:
+            return 0, 0
+        done = begin
+        while done < end:
+            try:
+                done += os.pwrite(self._past, view[done:end], at + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break  # other blocks than ours: the rest through the cache
+        return begin, done
 
     def copy(self, source: Store, path: str, start: int, length: int, at: int) -> bool:
         """Copy a byte range of a local store with ``copy_file_range``; return False when it cannot."""
@@ -113,7 +157,7 @@ class LocalWriter:
         finally:
             if not kept:
                 os.close(fd)
-        self._start_writeback(at, length)
+        self._start_writeback(length)
         return True
 
     def commit(self) -> None:
@@ -153,13 +197,13 @@ class LocalWriter:
 
     def _close(self) -> None:
         """Close the open descriptors, once."""
-        folder, self._folder = self._folder, -1
-        for fd in (self._taken(), folder):
+        (folder, self._folder), (past, self._past) = (self._folder, -1), (self._past, -1)
+        for fd in (self._taken(), past, folder):
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
 
-    def _start_writeback(self, at: int, length: int) -> None:
+    def _start_writeback(self, length: int) -> None:
         if self._in_memory or _SYNC_FILE_RANGE is None:
             return
         self._unsynced += length
@@ -251,12 +295,13 @@ def _libc_call(name: str) -> Callable[..., int] | None:
 _SYNC_FILE_RANGE = _libc_call("sync_file_range")
 
 
-def _is_tmpfs(fd: int) -> bool:
+def _file_system(fd: int) -> int:
+    """Return the magic number of a file's file system; 0 where statfs(2) has none."""
     buffer = ctypes.create_string_buffer(256)
     call = _libc_call("fstatfs")
     if call is None or call(fd, buffer) != 0:
-        return False
-    return int.from_bytes(buffer.raw[:8], "little") == _TMPFS_MAGIC
+        return 0
+    return int.from_bytes(buffer.raw[:8], "little")
 
 
 def short(url: str, path: str, start: int, length: int, got: int) -> SourceUnreadable:
