@@ -54,6 +54,8 @@ _REMOTE = re.compile(
 )
 # The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
 # removed files that are open. All other files are foreign.
+# XFS counts the blocks of a file that was just removed, such as a killed run's, as free a moment later.
+_FREED_WITHIN = (0.05, 0.2, 0.5, 1.0)  # seconds from one look to the next
 _FILES = re.compile(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
 _UNFINISHED = re.compile(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
 _TRIES, _PAUSE_S = 50, 0.01
@@ -212,6 +214,11 @@ class Staging:
     def require_room(self, nbytes: int) -> None:
         """Raise `DiskFull` if fewer bytes are free than are still to be written."""
         free = self.root.free_bytes()
+        for seconds in _FREED_WITHIN:
+            if free is None or nbytes <= free:
+                break
+            time.sleep(seconds)
+            free = self.root.free_bytes()
         if free is not None and nbytes > free:
             raise DiskFull(
                 f"cannot write {nbytes} bytes beside {self.destination}: {free} bytes are free",
