@@ -24,6 +24,7 @@ from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.memory import untouched
 
 BLOCK = 16 << 20
 _LEAST_BLOCK = 256 << 10
@@ -185,7 +186,7 @@ class _Loaded:
         lock: Taken while it is called.
     """
 
-    buffer: bytearray
+    buffer: Buffer
     view: Buffer
     future: Future[Any]
     users: int = 0
@@ -213,7 +214,7 @@ class BlockReader:
         self._capacity = max(1, min(memory // size, len(table)))
         self._lock = threading.Condition()  # reentrant: a request may end while it is begun
         self._loaded: dict[int, _Loaded] = {}
-        self._free: list[bytearray] = []
+        self._free: list[Buffer] = []
         self._left = table.wanted.copy()
         self._next = 0
         self._in_flight = 0
@@ -315,9 +316,9 @@ class BlockReader:
     def _begin(self, at: int) -> _Loaded:
         if not self._free:  # new memory costs more than a search for a block that is done
             self._free_done()
-        buffer = self._free.pop() if self._free else bytearray(self._size)
+        buffer = self._free.pop() if self._free else untouched(self._size)
         length = int(self._table.end[at] - self._table.start[at])
-        view = memoryview(buffer)[:length]
+        view = buffer[:length]
         path = self._table.paths[int(self._table.file[at])]
         self._in_flight += 1
         begun = time.perf_counter()

@@ -25,6 +25,7 @@ from ckptcore.store.objects.part_plan import PartPlan, plan_parts
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.crc32 import combine, crc32
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.memory import untouched
 from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4
@@ -131,9 +132,9 @@ class PartBuffers:
 
     def __init__(self, count: int) -> None:
         self._lock, self._left = threading.Lock(), count
-        self._free: list[bytearray] = []
+        self._free: list[Buffer] = []
 
-    def take(self, nbytes: int, *, must: bool) -> bytearray | None:
+    def take(self, nbytes: int, *, must: bool) -> Buffer | None:
         """Return a buffer of at least ``nbytes``; None when all are in use, unless ``must``."""
         with self._lock:
             if self._left <= 0 and not must:
@@ -144,14 +145,14 @@ class PartBuffers:
                 return self._free.pop(at)
             if self._free:  # too short for this file: it makes room
                 self._free.pop()
-        return bytearray(nbytes)
+        return untouched(nbytes)
 
     def add(self, count: int) -> None:
         """Allow so many more buffers."""
         with self._lock:
             self._left += count
 
-    def give_back(self, buffer: bytearray) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         """Return a buffer."""
         with self._lock:
             self._left += 1
@@ -190,9 +191,9 @@ class UploadWriter:
         self._plan = PartPlan(entry.nbytes, entry.part)
         self._begin, self._end = begin, entry.nbytes if end is None else end
         self._number = self._plan.number_at(begin)
-        self._buffer: bytearray | None = None
+        self._buffer: Buffer | None = None
         self._filled = 0
-        self._flying: deque[tuple[Future[UploadedPart], bytearray, int]] = deque()
+        self._flying: deque[tuple[Future[UploadedPart], Buffer, int]] = deque()
         self._done: dict[int, tuple[str, int]] = {}  # number -> (ETag, CRC-32)
         self._digests: list[str] = []
         self._uploaded: Uploaded | None = None
@@ -270,7 +271,7 @@ class UploadWriter:
         begin, end = self._plan.bounds(self._number)
         return min(end, self._end) - begin
 
-    def _taken(self, size: int) -> bytearray:
+    def _taken(self, size: int) -> Buffer:
         while self._flying and self._flying[0][0].done():
             self._land()
         while len(self._flying) > max(self._in_flight - 1, 0):
@@ -282,7 +283,7 @@ class UploadWriter:
     def _send(self) -> None:
         buffer, number = self._buffer, self._number
         assert buffer is not None  # the caller has filled it
-        data = memoryview(buffer)[: self._filled]
+        data = buffer[: self._filled]
         self._buffer, self._filled, self._number = None, 0, number + 1
         crc = crc32(data)
         self._digests.append(blake3(data).hexdigest())
