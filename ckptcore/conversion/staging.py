@@ -99,6 +99,7 @@ class Staging:
         self.lease: Lease | None = None
         self.arbiter = arbiter
         self._kept: KeptRecords | None = None  # of a destination on an object store, under its lease
+        self._leftovers: list[str] | None = None
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()
@@ -348,6 +349,15 @@ class Staging:
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
 
+    def list_leftovers(self) -> None:
+        """List what `remove` will remove of an object store, if nothing more is staged under this lease."""
+        if self.places is None or self.lease is None:
+            return
+        with contextlib.suppress(DestinationUnwritable):  # `remove` asks again, and says so
+            names = self.places.staged_names()
+            # The journal removes its own at the same time; what it leaves is in the list at the end.
+            self._leftovers = [name for name in names if not name.startswith(f"{UPLOADS}/")]
+
     def _remove_remote(self) -> None:
         """Remove the staging prefix, if these credentials may: its output does not need it any more."""
         try:
@@ -370,7 +380,11 @@ class Staging:
             self.root.remove(PUBLISHING)
             return []
 
-        there = places.staged_names()
+        there = places.staged_names() if self._leftovers is None else self._leftovers
+        self._leftovers = None
+        looks = [remove_record, places.staged_names]
+        if self.lease is not None:
+            looks.append(self.lease.look)
         for first in (True, False):
             kept = [name for name in there if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in there):
@@ -380,7 +394,7 @@ class Staging:
                 name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
             )
             if first:  # a list may lack names: there is another one, while the record is removed
-                _, there = places.client.each(lambda call: call(), (remove_record, places.staged_names))
+                there = places.client.each(lambda call: call(), looks)[1]
         if self.lease is not None:
             self.lease.release()
         if kept:

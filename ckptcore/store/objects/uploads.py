@@ -12,16 +12,25 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from blake3 import blake3
 
-from ckptcore.errors import CkptError, DestinationExists, OutputMismatch, StorageTrouble
+from ckptcore.errors import (
+    CkptError,
+    DestinationExists,
+    OutputMismatch,
+    SourceChanged,
+    SourceUnreadable,
+    StorageTrouble,
+)
 from ckptcore.store import Buffer, Store
 from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
 from ckptcore.store.objects.part_plan import PartPlan, plan_parts
+from ckptcore.store.objects.pinned import first_page
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.crc32 import combine, crc32
 from ckptcore.utils.dataclass import dataclass
@@ -121,6 +130,13 @@ class Uploaded:
             tuple(map(str, form["blake3"])),
             bool(form.get("reply_lost", True)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was found at a key: an object, or none."""
+
+    seen: ObjectSeen | None
 
 
 class PartBuffers:
@@ -408,13 +424,25 @@ class Uploads:
             raise
         return seen
 
-    def complete(self, uploaded: Uploaded, *, create: bool, match: str | None = None) -> ObjectSeen:
+    def complete(
+        self,
+        uploaded: Uploaded,
+        *,
+        create: bool,
+        match: str | None = None,
+        look: Look | None = None,
+        page: bool = False,
+        beside: Callable[[], object] | None = None,
+    ) -> ObjectSeen:
         """Make an upload the object at its key, or find that it is.
 
         Args:
             uploaded: The upload.
             create: Refuse to replace an object.
             match: Replace only the object with this ETag, where the store knows that condition.
+            look: What was at its key a moment ago; None to look.
+            page: Its first page is read next: it is asked for while the object is looked at.
+            beside: Called whenever the store has answered, at the same time.
 
         Returns:
             The object.
@@ -428,13 +456,15 @@ class Uploads:
         for _ in range(_TRIES):
             # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
             if refused is None:
-                there = self.client.head(uploaded.key)
+                there = self.client.head(uploaded.key) if look is None else look.seen
+                look = None
                 if (seen := self._own(uploaded, there)) is not None:
                     return seen
                 if create and there is not None:
                     raise self._exists(uploaded)
+            etag = ""
             try:
-                self.client.complete(
+                etag = self.client.complete(
                     uploaded.key,
                     uploaded.upload_id,
                     uploaded.parts,
@@ -446,7 +476,7 @@ class Uploads:
             except CkptError as error:
                 refused = error
             # Whatever was answered: the reply to an earlier request may be lost, or misleading.
-            there = self.client.head(uploaded.key)
+            there = self._looked_at(uploaded, etag if page else "", beside)
             if (seen := self._own(uploaded, there)) is not None:
                 return seen
             if refused is not None and kind_of(refused) not in _CONDITIONS:
@@ -456,6 +486,23 @@ class Uploads:
             elif create or (match is not None and _bare(there.etag) != _bare(match)):
                 raise self._exists(uploaded)
         raise self._lost(uploaded, refused)
+
+    def _looked_at(
+        self, uploaded: Uploaded, etag: str, beside: Callable[[], object] | None
+    ) -> ObjectSeen | None:
+        """Look at the object of an upload; ask for the first page of the one with an ETag meanwhile."""
+
+        def page() -> None:
+            with suppress(SourceChanged, SourceUnreadable):  # the look says more
+                first_page(self.client, uploaded.key, etag, uploaded.nbytes)
+
+        asked: list[Callable[[], Any]] = [partial(self.client.head, uploaded.key)]
+        if etag and uploaded.nbytes:
+            asked.append(page)
+        if beside is not None:
+            asked.append(beside)
+        found: ObjectSeen | None = self.client.each(lambda ask: ask(), asked)[0]
+        return found
 
     def forget(self, completed: Mapping[int, Uploaded]) -> None:
         """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
