@@ -397,6 +397,7 @@ def _prepare(
     refusals: list[CkptError] = []
 
     def look() -> None:
+        refusals.clear()
         try:
             refuse_existing(request)
         except CkptError as error:  # unless an earlier run published there
@@ -424,14 +425,14 @@ def _prepare(
         same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
         ours = begun if begun is not None and published == plan.digest else None
         staging.sweep_parts()
+        anew = False
         if ours is not None and ours.step == DONE:
             restore(staging, composed, stamps, ours, same=same)
         elif not (request.resume and same):
             # Only the record knows what a killed run began to replace on an object store. It stays until the
             # next publication takes it over.
             staging.clear(publication=publishing is None, names=names)
-            save(staging, composed, stamps, ctimes)
-            ours = None
+            ours, anew = None, True
         elif done != plan.digest:
             renew(staging, composed, stamps)
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
@@ -445,7 +446,10 @@ def _prepare(
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
                 require_other_copies(request.destination, replaced.inventory, catalog_url)
             records.insert(0, packed_replaced(replaced))
-        put_each(staging.root, records)
+        if anew:
+            save(staging, composed, stamps, ctimes, records)
+        else:
+            put_each(staging.root, records)
         if staging.places is not None:
             from ckptcore.conversion.staged_uploads import upload_budget
 

@@ -136,7 +136,8 @@ class Staging:
         Args:
             shared: A shared lock, for several workers of one plan.
             make: Create the staging folder if there is none, and empty our own folder if other users could
-                write to it. Without ``make``, a missing folder is not locked.
+                write to it. Without ``make``, a missing folder is not locked. On an object store the caller
+                proves the lease, while it looks at the destination (`staged_plan.look_ahead`).
 
         Raises:
             Busy: Another process has the lock.
@@ -144,7 +145,7 @@ class Staging:
             DestinationUnwritable: A file system call failed.
         """
         if self._home is None:
-            with self._leased(shared=shared):
+            with self._leased(shared=shared, prove=not make):
                 yield
             return
         fd = self._lock_file(self._home, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
@@ -157,7 +158,7 @@ class Staging:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def _leased(self, *, shared: bool) -> Iterator[None]:
+    def _leased(self, *, shared: bool, prove: bool) -> Iterator[None]:
         """Hold the lease of a destination on an object store, or check that no other process does."""
         lease = self.places.lease(self.arbiter) if self.places is not None else None
         if lease is None:
@@ -166,7 +167,7 @@ class Staging:
             lease.require_free()
             yield
         else:
-            lease.take()
+            lease.take(prove=prove)
             self.lease = lease
             try:
                 with self._keeping():
@@ -191,6 +192,15 @@ class Staging:
         finally:
             for store in stores:
                 store.kept = None
+
+    def prove_lease(self) -> bool:
+        """Complete taking the lease; return whether another run may have worked here until then."""
+        return self.lease is not None and self.lease.prove()
+
+    def forget_records(self) -> None:
+        """Ask the store for every record from now on."""
+        if self._kept is not None:
+            self._kept.clear()
 
     def require_lease(self) -> None:
         """Raise `Busy` if another process took over the lease of the destination."""
