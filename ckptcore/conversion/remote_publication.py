@@ -32,7 +32,8 @@ from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.store.objects import ObjectSeen
-    from ckptcore.store.objects.uploads import Look, Uploaded, Uploads
+    from ckptcore.store.objects.uploaded import Uploaded
+    from ckptcore.store.objects.uploads import Look, Uploads
 
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 _HINT = "inspect it, move it away, and run the same command again"
@@ -61,7 +62,7 @@ class Completing:
     @property
     def unproven(self) -> tuple[Finding, ...]:
         """Return a finding if the store keeps no checksums of what it received."""
-        from ckptcore.store.objects.uploads import require_checksum
+        from ckptcore.store.objects.uploaded import require_checksum
 
         without = [name for name, seen in self.seen.items() if not require_checksum(seen, self.handles[name])]
         if not without:

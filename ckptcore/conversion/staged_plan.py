@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
-from ckptcore.conversion.staging import PUBLISHING, Staging
+from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging
 from ckptcore.errors import DestinationUnwritable, MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
@@ -137,7 +137,7 @@ def plan_run(
         files=staging.files,
         receipts=staging.receipts,
         scratch=str(staging.root.local) if staging.root.local is not None else None,
-        uploads=places.uploads(plan, settings) if places is not None else None,
+        uploads=places.uploads(plan, settings, none_begun=staging.none_begun) if places is not None else None,
     )
 
 
@@ -180,7 +180,10 @@ def look_ahead(staging: Staging, look: Callable[[], object]) -> list[str] | None
         staging.forget_records()  # what they saw may be another run's work
         names.clear()
         places.client.each(lambda each: each(), looks)
-    return names[0] if names else None
+    if not names:
+        return None
+    staging.none_begun = not any(name.startswith(f"{UPLOADS}/") for name in names[0])
+    return names[0]
 
 
 def saved_digest(staging: Staging) -> str | None:

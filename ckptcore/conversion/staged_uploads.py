@@ -69,8 +69,11 @@ class ObjectPlaces:
         """Return the lease of the destination; nobody has taken it yet."""
         return Lease(self.client, f"{self.staging}/{LEASE}", self.destination, arbiter)
 
-    def uploads(self, plan: Plan, settings: Settings | None = None) -> Uploads:
-        """Return the uploads of a plan; ``settings`` bound the memory of those who write."""
+    def uploads(self, plan: Plan, settings: Settings | None = None, *, none_begun: bool = False) -> Uploads:
+        """Return the uploads of a plan; ``settings`` bound the memory of those who write.
+
+        none_begun: see `Uploads`.
+        """
         single = plan.target.single is not None
         budget = UploadBudget(0, 0) if settings is None else upload_budget(plan.files, settings)
         return Uploads(
@@ -80,6 +83,7 @@ class ObjectPlaces:
             plan.digest,
             buffers=budget.in_flight + 1,
             in_flight=budget.in_flight,
+            none_begun=none_begun,
         )
 
 

@@ -100,6 +100,7 @@ class Staging:
         self.arbiter = arbiter
         self._kept: KeptRecords | None = None  # of a destination on an object store, under its lease
         self._leftovers: list[str] | None = None
+        self.none_begun = False  # whether the journal of uploads was empty when the lease was taken
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()

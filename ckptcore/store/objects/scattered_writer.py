@@ -21,7 +21,8 @@ from ckptcore.store.objects import UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.store.objects.journal import UploadEntry
 from ckptcore.store.objects.part_plan import PartPlan
-from ckptcore.store.objects.uploads import PartBuffers, Uploaded, Uploads
+from ckptcore.store.objects.uploaded import Uploaded
+from ckptcore.store.objects.uploads import PartBuffers, Uploads
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
 

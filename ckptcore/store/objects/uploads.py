@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -26,110 +26,20 @@ from ckptcore.errors import (
     StorageTrouble,
 )
 from ckptcore.store import Buffer, Store
-from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen, UploadedPart
+from ckptcore.store.objects import ObjectClient, ObjectSeen, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
 from ckptcore.store.objects.part_plan import PartPlan, plan_parts
 from ckptcore.store.objects.pinned import first_page
 from ckptcore.store.objects.retry import Kind, kind_of
-from ckptcore.utils.crc32 import combine, crc32
+from ckptcore.store.objects.uploaded import Uploaded, require_checksum
+from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.memory import untouched
-from ckptcore.utils.part_digest import join_digests
 
 _TRIES = 4
 _CONDITIONS = (Kind.EXISTS, Kind.CHANGED, Kind.MISSING, Kind.UNSUPPORTED)  # what a condition may lead to
-_RERUN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"
 _CRC32 = ALGORITHMS["CRC32"]
-
-
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """An upload with all its parts, complete or not yet.
-
-    Attributes:
-        key: Key of the object.
-        upload_id: Id of the upload.
-        token: Of its entry in the journal.
-        nbytes: Bytes of the object, or of a range of its parts.
-        part: Bytes of a part.
-        started: When its entry was written, seconds since 1970.
-        first: Number of its first part.
-        blake3: BLAKE3 of each part, hex.
-        reply_lost: Of its entry in the journal.
-        etags: ETag of each part.
-        crcs: CRC-32 of each part.
-    """
-
-    key: str
-    upload_id: str
-    token: str
-    nbytes: int
-    part: int
-    etags: tuple[str, ...]
-    crcs: tuple[int, ...]
-    started: float
-    first: int = 1
-    blake3: tuple[str, ...] = ()
-    reply_lost: bool = False
-
-    @property
-    def digest(self) -> str:
-        """Return the digest of all bytes (`ckptcore.utils.part_digest`)."""
-        return join_digests(self.part, map(bytes.fromhex, self.blake3))
-
-    @property
-    def parts(self) -> list[UploadedPart]:
-        """Return the parts as `ObjectClient.complete` needs them."""
-        return [
-            UploadedPart(n, etag, self.size_of(n), _CRC32.encoded(crc))
-            for n, (etag, crc) in enumerate(zip(self.etags, self.crcs, strict=True), self.first)
-        ]
-
-    @property
-    def crc(self) -> int:
-        """Return the CRC-32 of all bytes."""
-        total = 0
-        for n, crc in enumerate(self.crcs, self.first):
-            total = combine(total, crc, self.size_of(n))
-        return total
-
-    def size_of(self, number: int) -> int:
-        """Return the bytes of a part."""
-        return min(self.part, self.nbytes - (number - self.first) * self.part)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "key": self.key,
-            "upload_id": self.upload_id,
-            "token": self.token,
-            "nbytes": self.nbytes,
-            "part": self.part,
-            "started": self.started,
-            "first": self.first,
-            "etags": list(self.etags),
-            "crcs": list(self.crcs),
-            "blake3": list(self.blake3),
-            "reply_lost": self.reply_lost,
-        }
-
-    @classmethod
-    def from_dict(cls, form: Mapping[str, Any]) -> Uploaded:
-        """Read the form of `as_dict`."""
-        return cls(
-            str(form["key"]),
-            str(form["upload_id"]),
-            str(form["token"]),
-            int(form["nbytes"]),
-            int(form["part"]),
-            tuple(map(str, form["etags"])),
-            tuple(map(int, form["crcs"])),
-            float(form["started"]),
-            int(form["first"]),
-            tuple(map(str, form["blake3"])),
-            bool(form.get("reply_lost", True)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +243,7 @@ class Uploads:
         plan: Digest of the plan.
         buffers: Part buffers of all writers together.
         in_flight: Parts of one writer on their way at once.
+        none_begun: Nothing was begun before: the journal was empty when this process took the lease.
 
     Attributes:
         client: The store.
@@ -349,7 +260,9 @@ class Uploads:
         *,
         buffers: int = 1,
         in_flight: int = 0,
+        none_begun: bool = False,
     ) -> None:
+        self._none_begun, self._begun = none_begun, set[int]()
         self.client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
         self.buffers, self.in_flight = PartBuffers(buffers), in_flight
 
@@ -362,6 +275,11 @@ class Uploads:
 
     def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
+        if self._none_begun and index not in self._begun:
+            self._begun.add(index)
+            fresh = self._journal.create(self._wanted(index, path, nbytes))
+            if fresh is not None:
+                return fresh, {}
         before = self._journal.find(index)
         entry = self._entry(before, index, path, nbytes)
         if before is None or entry.token != before.token:  # begun a moment ago, unless by another worker
@@ -378,13 +296,16 @@ class Uploads:
 
     def _entry(self, there: UploadEntry | None, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return a file's entry, given the one that was found."""
-        part = plan_parts(nbytes, path).part
-        wanted = UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
+        wanted = self._wanted(index, path, nbytes)
         if there is not None:
             if there.upload_id and wanted.fits(there):
                 return there
             there = self._journal.abort(there)
         return self._journal.begin(wanted, there)
+
+    def _wanted(self, index: int, path: str, nbytes: int) -> UploadEntry:
+        part = plan_parts(nbytes, path).part
+        return UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
 
     def holds(self, uploaded: Uploaded) -> bool:
         """Report whether the store has exactly these parts, or the object that was completed from them."""
@@ -538,48 +459,6 @@ class Uploads:
             if kind_of(error) is Kind.NO_UPLOAD:
                 return None
             raise
-
-
-def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
-    """Compare an object's size and checksum with the bytes that were sent.
-
-    Returns:
-        Whether the store keeps a checksum to compare.
-
-    Raises:
-        OutputMismatch: They differ.
-    """
-    if seen.nbytes != uploaded.nbytes:
-        raise OutputMismatch(
-            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})", hint=_RERUN
-        )
-    wanted: Checksum = _CRC32.encoded(uploaded.crc)
-    kept = [c for c in seen.checksums if c.algorithm == wanted.algorithm]
-    if kept and kept[0] != wanted:
-        raise OutputMismatch(
-            f"{uploaded.key} was altered on its way to the store: it must have CRC-32 {wanted.value} "
-            f"(the store has {kept[0].value})",
-            hint=_RERUN,
-        )
-    return bool(kept)
-
-
-def joined(parts: Sequence[Uploaded]) -> Uploaded:
-    """Return an upload from ranges of its parts, in order and without gaps."""
-    first = parts[0]
-    return Uploaded(
-        first.key,
-        first.upload_id,
-        first.token,
-        sum(p.nbytes for p in parts),
-        first.part,
-        tuple(etag for p in parts for etag in p.etags),
-        tuple(crc for p in parts for crc in p.crcs),
-        first.started,
-        first.first,
-        tuple(digest for p in parts for digest in p.blake3),
-        any(p.reply_lost for p in parts),
-    )
 
 
 def _bare(etag: str) -> str:
