@@ -33,7 +33,7 @@ from ckptcore.utils.part_digest import hasher_like
 if TYPE_CHECKING:
     from ckptcore.store.objects import ObjectSeen
     from ckptcore.store.objects.uploaded import Uploaded
-    from ckptcore.store.objects.uploads import Look, Uploads
+    from ckptcore.store.objects.uploads import AtKey, Uploads
 
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 _HINT = "inspect it, move it away, and run the same command again"
@@ -55,7 +55,7 @@ class Completing:
 
     def __init__(self, uploads: Uploads, handles: Mapping[str, Uploaded], staged: Mapping[str, int]) -> None:
         self.uploads, self.handles, self.staged = uploads, handles, staged
-        self.looks: dict[str, Look] = {}
+        self.looks: dict[str, AtKey] = {}
         self.seen: dict[str, ObjectSeen] = {}
         self.written: Manifest | None = None
 
@@ -225,10 +225,10 @@ def _begin(here: _Here, publication: Publication, names: Sequence[str], *, alone
             _require_only_ours(here)
         return
     # A late import: other stores have no uploads.
-    from ckptcore.store.objects.uploads import Look
+    from ckptcore.store.objects.uploads import AtKey
 
     def look(name: str) -> None:
-        completing.looks[name] = Look(places.client.head(places.key_of(name)))
+        completing.looks[name] = AtKey(places.client.head(places.key_of(name)))
 
     asked: list[Callable[[], object]] = [record, *(partial(look, n) for n in names[:_LOOKS])]
     if alone:

@@ -43,7 +43,7 @@ _CRC32 = ALGORITHMS["CRC32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class AtKey:
     """What was found at a key: an object, or none."""
 
     seen: ObjectSeen | None
@@ -351,7 +351,7 @@ class Uploads:
         *,
         create: bool,
         match: str | None = None,
-        look: Look | None = None,
+        look: AtKey | None = None,
         page: bool = False,
         beside: Callable[[], object] | None = None,
     ) -> ObjectSeen:
@@ -411,7 +411,7 @@ class Uploads:
     def _looked_at(
         self, uploaded: Uploaded, etag: str, beside: Callable[[], object] | None
     ) -> ObjectSeen | None:
-        """Look at the object of an upload; ask for the first page of the one with an ETag meanwhile."""
+        """AtKey at the object of an upload; ask for the first page of the one with an ETag meanwhile."""
 
         def page() -> None:
             with suppress(SourceChanged, SourceUnreadable):  # the look says more
