@@ -411,7 +411,7 @@ class Uploads:
     def _looked_at(
         self, uploaded: Uploaded, etag: str, beside: Callable[[], object] | None
     ) -> ObjectSeen | None:
-        """AtKey at the object of an upload; ask for the first page of the one with an ETag meanwhile."""
+        """Look at the object of an upload; ask for the first page of the one with an ETag meanwhile."""
 
         def page() -> None:
             with suppress(SourceChanged, SourceUnreadable):  # the look says more
