@@ -316,8 +316,12 @@ class BlockReader:
                 loaded.users -= 1
                 self._left[at] -= len(into)
                 self._needed[at] -= cover(self._read.setdefault(at, []), offset, offset + len(into))
-                if not good and self._loaded.get(at) is loaded and not loaded.users:
-                    self._drop(at)
+                if self._loaded.get(at) is loaded and not loaded.users:
+                    if not good:
+                        self._drop(at)
+                    elif self._is_done(at) and self._next == len(self._table.order):
+                        # Nobody needs its memory any more. All of it at the end would take 50 ms.
+                        del self._loaded[at]
                 self._advance()
                 self._lock.notify_all()
 
