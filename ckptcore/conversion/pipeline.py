@@ -392,6 +392,7 @@ def _prepare(
     *,
     just_read: bool = False,
 ) -> Prepared:
+    """See `prepare`. just_read: the manifest is of a moment ago, and this process carries out the plan."""
     staging.sweep_gone()
     conclude(staging)
     refusals: list[CkptError] = []
@@ -446,14 +447,16 @@ def _prepare(
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
                 require_other_copies(request.destination, replaced.inventory, catalog_url)
             records.insert(0, packed_replaced(replaced))
+        if staging.places is not None:
+            from ckptcore.conversion.staged_uploads import begin_uploads, upload_budget
+
+            upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
+            if anew and just_read:
+                begin_uploads(staging, plan, settings.of(plan.target.mesh))
         if anew:
             save(staging, composed, stamps, ctimes, records)
         else:
             put_each(staging.root, records)
-        if staging.places is not None:
-            from ckptcore.conversion.staged_uploads import upload_budget
-
-            upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
         written = read_receipts(staging.receipts, plan.digest, [f.index for f in plan.files])
         staging.require_room(
             sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if there is None)

@@ -123,7 +123,9 @@ def plan_run(
         noted: The stamps of the source's files.
         settings: Memory of a run that writes.
     """
-    places = staging.places
+    places, uploads = staging.places, staging.uploads
+    if places is not None and uploads is None:
+        uploads = places.uploads(plan, settings, none_begun=staging.none_begun)
     return PlanRun(
         digest=plan.digest,
         load=partial(load_file_plan, staging.plan),
@@ -137,7 +139,7 @@ def plan_run(
         files=staging.files,
         receipts=staging.receipts,
         scratch=str(staging.root.local) if staging.root.local is not None else None,
-        uploads=places.uploads(plan, settings, none_begun=staging.none_begun) if places is not None else None,
+        uploads=uploads,
     )
 
 

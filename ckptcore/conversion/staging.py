@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
     from ckptcore.store.objects.kept_records import KeptRecords
     from ckptcore.store.objects.lease import Arbiter, Lease
+    from ckptcore.store.objects.uploads import Uploads
 
 PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
 REPLACED = "replaced"  # the old output that a new one replaced
@@ -100,6 +101,7 @@ class Staging:
         self.arbiter = arbiter
         self._kept: KeptRecords | None = None  # of a destination on an object store, under its lease
         self._leftovers: list[str] | None = None
+        self.uploads: Uploads | None = None  # those of the plan that this process is about to carry out
         self.none_begun = False  # whether the journal of uploads was empty when the lease was taken
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
@@ -174,6 +176,8 @@ class Staging:
                 with self._keeping():
                     yield
             finally:
+                if self.uploads is not None:
+                    self.uploads.wait()
                 self.lease = None
                 lease.release()
 

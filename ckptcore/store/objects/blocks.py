@@ -31,6 +31,7 @@ BLOCK = 16 << 20
 _LEAST_BLOCK = 256 << 10
 GAP = 256 << 10  # bytes between two ranges that cost less than another request
 _FIRST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 32
+_LINE = 500e6  # bytes per second of a line that was not measured yet
 _AHEAD = 2  # blocks that are in flight or wait for their readers, per request in flight
 
 Fetch = Callable[[str, int, Buffer], "Future[Any]"]  # (path, first byte, buffer to fill)
@@ -201,6 +202,16 @@ class _Loaded:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+def _in_flight(answer_s: float, moving_s: float) -> int:
+    """Return how many requests to send at once, so that the store's answers never keep the line waiting.
+
+    >>> _in_flight(0.0, 0.02), _in_flight(0.03, 0.03), _in_flight(1.0, 0.02)
+    (4, 8, 32)
+    """
+    wanted = _FIRST_IN_FLIGHT * (1 + answer_s / moving_s)
+    return int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, wanted)))
+
+
 def _overlaps(block_first: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """Return every (range, block) that overlap, as two columns; the blocks' first bytes are sorted."""
     lowest = np.searchsorted(block_first, first, "right") - 1
@@ -254,7 +265,8 @@ class BlockReader:
         self._read: dict[int, list[int]] = {}  # block -> borders of what was read of it
         self._next = 0
         self._in_flight = 0
-        self._window = _FIRST_IN_FLIGHT
+        # Until one has arrived: of what is known, only how long the store takes to answer.
+        self._window = _in_flight(answer_s(), size / _LINE)
         self._closed = False
 
     def start(self) -> None:
@@ -373,10 +385,7 @@ class BlockReader:
             self._in_flight -= 1
             if not future.cancelled() and future.exception() is None:
                 answered, done = self._answer_s(), time.perf_counter() - begun
-                moving = max(done - answered, 1e-3)
-                # Enough requests that the store's answers never keep the line waiting.
-                wanted = _FIRST_IN_FLIGHT * (1 + answered / moving)
-                self._window = int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, wanted)))
+                self._window = _in_flight(answered, max(done - answered, 1e-3))
             self._advance()
             self._lock.notify_all()
 

@@ -221,6 +221,10 @@ class S3Client:
             if kind_of(error) is not Kind.MISSING:
                 raise
 
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call that sends requests, and return without waiting for it."""
+        return _THREADS.start(lambda _: call())
+
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
         """Call a function that sends requests with each item, several at once; return what it returns."""
         return _THREADS.each(call, items)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -263,6 +263,7 @@ class Uploads:
         none_begun: bool = False,
     ) -> None:
         self._none_begun, self._begun = none_begun, set[int]()
+        self._ahead: dict[int, Future[UploadEntry | None]] = {}
         self.client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
         self.buffers, self.in_flight = PartBuffers(buffers), in_flight
 
@@ -277,7 +278,9 @@ class Uploads:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
         if self._none_begun and index not in self._begun:
             self._begun.add(index)
-            fresh = self._journal.create(self._wanted(index, path, nbytes))
+            ahead = self._ahead.pop(index, None)
+            wanted = self._wanted(index, path, nbytes)
+            fresh = self._journal.create(wanted) if ahead is None else ahead.result()
             if fresh is not None:
                 return fresh, {}
         before = self._journal.find(index)
@@ -289,6 +292,17 @@ class Uploads:
             left = self._journal.abort(entry)  # also if only the answer was wrong: no upload is left behind
             return self._journal.begin(entry, left), {}
         return entry, present
+
+    def begin_ahead(self, files: Iterable[tuple[int, str, int]]) -> None:
+        """Begin uploads, given (index, path, bytes), before anyone writes them; `begun` waits for each."""
+        if self._none_begun:
+            for index, path, nbytes in files:
+                create = partial(self._journal.create, self._wanted(index, path, nbytes))
+                self._ahead[index] = self.client.start(create)
+
+    def wait(self) -> None:
+        """Wait until no upload is being begun ahead: its entry must be written under the lease."""
+        wait(self._ahead.values())
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return the entry of a file's upload, which is begun if there is none."""
