@@ -151,7 +151,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     used_bytes = sums - np.repeat(sums[first_pair[:-1]] - part[first_pair[:-1]], np.diff(first_pair))
     wanted = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
-    # What no read of a span wants lies between the furthest byte so far and the next first byte.
+    # What no read of a span wants is between the furthest byte so far and the next first byte.
     next_one = np.flatnonzero(~fresh)
     next_one = next_one[reach[next_one - 1] < first[next_one]]
     hole_first, hole_last = reach[next_one - 1], first[next_one]

@@ -39,7 +39,7 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class S3Options:
-    """Options with the names that `s3fs.S3FileSystem` keeps them under; it can stand for this.
+    """Options with the names that `s3fs.S3FileSystem` keeps them under, which can be used in its place.
 
     Attributes:
         storage_options: All, as given.

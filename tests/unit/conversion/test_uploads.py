@@ -265,7 +265,7 @@ def test_an_entry_that_a_list_lacked_is_found(server: fault_s3.FaultyS3) -> None
     places.journal.abort(first)
 
 
-def test_what_was_seen_before_the_catalog_decided_is_looked_at_again(source: str, tmp_path: Path) -> None:
+def test_what_was_seen_before_the_catalog_decided_does_not_count(source: str, tmp_path: Path) -> None:
     """Until then another run may have worked there, and its output is not replaced."""
     with fault_s3.serving(min_part=PART, creates=False) as server:
         leases: list[int] = []

@@ -128,7 +128,6 @@ print(json.dumps([type(client.file_system).__name__, client.file_system.key, cli
     [
         ("s3://bucket/a//b/", {"key": "k"}, {}, ["S3Options", "k", "a//b", []]),
         ("s3a://bucket/b", {}, {"FSSPEC_S3_KEY": "e"}, ["S3Options", "e", "b", ["fsspec"]]),
-        ("s3://bucket/b", {"key": "k"}, {"FSSPEC_S3_KEY": "e"}, ["S3Options", "k", "b", ["fsspec"]]),
         (
             "s3://bucket/b",
             {"key": "k", "max_concurrency": 3},
