@@ -392,11 +392,13 @@ def _prepare(
     *,
     just_read: bool = False,
 ) -> Prepared:
+    """See `prepare`. just_read: the manifest is of a moment ago, and this process carries out the plan."""
     staging.sweep_gone()
     conclude(staging)
     refusals: list[CkptError] = []
 
     def look() -> None:
+        refusals.clear()
         try:
             refuse_existing(request)
         except CkptError as error:  # unless an earlier run published there
@@ -424,14 +426,14 @@ def _prepare(
         same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
         ours = begun if begun is not None and published == plan.digest else None
         staging.sweep_parts()
+        anew = False
         if ours is not None and ours.step == DONE:
             restore(staging, composed, stamps, ours, same=same)
         elif not (request.resume and same):
             # Only the record knows what a killed run began to replace on an object store. It stays until the
             # next publication takes it over.
             staging.clear(publication=publishing is None, names=names)
-            save(staging, composed, stamps, ctimes)
-            ours = None
+            ours, anew = None, True
         elif done != plan.digest:
             renew(staging, composed, stamps)
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
@@ -445,11 +447,16 @@ def _prepare(
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
                 require_other_copies(request.destination, replaced.inventory, catalog_url)
             records.insert(0, packed_replaced(replaced))
-        put_each(staging.root, records)
         if staging.places is not None:
-            from ckptcore.conversion.staged_uploads import upload_budget
+            from ckptcore.conversion.staged_uploads import begin_uploads, upload_budget
 
             upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
+            if anew and just_read:
+                begin_uploads(staging, plan, settings.of(plan.target.mesh))
+        if anew:
+            save(staging, composed, stamps, ctimes, records)
+        else:
+            put_each(staging.root, records)
         written = read_receipts(staging.receipts, plan.digest, [f.index for f in plan.files])
         staging.require_room(
             sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if there is None)

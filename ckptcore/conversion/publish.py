@@ -38,6 +38,7 @@ from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, is_s3, reads_s3
+from ckptcore.store.inventory import Inventory, take
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
 
@@ -171,13 +172,19 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         single = plan.target.single is not None
         uploads = _uploads(staging, plan, receipts)
         proven = not begun and uploads is not None and is_s3(plan.source)
+        looked: list[Inventory] = []
         staged = _require_written(
             staging,
             plan,
             receipts,
             uploads,
             # What the stores say does not depend on each other.
-            partial(require_source, staging, plan, settings, progress) if proven else None,
+            [
+                partial(require_source, staging, plan, settings, progress),
+                lambda: looked.append(take(staging.destination)),
+            ]
+            if proven
+            else [],
         )
         specs, commit = _planned(staging, plan)
         if uploads is None:
@@ -202,6 +209,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
                 (ITSELF,) if single else commit,
                 completing,
                 lambda files: _read_back(staging, plan, files, specs),
+                looked[0] if looked else None,
             )
             assert completing.written is not None  # it was read before the last files were written
             written = completing.written
@@ -388,12 +396,12 @@ def _require_written(
     plan: Plan,
     receipts: Sequence[Receipt],
     uploads: Uploads | None,
-    beside: Callable[[], None] | None = None,
+    beside: Sequence[Callable[[], object]] = (),
 ) -> dict[str, int]:
     """Compare every staged file with its receipt, or with the plan.
 
     A file whose stamp shows that it is unchanged is not read again. Of an upload, the store lists its parts.
-    beside: another check, made meanwhile.
+    beside: other checks, made meanwhile.
 
     Returns:
         What `Staging.require_planned` does.
@@ -412,8 +420,7 @@ def _require_written(
         def parts() -> None:
             found.extend(uploads.client.each(uploads.holds, sent))
 
-        checks = [listed, parts] if beside is None else [listed, parts, beside]
-        uploads.client.each(lambda check: check(), checks)
+        uploads.client.each(lambda check: check(), [listed, parts, *beside])
         kept = iter(found)
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:

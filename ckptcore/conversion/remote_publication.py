@@ -14,7 +14,7 @@ request states what was found there, so that an object that appears after the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,16 +26,18 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DestinationExists, Finding, OutputMismatch, finding
 from ckptcore.execution.receipts import digest_of, has_digest
 from ckptcore.store import Readable, Store, fetch, join_url, open_store
-from ckptcore.store.inventory import NO_ETAG, Entry, of_object, take
+from ckptcore.store.inventory import NO_ETAG, Entry, Inventory, of_object, take
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.store.objects import ObjectSeen
-    from ckptcore.store.objects.uploads import Uploaded, Uploads
+    from ckptcore.store.objects.uploaded import Uploaded
+    from ckptcore.store.objects.uploads import AtKey, Uploads
 
 ITSELF = ""  # the name, below the destination, of a destination that is one file
 _HINT = "inspect it, move it away, and run the same command again"
+_LOOKS = 8  # at keys, before what is uploaded to them is completed
 _TRIES = 4  # of a conditional request: what was found there may change, or the reply was lost
 
 
@@ -46,19 +48,21 @@ class Completing:
         uploads: The uploads of the plan.
         handles: Name below the destination -> upload.
         staged: Path -> bytes of the files that are staged as a whole.
+        looks: Name -> what its key had while the first step was recorded.
         seen: Name -> object, of those that are completed.
         written: The output's manifest, once it was read.
     """
 
     def __init__(self, uploads: Uploads, handles: Mapping[str, Uploaded], staged: Mapping[str, int]) -> None:
         self.uploads, self.handles, self.staged = uploads, handles, staged
+        self.looks: dict[str, AtKey] = {}
         self.seen: dict[str, ObjectSeen] = {}
         self.written: Manifest | None = None
 
     @property
     def unproven(self) -> tuple[Finding, ...]:
         """Return a finding if the store keeps no checksums of what it received."""
-        from ckptcore.store.objects.uploads import require_checksum
+        from ckptcore.store.objects.uploaded import require_checksum
 
         without = [name for name, seen in self.seen.items() if not require_checksum(seen, self.handles[name])]
         if not without:
@@ -74,6 +78,7 @@ def publish_remote(
     commit: Collection[str],
     completing: Completing | None = None,
     read: Callable[[Readable], Manifest] | None = None,
+    there: Inventory | None = None,
 ) -> None:
     """Complete the uploads, copy the staged files into place, and remove the files that they replace.
 
@@ -83,6 +88,7 @@ def publish_remote(
         commit: The files that make the folder loadable.
         completing: The uploads.
         read: Reads and checks the output after its tensors are in place, before the last files are written.
+        there: The content of the destination a moment ago; None to look.
 
     Raises:
         DestinationExists: There is a foreign object, which stays. Replaceable objects may be removed by
@@ -90,28 +96,35 @@ def publish_remote(
         OutputMismatch: A written object is missing or has another size.
     """
     with closing(_Here(staging, publication, completing)) as here:
-        if publication.step not in (REMOVING, PUTTING):
-            _require_as_judged(here)
-            first = REMOVING if publication.replaces.inventory else PUTTING  # there is nothing to remove
-            publication = replace(publication, step=first)
-            note(staging, publication)
         old, puts = publication.replaces, publication.puts
+        uploaded = completing.handles if completing is not None else {}
+        beside = [name for name in puts if name not in commit and name not in uploaded]
+        tensors = [name for name in puts if name not in commit and name in uploaded]
+        last = [name for name in puts if name in commit and name in uploaded]
+        end = [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]
+        alone = False  # whether the destination was seen to have only ours
+        if publication.step not in (REMOVING, PUTTING):
+            _require_as_judged(here, take(staging.destination) if there is None else there)
+            first = REMOVING if old.inventory else PUTTING  # there is nothing to remove
+            publication = replace(publication, step=first)
+            begin = tensors if uploaded else beside
+            alone = first == PUTTING and not begin
+            _begin(here, publication, () if first == REMOVING else begin or last, alone=alone)
         if publication.step == REMOVING:
             for name in old.first:
                 _remove(here, name)
             publication = replace(publication, step=PUTTING)
             note(staging, publication)
-        uploaded = completing.handles if completing is not None else {}
-        beside = [name for name in puts if name not in commit and name not in uploaded]
-        tensors = [name for name in puts if name not in commit and name in uploaded]
         _put_all(here, tensors if uploaded else beside)
         for name in old.inventory:
             if name not in old.first and name not in puts:
                 _remove(here, name)
-        _require_only_ours(here)
-        for name in puts:
-            if name in commit and name in uploaded:
-                _put(here, name)
+        if not alone:
+            _require_only_ours(here)
+        found: list[Inventory] = []  # after the last change, if that is a Complete
+        for name in last:
+            ends = name == last[-1] and not end
+            _put(here, name, (lambda: found.append(take(staging.destination))) if ends else None)
         if completing is not None and read is not None:
             completing.written = read(_as_it_will_be(here, completing))
         if uploaded:
@@ -119,14 +132,11 @@ def publish_remote(
         for name in puts:
             if name in commit and name not in uploaded:
                 _put(here, name)
-        there = take(staging.destination)
-        lost = [n for n, (nbytes, _) in puts.items() if n not in there or there[n].nbytes != nbytes]
+        now = found[-1] if found else take(staging.destination)
+        lost = [n for n, (nbytes, _) in puts.items() if n not in now or now[n].nbytes != nbytes]
         if lost:
             raise OutputMismatch(f"{here.url_of(lost[0])} was written, but is missing", hint="run again")
-        note(staging, replace(publication, step=DONE, there={n: there[n] for n in puts}))
-        if completing is not None:
-            ended = {r.index: r.uploaded for r in publication.receipts if r.uploaded is not None}
-            completing.uploads.forget(ended)
+        _end(here, replace(publication, step=DONE, there={n: now[n] for n in puts}))
 
 
 def is_published(staging: Staging, publication: Publication) -> bool:
@@ -198,9 +208,53 @@ class _Here:
         self.staging.files.close()
 
 
-def _require_as_judged(here: _Here) -> None:
+def _begin(here: _Here, publication: Publication, names: Sequence[str], *, alone: bool) -> None:
+    """Record the first step of a publication, and look meanwhile at what it will find.
+
+    Args:
+        here: The destination.
+        publication: What is recorded.
+        names: What is put into place first, if it is uploaded. Only a few are looked at: a look gets old.
+        alone: Require that only its own objects are there, because nothing is changed before that is asked.
+    """
+    completing, places = here.completing, here.staging.places
+    record = partial(note, here.staging, publication)
+    if completing is None or places is None:
+        record()
+        if alone:
+            _require_only_ours(here)
+        return
+    # A late import: other stores have no uploads.
+    from ckptcore.store.objects.uploads import AtKey
+
+    def look(name: str) -> None:
+        completing.looks[name] = AtKey(places.client.head(places.key_of(name)))
+
+    asked: list[Callable[[], object]] = [record, *(partial(look, n) for n in names[:_LOOKS])]
+    if alone:
+        asked.append(partial(_require_only_ours, here))
+    places.client.each(lambda ask: ask(), asked)
+
+
+def _end(here: _Here, publication: Publication) -> None:
+    """Record that a publication is done; forget its uploads and list what is left to remove meanwhile.
+
+    None of these needs the others: an upload that was completed is found without its entry, too.
+    """
+    staging, completing = here.staging, here.completing
+    record = partial(note, staging, publication)
+    if completing is None or staging.places is None:
+        record()
+        return
+    ended = {r.index: r.uploaded for r in publication.receipts if r.uploaded is not None}
+    forget = partial(completing.uploads.forget, ended)
+    asked: list[Callable[[], None]] = [record, forget, staging.list_leftovers]
+    staging.places.client.each(lambda ask: ask(), asked)
+
+
+def _require_as_judged(here: _Here, there: Inventory) -> None:
     old = here.publication.replaces.inventory
-    for name, entry in take(here.staging.destination).items():
+    for name, entry in there.items():
         if old.get(name) != entry and not here.holds(name, entry):
             raise DestinationExists(f"{here.url_of(name)} appeared meanwhile", hint=_HINT)
 
@@ -256,11 +310,14 @@ def _tried(here: _Here, name: str) -> OutputMismatch | None:
     return None
 
 
-def _put(here: _Here, name: str) -> None:
-    """Put one file into place: if the name is free or has the recorded object, but not over its equal."""
+def _put(here: _Here, name: str, beside: Callable[[], object] | None = None) -> None:
+    """Put one file into place: if the name is free or has the recorded object, but not over its equal.
+
+    beside: Called when an upload is completed, while it is looked at.
+    """
     here.staging.require_lease()
     if here.completing is not None and name in here.completing.handles:
-        _complete(here, here.completing, name)
+        _complete(here, here.completing, name, beside)
         return
     from ckptcore.store.objects.retry import Kind, kind_of
 
@@ -303,14 +360,22 @@ def _write(here: _Here, name: str, now: Entry | None) -> None:
         places.client.put(key, data)  # this store has no such condition
 
 
-def _complete(here: _Here, completing: Completing, name: str) -> None:
+def _complete(here: _Here, completing: Completing, name: str, beside: Callable[[], object] | None) -> None:
     """Complete an upload, if its name is free, or has the recorded object or the upload's own."""
+    from ckptcore.store.objects.pinned import MOST_PAGES
+
     uploaded, old = completing.handles[name], here.publication.replaces.inventory.get(name)
     now = here.look(name) if old is not None else None
     if now is not None and now != old and completing.uploads.find(uploaded) is None:
         raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
-    match = None if now is None else _etag(now)
-    completing.seen[name] = completing.uploads.complete(uploaded, create=now is None, match=match)
+    completing.seen[name] = completing.uploads.complete(
+        uploaded,
+        create=now is None,
+        match=None if now is None else _etag(now),
+        look=completing.looks.pop(name, None),
+        page=len(completing.handles) <= MOST_PAGES,
+        beside=beside,
+    )
 
 
 def _etag(entry: Entry) -> str | None:

@@ -8,16 +8,24 @@ from contextlib import suppress
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
-from ckptcore.conversion.staging import PUBLISHING, Staging
+from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging
 from ckptcore.errors import DestinationUnwritable, MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
 from ckptcore.execution.source_stamps import packed as packed_stamps
 from ckptcore.execution.source_stamps import require_same
 from ckptcore.planning.compose import Composed
-from ckptcore.planning.plan import Plan, file_name, load_file_plan, load_head, save_plan
+from ckptcore.planning.plan import (
+    Plan,
+    file_name,
+    load_file_plan,
+    load_head,
+    save_files,
+    save_head,
+    save_plan,
+)
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import Store, fetch
+from ckptcore.store import Store, fetch, put_each
 from ckptcore.store.ahead import ReadsAhead
 
 REQUEST = "request.json"
@@ -28,13 +36,28 @@ def save(
     composed: Composed,
     stamps: dict[str, str | None],
     ctimes: dict[str, int | None] | None = None,
+    records: Sequence[tuple[str, bytes]] = (),
 ) -> None:
     """Save a plan, the stamps of its source, and the small files of its output in the staging folder.
 
-    ctimes: of the source; None keeps those that were recorded when the first staged file was begun.
+    The head of the plan comes last, so that what has one is complete.
+
+    Args:
+        staging: The staging folder.
+        composed: The plan.
+        stamps: Of the source.
+        ctimes: Of the source; None keeps those that were recorded when the first staged file was begun.
+        records: (name, bytes) of records beside the plan.
     """
     _put_extra(staging, composed)
-    save_plan(staging.plan, composed.plan, composed.files, packed_stamps(stamps, ctimes))
+    files = partial(save_files, staging.plan, composed.files, packed_stamps(stamps, ctimes))
+    parts: list[Callable[[], None]] = [partial(put_each, staging.root, records), files]
+    if staging.places is None:
+        for part in parts:
+            part()
+    else:
+        staging.places.client.each(lambda part: part(), parts)
+    save_head(staging.plan, composed.plan)
 
 
 def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
@@ -100,7 +123,9 @@ def plan_run(
         noted: The stamps of the source's files.
         settings: Memory of a run that writes.
     """
-    places = staging.places
+    places, uploads = staging.places, staging.uploads
+    if places is not None and uploads is None:
+        uploads = places.uploads(plan, settings, none_begun=staging.none_begun)
     return PlanRun(
         digest=plan.digest,
         load=partial(load_file_plan, staging.plan),
@@ -114,7 +139,7 @@ def plan_run(
         files=staging.files,
         receipts=staging.receipts,
         scratch=str(staging.root.local) if staging.root.local is not None else None,
-        uploads=places.uploads(plan, settings) if places is not None else None,
+        uploads=uploads,
     )
 
 
@@ -127,7 +152,7 @@ def _ignore(paths: Sequence[str]) -> None:
 
 
 def look_ahead(staging: Staging, look: Callable[[], object]) -> list[str] | None:
-    """Ask an object store at once for what a conversion looks at before it plans.
+    """Ask an object store at once for what a conversion looks at before it plans; prove the lease meanwhile.
 
     The records are kept (`ckptcore.store.objects.kept_records`).
 
@@ -147,14 +172,20 @@ def look_ahead(staging: Staging, look: Callable[[], object]) -> list[str] | None
         with suppress(DestinationUnwritable):  # an error for those who need them
             names.append(places.staged_names())
 
-    looks: tuple[Callable[[], object], ...] = (
+    looks: list[Callable[[], object]] = [
         partial(fetch, staging.root, PUBLISHING),
         partial(fetch, staging.plan, "head.json"),
         look,
         list_names,
-    )
-    places.client.each(lambda each: each(), looks)
-    return names[0] if names else None
+    ]
+    if places.client.each(lambda each: each(), [staging.prove_lease, *looks])[0]:
+        staging.forget_records()  # what they saw may be another run's work
+        names.clear()
+        places.client.each(lambda each: each(), looks)
+    if not names:
+        return None
+    staging.none_begun = not any(name.startswith(f"{UPLOADS}/") for name in names[0])
+    return names[0]
 
 
 def saved_digest(staging: Staging) -> str | None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
     from ckptcore.store.objects.kept_records import KeptRecords
     from ckptcore.store.objects.lease import Arbiter, Lease
+    from ckptcore.store.objects.uploads import Uploads
 
 PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
 REPLACED = "replaced"  # the old output that a new one replaced
@@ -101,6 +102,9 @@ class Staging:
         self.lease: Lease | None = None
         self.arbiter = arbiter
         self._kept: KeptRecords | None = None  # of a destination on an object store, under its lease
+        self._leftovers: list[str] | None = None
+        self.uploads: Uploads | None = None  # those of the plan that this process is about to carry out
+        self.none_begun = False  # whether the journal of uploads was empty when the lease was taken
         here = local_path(self.url)
         self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()
@@ -137,7 +141,8 @@ class Staging:
         Args:
             shared: A shared lock, for several workers of one plan.
             make: Create the staging folder if there is none, and empty our own folder if other users could
-                write to it. Without ``make``, a missing folder is not locked.
+                write to it. Without ``make``, a missing folder is not locked. On an object store the caller
+                proves the lease, while it looks at the destination (`staged_plan.look_ahead`).
 
         Raises:
             Busy: Another process has the lock.
@@ -145,7 +150,7 @@ class Staging:
             DestinationUnwritable: A file system call failed.
         """
         if self._home is None:
-            with self._leased(shared=shared):
+            with self._leased(shared=shared, prove=not make):
                 yield
             return
         fd = self._lock_file(self._home, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
@@ -158,7 +163,7 @@ class Staging:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def _leased(self, *, shared: bool) -> Iterator[None]:
+    def _leased(self, *, shared: bool, prove: bool) -> Iterator[None]:
         """Hold the lease of a destination on an object store, or check that no other process does."""
         lease = self.places.lease(self.arbiter) if self.places is not None else None
         if lease is None:
@@ -167,12 +172,14 @@ class Staging:
             lease.require_free()
             yield
         else:
-            lease.take()
+            lease.take(prove=prove)
             self.lease = lease
             try:
                 with self._keeping():
                     yield
             finally:
+                if self.uploads is not None:
+                    self.uploads.wait()
                 self.lease = None
                 lease.release()
 
@@ -192,6 +199,15 @@ class Staging:
         finally:
             for store in stores:
                 store.kept = None
+
+    def prove_lease(self) -> bool:
+        """Complete taking the lease; return whether another run may have worked here until then."""
+        return self.lease is not None and self.lease.prove()
+
+    def forget_records(self) -> None:
+        """Ask the store for every record from now on."""
+        if self._kept is not None:
+            self._kept.clear()
 
     def require_lease(self) -> None:
         """Raise `Busy` if another process took over the lease of the destination."""
@@ -355,6 +371,15 @@ class Staging:
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
 
+    def list_leftovers(self) -> None:
+        """List what `remove` will remove of an object store, if nothing more is staged under this lease."""
+        if self.places is None or self.lease is None:
+            return
+        with contextlib.suppress(DestinationUnwritable):  # `remove` asks again, and says so
+            names = self.places.staged_names()
+            # The journal removes its own at the same time; what it leaves is in the list at the end.
+            self._leftovers = [name for name in names if not name.startswith(f"{UPLOADS}/")]
+
     def _remove_remote(self) -> None:
         """Remove the staging prefix, if these credentials may: its output does not need it any more."""
         try:
@@ -377,7 +402,11 @@ class Staging:
             self.root.remove(PUBLISHING)
             return []
 
-        there = places.staged_names()
+        there = places.staged_names() if self._leftovers is None else self._leftovers
+        self._leftovers = None
+        looks = [remove_record, places.staged_names]
+        if self.lease is not None:
+            looks.append(self.lease.look)
         for first in (True, False):
             kept = [name for name in there if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in there):
@@ -387,7 +416,7 @@ class Staging:
                 name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
             )
             if first:  # a list may lack names: there is another one, while the record is removed
-                _, there = places.client.each(lambda call: call(), (remove_record, places.staged_names))
+                there = places.client.each(lambda call: call(), looks)[1]
         if self.lease is not None:
             self.lease.release()
         if kept:

@@ -8,8 +8,7 @@ On "cpu" a lane does the same with torch alone, which tests it on machines witho
 
 from __future__ import annotations
 
-import mmap
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ckptcore.execution.tiles import TILES
 from ckptcore.fingerprints.device_sums import DeviceSums
 from ckptcore.fingerprints.sums import Sum, box_sum
 from ckptcore.reading.casting import torch_on
+from ckptcore.utils.memory import untouched
 
 Bytes = npt.NDArray[np.uint8]
 _WORTH = 512 << 10  # bytes: for fewer, the host has the sum before a device has begun
@@ -54,13 +54,9 @@ def _paged(nbytes: int) -> Bytes:
     over large tiles need huge pages.
     """
     try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(untouched(nbytes, huge_from=TILES), np.uint8)
     except OSError as error:
         raise BudgetTooSmall(f"cannot allocate a buffer of {nbytes} bytes: {error.strerror}") from error
-    if nbytes > TILES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, TILES, nbytes - TILES)
-    return np.frombuffer(memory, np.uint8)
 
 
 class Lane:

@@ -11,7 +11,8 @@ from ckptcore.execution.join_parts import joined_sums, part_receipts, verified_r
 from ckptcore.execution.receipts import Receipt, read_receipt, receipt_name, write_receipt
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.store import Store
-from ckptcore.store.objects.uploads import Uploads, joined
+from ckptcore.store.objects.uploaded import joined
+from ckptcore.store.objects.uploads import Uploads
 
 
 def join_uploads(plan: FilePlan, plan_digest: str, uploads: Uploads, receipts: Store) -> Receipt:

@@ -21,7 +21,7 @@ from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.planning.plan import PlannedFile
-    from ckptcore.store.objects.uploads import Uploaded
+    from ckptcore.store.objects.uploaded import Uploaded
 
 _BLOCK = 4 << 20
 _AT_ONCE = 16  # receipts that are asked for together
@@ -85,7 +85,7 @@ class Receipt:
         known: dict[str, Any] = {"pending": tuple(form.get("pending", ())), "sums": raw, "crcs": crcs}
         if form.get("uploaded") is not None:
             # A late import: local files have no uploads.
-            from ckptcore.store.objects.uploads import Uploaded
+            from ckptcore.store.objects.uploaded import Uploaded
 
             known["uploaded"] = Uploaded.from_dict(form["uploaded"])
         return cls(**{**form, **known})

@@ -251,8 +251,13 @@ def save_plan(
 
     beside: (name, bytes) of further files of the folder.
     """
-    put_each(store, chain(beside, ((file_name(p.index), p.dumped) for p in files)))
+    save_files(store, files, beside)
     save_head(store, plan)
+
+
+def save_files(store: Store, files: Iterable[FilePlan], beside: Iterable[tuple[str, bytes]] = ()) -> None:
+    """Write file plans, and what is beside them: all of a plan but its head."""
+    put_each(store, chain(beside, ((file_name(p.index), p.dumped) for p in files)))
 
 
 def save_head(store: Store, plan: Plan) -> None:

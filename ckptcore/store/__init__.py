@@ -22,7 +22,7 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:
-    from ckptcore.store.objects.uploads import Uploaded
+    from ckptcore.store.objects.uploaded import Uploaded
 
 Buffer = memoryview
 BLOCK = 4096  # bytes that memory and files are aligned to, for writes past the page cache

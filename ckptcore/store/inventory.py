@@ -244,11 +244,11 @@ def _s3(url: str) -> Iterator[tuple[str, Entry]]:
 
 
 def _remote(url: str) -> Iterator[tuple[str, Entry]]:
-    import fsspec
-
     if is_s3(url):
         yield from _s3(url)
         return
+    import fsspec
+
     try:
         fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
         fs.invalidate_cache()

@@ -7,7 +7,9 @@ row of a catalog has them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.errors import UsageError
@@ -36,6 +38,21 @@ def use_storage_options(given: Sequence[str]) -> None:
                 hint="for example --storage-option profile=team",
             )
         conf.setdefault(scheme or _DEFAULT, {})[option] = _parsed(value)
+
+
+def configured(scheme: str) -> Mapping[str, Any]:
+    """Return the options of a scheme in fsspec's configuration: its files, its variables, and ours.
+
+    fsspec, which takes 0.1 s, is not imported where it would find none.
+    """
+    if "fsspec.config" not in sys.modules:
+        folder = os.environ.get("FSSPEC_CONFIG_DIR") or os.path.expanduser("~/.config/fsspec")
+        if not os.path.isdir(folder) and not any(name.startswith("FSSPEC") for name in os.environ):
+            return {}
+    from fsspec.config import conf
+
+    found: Mapping[str, Any] = conf.get(scheme) or {}
+    return found
 
 
 def _parsed(value: str) -> Any:

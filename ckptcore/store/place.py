@@ -16,6 +16,7 @@ from enum import StrEnum
 from urllib.parse import unquote, urlsplit
 
 from ckptcore.store import local_path
+from ckptcore.store.options import configured
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import roots_of
 
@@ -242,9 +243,7 @@ def _endpoint(scheme: str, family: str, rest: str) -> str:
         return host.partition("@")[2].lower()
     if family != "s3":
         return ""
-    import fsspec.config
-
-    given = fsspec.config.conf.get(scheme, {})
+    given = configured(scheme)
     named = given.get("endpoint_url") or (given.get("client_kwargs") or {}).get("endpoint_url")
     named = named or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not named:

@@ -11,7 +11,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
@@ -35,9 +34,16 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
         self.local: Path | None = None
+        self._fs, self._root = self._opened()
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return the file system and the folder in it."""
+        import fsspec
+
+        url = self.url
         try:
             # Listings are cached by default; then another writer's file would stay invisible.
-            self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+            fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             scheme = url.partition("://")[0]
             hint = f"pip install 'ckptcore[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else None
@@ -45,8 +51,8 @@ class FsspecStore:
         except ValueError as error:
             raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url)) from error
         except Exception as error:
-            raise _trouble(self.url, error) from error
-        self._root = self._root.rstrip("/")
+            raise _trouble(url, error) from error
+        return fs, root.rstrip("/")
 
     def stamped(self) -> dict[str, Stamped]:
         """List the objects with size and version."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-
-import fsspec
+from typing import Any
 
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable, UsageError
 from ckptcore.store import Buffer, FileWriter, Stamped, Store
@@ -18,8 +17,9 @@ from ckptcore.store.objects import IN_ONE
 from ckptcore.store.objects.client import S3Client, require_small
 from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.reader import FolderReader
+from ckptcore.store.objects.s3_options import open_file_system
 from ckptcore.store.objects.session import share_service_models
-from ckptcore.store.remote import FsspecStore
+from ckptcore.store.remote import FsspecStore, FsspecWriter
 
 
 class S3Store(FsspecStore):
@@ -44,9 +44,13 @@ class S3Store(FsspecStore):
         """
         super().__init__(url)
         self.client, self._pinned = client_of(self.url), pinned
-        _, _, key = self._root.strip("/").partition("/")
+        key = key_of(self.url)
         self.prefix = f"{key}/" if key else ""
         self._reader = FolderReader(self.client, self.prefix, self.url, pinned=pinned, versions=versions)
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return no file system: only `writer` needs it, and s3fs takes long to import."""
+        return None, ""
 
     def stamped(self) -> dict[str, Stamped]:
         """List the objects with size and version, as they are now."""
@@ -109,8 +113,9 @@ class S3Store(FsspecStore):
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Collect an object, which is written in one request when it is committed."""
         if nbytes > IN_ONE:
-            share_service_models(self._fs)
-            return super().writer(path, nbytes)
+            fs, root = super()._opened()
+            share_service_models(fs)
+            return FsspecWriter(fs, f"{root}/{path}", f"{self.url}/{path}")
         return ObjectWriter(self.client, self.prefix + path)
 
     def put(self, path: str, data: bytes) -> None:
@@ -187,7 +192,7 @@ _lock = threading.Lock()
 
 def key_of(url: str) -> str:
     """Return the key of a URL, without slashes at its ends; its bucket is that of the client."""
-    root: str = fsspec.url_to_fs(url, use_listings_cache=False)[1]
+    root = open_file_system(url, {})[1]
     return root.strip("/").partition("/")[2]
 
 

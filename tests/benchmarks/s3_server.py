@@ -244,7 +244,8 @@ class Server:
                 f"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>{rows}</ListMultipartUploadsResult>"
             )
         after = query.get("continuation-token", query.get("start-after", ""))
-        keys = sorted(p.partition("/")[2] for p in list(self.objects) if p.startswith(f"{bucket}/{prefix}"))
+        objects = dict(self.objects)  # other threads remove some meanwhile
+        keys = sorted(path.partition("/")[2] for path in objects if path.startswith(f"{bucket}/{prefix}"))
         rows, folders, delimiter = list[str](), dict[str, None](), query.get("delimiter", "")
         keys = [key for key in keys if key > after]
         for key in keys[:_PAGE]:
@@ -252,7 +253,7 @@ class Server:
             if delimiter and delimiter in rest:
                 folders[prefix + rest.partition(delimiter)[0] + delimiter] = None
                 continue
-            there = self.objects[f"{bucket}/{key}"]
+            there = objects[f"{bucket}/{key}"]
             rows.append(
                 f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
                 f"<ETag>&quot;{there.etag}&quot;</ETag><Size>{there.nbytes}</Size></Contents>"

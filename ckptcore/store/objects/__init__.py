@@ -176,6 +176,9 @@ class ObjectClient(Protocol):
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
 
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call that sends requests, and return without waiting for it."""
+
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
         """Call a function that sends requests with each item, several at once.
 

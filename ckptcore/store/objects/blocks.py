@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import field
@@ -24,11 +25,13 @@ from ckptcore.store import Buffer
 from ckptcore.store.ahead import ExpectedReads, Floats, Ints
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.memory import untouched
 
 BLOCK = 16 << 20
 _LEAST_BLOCK = 256 << 10
 GAP = 256 << 10  # bytes between two ranges that cost less than another request
 _FIRST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 32
+_LINE = 500e6  # bytes per second of a line that was not measured yet
 _AHEAD = 2  # blocks that are in flight or wait for their readers, per request in flight
 
 Fetch = Callable[[str, int, Buffer], "Future[Any]"]  # (path, first byte, buffer to fill)
@@ -48,7 +51,8 @@ class BlockTable:
         uses: When the reads of each block happen, block after block, sorted.
         used_bytes: Bytes of the block that are read until the end of each use.
         first: Block -> its first use in ``uses``, and one more.
-        wanted: Bytes of it that will be read.
+        wanted: Bytes of it that will be read, each as often as it is read.
+        needed: Bytes of it that will be read at least once.
         row: Path -> the slice of its blocks, as (first, behind the last).
         size: The most bytes that a block was allowed to have.
     """
@@ -62,6 +66,7 @@ class BlockTable:
     used_bytes: Ints
     first: Ints
     wanted: Ints
+    needed: Ints
     row: dict[str, tuple[int, int]]
     size: int = BLOCK
 
@@ -115,7 +120,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     begins, ends = begins[order], ends[order]
     if not len(file):
         none = np.zeros(0, np.int64)
-        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, none, none, {}, size)
+        return BlockTable(reads.paths, none, none, none, none, np.zeros(0), none, none, none, none, {}, size)
     # One coordinate for all files, far enough apart that none touch.
     stride = int(end.max()) + gap + 1
     base = file * stride
@@ -134,12 +139,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     block_first = span_first[owner] + nth * size
     block_last = np.minimum(block_first + size, span_last[owner])
-    # Every (read, block) that overlap.
-    lowest = np.searchsorted(block_first, first, "right") - 1
-    highest = np.searchsorted(block_first, last - 1, "right") - 1
-    pairs = highest - lowest + 1
-    read = np.repeat(np.arange(len(first)), pairs)
-    block = np.repeat(lowest, pairs) + np.arange(len(read)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
+    read, block = _overlaps(block_first, first, last)
     part_first = np.maximum(first[read], block_first[block])
     part = np.minimum(last[read], block_last[block]) - part_first
     share = (part_first - first[read]) / (last[read] - first[read])
@@ -151,6 +151,14 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
     used_bytes = sums - np.repeat(sums[first_pair[:-1]] - part[first_pair[:-1]], np.diff(first_pair))
     wanted = used_bytes[first_pair[1:] - 1]
     owner_file = block_first // stride
+    # What no read of a span wants is between the furthest byte so far and the next first byte.
+    next_one = np.flatnonzero(~fresh)
+    next_one = next_one[reach[next_one - 1] < first[next_one]]
+    hole_first, hole_last = reach[next_one - 1], first[next_one]
+    hole, holed = _overlaps(block_first, hole_first, hole_last)
+    inside = np.minimum(hole_last[hole], block_last[holed]) - np.maximum(hole_first[hole], block_first[holed])
+    needed = block_last - block_first
+    np.subtract.at(needed, holed, np.maximum(inside, 0))
     row = {}
     for number in distinct(owner_file).tolist():
         row[reads.paths[number]] = (
@@ -167,6 +175,7 @@ def cut_into_blocks(reads: ExpectedReads, size: int, gap: int = GAP) -> BlockTab
         used_bytes,
         first_pair,
         wanted,
+        needed,
         row,
         size,
     )
@@ -185,12 +194,49 @@ class _Loaded:
         lock: Taken while it is called.
     """
 
-    buffer: bytearray
+    buffer: Buffer
     view: Buffer
     future: Future[Any]
     users: int = 0
     counted: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _in_flight(answer_s: float, moving_s: float) -> int:
+    """Return how many requests to send at once, so that the store's answers never keep the line waiting.
+
+    >>> _in_flight(0.0, 0.02), _in_flight(0.03, 0.03), _in_flight(1.0, 0.02)
+    (4, 8, 32)
+    """
+    wanted = _FIRST_IN_FLIGHT * (1 + answer_s / moving_s)
+    return int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, wanted)))
+
+
+def _overlaps(block_first: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return every (range, block) that overlap, as two columns; the blocks' first bytes are sorted."""
+    lowest = np.searchsorted(block_first, first, "right") - 1
+    highest = np.searchsorted(block_first, last - 1, "right") - 1
+    pairs = highest - lowest + 1
+    which = np.repeat(np.arange(len(first)), pairs)
+    return which, np.repeat(lowest, pairs) + np.arange(len(which)) - np.repeat(
+        np.cumsum(pairs) - pairs, pairs
+    )
+
+
+def cover(borders: list[int], start: int, end: int) -> int:
+    """Add a range to ranges that do not touch, given by their borders; return how many bytes are new.
+
+    >>> known = [0, 10, 20, 30]
+    >>> cover(known, 5, 25), known
+    (10, [0, 30])
+    >>> cover(known, 30, 31), cover(known, 40, 41), known
+    (1, 1, [0, 31, 40, 41])
+    """
+    first, last = bisect_left(borders, start), bisect_right(borders, end)
+    before, behind = [start] if first % 2 == 0 else [], [end] if last % 2 == 0 else []
+    known = [*([] if before else [start]), *borders[first:last], *([] if behind else [end])]
+    borders[first:last] = before + behind
+    return end - start - (sum(known[1::2]) - sum(known[::2]))
 
 
 class BlockReader:
@@ -213,11 +259,14 @@ class BlockReader:
         self._capacity = max(1, min(memory // size, len(table)))
         self._lock = threading.Condition()  # reentrant: a request may end while it is begun
         self._loaded: dict[int, _Loaded] = {}
-        self._free: list[bytearray] = []
+        self._free: list[Buffer] = []
         self._left = table.wanted.copy()
+        self._needed = table.needed.copy()
+        self._read: dict[int, list[int]] = {}  # block -> borders of what was read of it
         self._next = 0
         self._in_flight = 0
-        self._window = _FIRST_IN_FLIGHT
+        # Until one has arrived: of what is known, only how long the store takes to answer.
+        self._window = _in_flight(answer_s(), size / _LINE)
         self._closed = False
 
     def start(self) -> None:
@@ -278,8 +327,13 @@ class BlockReader:
             with self._lock:
                 loaded.users -= 1
                 self._left[at] -= len(into)
-                if not good and self._loaded.get(at) is loaded and not loaded.users:
-                    self._drop(at)
+                self._needed[at] -= cover(self._read.setdefault(at, []), offset, offset + len(into))
+                if self._loaded.get(at) is loaded and not loaded.users:
+                    if not good:
+                        self._drop(at)
+                    elif self._is_done(at) and self._next == len(self._table.order):
+                        # Nobody needs its memory any more. All of it at the end would take 50 ms.
+                        del self._loaded[at]
                 self._advance()
                 self._lock.notify_all()
 
@@ -299,7 +353,7 @@ class BlockReader:
         order = self._table.order
         while self._in_flight < self._window and self._next < len(order) and not self._closed:
             at = int(order[self._next])
-            missing = at not in self._loaded and self._left[at] > 0
+            missing = at not in self._loaded and not self._is_done(at)
             if missing and self._unused() >= _AHEAD * self._window:
                 return
             if missing and len(self._loaded) >= self._capacity and not self._free_done():
@@ -315,9 +369,9 @@ class BlockReader:
     def _begin(self, at: int) -> _Loaded:
         if not self._free:  # new memory costs more than a search for a block that is done
             self._free_done()
-        buffer = self._free.pop() if self._free else bytearray(self._size)
+        buffer = self._free.pop() if self._free else untouched(self._size)
         length = int(self._table.end[at] - self._table.start[at])
-        view = memoryview(buffer)[:length]
+        view = buffer[:length]
         path = self._table.paths[int(self._table.file[at])]
         self._in_flight += 1
         begun = time.perf_counter()
@@ -331,17 +385,21 @@ class BlockReader:
             self._in_flight -= 1
             if not future.cancelled() and future.exception() is None:
                 answered, done = self._answer_s(), time.perf_counter() - begun
-                moving = max(done - answered, 1e-3)
-                # Enough requests that the store's answers never keep the line waiting.
-                wanted = _FIRST_IN_FLIGHT * (1 + answered / moving)
-                self._window = int(min(_MOST_IN_FLIGHT, max(_FIRST_IN_FLIGHT, wanted)))
+                self._window = _in_flight(answered, max(done - answered, 1e-3))
             self._advance()
             self._lock.notify_all()
+
+    def _is_done(self, at: int) -> bool:
+        """Report whether a block was read to its end: as much as is wanted of it, and every part of that.
+
+        Headers are read with some bytes behind them, which are read again with the elements.
+        """
+        return bool(self._left[at] <= 0 and self._needed[at] <= 0)
 
     def _free_done(self) -> bool:
         """Free a block that is read to its end; return whether there is one."""
         for at, loaded in self._loaded.items():
-            if self._left[at] <= 0 and not loaded.users and loaded.future.done():
+            if self._is_done(at) and not loaded.users and loaded.future.done():
                 self._drop(at)
                 return True
         return False

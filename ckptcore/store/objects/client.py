@@ -21,7 +21,8 @@ from ckptcore.store import Buffer
 from ckptcore.store.objects import IN_ONE, Checksum, KeysBelow, ObjectSeen, OpenUpload, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS, checksum_of, kept_checksums
 from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeated
-from ckptcore.store.objects.session import PartBody, S3Session, open_file_system, receive, release
+from ckptcore.store.objects.s3_options import open_file_system
+from ckptcore.store.objects.session import PartBody, S3Session, receive, release
 from ckptcore.store.objects.threads import GivenUp, RequestThreads
 
 K = TypeVar("K")
@@ -42,7 +43,7 @@ class S3Client:
         bucket: Its name.
         requests: How many requests were sent, by the name of S3's operation.
         answer_s: How long the store takes until an answer begins, seconds: a moving average of reads.
-        file_system: That of s3fs, which is the same for equal options and environment.
+        file_system: That of s3fs, or its options alone; the same for equal options.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -219,6 +220,10 @@ class S3Client:
         except CkptError as error:
             if kind_of(error) is not Kind.MISSING:
                 raise
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call that sends requests, and return without waiting for it."""
+        return _THREADS.start(lambda _: call())
 
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> Sequence[T]:
         """Call a function that sends requests with each item, several at once; return what it returns."""

@@ -103,6 +103,10 @@ class UploadJournal:
             wanted: What is to be uploaded.
             after: The entry before, if uploads that it began may still be open.
         """
+        return self.create(wanted, after) or self._adopted(wanted)
+
+    def create(self, wanted: UploadEntry, after: UploadEntry | None = None) -> UploadEntry | None:
+        """Begin an upload as `begin` does; return None if there is an entry."""
         entry = replace(
             wanted,
             token=uuid.uuid4().hex,
@@ -115,7 +119,7 @@ class UploadJournal:
         except CkptError as error:
             if kind_of(error) is not Kind.EXISTS:
                 raise
-            return self._adopted(wanted)
+            return None
         repeats: list[bool] = []
         upload_id = self.client.begin(
             entry.key, {TOKEN: entry.token}, algorithm=_ALGORITHM, on_repeat=lambda: repeats.append(True)

@@ -52,6 +52,12 @@ class KeptRecords:
             self._drop(key)
             self._written.add(key)
 
+    def clear(self) -> None:
+        """Ask the store for everything from now on."""
+        with self._lock:
+            for key in list(self._known):
+                self._drop(key)
+
     def emptied(self, *prefixes: str) -> None:
         """Take note that all objects below these prefixes were removed."""
         with self._lock:

@@ -106,8 +106,10 @@ class Lease:
         self._client, self._key, self._destination = client, key, destination
         self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
         self._arbiter, self._decides = arbiter, False
+        self._proven = True  # False from creating the lease to `prove`
         self._mine: Holder | None = None
         self._etag: str | None = None
+        self._looked: list[Holder | None] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._renewer: threading.Thread | None = None
 
@@ -116,8 +118,12 @@ class Lease:
         """Return this process as the holder, or None."""
         return self._mine
 
-    def take(self) -> None:
+    def take(self, *, prove: bool = True) -> None:
         """Take the lease, and renew it in the background until `release`.
+
+        Args:
+            prove: Call `prove`, too. Otherwise the caller looks at the destination meanwhile, and changes
+                nothing there before that.
 
         Raises:
             Busy: Another process has it.
@@ -132,6 +138,8 @@ class Lease:
             raise
         with self._lock:
             self._mine, self._etag = mine, etag or None
+        if prove:
+            self.prove()
         self._stop.clear()
         self._renewer = threading.Thread(target=self._renewing, name="ckptcore-lease", daemon=True)
         self._renewer.start()
@@ -147,7 +155,37 @@ class Lease:
             if kind_of(error) is Kind.UNSUPPORTED:
                 return self._decided(mine)
             raise
-        return (mine, etag) if self._is_exclusive(mine) else self._decided(mine)
+        self._proven = False
+        return mine, etag
+
+    def prove(self) -> bool:
+        """Find out whether the store refuses to create the lease twice; if not, let the arbiter decide.
+
+        Returns:
+            Whether the arbiter has decided now: until then another run may have worked here.
+
+        Raises:
+            Busy: Another process has the destination.
+            DestinationUnwritable: The store ignores create-only requests, and there is no arbiter.
+        """
+        with self._lock:
+            holder = self._mine
+        if self._proven or holder is None:
+            return False
+        try:
+            if self._is_exclusive(holder):
+                self._proven = True
+                return False
+            mine, etag = self._decided(holder)
+        except BaseException:
+            with self._lock:
+                self._mine = None
+            _RESERVED.discard(holder.token)
+            raise
+        with self._lock:
+            self._mine, self._etag = mine, etag or None
+        self._proven = True
+        return True
 
     def require_free(self) -> None:
         """Raise `Busy` if another process holds the lease."""
@@ -157,6 +195,7 @@ class Lease:
 
     def require(self) -> None:
         """Raise `Busy` unless this process still holds the lease."""
+        self.prove()
         with self._lock:
             holder = self._mine
         if holder is not None and self._clock() < holder.until - self._ttl_s / 4:
@@ -198,6 +237,12 @@ class Lease:
                 return
             self._mine, self._etag = later, found or None
 
+    def look(self) -> list[str]:
+        """Look who has the lease, right before `release`, which then need not ask; return nothing."""
+        with suppress(CkptError):  # `release` asks again
+            self._looked = [self._there()]
+        return []
+
     def release(self) -> None:
         """End the lease, if this process still holds it."""
         self._stop.set()
@@ -219,7 +264,7 @@ class Lease:
 
     def _remove(self, holder: Holder) -> None:
         """Remove the lease object if it is the holder's; without the right to delete, let it end now."""
-        there = self._there()
+        there = self._looked.pop() if self._looked else self._there()
         if there is None or there.token != holder.token:
             return
         try:

@@ -8,9 +8,9 @@ from pathlib import Path
 from ckptcore.errors import SourceUnreadable
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.objects import ObjectClient, ObjectSeen
-from ckptcore.store.objects.small_reads import PAGE
+from ckptcore.store.objects.small_reads import PAGE, SHARED
 
-_PAGES = 256  # files whose first page is kept
+MOST_PAGES = 256  # files whose first page is kept
 
 
 class PinnedFiles:
@@ -33,7 +33,7 @@ class PinnedFiles:
         self._client, self._objects, self._others = client, objects, others
         self._sizes = dict(sorted({**paths, **{p: seen.nbytes for p, seen in objects.items()}}.items()))
         # Headers are at the beginning: they are read at once, not file by file.
-        first = [path for path, seen in objects.items() if seen.nbytes][:_PAGES]
+        first = [path for path, seen in objects.items() if seen.nbytes][:MOST_PAGES]
         self._pages = dict(zip(first, client.each(self._first_page, first), strict=True))
         self.url = others.url
         self.local: Path | None = None
@@ -84,9 +84,20 @@ class PinnedFiles:
 
     def _first_page(self, path: str) -> bytes:
         seen = self._objects[path]
-        page = bytearray(min(PAGE, seen.nbytes))
-        self._client.get(seen.key, 0, seen.etag, memoryview(page))
-        return bytes(page)
+        return first_page(self._client, seen.key, seen.etag, seen.nbytes)
 
     def close(self) -> None:
         """Do nothing: the stores belong to the caller."""
+
+
+def first_page(client: ObjectClient, key: str, etag: str, nbytes: int) -> bytes:
+    """Return the first bytes of an object of one version, which are kept from then on."""
+    version, length = (client.url, key, etag), min(PAGE, nbytes)
+    known = SHARED.find(version, 0, length) if etag else None
+    if known is None:
+        page = bytearray(length)
+        client.get(key, 0, etag, memoryview(page))
+        known = bytes(page)
+        if etag:
+            SHARED.keep(version, 0, known)
+    return known

@@ -277,9 +277,12 @@ class FolderReader:
 
     def _ask_checksums(self, paths: list[str]) -> None:
         """Ask once which checksums the store keeps of files that have none of their own."""
+        asked = [path for path in paths if path not in self._checksums]
+        heads = self._client.each(self._client.head, [self._prefix + path for path in asked])
+        known = dict(zip(asked, heads, strict=True))
         for path in paths:
-            if path not in self._checksums:
-                found = self._client.head(self._prefix + path)
+            if path in known:
+                found = known[path]
                 pinned = self._pinned_to(path)
                 if found is not None and found.etag.strip('"') == pinned.etag.strip('"'):
                     self._checksums[path] = found.checksums

@@ -21,7 +21,8 @@ from ckptcore.store.objects import UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.store.objects.journal import UploadEntry
 from ckptcore.store.objects.part_plan import PartPlan
-from ckptcore.store.objects.uploads import PartBuffers, Uploaded, Uploads
+from ckptcore.store.objects.uploaded import Uploaded
+from ckptcore.store.objects.uploads import PartBuffers, Uploads
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
 
@@ -33,7 +34,7 @@ class _Flight:
     """A part on its way, and its buffer, which is given back once."""
 
     buffers: PartBuffers
-    buffer: bytearray
+    buffer: Buffer
     lock: threading.Lock = field(default_factory=threading.Lock)
     given: bool = False
 
@@ -49,7 +50,7 @@ class _Flight:
 class _OpenPart:
     """A part that is not full: its buffer, and how many bytes are missing."""
 
-    buffer: bytearray
+    buffer: Buffer
     nbytes: int
     left: int
 
@@ -74,7 +75,7 @@ class ScatteredUploads:
         """Start or continue the upload of a file."""
         return ScatteredWriter(self, *self.uploads.begun(index, path, nbytes))
 
-    def take(self, nbytes: int) -> bytearray:
+    def take(self, nbytes: int) -> Buffer:
         """Return a buffer; wait for parts on their way when all are in use."""
         while (buffer := self.uploads.buffers.take(nbytes, must=False)) is None:
             if not self._land():
@@ -84,7 +85,7 @@ class ScatteredUploads:
         return buffer
 
     def send(
-        self, entry: UploadEntry, number: int, buffer: bytearray, nbytes: int, crc: int
+        self, entry: UploadEntry, number: int, buffer: Buffer, nbytes: int, crc: int
     ) -> Future[UploadedPart]:
         """Begin to upload a full part; wait for older ones when too many are on their way."""
         while True:
@@ -94,7 +95,7 @@ class ScatteredUploads:
                 busy = sum(not future.done() for future, _ in self._flying)
             if busy < self._in_flight or not self._land():
                 break
-        data, flight = memoryview(buffer)[:nbytes], _Flight(self.uploads.buffers, buffer)
+        data, flight = buffer[:nbytes], _Flight(self.uploads.buffers, buffer)
         future = self.uploads.client.start_part(entry.key, entry.upload_id, number, data, _CRC32.encoded(crc))
         future.add_done_callback(lambda _: flight.land())
         with self._lock:
@@ -215,7 +216,7 @@ class ScatteredWriter:
             return found
 
     def _send(self, number: int, part: _OpenPart) -> None:
-        data = memoryview(part.buffer)[: part.nbytes]
+        data = part.buffer[: part.nbytes]
         crc = crc32(data)
         self._digests[number] = blake3(data).hexdigest(), crc
         there = self._present.get(number)

@@ -7,7 +7,9 @@ addresses and errors. Its own repeats and second checks are off: `retry` has the
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +20,7 @@ from functools import cache
 from http.client import HTTPResponse
 from typing import Any
 
-from ckptcore.errors import MissingDependency, UsageError
-from ckptcore.redaction import bare_url, redacted_of
+from ckptcore.errors import UsageError
 from ckptcore.store import Buffer
 
 _STALLED_S = 15  # without a byte
@@ -41,7 +42,7 @@ class S3Session:
     """The connections of this process for one file system of s3fs.
 
     Args:
-        file_system: That of s3fs; only its options are used.
+        file_system: That of s3fs, or its options alone (`s3_options`).
     """
 
     def __init__(self, file_system: Any) -> None:
@@ -144,24 +145,6 @@ def _plain(body: Any) -> HTTPResponse | None:
     return found if isinstance(found, HTTPResponse) else None
 
 
-def open_file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of s3fs for a URL, and the path in it; nothing is sent.
-
-    Raises:
-        MissingDependency: s3fs is not installed.
-        UsageError: The URL or an option is wrong.
-    """
-    import fsspec
-
-    try:
-        fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
-    except ImportError as error:
-        raise MissingDependency(f"cannot open {bare_url(url)}: {error}", hint="pip install s3fs") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(redacted_of(f"cannot open {bare_url(url)}: {error}", url)) from error
-    return fs, root
-
-
 def share_service_models(file_system: Any) -> None:
     """Let the sessions of this process share what botocore knows about services.
 
@@ -256,11 +239,30 @@ def _in_pieces(request: Any, **_: Any) -> None:
         request.body = request.body.pieces()
 
 
+class _Descriptions:
+    """Reads botocore's files into plain dicts, in half of the time of its ordered ones."""
+
+    _ENDINGS = (".json", open), (".json.gz", gzip.open)
+
+    def exists(self, path: str) -> bool:
+        """Report whether there is a file of this name, without its ending."""
+        return any(os.path.isfile(path + ending) for ending, _ in self._ENDINGS)
+
+    def load_file(self, path: str) -> Any:
+        """Return the content of the file, or None if there is none."""
+        for ending, opened in self._ENDINGS:
+            with suppress(FileNotFoundError), opened(path + ending, "rb") as file:
+                return json.loads(file.read())
+        return None
+
+
 @cache
 def _loader(data_path: str | None) -> Any:
     from botocore.loaders import create_loader
 
-    return create_loader(data_path)
+    loader = create_loader(data_path)
+    loader.file_loader = _Descriptions()
+    return loader
 
 
 def _members(client: Any, method: str) -> Any:

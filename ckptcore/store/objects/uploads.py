@@ -9,117 +9,44 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from blake3 import blake3
 
-from ckptcore.errors import CkptError, DestinationExists, OutputMismatch, StorageTrouble
+from ckptcore.errors import (
+    CkptError,
+    DestinationExists,
+    OutputMismatch,
+    SourceChanged,
+    SourceUnreadable,
+    StorageTrouble,
+)
 from ckptcore.store import Buffer, Store
-from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen, UploadedPart
+from ckptcore.store.objects import ObjectClient, ObjectSeen, UploadedPart
 from ckptcore.store.objects.checksums import ALGORITHMS
 from ckptcore.store.objects.journal import TOKEN, UploadEntry, UploadJournal
 from ckptcore.store.objects.part_plan import PartPlan, plan_parts
+from ckptcore.store.objects.pinned import first_page
 from ckptcore.store.objects.retry import Kind, kind_of
-from ckptcore.utils.crc32 import combine, crc32
+from ckptcore.store.objects.uploaded import Uploaded, require_checksum
+from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.part_digest import join_digests
+from ckptcore.utils.memory import untouched
 
 _TRIES = 4
 _CONDITIONS = (Kind.EXISTS, Kind.CHANGED, Kind.MISSING, Kind.UNSUPPORTED)  # what a condition may lead to
-_RERUN = "run the same command again: the file is uploaded again; if that repeats, look for what alters bytes"
 _CRC32 = ALGORITHMS["CRC32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Uploaded:
-    """An upload with all its parts, complete or not yet.
+class AtKey:
+    """What was found at a key: an object, or none."""
 
-    Attributes:
-        key: Key of the object.
-        upload_id: Id of the upload.
-        token: Of its entry in the journal.
-        nbytes: Bytes of the object, or of a range of its parts.
-        part: Bytes of a part.
-        started: When its entry was written, seconds since 1970.
-        first: Number of its first part.
-        blake3: BLAKE3 of each part, hex.
-        reply_lost: Of its entry in the journal.
-        etags: ETag of each part.
-        crcs: CRC-32 of each part.
-    """
-
-    key: str
-    upload_id: str
-    token: str
-    nbytes: int
-    part: int
-    etags: tuple[str, ...]
-    crcs: tuple[int, ...]
-    started: float
-    first: int = 1
-    blake3: tuple[str, ...] = ()
-    reply_lost: bool = False
-
-    @property
-    def digest(self) -> str:
-        """Return the digest of all bytes (`ckptcore.utils.part_digest`)."""
-        return join_digests(self.part, map(bytes.fromhex, self.blake3))
-
-    @property
-    def parts(self) -> list[UploadedPart]:
-        """Return the parts as `ObjectClient.complete` needs them."""
-        return [
-            UploadedPart(n, etag, self.size_of(n), _CRC32.encoded(crc))
-            for n, (etag, crc) in enumerate(zip(self.etags, self.crcs, strict=True), self.first)
-        ]
-
-    @property
-    def crc(self) -> int:
-        """Return the CRC-32 of all bytes."""
-        total = 0
-        for n, crc in enumerate(self.crcs, self.first):
-            total = combine(total, crc, self.size_of(n))
-        return total
-
-    def size_of(self, number: int) -> int:
-        """Return the bytes of a part."""
-        return min(self.part, self.nbytes - (number - self.first) * self.part)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "key": self.key,
-            "upload_id": self.upload_id,
-            "token": self.token,
-            "nbytes": self.nbytes,
-            "part": self.part,
-            "started": self.started,
-            "first": self.first,
-            "etags": list(self.etags),
-            "crcs": list(self.crcs),
-            "blake3": list(self.blake3),
-            "reply_lost": self.reply_lost,
-        }
-
-    @classmethod
-    def from_dict(cls, form: Mapping[str, Any]) -> Uploaded:
-        """Read the form of `as_dict`."""
-        return cls(
-            str(form["key"]),
-            str(form["upload_id"]),
-            str(form["token"]),
-            int(form["nbytes"]),
-            int(form["part"]),
-            tuple(map(str, form["etags"])),
-            tuple(map(int, form["crcs"])),
-            float(form["started"]),
-            int(form["first"]),
-            tuple(map(str, form["blake3"])),
-            bool(form.get("reply_lost", True)),
-        )
+    seen: ObjectSeen | None
 
 
 class PartBuffers:
@@ -131,9 +58,9 @@ class PartBuffers:
 
     def __init__(self, count: int) -> None:
         self._lock, self._left = threading.Lock(), count
-        self._free: list[bytearray] = []
+        self._free: list[Buffer] = []
 
-    def take(self, nbytes: int, *, must: bool) -> bytearray | None:
+    def take(self, nbytes: int, *, must: bool) -> Buffer | None:
         """Return a buffer of at least ``nbytes``; None when all are in use, unless ``must``."""
         with self._lock:
             if self._left <= 0 and not must:
@@ -144,14 +71,14 @@ class PartBuffers:
                 return self._free.pop(at)
             if self._free:  # too short for this file: it makes room
                 self._free.pop()
-        return bytearray(nbytes)
+        return untouched(nbytes)
 
     def add(self, count: int) -> None:
         """Allow so many more buffers."""
         with self._lock:
             self._left += count
 
-    def give_back(self, buffer: bytearray) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         """Return a buffer."""
         with self._lock:
             self._left += 1
@@ -190,9 +117,9 @@ class UploadWriter:
         self._plan = PartPlan(entry.nbytes, entry.part)
         self._begin, self._end = begin, entry.nbytes if end is None else end
         self._number = self._plan.number_at(begin)
-        self._buffer: bytearray | None = None
+        self._buffer: Buffer | None = None
         self._filled = 0
-        self._flying: deque[tuple[Future[UploadedPart], bytearray, int]] = deque()
+        self._flying: deque[tuple[Future[UploadedPart], Buffer, int]] = deque()
         self._done: dict[int, tuple[str, int]] = {}  # number -> (ETag, CRC-32)
         self._digests: list[str] = []
         self._uploaded: Uploaded | None = None
@@ -270,7 +197,7 @@ class UploadWriter:
         begin, end = self._plan.bounds(self._number)
         return min(end, self._end) - begin
 
-    def _taken(self, size: int) -> bytearray:
+    def _taken(self, size: int) -> Buffer:
         while self._flying and self._flying[0][0].done():
             self._land()
         while len(self._flying) > max(self._in_flight - 1, 0):
@@ -282,7 +209,7 @@ class UploadWriter:
     def _send(self) -> None:
         buffer, number = self._buffer, self._number
         assert buffer is not None  # the caller has filled it
-        data = memoryview(buffer)[: self._filled]
+        data = buffer[: self._filled]
         self._buffer, self._filled, self._number = None, 0, number + 1
         crc = crc32(data)
         self._digests.append(blake3(data).hexdigest())
@@ -316,6 +243,7 @@ class Uploads:
         plan: Digest of the plan.
         buffers: Part buffers of all writers together.
         in_flight: Parts of one writer on their way at once.
+        none_begun: Nothing was begun before: the journal was empty when this process took the lease.
 
     Attributes:
         client: The store.
@@ -332,7 +260,10 @@ class Uploads:
         *,
         buffers: int = 1,
         in_flight: int = 0,
+        none_begun: bool = False,
     ) -> None:
+        self._none_begun, self._begun = none_begun, set[int]()
+        self._ahead: dict[int, Future[UploadEntry | None]] = {}
         self.client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
         self.buffers, self.in_flight = PartBuffers(buffers), in_flight
 
@@ -345,6 +276,13 @@ class Uploads:
 
     def begun(self, index: int, path: str, nbytes: int) -> tuple[UploadEntry, dict[int, UploadedPart]]:
         """Start or continue the upload of a file; return it, and the parts that the store has."""
+        if self._none_begun and index not in self._begun:
+            self._begun.add(index)
+            ahead = self._ahead.pop(index, None)
+            wanted = self._wanted(index, path, nbytes)
+            fresh = self._journal.create(wanted) if ahead is None else ahead.result()
+            if fresh is not None:
+                return fresh, {}
         before = self._journal.find(index)
         entry = self._entry(before, index, path, nbytes)
         if before is None or entry.token != before.token:  # begun a moment ago, unless by another worker
@@ -355,19 +293,33 @@ class Uploads:
             return self._journal.begin(entry, left), {}
         return entry, present
 
+    def begin_ahead(self, files: Iterable[tuple[int, str, int]]) -> None:
+        """Begin uploads, given (index, path, bytes), before anyone writes them; `begun` waits for each."""
+        if self._none_begun:
+            for index, path, nbytes in files:
+                create = partial(self._journal.create, self._wanted(index, path, nbytes))
+                self._ahead[index] = self.client.start(create)
+
+    def wait(self) -> None:
+        """Wait until no upload is being begun ahead: its entry must be written under the lease."""
+        wait(self._ahead.values())
+
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return the entry of a file's upload, which is begun if there is none."""
         return self._entry(self._journal.find(index), index, path, nbytes)
 
     def _entry(self, there: UploadEntry | None, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return a file's entry, given the one that was found."""
-        part = plan_parts(nbytes, path).part
-        wanted = UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
+        wanted = self._wanted(index, path, nbytes)
         if there is not None:
             if there.upload_id and wanted.fits(there):
                 return there
             there = self._journal.abort(there)
         return self._journal.begin(wanted, there)
+
+    def _wanted(self, index: int, path: str, nbytes: int) -> UploadEntry:
+        part = plan_parts(nbytes, path).part
+        return UploadEntry(index, self._key_of(path), "", nbytes, part, self._plan)
 
     def holds(self, uploaded: Uploaded) -> bool:
         """Report whether the store has exactly these parts, or the object that was completed from them."""
@@ -407,13 +359,25 @@ class Uploads:
             raise
         return seen
 
-    def complete(self, uploaded: Uploaded, *, create: bool, match: str | None = None) -> ObjectSeen:
+    def complete(
+        self,
+        uploaded: Uploaded,
+        *,
+        create: bool,
+        match: str | None = None,
+        look: AtKey | None = None,
+        page: bool = False,
+        beside: Callable[[], object] | None = None,
+    ) -> ObjectSeen:
         """Make an upload the object at its key, or find that it is.
 
         Args:
             uploaded: The upload.
             create: Refuse to replace an object.
             match: Replace only the object with this ETag, where the store knows that condition.
+            look: What was at its key a moment ago; None to look.
+            page: Its first page is read next: it is asked for while the object is looked at.
+            beside: Called whenever the store has answered, at the same time.
 
         Returns:
             The object.
@@ -427,13 +391,15 @@ class Uploads:
         for _ in range(_TRIES):
             # Asked first: some stores ignore the condition on a Complete, and a killed run may have sent it.
             if refused is None:
-                there = self.client.head(uploaded.key)
+                there = self.client.head(uploaded.key) if look is None else look.seen
+                look = None
                 if (seen := self._own(uploaded, there)) is not None:
                     return seen
                 if create and there is not None:
                     raise self._exists(uploaded)
+            etag = ""
             try:
-                self.client.complete(
+                etag = self.client.complete(
                     uploaded.key,
                     uploaded.upload_id,
                     uploaded.parts,
@@ -445,7 +411,7 @@ class Uploads:
             except CkptError as error:
                 refused = error
             # Whatever was answered: the reply to an earlier request may be lost, or misleading.
-            there = self.client.head(uploaded.key)
+            there = self._looked_at(uploaded, etag if page else "", beside)
             if (seen := self._own(uploaded, there)) is not None:
                 return seen
             if refused is not None and kind_of(refused) not in _CONDITIONS:
@@ -455,6 +421,23 @@ class Uploads:
             elif create or (match is not None and _bare(there.etag) != _bare(match)):
                 raise self._exists(uploaded)
         raise self._lost(uploaded, refused)
+
+    def _looked_at(
+        self, uploaded: Uploaded, etag: str, beside: Callable[[], object] | None
+    ) -> ObjectSeen | None:
+        """Look at the object of an upload; ask for the first page of the one with an ETag meanwhile."""
+
+        def page() -> None:
+            with suppress(SourceChanged, SourceUnreadable):  # the look says more
+                first_page(self.client, uploaded.key, etag, uploaded.nbytes)
+
+        asked: list[Callable[[], Any]] = [partial(self.client.head, uploaded.key)]
+        if etag and uploaded.nbytes:
+            asked.append(page)
+        if beside is not None:
+            asked.append(beside)
+        found: ObjectSeen | None = self.client.each(lambda ask: ask(), asked)[0]
+        return found
 
     def forget(self, completed: Mapping[int, Uploaded]) -> None:
         """Remove the entries of completed uploads, by their files' indices, and uploads without an owner."""
@@ -490,48 +473,6 @@ class Uploads:
             if kind_of(error) is Kind.NO_UPLOAD:
                 return None
             raise
-
-
-def require_checksum(seen: ObjectSeen, uploaded: Uploaded) -> bool:
-    """Compare an object's size and checksum with the bytes that were sent.
-
-    Returns:
-        Whether the store keeps a checksum to compare.
-
-    Raises:
-        OutputMismatch: They differ.
-    """
-    if seen.nbytes != uploaded.nbytes:
-        raise OutputMismatch(
-            f"{uploaded.key} must have {uploaded.nbytes} bytes (got {seen.nbytes})", hint=_RERUN
-        )
-    wanted: Checksum = _CRC32.encoded(uploaded.crc)
-    kept = [c for c in seen.checksums if c.algorithm == wanted.algorithm]
-    if kept and kept[0] != wanted:
-        raise OutputMismatch(
-            f"{uploaded.key} was altered on its way to the store: it must have CRC-32 {wanted.value} "
-            f"(the store has {kept[0].value})",
-            hint=_RERUN,
-        )
-    return bool(kept)
-
-
-def joined(parts: Sequence[Uploaded]) -> Uploaded:
-    """Return an upload from ranges of its parts, in order and without gaps."""
-    first = parts[0]
-    return Uploaded(
-        first.key,
-        first.upload_id,
-        first.token,
-        sum(p.nbytes for p in parts),
-        first.part,
-        tuple(etag for p in parts for etag in p.etags),
-        tuple(crc for p in parts for crc in p.crcs),
-        first.started,
-        first.first,
-        tuple(digest for p in parts for digest in p.blake3),
-        any(p.reply_lost for p in parts),
-    )
 
 
 def _bare(etag: str) -> str:

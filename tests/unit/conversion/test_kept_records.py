@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from safetensors.torch import load, save_file
 import ckptcore
 from ckptcore.conversion import pipeline
 from ckptcore.errors import SourceChanged
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.objects.kept_records import KeptRecords
+from ckptcore.store.objects.small_reads import SHARED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning"
@@ -131,3 +134,38 @@ def test_an_answer_that_is_older_than_what_was_written_is_not_kept() -> None:
 
     kept.fetch("a", ask)
     assert kept.fetch("a", ask) == b"new"
+
+
+def test_requests_wait_for_few_others(server: fault_s3.FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes the time to the store and back: what needs nothing of each other is one step."""
+    steps: list[str] = []
+    send, each = S3Client._send, S3Client.each
+
+    def counts() -> bool:
+        return not threading.current_thread().name.startswith("ckptcore-request")
+
+    def sent(self: S3Client, method: str, asked: Any) -> Any:
+        if counts():
+            steps.append(method)
+        return send(self, method, asked)
+
+    def at_once(self: S3Client, call: Any, items: Any) -> Any:
+        given = list(items)
+        if counts() and len(given) > 1:
+            steps.append(f"several {len(given)}")
+        return each(self, call, given)
+
+    monkeypatch.setattr(S3Client, "_send", sent)
+    monkeypatch.setattr(S3Client, "each", at_once)
+    SHARED.clear()  # what other tests have read of equal objects
+    convert()
+    done = steps.index("complete_multipart_upload")
+    # The source's list and headers; who has the lease; the lease; its test and what is there; the plan; its
+    # head; the checksums of three source files. The upload is begun meanwhile.
+    ready = ["put_object", "several 5", "several 2", "put_object", "several 3"]
+    assert steps[:10] == ["list_objects_v2", *["get_object"] * 4, *ready]
+    assert "create_multipart_upload" not in steps
+    # The checks; the record and what is there; then the output, its record, and the removal of all records.
+    checks = ["put_object", "several 4", "several 3"]
+    ends = ["several 3", "several 3", "several 7", "several 3", "delete_object"]
+    assert (steps[done - 3 : done], steps[done + 1 :]) == (checks, ends)

@@ -30,6 +30,8 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.planning.request import Settings
+from ckptcore.store.objects.journal import UploadEntry
+from ckptcore.store.objects.uploads import Uploads
 from ckptcore.utils.part_digest import hasher_like
 
 pytestmark = [
@@ -246,6 +248,37 @@ def test_without_create_only_requests_the_catalog_decides(
         assert not server.below("bucket/")
         ckptcore.convert(source, "s3://bucket/models/out", verb="export", catalog=catalog)
         require_right(server, tensors)
+
+
+def test_an_entry_that_a_list_lacked_is_found(server: fault_s3.FaultyS3) -> None:
+    """The list of the staging prefix says that nothing was begun, and some stores list late."""
+    places = Staging("s3://bucket/models/out").places
+    assert places is not None
+
+    def begun() -> UploadEntry:
+        uploads = Uploads(places.client, places.journal, places.key_of, "plan", none_begun=True)
+        return uploads.begun(0, "model.safetensors", 100)[0]
+
+    first = begun()
+    assert begun() == first
+    assert list(server.uploads) == [first.upload_id]
+    places.journal.abort(first)
+
+
+def test_what_was_seen_before_the_catalog_decided_does_not_count(source: str, tmp_path: Path) -> None:
+    """Until then another run may have worked there, and its output is not replaced."""
+    with fault_s3.serving(min_part=PART, creates=False) as server:
+        leases: list[int] = []
+
+        def appear() -> None:
+            leases.append(1)
+            if len(leases) == 3:  # created, created again, and written by the one that the catalog chose
+                server.put("bucket/models/out/model.safetensors", b"another run's")
+
+        server.fault("PutObject", path="lease", action="", times=9, call=appear)
+        with pytest.raises(DestinationExists):
+            ckptcore.convert(source, "s3://bucket/models/out", catalog=str(tmp_path / "catalog.db"))
+        assert "CreateMultipartUpload" not in [name for *_, name in server.log]
 
 
 def test_of_two_runs_at_once_the_catalog_lets_one_write(source: str, tmp_path: Path) -> None:

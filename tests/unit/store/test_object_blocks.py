@@ -141,6 +141,26 @@ def test_each_block_is_fetched_once_where_memory_allows() -> None:
     assert sorted(origin.asked) == sorted((p, n * 50_000, 50_000) for p in "ab" for n in range(6))
 
 
+def test_headers_that_are_read_with_what_follows_do_not_end_a_block() -> None:
+    """Each chunk's header is looked at with some bytes behind it, which come again with the elements."""
+    origin = Origin({"a": 300_000, "b": 300_000})
+    rows = [(p, n * 1000, (n + 1) * 1000) for n in range(300) for p in "ab"]
+    table = cut_into_blocks(expected(rows), 50_000)
+    blocks = reader(origin, table, table.most_alive + 50_000)
+    peeks = [(path, start, start + 200) for path, start, _ in rows]
+    read_all(origin, blocks, [row for pair in zip(peeks, rows, strict=True) for row in pair], 1)
+    assert len(origin.asked) == len(table)
+
+
+def test_what_is_needed_of_a_block_leaves_out_its_holes() -> None:
+    rows = [("a", 0, 100), ("a", 50, 120), ("a", 150, 400), ("a", 0, 100), ("a", 420, 700), ("b", 10, 20)]
+    table = cut_into_blocks(expected(rows), 256, gap=60)
+    assert table.needed.tolist() == [226, 236, 188, 10]
+    assert table.wanted.sum() == 100 + 70 + 250 + 100 + 280 + 10
+    holes = cut_into_blocks(expected([("a", 0, 10), ("a", 900, 1000)]), 100, gap=1000)
+    assert holes.needed.tolist() == [10, *[0] * 8, 100]
+
+
 def test_unexpected_reads_are_answered_too() -> None:
     origin = Origin({"a": 10_000, "z": 100})
     table = cut_into_blocks(expected([("a", 1000, 2000), ("a", 5000, 6000)]), 4096, gap=0)
