@@ -68,13 +68,18 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
     first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     rank = len(want.shape)
     rows: Any = range(first, last)
+    index: Any = slice(first, last)
     if last - first > 8 and rank:
         at = lo[first:last, :rank]
         hi = at + shape[first:last, :rank]
         begin, end = np.array(want.offset), np.array(want.end)
-        rows = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
-    for row in rows:
-        box = Box(tuple(lo[row, :rank].tolist()), tuple(shape[row, :rank].tolist()))
+        rows = index = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
+    top, bottom = (want.offset[0], want.end[0]) if rank else (0, 1)
+    boxes = zip(rows, lo[index, :rank].tolist(), shape[index, :rank].tolist(), strict=True)
+    for row, offset, extent in boxes:
+        if rank and (offset[0] >= bottom or offset[0] + extent[0] <= top):
+            continue  # no box is made of a chunk of other rows
+        box = Box(tuple(offset), tuple(extent))
         common = box.intersect(want)
         if common is not None:
             yield Overlap(row, box, common)
