@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from operator import sub
 
 from ckptcore.utils.dataclass import dataclass
 
@@ -59,11 +60,14 @@ class Box:
         """
         if self.offset == other.offset and self.shape == other.shape:
             return None if 0 in self.shape else self
-        lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        hi = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
-        if any(h <= o for o, h in zip(lo, hi, strict=True)):
-            return None
-        return Box(lo, tuple(h - o for o, h in zip(lo, hi, strict=True)))
+        lo, shape = list[int](), list[int]()  # one loop: this is done for every chunk of every tile
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            begin, end = max(a, b), min(a + n, b + m)
+            if end <= begin:
+                return None
+            lo.append(begin)
+            shape.append(end - begin)
+        return Box(tuple(lo), tuple(shape))
 
     def contains(self, other: Box) -> bool:
         """Report whether every index of ``other`` is in this box."""
@@ -84,7 +88,7 @@ class Box:
         """Return this box in the coordinates of ``other``, which must contain it."""
         if not any(other.offset):
             return self
-        return self.translate(tuple(-o for o in other.offset))
+        return Box(tuple(map(sub, self.offset, other.offset)), self.shape)
 
     def subtract(self, other: Box) -> list[Box]:
         """Return disjoint boxes that cover exactly the elements of this box that are not in ``other``.

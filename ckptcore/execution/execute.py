@@ -285,7 +285,7 @@ def _described(work: FileWork, receipt: Receipt) -> str:
     how = f"{receipt.seconds:.2f} s, BLAKE3 {receipt.digest}"
     part = work.part
     if part is None:
-        return f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(work.plan.tensors)} tensors, {how}"
+        return f"wrote {receipt.path}: {receipt.nbytes} bytes, {len(work.plan.columns)} tensors, {how}"
     return (
         f"wrote part {part.number} of {part.of} of {receipt.path}: bytes {part.begin} to {part.end} "
         f"of {work.plan.nbytes}, {how}"

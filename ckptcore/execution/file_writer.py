@@ -46,7 +46,7 @@ def open_writer(run: PlanRun, plan: FilePlan, part: FilePart | None = None) -> F
             )
         return run.uploads.writer(plan.index, plan.path, plan.nbytes, begin=part.begin, end=part.end)
     if part is None:
-        if run.uploads is not None and plan.tensors:
+        if run.uploads is not None and len(plan.columns):
             return run.uploads.writer(plan.index, plan.path, plan.nbytes)
         return files.writer(plan.path, plan.nbytes)
     joint = files.joint(joint_name(plan.path), plan.nbytes)

@@ -82,7 +82,7 @@ def confirmed(doubted: Receipt, made: Receipt) -> Receipt:
 
 def compare_writer(run: PlanRun, plan: FilePlan) -> CompareWriter | DigestWriter:
     """Return the writer that compares a file's bytes with the existing file, or with its upload."""
-    if run.uploads is not None and plan.tensors:
+    if run.uploads is not None and len(plan.columns):
         receipt = read_receipt(run.receipts, run.digest, plan.index)
         if receipt is not None and receipt.uploaded is not None:
             return DigestWriter(receipt)

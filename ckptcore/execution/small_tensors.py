@@ -33,9 +33,7 @@ class SmallTensors:
     def __init__(self, plan: FilePlan, source: Store, records: Records) -> None:
         self._plan, self._source, self._records = plan, source, records
         self._place, self._fits = _suitable(plan)
-        self._nbytes = [
-            tensor.nbytes if fits else -1 for tensor, fits in zip(plan.tensors, self._fits, strict=True)
-        ]
+        self._nbytes: list[int] = np.where(self._fits, plan.columns.nbytes, -1).tolist()
         # Over a network, blocks are read ahead, and what came altered is asked for once more.
         self.any = source.local is not None and bool(self._fits.any())
 
@@ -96,11 +94,12 @@ class SmallTensors:
         items = plan.reads.item[rows]
         length = int(plan.items.length[items[0]])
         content = scratch.data[: len(rows) * length]
-        tensor = plan.tensors[int(plan.reads.tensor[rows[0]])]
-        shape = tuple(plan.reads.shape[rows[0], : len(tensor.shape)].tolist())
+        first, columns = int(plan.reads.tensor[rows[0]]), plan.columns
+        dtype = columns.dtypes[columns.source_dtype[first]]
+        shape = tuple(plan.reads.shape[rows[0], : columns.rank[first]].tolist())
         try:
             self._read_runs(plan.items.file[items], plan.items.start[items], length, content)
-            begin, good = AlikeZips(content, length).payloads(tensor.source_dtype, shape, tensor.name)
+            begin, good = AlikeZips(content, length).payloads(dtype, shape, columns.names[first])
         except CkptError:  # reading one by one finds which item it is, and reports it
             return np.zeros(len(rows), np.bool_)
         if good.any():

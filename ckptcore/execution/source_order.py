@@ -134,7 +134,7 @@ def can_follow(plan: FilePlan) -> bool:
 
     Computed tensors read inputs that other pieces read, too; checksums behind the data need file order.
     """
-    return bool(plan.tensors) and not plan.derived and not any(x.crc_at for x in plan.literals)
+    return len(plan.columns) > 0 and not plan.derived and not any(x.crc_at for x in plan.literals)
 
 
 def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
@@ -143,7 +143,7 @@ def cut_pieces(plan: FilePlan, reads: RowReads) -> FilePieces:
     rank = columns.shape.shape[1]
     rows = columns.shape[:, 0] if rank else np.ones(len(columns), np.int64)
     rows = np.where(columns.rank > 0, rows, 1)
-    nbytes = np.array([t.nbytes for t in plan.tensors], np.int64)
+    nbytes = columns.nbytes
     filled = np.flatnonzero(nbytes > 0)
     scale = int(rows.max(initial=1)) + 1
     own = filled * scale

@@ -52,7 +52,7 @@ class TensorFiller:
         self._plan, self._device, self._verify = plan, settings.device, settings.verify
         self._chunks = ChunkReader(_PlannedReads(plan), records, compare=settings.verify)
         self._small = SmallTensors(plan, source, records) if settings.verify else None
-        self._sums = [ZERO] * len(plan.tensors) if settings.fingerprint else None
+        self._sums = [ZERO] * len(plan.columns) if settings.fingerprint else None
         self._lock = threading.Lock()
 
     @property

@@ -9,6 +9,10 @@ rows. Jobs come in file order and tile the file exactly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dequantize import FUNCTIONS
@@ -79,8 +83,7 @@ class LiteralPart:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
+class TensorPart(NamedTuple):  # made for every tensor of a file: a dataclass takes three times as long
     """A box of a tensor; ``offset`` is its first byte in the slot."""
 
     tensor: int
@@ -116,30 +119,42 @@ def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
 
 def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | TensorPart]:
     """Yield every part, in file order."""
-    usual = budget.usual
-    pieces: list[tuple[int, int, int]] = [(x.start, 0, n) for n, x in enumerate(plan.literals)]
-    pieces += [(t.start, 1, n) for n, t in enumerate(plan.tensors)]
+    usual, columns, count = budget.usual, plan.columns, len(plan.known.start)
+    starts = np.concatenate((plan.known.start, columns.start))
     # At equal starts an empty tensor comes before what follows it.
-    for _, kind, n in sorted(pieces, key=lambda p: (p[0], -p[1])):
-        if kind == 0:
-            length = len(plan.literals[n].data)
+    order = np.lexsort((np.arange(len(starts)) < count, starts))
+    entire, nbytes, boxes = _entire(plan, usual).tolist(), columns.nbytes.tolist(), columns.boxes
+    for piece in order.tolist():
+        if piece < count:
+            length = len(plan.literals[piece].data)
             for begin in range(0, length, usual):
-                yield LiteralPart(n, begin, min(begin + usual, length))
+                yield LiteralPart(piece, begin, min(begin + usual, length))
+            continue
+        n = piece - count
+        if not nbytes[n]:
+            continue
+        if entire[n]:
+            yield TensorPart(n, boxes[n], nbytes[n], 0)
             continue
         tensor = plan.tensors[n]
-        if not tensor.nbytes:
-            continue
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
-        if n not in plan.derived and tensor.nbytes // itemsize * widest <= usual:  # any limit holds all of it
-            yield TensorPart(n, tensor.box, tensor.nbytes, 0)
-            continue
         limit = budget.step(beside(plan.reads, n, len(tensor.shape)))
         if n in plan.derived:
             limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)
         for box in tensor.box.tiles(limit // widest):
             offset = flat_start(tensor.shape, box.within(tensor.box).offset) * itemsize
             yield TensorPart(n, box, box.numel * itemsize, offset)
+
+
+def _entire(plan: FilePlan, usual: int) -> npt.NDArray[np.bool_]:
+    """Report which tensors fit a step of ``usual`` bytes, before and after a cast: they are not cut."""
+    columns = plan.columns
+    width = np.array([BY_NAME[d].itemsize for d in columns.dtypes], np.int64)
+    widest = np.maximum(width[columns.dtype], width[columns.source_dtype])
+    fits: npt.NDArray[np.bool_] = columns.shape.prod(axis=1) * widest <= usual
+    fits[list(plan.derived)] = False
+    return fits
 
 
 def _input_bytes(plan: FilePlan, tensor: int) -> int:

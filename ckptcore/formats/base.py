@@ -328,14 +328,19 @@ class KnownFormat:
     hint: str
 
 
+_NUMBER = re.compile(r"([0-9]+)")
+
+
 def natural(name: str) -> tuple[Any, ...]:
     """Return a sort key that orders numbers by value: layers.2 before layers.10.
 
     >>> sorted(["l.10", "l.2"], key=natural)
     ['l.2', 'l.10']
     """
-    parts = re.split(r"([0-9]+)", name)
     # Compare the number of digits first: a name may have more digits than `int` accepts.
     # The name itself comes last: "a01" and "a1" have equal numbers.
-    rows = ((p.lstrip("0"), p) if i % 2 else ("", p) for i, p in enumerate(parts))
-    return (*((len(n), n) if i % 2 else (0, p) for i, (n, p) in enumerate(rows)), (0, name))
+    rows: list[tuple[int, str]] = [(0, part) for part in _NUMBER.split(name)]
+    for i in range(1, len(rows), 2):
+        number = rows[i][1].lstrip("0")
+        rows[i] = len(number), number
+    return (*rows, (0, name))

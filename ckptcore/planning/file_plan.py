@@ -274,6 +274,30 @@ class Tensors:
     def __len__(self) -> int:
         return len(self.names)
 
+    @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of each box, as written."""
+        width = np.array([BY_NAME[d].itemsize for d in self.dtypes], np.int64)
+        nbytes: Ints = self.shape.prod(axis=1) * width[self.dtype]
+        return nbytes
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The box of each tensor in the file; neighbours with equal boxes share one."""
+        columns = np.column_stack((self.rank, self.offset, self.shape))
+        fresh = np.ones(len(self), np.bool_)
+        fresh[1:] = (columns[1:] != columns[:-1]).any(axis=1)
+        made = [
+            Box(tuple(offset[:rank]), tuple(shape[:rank]))
+            for rank, offset, shape in zip(
+                self.rank[fresh].tolist(),
+                self.offset[fresh].tolist(),
+                self.shape[fresh].tolist(),
+                strict=True,
+            )
+        ]
+        return tuple(made[n] for n in (np.cumsum(fresh) - 1).tolist())
+
     def rows(self) -> Iterator[PlannedTensor]:
         """Yield the tensors as objects."""
         columns = (self.dtype, self.source_dtype, self.start, self.rank, self.offset, self.shape, self.full)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from itertools import chain
 from typing import Any
 
@@ -262,8 +262,12 @@ def save_files(store: Store, files: Iterable[FilePlan], beside: Iterable[tuple[s
 
 def save_head(store: Store, plan: Plan) -> None:
     """Write the head of a plan, after all file plans."""
-    form = asdict(plan)
-    form["target"].pop("objects")  # the plans of the files hold their bytes
+    # `asdict` would copy every name and every carried value.
+    form = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    form["files"] = [asdict(file) for file in plan.files]
+    target = {f.name: getattr(plan.target, f.name) for f in fields(plan.target)}
+    del target["objects"]  # the plans of the files hold their bytes
+    form["target"] = target
     if not plan.made:
         del form["made"]  # older versions know plans without it
     store.put(HEAD, frame.canonical_json(form))

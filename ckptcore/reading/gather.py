@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from operator import mul, sub
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,6 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, row_major
 from ckptcore.reading.payload import Payload, Seen
-from ckptcore.utils.dataclass import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 _OVERREAD = 4
@@ -50,8 +50,8 @@ def index_of(box: Box, of: Box) -> Any:
     """Return the index of ``box`` in a tile over ``of``."""
     if box == of:  # also every rank 0 tile, which `[()]` would turn into a copy
         return ...
-    inside = box.within(of)
-    return tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
+    begins = map(sub, box.offset, of.offset)
+    return tuple([slice(o, o + n) for o, n in zip(begins, box.shape, strict=True)])
 
 
 class Overlap(NamedTuple):  # made for every chunk that is read: a dataclass takes three times as long
@@ -68,13 +68,18 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
     first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
     rank = len(want.shape)
     rows: Any = range(first, last)
+    index: Any = slice(first, last)
     if last - first > 8 and rank:
         at = lo[first:last, :rank]
         hi = at + shape[first:last, :rank]
         begin, end = np.array(want.offset), np.array(want.end)
-        rows = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
-    for row in rows:
-        box = Box(tuple(lo[row, :rank].tolist()), tuple(shape[row, :rank].tolist()))
+        rows = index = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
+    top, bottom = (want.offset[0], want.end[0]) if rank else (0, 1)
+    boxes = zip(rows, lo[index, :rank].tolist(), shape[index, :rank].tolist(), strict=True)
+    for row, offset, extent in boxes:
+        if rank and (offset[0] >= bottom or offset[0] + extent[0] <= top):
+            continue  # no box is made of a chunk of other rows
+        box = Box(tuple(offset), tuple(extent))
         common = box.intersect(want)
         if common is not None:
             yield Overlap(row, box, common)
@@ -112,10 +117,9 @@ def gather(
         scratch: Working memory.
         seen: Called with the CRC-32 of every range read, to verify it.
     """
-    inside = want.within(chunk)
     strides = payload.strides or row_major(chunk.shape)
     way = _Way(payload, strides, dtype, BY_NAME[dtype].itemsize, scratch, seen)
-    _descend(way, inside.offset, inside.shape, tile)
+    _descend(way, tuple(map(sub, want.offset, chunk.offset)), want.shape, tile)
 
 
 def run_start(want: Box, chunk: Box) -> int | None:
@@ -130,8 +134,7 @@ def run_start(want: Box, chunk: Box) -> int | None:
     return at
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(NamedTuple):  # made for every chunk that is read
     """The arguments of `gather` that do not change as a box is cut; ``strides`` in elements."""
 
     payload: Payload
@@ -196,7 +199,7 @@ def range_of(
         (begin, end, the box's first element); None if it does not fit ``room`` or reads much more than the
         box.
     """
-    first = sum(o * s for o, s in zip(offset, strides, strict=True))
+    first = sum(map(mul, offset, strides))
     span, count = _span(shape, strides), prod(shape)
     if span * itemsize > room or (span > _OVERREAD * count and span * itemsize > _SMALL):
         return None
@@ -209,7 +212,8 @@ def range_of(
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Count the elements from the first to the last of a box, both included."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    span: int = 1 + sum(map(mul, shape, strides)) - sum(strides)
+    return span
 
 
 def _element_range(
@@ -217,7 +221,7 @@ def _element_range(
 ) -> tuple[int, int]:
     """Return the elements [begin, end) of the complete rows of a row-major chunk that contain a box."""
     dim = next((d for d in range(len(shape)) if shape[d] > 1), len(shape) - 1)
-    lead = sum(offset[d] * strides[d] for d in range(dim + 1))
+    lead = sum(map(mul, offset[: dim + 1], strides))
     return lead, lead + shape[dim] * strides[dim]
 
 

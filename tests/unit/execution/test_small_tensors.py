@@ -13,6 +13,7 @@ from safetensors import safe_open
 from ckptcore import Box, convert
 from ckptcore.errors import CkptError, DamagedCheckpoint
 from ckptcore.execution.small_tensors import SmallTensors
+from ckptcore.planning.file_plan import PlannedTensor
 from ckptcore.planning.request import Settings
 
 NAME = "model.small.{}".format
@@ -150,3 +151,18 @@ def test_what_cannot_be_read_together_is_read_one_by_one(
     (path,) = (tmp_path / "out").rglob("*.safetensors")
     with safe_open(path, "pt") as file:
         assert all(file.get_tensor(name).equal(tensor) for name, tensor in tensors.items())
+
+
+def test_no_small_tensor_becomes_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {NAME(n): numbered((16, 8), start=1000 * n) for n in range(300)}
+    write_dcp(tmp_path / "ckpt", {name: (t, full(t)) for name, t in tensors.items()}, files=2)
+    made: list[str] = []
+    init = PlannedTensor.__init__
+
+    def noted(self: PlannedTensor, name: str, *rest: Any) -> None:
+        made.append(name)
+        init(self, name, *rest)
+
+    monkeypatch.setattr(PlannedTensor, "__init__", noted)
+    convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to="safetensors")
+    assert not made
