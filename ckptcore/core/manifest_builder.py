@@ -171,7 +171,7 @@ class Builder:
         table = np.empty((len(places), 6), np.int64)
         table[:, :3], table[:, 3] = places, envelope
         table[:, 4], table[:, 5] = np.array(own, np.int64)[codec], -1
-        self._items.frombytes(table.tobytes())
+        _append(self._items, table)
         self._member |= {int(number[row]): name for row, name in member.items()}
         return number
 
@@ -292,10 +292,10 @@ class Builder:
         if not (rank == offset.shape[1]).all():
             real = np.arange(offset.shape[1]) < rank[:, None]
             dims = dims[np.concatenate([real, real], axis=1)]
-        self._dims.frombytes(dims.tobytes())
-        self._owner.frombytes(np.ascontiguousarray(tensor).tobytes())
-        self._item.frombytes(np.ascontiguousarray(item).tobytes())
-        self._rank.frombytes(rank.astype(np.int8).tobytes())
+        _append(self._dims, dims)
+        _append(self._owner, tensor)
+        _append(self._item, item)
+        _append(self._rank, rank.astype(np.int8))
 
     def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
         """Return the manifest; chunks are grouped by tensor and keep their order in it.
@@ -349,8 +349,9 @@ class Builder:
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
         for r in range(1, int(ranks.max(initial=0)) + 1):
             rows = np.flatnonzero(ranks == r)
-            both = flat[begin[rows, None] + np.arange(2 * r)]
-            lo[rows, :r], shape[rows, :r] = both[:, :r], both[:, r:]
+            at = begin[rows]
+            for d in range(r):
+                lo[rows, d], shape[rows, d] = flat[at + d], flat[at + r + d]
         return lo, shape
 
     def _view_columns(self, rank: int, shape: Ints) -> Ints | None:
@@ -385,6 +386,11 @@ class _Rows(Sequence[int]):
 
     def __getitem__(self, at: Any) -> Any:
         return self._flat[3 * at]
+
+
+def _append(column: array[int], more: npt.NDArray[Any]) -> None:
+    """Append all elements of an array, which has the width of the column's."""
+    column.frombytes(np.ascontiguousarray(more).reshape(-1).view(np.uint8).data)
 
 
 def _too_large(length: int) -> MalformedCheckpoint:

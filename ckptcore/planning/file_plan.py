@@ -34,6 +34,7 @@ from ckptcore.core.manifest import (
 )
 from ckptcore.formats.base import Literal
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.row_wise import products
 
 PLACE, COMPARE = 0, 1
 _TENSORS, _LITERALS = "tensor.", "literal."
@@ -93,9 +94,9 @@ class FilePlan:
             return 0
         of = self.reads.tensor
         lo, hi, width = self.boxes
-        begin = np.maximum(self.reads.lo, lo[of])
-        end = np.minimum(self.reads.lo + self.reads.shape, hi[of])
-        return int((width[of] * np.prod(end - begin, axis=1)).sum())
+        begin = np.maximum(self.reads.lo, lo.take(of, axis=0))
+        end = np.minimum(self.reads.lo + self.reads.shape, hi.take(of, axis=0))
+        return int((width[of] * products(end - begin)).sum())
 
     @cached_property
     def boxes(self) -> tuple[Ints, Ints, Ints]:

@@ -17,6 +17,7 @@ from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
 from ckptcore.formats.base import FileLayout, Literal, Slot
 from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, stored_tensor
 from ckptcore.planning.reads import (
+    ItemSubsets,
     Overlaps,
     behind,
     copies_in,
@@ -24,9 +25,9 @@ from ckptcore.planning.reads import (
     filled_rows,
     gather_rows,
     overlapping,
-    subset,
     subset_files,
 )
+from ckptcore.utils.row_wise import every
 
 
 def file_plans(
@@ -64,6 +65,7 @@ class _Planner:
         self._copies = copies_in(manifest)
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
         self._overlaps = Overlaps(manifest.chunks)
+        self._items = ItemSubsets(manifest.items)
         self._rank = max((len(t.shape) for t in wanted), default=0)
         self._fqns = [t.fqn for t in wanted]
         self._full = np.ones((len(wanted), self._rank), np.int64)
@@ -93,7 +95,7 @@ class _Planner:
             ends = first[-1] + np.cumsum([len(span) for span in spans])
             first = np.concatenate([first, ends]).astype(np.int64)
         lo, shape, item, view = columns
-        items, renumbered, number = subset(manifest.items, item)
+        items, renumbered, number = self._items.of(item)
         files, items = subset_files(manifest.files, items)
         inputs = tuple(stored_tensor(x.fqn, x.dtype, x.shape) for x in specs)
         return FilePlan(
@@ -117,12 +119,12 @@ class _Planner:
         self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
     ) -> tuple[Tensors, Ints]:
         """Return the tensors' columns, and the box number of each: ``len(boxes)`` for entire tensors."""
-        full = self._full[tensors]
+        full = self._full.take(tensors, axis=0)
         offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
         shape = np.ones((len(boxes) + 1, self._rank), np.int64)
         for n, b in enumerate(boxes):
             offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
-        shape = np.where((box < len(boxes))[:, None], shape[box], full)
+        shape = np.where((box < len(boxes))[:, None], shape.take(box, axis=0), full)
         planned = Tensors(
             self._names.get(layout.tensors),
             self._dtypes,
@@ -130,11 +132,11 @@ class _Planner:
             self._source_dtype[tensors],
             self._starts.get(layout.slots),
             self._ranks[tensors],
-            offset[box],
+            offset.take(box, axis=0),
             shape,
             full,
         )
-        return planned, np.where((shape == full).all(axis=1), len(boxes), box)
+        return planned, np.where(every(shape == full), len(boxes), box)
 
     def _names_of(self, tensors: tuple[int, ...]) -> tuple[str, ...]:
         return tuple([self._fqns[t] for t in tensors])
@@ -174,7 +176,9 @@ class _Planner:
 
 Part = TypeVar("Part")
 Made = TypeVar("Made")
-_RECENT = 8  # a rank writes a few files, and the next rank the same again
+_RECENT = (
+    32  # a rank writes a few files; the ranks of a tensor-parallel group differ, and then all come again
+)
 
 
 class _Recent(Generic[Part, Made]):

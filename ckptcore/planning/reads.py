@@ -16,6 +16,9 @@ from blake3 import blake3
 from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.utils.row_wise import every
+
+_ORDERS = 32  # numbers of uses whose order is remembered
 
 
 def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
@@ -97,23 +100,25 @@ def derived_in(
 def filled_rows(chunks: Chunks, tensor: int) -> Ints:
     """Return the rows of a tensor's chunks that are not empty."""
     span = np.arange(chunks.first[tensor], chunks.first[tensor + 1])
-    return span[(chunks.shape[span] > 0).all(axis=1)]
+    return span[every(chunks.shape.take(span, axis=0) > 0)]
 
 
 def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
     """Return the rows whose chunks share elements with a box of their tensor."""
     rank = len(box.shape)
-    at = chunks.lo[rows, :rank]
-    common = (at < np.array(box.end)) & (at + chunks.shape[rows, :rank] > np.array(box.offset))
-    return rows[common.all(axis=1)]
+    at = chunks.lo.take(rows, axis=0)[:, :rank]
+    common = (at < np.array(box.end)) & (
+        at + chunks.shape.take(rows, axis=0)[:, :rank] > np.array(box.offset)
+    )
+    return rows[every(common)]
 
 
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
     """Append rows of other chunks of the same source to columns (lo, shape, item, view)."""
     picked = np.concatenate(spans)
     more = (
-        chunks.lo[picked],
-        chunks.shape[picked],
+        chunks.lo.take(picked, axis=0),
+        chunks.shape.take(picked, axis=0),
         chunks.item[picked],
         None if chunks.view is None else chunks.view[picked],
     )
@@ -127,7 +132,7 @@ def gather_rows(
     if twins is None:
         picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         view = None if chunks.view is None else chunks.view[picked]
-        return chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view
+        return chunks.lo.take(picked, axis=0), chunks.shape.take(picked, axis=0), chunks.item[picked], view
     parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
     for own, twin in zip(rows, twin_rows, strict=True):
         parts += [(chunks, own), (twins, twin)]
@@ -141,33 +146,65 @@ def gather_rows(
     return lo, shape, item, view
 
 
-def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
-    """Return the used items, each use in their numbering, and their numbers in ``items``."""
-    kept, renumbered = np.unique(used, return_inverse=True)
-    member = (
-        {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
-        if items.member
-        else {}
-    )
-    picked = Items(
-        items.file[kept],
-        items.start[kept],
-        items.length[kept],
-        items.envelope[kept],
-        items.codec[kept],
-        items.crc32[kept],
-        items.codecs,
-        member,
-        None if items.holds is None else items.holds[kept],
-    )
-    return picked, renumbered.reshape(-1).astype(np.int64), kept.astype(np.int64)
+class ItemSubsets:
+    """Selects the items that an output file uses.
+
+    The files of most ranks use as many items, in the same order: it is sorted once, and checked.
+    """
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+        self._orders: dict[int, tuple[Ints, Ints]] = {}  # by number of uses: what sorts them, and its inverse
+
+    def of(self, used: Ints) -> tuple[Items, Ints, Ints]:
+        """Return the used items, each use in their numbering, and their numbers in the source."""
+        items = self._items
+        kept, renumbered = self._numbered(used)
+        member = (
+            {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
+            if items.member
+            else {}
+        )
+        picked = Items(
+            items.file[kept],
+            items.start[kept],
+            items.length[kept],
+            items.envelope[kept],
+            items.codec[kept],
+            items.crc32[kept],
+            items.codecs,
+            member,
+            None if items.holds is None else items.holds[kept],
+        )
+        return picked, renumbered, kept
+
+    def _numbered(self, used: Ints) -> tuple[Ints, Ints]:
+        """Return the numbers in use, ascending, and for each use the position of its number."""
+        order, inverse = self._orders.get(len(used), (None, used))
+        if order is not None:
+            kept = used[order]
+            if (kept[1:] > kept[:-1]).all():
+                return kept, inverse
+        order = np.argsort(used, kind="stable")
+        kept = used[order]
+        if not (kept[1:] > kept[:-1]).all():
+            kept, renumbered = np.unique(used, return_inverse=True)
+            return kept.astype(np.int64), renumbered.reshape(-1).astype(np.int64)
+        inverse = np.empty(len(order), np.int64)
+        inverse[order] = np.arange(len(order))
+        if len(self._orders) >= _ORDERS and len(used) not in self._orders:
+            del self._orders[next(iter(self._orders))]
+        self._orders[len(used)] = order, inverse
+        return kept, inverse
 
 
 def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
     """Return the files that items use, and the items with the new numbers of these files."""
-    kept, renumbered = np.unique(items.file, return_inverse=True)
+    used = np.zeros(len(files), np.bool_)
+    used[items.file] = True
+    kept = np.flatnonzero(used)
     moved = Items(
-        renumbered.reshape(-1).astype(np.int64),
+        (np.cumsum(used) - 1)[items.file],
         items.start,
         items.length,
         items.envelope,
