@@ -25,6 +25,7 @@ from ckptcore.planning.reads import (
     filled_rows,
     gather_rows,
     overlapping,
+    picked_rows,
     subset_files,
 )
 from ckptcore.utils.row_wise import every
@@ -63,6 +64,7 @@ class _Planner:
     ) -> None:
         self._manifest, self._twins, self._followers = manifest, twins, followers
         self._copies = copies_in(manifest)
+        self._repeats = bool(self._copies.any())
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
         self._overlaps = Overlaps(manifest.chunks)
         self._items = ItemSubsets(manifest.items)
@@ -148,12 +150,12 @@ class _Planner:
 
         A chunk named twice in the metadata is read once.
         """
-        rows, counts = self._overlaps.rows(tensors, boxes, box)
-        op = self._copies[rows].astype(np.int8)
+        rows, alike, counts = self._overlaps.rows(tensors, boxes, box)
         if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
             each = np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
             return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
-        return gather_rows(self._manifest.chunks, [rows], None, []), _starts_of(counts), op
+        op = self._copies[rows].astype(np.int8) if self._repeats else np.zeros(len(rows), np.int8)
+        return picked_rows(self._manifest.chunks, rows, alike), _starts_of(counts), op
 
     def _with_twins(
         self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest

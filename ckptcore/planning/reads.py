@@ -41,14 +41,19 @@ class Overlaps:
             len(chunks.first) - 1, -1, np.int64
         )  # number of each tensor's chunk layout, -1 where unknown
         self._rows: dict[tuple[int, Box | None], Ints] = {}
+        self._first: list[int] = []  # of each kind, the first row of a tensor
 
-    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints]:
-        """Return the chunk rows that overlap the boxes, tensor by tensor, and their count for each tensor.
+    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the chunk rows that overlap the boxes, tensor by tensor.
 
         Args:
             tensor: int64 [n], rows of tensors.
             boxes: Distinct boxes; None for an entire tensor.
             box: int64 [n], number of each tensor's box.
+
+        Returns:
+            (the rows, int64 [m]; rows with the same boxes, int64 [m], which are those of one tensor for all
+            with equal chunks, and so close together; the count for each tensor, int64 [n]).
         """
         kinds = self._kinds(tensor)
         pairs, first, pair = np.unique(kinds * len(boxes) + box, return_index=True, return_inverse=True)
@@ -58,8 +63,10 @@ class Overlaps:
         counts = count[pair]
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         flat = np.concatenate(found) if len(pairs) else np.zeros(0, np.int64)
-        rows = np.repeat(self._chunks.first[tensor], counts) + flat[np.repeat(begin[pair], counts) + within]
-        return rows, counts
+        inside = flat[np.repeat(begin[pair], counts) + within]
+        rows = np.repeat(self._chunks.first[tensor], counts) + inside
+        alike = np.repeat(np.array(self._first, np.int64)[kinds], counts) + inside
+        return rows, alike, counts
 
     def _needed(self, tensor: int, box: Box | None) -> Ints:
         """Return the rows that a box needs, counted from the tensor's first."""
@@ -77,7 +84,9 @@ class Overlaps:
             a, b = int(c.first[t]), int(c.first[t + 1])
             cut = blake3(c.lo[a:b].tobytes())
             cut.update(c.shape[a:b].tobytes())
-            self._kind[t] = self._alike.setdefault(cut.digest(), len(self._alike))
+            self._kind[t] = kind = self._alike.setdefault(cut.digest(), len(self._alike))
+            if kind == len(self._first):
+                self._first.append(a)
         return self._kind[tensor]
 
 
@@ -125,14 +134,14 @@ def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> t
     return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
 
 
-def gather_rows(
-    chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: list[Ints]
-) -> tuple[Any, ...]:
+def picked_rows(chunks: Chunks, rows: Ints, alike: Ints) -> tuple[Any, ...]:
+    """Return (lo, shape, item, view) of rows; ``alike`` are rows with the same boxes."""
+    view = None if chunks.view is None else chunks.view[rows]
+    return chunks.lo.take(alike, axis=0), chunks.shape.take(alike, axis=0), chunks.item[rows], view
+
+
+def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list[Ints]) -> tuple[Any, ...]:
     """Return (lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
-    if twins is None:
-        picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        view = None if chunks.view is None else chunks.view[picked]
-        return chunks.lo.take(picked, axis=0), chunks.shape.take(picked, axis=0), chunks.item[picked], view
     parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
     for own, twin in zip(rows, twin_rows, strict=True):
         parts += [(chunks, own), (twins, twin)]
@@ -153,7 +162,15 @@ class ItemSubsets:
     """
 
     def __init__(self, items: Items) -> None:
-        self._items = items
+        self._items = replace(
+            items,
+            file=_constant(items.file),
+            start=_constant(items.start),
+            length=_constant(items.length),
+            envelope=_constant(items.envelope),
+            codec=_constant(items.codec),
+            crc32=_constant(items.crc32),
+        )
         self._orders: dict[int, tuple[Ints, Ints]] = {}  # by number of uses: what sorts them, and its inverse
 
     def of(self, used: Ints) -> tuple[Items, Ints, Ints]:
@@ -166,12 +183,12 @@ class ItemSubsets:
             else {}
         )
         picked = Items(
-            items.file[kept],
-            items.start[kept],
-            items.length[kept],
-            items.envelope[kept],
-            items.codec[kept],
-            items.crc32[kept],
+            _picked(items.file, kept),
+            _picked(items.start, kept),
+            _picked(items.length, kept),
+            _picked(items.envelope, kept),
+            _picked(items.codec, kept),
+            _picked(items.crc32, kept),
             items.codecs,
             member,
             None if items.holds is None else items.holds[kept],
@@ -196,6 +213,18 @@ class ItemSubsets:
             del self._orders[next(iter(self._orders))]
         self._orders[len(used)] = order, inverse
         return kept, inverse
+
+
+def _constant(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a column, as a view of one element if all are equal: others are far apart in memory."""
+    if len(column) and (column == column[0]).all():
+        return np.broadcast_to(column[:1], column.shape)
+    return column
+
+
+def _picked(column: npt.NDArray[Any], rows: Ints) -> npt.NDArray[Any]:
+    """Return rows of a column; one element, repeated, is not looked up row by row."""
+    return column.take(rows) if column.strides[0] else column[: len(rows)].copy()
 
 
 def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from ckptcore.core.manifest import StoredFile, items_table
+from ckptcore.core.manifest import Items, StoredFile, items_table
 from ckptcore.planning.reads import ItemSubsets, subset_files
 
 COUNT = 600
 ROWS = [(n % 9, 10 * n, n % 77, n % 4, n % 2, n) for n in range(COUNT)]
-ITEMS = items_table(ROWS, ("", "zstd"), {7: "seven", 300: "many"})
+VARIED = items_table(ROWS, ("", "zstd"), {7: "seven", 300: "many"})
+ALIKE = items_table([(n % 9, 10 * n, 64, 1, 0, -1) for n in range(COUNT)])
 
 
 def uses() -> list[np.ndarray]:
@@ -29,15 +30,16 @@ def uses() -> list[np.ndarray]:
     ]
 
 
-def test_as_numpy_selects_them() -> None:
-    subsets = ItemSubsets(ITEMS)
+@pytest.mark.parametrize("items", [VARIED, ALIKE], ids=["varied", "alike"])
+def test_as_numpy_selects_them(items: Items) -> None:
+    subsets = ItemSubsets(items)
     for used in uses():
         picked, renumbered, kept = subsets.of(used)
         numbers, inverse = np.unique(used, return_inverse=True)
         assert kept.tolist() == numbers.tolist()
         assert renumbered.tolist() == inverse.tolist()
         assert {kept.dtype, renumbered.dtype} == {np.dtype(np.int64)}
-        assert [picked[n] for n in range(len(kept))] == [ITEMS[n] for n in numbers.tolist()]
+        assert [picked[n] for n in range(len(kept))] == [items[n] for n in numbers.tolist()]
 
 
 @pytest.mark.parametrize("used", [[], [5], [5, 5, 9], [9, 0, 5, 0]])
