@@ -17,7 +17,7 @@ from typing import NoReturn
 from ckptcore.errors import InternalError
 from ckptcore.utils import terminal
 
-_GARBAGE = 200_000  # new objects before garbage is collected; the usual 700 cost 0.1 s
+_GARBAGE = 1_000_000  # new objects before garbage is collected; what describes a checkpoint is none
 
 
 def start_quickly() -> None:

@@ -298,6 +298,8 @@ class _Columns:
             item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
             self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
         self._rows = []
+        # It refers to this object, and the builder's columns would stay until garbage is collected.
+        del self._files
 
     def _safetensors_files(self) -> dict[int, int]:
         """Return file -> size, for the files whose tensors are members of a safetensors blob.
