@@ -28,10 +28,10 @@ _KINDS: dict[int, str | bytes] = {0x8C: "text", 0x4E: b"N"}  # SHORT_BINUNICODE,
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A column of sizes: ``dims`` int64 [n, r], 0 behind a size's own rank; ``rank`` int64 [n]."""
+    """A column of sizes: ``dims`` int64 [n, r], 0 behind a size's own rank; ``rank`` int8 [n]."""
 
     dims: Ints
-    rank: Ints
+    rank: npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True)

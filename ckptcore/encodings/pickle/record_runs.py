@@ -317,7 +317,7 @@ class _Rows:
         some = (word & _LOW[6]) == _SIZE_END[np.minimum(rank, 4) - 1]
         good &= np.where(rank > 0, some, none)
         table = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), np.uint64)
-        return Sizes(table.astype(np.int64), rank), at + np.where(rank > 0, 6, 5)
+        return Sizes(table.astype(np.int64), rank.astype(np.int8)), at + np.where(rank > 0, 6, 5)
 
     def _text(self, at: Ints, good: Bools) -> tuple[tuple[Ints, Bools], Ints]:
         word = self._qwords[at]

@@ -73,7 +73,7 @@ class Metadata:
         name: Path of the file.
         bound: Size of the file, an upper bound for its counts.
         tensors: ``state_dict_metadata``.
-        storage: ``storage_data``.
+        storage: ``storage_data``, until its places are read.
         paths: ``planner_data``, unchecked.
         version: ``version``, unchecked.
         storage_meta: ``storage_meta``, unchecked.
