@@ -28,8 +28,8 @@ with reusing_memory():
     with reusing_memory():
         reuse_memory(WORK)
         first = faults(1)
-    again = faults(2)
-print(first * 4096, again * 4096, resident() - begin)
+    later = faults(2)
+print(first * 4096, later * 4096, resident() - begin)
 """
 
 
@@ -42,15 +42,15 @@ def measured(work: int) -> list[int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs mallopt of the GNU C library")
 def test_freed_arrays_are_reused_and_returned() -> None:
-    first, again, kept = measured(1 << 30)
+    first, later, kept = measured(1 << 30)
     assert first >= 90 << 20
-    assert again < 8 << 20
+    assert later < 8 << 20
     assert kept < 48 << 20
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs mallopt of the GNU C library")
 def test_little_work_keeps_nothing() -> None:
-    first, again, kept = measured(1 << 20)
+    first, later, kept = measured(1 << 20)
     assert first >= 90 << 20
-    assert again >= 90 << 20
+    assert later >= 90 << 20
     assert kept < 48 << 20
