@@ -178,9 +178,7 @@ class _Planner:
 
 Part = TypeVar("Part")
 Made = TypeVar("Made")
-_RECENT = (
-    32  # a rank writes a few files; the ranks of a tensor-parallel group differ, and then all come again
-)
+_RECENT = 32  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more
 
 
 class _Recent(Generic[Part, Made]):
