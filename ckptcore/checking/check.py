@@ -20,6 +20,7 @@ from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, current
 from ckptcore.store import Store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
+from ckptcore.utils.row_wise import products
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
@@ -281,7 +282,7 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
     if not len(chunks) or not len(items):
         return
     width = np.array([BY_NAME[t.dtype].itemsize for t in manifest.tensors], np.float64)
-    nbytes = width[chunks.tensor] * np.prod(chunks.shape.astype(np.float64), axis=1)
+    nbytes = width[chunks.tensor] * products(chunks.shape.astype(np.float64))
     placed = chunks.item >= 0
     item = np.where(placed, chunks.item, 0)
     zips = placed & (items.envelope[item] == int(Envelope.TORCHZIP))

@@ -95,14 +95,16 @@ def plan(
     from ckptcore.conversion.pipeline import peak_memory
     from ckptcore.conversion.saved_plan import plan_into
     from ckptcore.planning.compose import compose
+    from ckptcore.utils.memory import reusing_memory
 
     options = _options(given)
     request = options.request(verb or ("reshard" if options.mesh else "consolidate"), src, dst)
     settings = options.settings()
     folder = None if given["save"] is None else here("--save", given["save"])
     refuse_existing(request)
-    manifest = read(request.source, request.recover, request.keep_quantized, request.weights)
-    composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
+    with reusing_memory():
+        manifest = read(request.source, request.recover, request.keep_quantized, request.weights)
+        composed = compose(request, manifest) if folder is None else plan_into(folder, request, manifest)
     costs = None
     if is_s3(dst):
         from ckptcore.conversion.staged_uploads import upload_budget

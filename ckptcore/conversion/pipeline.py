@@ -45,6 +45,7 @@ from ckptcore.reading.casting import torch_on
 from ckptcore.store import open_source_store, put_each
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
+from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.spans import span
 from ckptcore.utils.workers import Progress
 
@@ -382,6 +383,7 @@ def stopped(error: BaseException) -> BaseException:
     return Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
 
 
+@reusing_memory()
 def _prepare(
     request: Request,
     settings: Settings,

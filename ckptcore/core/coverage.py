@@ -18,6 +18,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Ints, Manifest, TensorSpec
 from ckptcore.errors import Finding, finding
 from ckptcore.utils.distinct_values import distinct
+from ckptcore.utils.row_wise import every, products
 from ckptcore.utils.text import count
 
 _MAX_PAIRWISE = 4096
@@ -76,12 +77,15 @@ def equal_boxes(manifest: Manifest) -> list[tuple[int, int]]:
     several = np.flatnonzero(_unordered(manifest)[chunks.tensor])
     if not len(several):
         return []
-    keys = np.concatenate([chunks.tensor[several, None], chunks.lo[several], chunks.shape[several]], axis=1)
+    keys = np.concatenate(
+        [chunks.tensor[several, None], chunks.lo.take(several, axis=0), chunks.shape.take(several, axis=0)],
+        axis=1,
+    )
     order = np.lexsort(keys.T[::-1])  # stable: equal keys stay in stored order
-    keys, rows = keys[order], several[order]
+    keys, rows = keys.take(order, axis=0), several[order]
     same = np.zeros(len(rows), np.bool_)
-    same[1:] = (keys[1:] == keys[:-1]).all(axis=1)
-    same &= (chunks.shape[rows] > 0).all(axis=1)
+    same[1:] = every(keys[1:] == keys[:-1])
+    same &= every(chunks.shape.take(rows, axis=0) > 0)
     if not same.any():
         return []
     head = np.maximum.accumulate(np.where(same, 0, np.arange(len(rows))))
@@ -110,7 +114,7 @@ def _strips(manifest: Manifest, want: Ints) -> npt.NDArray[np.bool_]:
     proven = np.zeros(len(want), np.bool_)
     if not len(owner):
         return proven
-    partial = (chunks.lo != 0) | (chunks.shape != want[owner])
+    partial = (chunks.lo != 0) | (chunks.shape != want.take(owner, axis=0))
     present = np.flatnonzero(np.diff(chunks.first))
     cut = np.zeros(want.shape, np.bool_)
     cut[present] = np.logical_or.reduceat(partial, chunks.first[present], axis=0)
@@ -160,8 +164,8 @@ def _covers(lo: Ints, shape: Ints, want: Ints) -> bool:
 def _volume(shape: Ints) -> int:
     if not len(shape):
         return 0
-    if float(np.prod(shape.astype(np.float64), axis=1).sum()) < 2**62:
-        return int(np.prod(shape, axis=1).sum())
+    if float(products(shape.astype(np.float64)).sum()) < 2**62:
+        return int(products(shape).sum())
     return sum(int(np.prod(row.astype(object))) for row in shape)
 
 
@@ -201,7 +205,7 @@ def _pairwise_disjoint(lo: Ints, hi: Ints) -> bool:
         a_lo, a_hi = lo[at : at + _MAX_PAIRWISE], hi[at : at + _MAX_PAIRWISE]
         for row in range(len(a_lo)):
             rest_lo, rest_hi = lo[at + row + 1 :], hi[at + row + 1 :]
-            if ((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).all(axis=1).any():
+            if every((a_lo[row] < rest_hi) & (rest_lo < a_hi[row])).any():
                 return False
     return True
 

@@ -168,10 +168,10 @@ class Builder:
             if name not in self._codecs:
                 self._codecs.append(name)
             own.append(self._codecs.index(name))
-        table = np.empty((len(places), 6), np.int64)
+        self._items, end = _longer(self._items, 6 * len(places))
+        table = end.reshape(-1, 6)
         table[:, :3], table[:, 3] = places, envelope
         table[:, 4], table[:, 5] = np.array(own, np.int64)[codec], -1
-        self._items.frombytes(table.tobytes())
         self._member |= {int(number[row]): name for row, name in member.items()}
         return number
 
@@ -273,14 +273,16 @@ class Builder:
             return None
         return View(self._view_at[at + 1], self._strides.get(row), self._view_at[at + 2])
 
-    def chunks(self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints, item: Ints) -> None:
+    def chunks(
+        self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints | npt.NDArray[np.int8], item: Ints
+    ) -> None:
         """Add a chunk per row; rows of tensor -1 are skipped.
 
         Args:
             tensor: int64 [n], index of each chunk's tensor.
             offset: int64 [n, r], of which the first ``rank`` columns count.
             shape: int64 [n, r], of which the first ``rank`` columns count.
-            rank: int64 [n].
+            rank: [n].
             item: int64 [n], index of each chunk's item.
         """
         if (tensor < 0).any():
@@ -288,14 +290,18 @@ class Builder:
             tensor, offset, shape = tensor[added], offset[added], shape[added]
             rank, item = rank[added], item[added]
         self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
-        dims = np.concatenate([offset, shape], axis=1)
-        if not (rank == offset.shape[1]).all():
+        if (rank == offset.shape[1]).all():
+            self._dims, end = _longer(self._dims, 2 * offset.size)
+            both = end.reshape(len(offset), 2 * offset.shape[1])
+            both[:, : offset.shape[1]], both[:, offset.shape[1] :] = offset, shape
+            del both, end  # a column with views cannot grow
+        else:
             real = np.arange(offset.shape[1]) < rank[:, None]
-            dims = dims[np.concatenate([real, real], axis=1)]
-        self._dims.frombytes(dims.tobytes())
-        self._owner.frombytes(np.ascontiguousarray(tensor).tobytes())
-        self._item.frombytes(np.ascontiguousarray(item).tobytes())
-        self._rank.frombytes(rank.astype(np.int8).tobytes())
+            dims = np.concatenate([offset, shape], axis=1)
+            _append(self._dims, dims[np.concatenate([real, real], axis=1)])
+        _append(self._owner, tensor)
+        _append(self._item, item)
+        _append(self._rank, rank.astype(np.int8))
 
     def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
         """Return the manifest; chunks are grouped by tensor and keep their order in it.
@@ -349,8 +355,9 @@ class Builder:
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ranks)])[:-1]
         for r in range(1, int(ranks.max(initial=0)) + 1):
             rows = np.flatnonzero(ranks == r)
-            both = flat[begin[rows, None] + np.arange(2 * r)]
-            lo[rows, :r], shape[rows, :r] = both[:, :r], both[:, r:]
+            at = begin[rows]
+            for d in range(r):
+                lo[rows, d], shape[rows, d] = flat[at + d], flat[at + r + d]
         return lo, shape
 
     def _view_columns(self, rank: int, shape: Ints) -> Ints | None:
@@ -385,6 +392,24 @@ class _Rows(Sequence[int]):
 
     def __getitem__(self, at: Any) -> Any:
         return self._flat[3 * at]
+
+
+def _longer(column: array[int], more: int) -> tuple[array[int], Ints]:
+    """Return a column of int64 with so many more elements, and a view of these, to be filled.
+
+    The first elements of a column, which are most, take no memory twice.
+    """
+    begin = len(column)
+    if begin:
+        column.frombytes(np.zeros(more, np.int64).view(np.uint8).data)
+    else:
+        column = array("q", [0]) * more
+    return column, np.frombuffer(column, np.int64)[begin:] if more else np.zeros(0, np.int64)
+
+
+def _append(column: array[int], more: npt.NDArray[Any]) -> None:
+    """Append all elements of an array, which has the width of the column's."""
+    column.frombytes(np.ascontiguousarray(more).reshape(-1).view(np.uint8).data)
 
 
 def _too_large(length: int) -> MalformedCheckpoint:

@@ -87,4 +87,6 @@ def _chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
     picked: Ints = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, np.int64)
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(s) for s in spans])]).astype(np.int64)
     view = None if chunks.view is None else chunks.view[picked]
-    return Chunks(first, chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view)
+    return Chunks(
+        first, chunks.lo.take(picked, axis=0), chunks.shape.take(picked, axis=0), chunks.item[picked], view
+    )

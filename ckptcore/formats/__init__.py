@@ -73,6 +73,7 @@ from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
 from ckptcore.store import Stamped, Store, hub_hint, join_url, open_source_store, split_url
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
+from ckptcore.utils.memory import reusing_memory
 
 accept_old_fields()
 
@@ -247,7 +248,7 @@ def read_manifest(source: Source) -> Manifest:
         MetadataTooLarge: The metadata takes more memory than `ckptcore.core.metadata_budget` allows.
         CkptError: What `detect` and the format's reader raise.
     """
-    with metered():
+    with metered(), reusing_memory():
         return _read_manifest(source)
 
 

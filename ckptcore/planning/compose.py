@@ -58,6 +58,7 @@ from ckptcore.topology.rank_layout import Balance, balance, lay_out
 from ckptcore.topology.rank_local_state import require_cut, without_bound
 from ckptcore.topology.stage_contents import StageContents
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.memory import reuse_memory, reusing_memory
 
 if TYPE_CHECKING:
     from ckptcore.planning.name_maps import MappedNames, NameMap
@@ -96,6 +97,7 @@ class Composed:
     naming: NameMap | None = None
 
 
+@reusing_memory()
 def compose(
     request: Request,
     manifest: Manifest,
@@ -120,6 +122,7 @@ def compose(
         UsageError: Options contradict each other or the source.
     """
     began = time.perf_counter()
+    reuse_memory(100 * len(manifest.chunks))  # columns, and as much once more
     format, single = request.format, request.single
     writer = by_name(format, writes=True).writer
     assert writer is not None  # by_name finds those that write

@@ -17,6 +17,7 @@ from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
 from ckptcore.formats.base import FileLayout, Literal, Slot
 from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, stored_tensor
 from ckptcore.planning.reads import (
+    ItemSubsets,
     Overlaps,
     behind,
     copies_in,
@@ -24,9 +25,10 @@ from ckptcore.planning.reads import (
     filled_rows,
     gather_rows,
     overlapping,
-    subset,
+    picked_rows,
     subset_files,
 )
+from ckptcore.utils.row_wise import every
 
 
 def file_plans(
@@ -62,8 +64,10 @@ class _Planner:
     ) -> None:
         self._manifest, self._twins, self._followers = manifest, twins, followers
         self._copies = copies_in(manifest)
+        self._repeats = bool(self._copies.any())
         self._copied_inputs = None if manifest.inputs is None else copies_in(manifest.inputs)
         self._overlaps = Overlaps(manifest.chunks)
+        self._items = ItemSubsets(manifest.items)
         self._rank = max((len(t.shape) for t in wanted), default=0)
         self._fqns = [t.fqn for t in wanted]
         self._full = np.ones((len(wanted), self._rank), np.int64)
@@ -93,7 +97,7 @@ class _Planner:
             ends = first[-1] + np.cumsum([len(span) for span in spans])
             first = np.concatenate([first, ends]).astype(np.int64)
         lo, shape, item, view = columns
-        items, renumbered, number = subset(manifest.items, item)
+        items, renumbered, number = self._items.of(item)
         files, items = subset_files(manifest.files, items)
         inputs = tuple(stored_tensor(x.fqn, x.dtype, x.shape) for x in specs)
         return FilePlan(
@@ -117,12 +121,12 @@ class _Planner:
         self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
     ) -> tuple[Tensors, Ints]:
         """Return the tensors' columns, and the box number of each: ``len(boxes)`` for entire tensors."""
-        full = self._full[tensors]
+        full = self._full.take(tensors, axis=0)
         offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
         shape = np.ones((len(boxes) + 1, self._rank), np.int64)
         for n, b in enumerate(boxes):
             offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
-        shape = np.where((box < len(boxes))[:, None], shape[box], full)
+        shape = np.where((box < len(boxes))[:, None], shape.take(box, axis=0), full)
         planned = Tensors(
             self._names.get(layout.tensors),
             self._dtypes,
@@ -130,11 +134,11 @@ class _Planner:
             self._source_dtype[tensors],
             self._starts.get(layout.slots),
             self._ranks[tensors],
-            offset[box],
+            offset.take(box, axis=0),
             shape,
             full,
         )
-        return planned, np.where((shape == full).all(axis=1), len(boxes), box)
+        return planned, np.where(every(shape == full), len(boxes), box)
 
     def _names_of(self, tensors: tuple[int, ...]) -> tuple[str, ...]:
         return tuple([self._fqns[t] for t in tensors])
@@ -146,12 +150,12 @@ class _Planner:
 
         A chunk named twice in the metadata is read once.
         """
-        rows, counts = self._overlaps.rows(tensors, boxes, box)
-        op = self._copies[rows].astype(np.int8)
+        rows, alike, counts = self._overlaps.rows(tensors, boxes, box)
         if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
             each = np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
             return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
-        return gather_rows(self._manifest.chunks, [rows], None, []), _starts_of(counts), op
+        op = self._copies[rows].astype(np.int8) if self._repeats else np.zeros(len(rows), np.int8)
+        return picked_rows(self._manifest.chunks, rows, alike), _starts_of(counts), op
 
     def _with_twins(
         self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
@@ -174,7 +178,7 @@ class _Planner:
 
 Part = TypeVar("Part")
 Made = TypeVar("Made")
-_RECENT = 8  # a rank writes a few files, and the next rank the same again
+_RECENT = 32  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more
 
 
 class _Recent(Generic[Part, Made]):

@@ -16,6 +16,9 @@ from blake3 import blake3
 from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.utils.row_wise import every
+
+_ORDERS = 32  # numbers of uses whose order is remembered
 
 
 def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
@@ -38,14 +41,19 @@ class Overlaps:
             len(chunks.first) - 1, -1, np.int64
         )  # number of each tensor's chunk layout, -1 where unknown
         self._rows: dict[tuple[int, Box | None], Ints] = {}
+        self._first: list[int] = []  # of each kind, the first row of a tensor
 
-    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints]:
-        """Return the chunk rows that overlap the boxes, tensor by tensor, and their count for each tensor.
+    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the chunk rows that overlap the boxes, tensor by tensor.
 
         Args:
             tensor: int64 [n], rows of tensors.
             boxes: Distinct boxes; None for an entire tensor.
             box: int64 [n], number of each tensor's box.
+
+        Returns:
+            (the rows, int64 [m]; rows with the same boxes, int64 [m], which are those of one tensor for all
+            with equal chunks, and so close together; the count for each tensor, int64 [n]).
         """
         kinds = self._kinds(tensor)
         pairs, first, pair = np.unique(kinds * len(boxes) + box, return_index=True, return_inverse=True)
@@ -55,8 +63,10 @@ class Overlaps:
         counts = count[pair]
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         flat = np.concatenate(found) if len(pairs) else np.zeros(0, np.int64)
-        rows = np.repeat(self._chunks.first[tensor], counts) + flat[np.repeat(begin[pair], counts) + within]
-        return rows, counts
+        inside = flat[np.repeat(begin[pair], counts) + within]
+        rows = np.repeat(self._chunks.first[tensor], counts) + inside
+        alike = np.repeat(np.array(self._first, np.int64)[kinds], counts) + inside
+        return rows, alike, counts
 
     def _needed(self, tensor: int, box: Box | None) -> Ints:
         """Return the rows that a box needs, counted from the tensor's first."""
@@ -74,7 +84,9 @@ class Overlaps:
             a, b = int(c.first[t]), int(c.first[t + 1])
             cut = blake3(c.lo[a:b].tobytes())
             cut.update(c.shape[a:b].tobytes())
-            self._kind[t] = self._alike.setdefault(cut.digest(), len(self._alike))
+            self._kind[t] = kind = self._alike.setdefault(cut.digest(), len(self._alike))
+            if kind == len(self._first):
+                self._first.append(a)
         return self._kind[tensor]
 
 
@@ -97,37 +109,39 @@ def derived_in(
 def filled_rows(chunks: Chunks, tensor: int) -> Ints:
     """Return the rows of a tensor's chunks that are not empty."""
     span = np.arange(chunks.first[tensor], chunks.first[tensor + 1])
-    return span[(chunks.shape[span] > 0).all(axis=1)]
+    return span[every(chunks.shape.take(span, axis=0) > 0)]
 
 
 def overlapping(chunks: Chunks, rows: Ints, box: Box) -> Ints:
     """Return the rows whose chunks share elements with a box of their tensor."""
     rank = len(box.shape)
-    at = chunks.lo[rows, :rank]
-    common = (at < np.array(box.end)) & (at + chunks.shape[rows, :rank] > np.array(box.offset))
-    return rows[common.all(axis=1)]
+    at = chunks.lo.take(rows, axis=0)[:, :rank]
+    common = (at < np.array(box.end)) & (
+        at + chunks.shape.take(rows, axis=0)[:, :rank] > np.array(box.offset)
+    )
+    return rows[every(common)]
 
 
 def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> tuple[Any, ...]:
     """Append rows of other chunks of the same source to columns (lo, shape, item, view)."""
     picked = np.concatenate(spans)
     more = (
-        chunks.lo[picked],
-        chunks.shape[picked],
+        chunks.lo.take(picked, axis=0),
+        chunks.shape.take(picked, axis=0),
         chunks.item[picked],
         None if chunks.view is None else chunks.view[picked],
     )
     return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
 
 
-def gather_rows(
-    chunks: Chunks, rows: list[Ints], twins: Chunks | None, twin_rows: list[Ints]
-) -> tuple[Any, ...]:
+def picked_rows(chunks: Chunks, rows: Ints, alike: Ints) -> tuple[Any, ...]:
+    """Return (lo, shape, item, view) of rows; ``alike`` are rows with the same boxes."""
+    view = None if chunks.view is None else chunks.view[rows]
+    return chunks.lo.take(alike, axis=0), chunks.shape.take(alike, axis=0), chunks.item[rows], view
+
+
+def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list[Ints]) -> tuple[Any, ...]:
     """Return (lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
-    if twins is None:
-        picked = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        view = None if chunks.view is None else chunks.view[picked]
-        return chunks.lo[picked], chunks.shape[picked], chunks.item[picked], view
     parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
     for own, twin in zip(rows, twin_rows, strict=True):
         parts += [(chunks, own), (twins, twin)]
@@ -141,33 +155,85 @@ def gather_rows(
     return lo, shape, item, view
 
 
-def subset(items: Items, used: Ints) -> tuple[Items, Ints, Ints]:
-    """Return the used items, each use in their numbering, and their numbers in ``items``."""
-    kept, renumbered = np.unique(used, return_inverse=True)
-    member = (
-        {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
-        if items.member
-        else {}
-    )
-    picked = Items(
-        items.file[kept],
-        items.start[kept],
-        items.length[kept],
-        items.envelope[kept],
-        items.codec[kept],
-        items.crc32[kept],
-        items.codecs,
-        member,
-        None if items.holds is None else items.holds[kept],
-    )
-    return picked, renumbered.reshape(-1).astype(np.int64), kept.astype(np.int64)
+class ItemSubsets:
+    """Selects the items that an output file uses.
+
+    The files of most ranks use as many items, in the same order: it is sorted once, and checked.
+    """
+
+    def __init__(self, items: Items) -> None:
+        self._items = replace(
+            items,
+            file=_constant(items.file),
+            start=_constant(items.start),
+            length=_constant(items.length),
+            envelope=_constant(items.envelope),
+            codec=_constant(items.codec),
+            crc32=_constant(items.crc32),
+        )
+        self._orders: dict[int, tuple[Ints, Ints]] = {}  # by number of uses: what sorts them, and its inverse
+
+    def of(self, used: Ints) -> tuple[Items, Ints, Ints]:
+        """Return the used items, each use in their numbering, and their numbers in the source."""
+        items = self._items
+        kept, renumbered = self._numbered(used)
+        member = (
+            {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
+            if items.member
+            else {}
+        )
+        picked = Items(
+            _picked(items.file, kept),
+            _picked(items.start, kept),
+            _picked(items.length, kept),
+            _picked(items.envelope, kept),
+            _picked(items.codec, kept),
+            _picked(items.crc32, kept),
+            items.codecs,
+            member,
+            None if items.holds is None else items.holds[kept],
+        )
+        return picked, renumbered, kept
+
+    def _numbered(self, used: Ints) -> tuple[Ints, Ints]:
+        """Return the numbers in use, ascending, and for each use the position of its number."""
+        order, inverse = self._orders.get(len(used), (None, used))
+        if order is not None:
+            kept = used[order]
+            if (kept[1:] > kept[:-1]).all():
+                return kept, inverse
+        order = np.argsort(used, kind="stable")
+        kept = used[order]
+        if not (kept[1:] > kept[:-1]).all():
+            kept, renumbered = np.unique(used, return_inverse=True)
+            return kept.astype(np.int64), renumbered.reshape(-1).astype(np.int64)
+        inverse = np.empty(len(order), np.int64)
+        inverse[order] = np.arange(len(order))
+        if len(self._orders) >= _ORDERS and len(used) not in self._orders:
+            del self._orders[next(iter(self._orders))]
+        self._orders[len(used)] = order, inverse
+        return kept, inverse
+
+
+def _constant(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a column, as a view of one element if all are equal: others are far apart in memory."""
+    if len(column) and (column == column[0]).all():
+        return np.broadcast_to(column[:1], column.shape)
+    return column
+
+
+def _picked(column: npt.NDArray[Any], rows: Ints) -> npt.NDArray[Any]:
+    """Return rows of a column; one element, repeated, is not looked up row by row."""
+    return column.take(rows) if column.strides[0] else column[: len(rows)].copy()
 
 
 def subset_files(files: Sequence[StoredFile], items: Items) -> tuple[tuple[StoredFile, ...], Items]:
     """Return the files that items use, and the items with the new numbers of these files."""
-    kept, renumbered = np.unique(items.file, return_inverse=True)
+    used = np.zeros(len(files), np.bool_)
+    used[items.file] = True
+    kept = np.flatnonzero(used)
     moved = Items(
-        renumbered.reshape(-1).astype(np.int64),
+        (np.cumsum(used) - 1)[items.file],
         items.start,
         items.length,
         items.envelope,

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.utils.row_wise import some
+
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the distinct values of an array of integers, ascending; of a table, its distinct rows.
@@ -25,8 +27,8 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return ordered[_first_of_each(ordered[1:] != ordered[:-1])] if len(ordered) else ordered
     if not values.shape[1]:
         return values[:1]  # rows without columns are all the same
-    table = values[np.lexsort(values.T[::-1])]
-    return table[_first_of_each((table[1:] != table[:-1]).any(axis=1))] if len(table) else table
+    table = values.take(np.lexsort(values.T[::-1]), axis=0)
+    return table[_first_of_each(some(table[1:] != table[:-1]))] if len(table) else table
 
 
 def among(values: npt.NDArray[Any], known: npt.ArrayLike) -> npt.NDArray[np.bool_]:

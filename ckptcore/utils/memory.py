@@ -6,12 +6,18 @@ A module of its own, for the accounts of the kernel, the container and the C lib
 from __future__ import annotations
 
 import mmap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 _GROUP = Path("/sys/fs/cgroup")
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of the GNU C library
-_PAD, _MAPPED = 16 << 20, 32 << 20  # the largest that the library takes for the latter
+# malloc.h of the GNU C library
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
+_WORTH = 64 << 20
+_PAD, _ALL = 16 << 20, (1 << 31) - 1
+# Afterwards: the library's own number of maps, the largest threshold that it takes, and what is kept.
+_MAPS, _MAPPED, _FREED = 65536, 32 << 20, 64 << 20
 
 
 def available_memory() -> int | None:
@@ -62,18 +68,63 @@ def untouched(nbytes: int, *, huge_from: int | None = None) -> memoryview:
     return memoryview(memory)[:nbytes]
 
 
-def keep_freed(nbytes: int) -> None:
-    """Keep up to so many freed bytes in this process, for the next arrays.
+@contextmanager
+def reusing_memory() -> Iterator[None]:
+    """Return to the kernel at the end what `reuse_memory` keeps inside; within another one, at its end."""
+    with _kept.lock:
+        _kept.depth += 1
+    try:
+        yield
+    finally:
+        with _kept.lock:
+            _kept.depth -= 1
+            if _kept.on and not _kept.depth:
+                _kept.on = False
+                _give_back()
 
-    Usually the C library returns an array's memory at once, and the kernel clears the pages of the next one
-    anew: that is a fifth of the time in which millions of chunks are read. Other C libraries ignore this.
+
+def reuse_memory(nbytes: int) -> None:
+    """Keep freed memory in this process for the next arrays, until the outermost `reusing_memory` ends.
+
+    Usually the C library returns a large array's memory at once, and the kernel clears the pages of the next
+    one anew: that is a fifth of the time in which millions of chunks are read and planned. Other C libraries
+    ignore this.
+
+    Args:
+        nbytes: Bytes of what will be read or made. For a few it is not worth it.
     """
+    if nbytes < _WORTH:
+        return
+    with _kept.lock:
+        if _kept.on or not _kept.depth:
+            return
+        _kept.on = True
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TOP_PAD, _PAD), (_M_TRIM_THRESHOLD, _ALL)):
+            _call("mallopt", parameter, value)
+
+
+def _give_back() -> None:
+    for parameter, value in ((_M_MMAP_MAX, _MAPS), (_M_MMAP_THRESHOLD, _MAPPED), (_M_TRIM_THRESHOLD, _FREED)):
+        _call("mallopt", parameter, value)
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
     import ctypes
 
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):  # another C library
         return
-    mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-    mallopt(_M_TOP_PAD, _PAD)
-    mallopt(_M_TRIM_THRESHOLD, nbytes)
+    function(*arguments)
+
+
+class _Kept:
+    """Whether freed memory is kept, and how many `reusing_memory` are open in all threads."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.depth, self.on = 0, False
+
+
+_kept = _Kept()

@@ -28,10 +28,10 @@ _KINDS: dict[int, str | bytes] = {0x8C: "text", 0x4E: b"N"}  # SHORT_BINUNICODE,
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A column of sizes: ``dims`` int64 [n, r], 0 behind a size's own rank; ``rank`` int64 [n]."""
+    """A column of sizes: ``dims`` int64 [n, r], 0 behind a size's own rank; ``rank`` int8 [n]."""
 
     dims: Ints
-    rank: Ints
+    rank: npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +136,20 @@ def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
 
 
 class Taken:
-    """The memo's view of a decoded run: its values by memo number."""
+    """The memo's view of a decoded run: its values by memo number.
 
-    def __init__(self, columns: Columns, patterns: Sequence[Pattern], starts: Ints) -> None:
-        self._columns, self._patterns, self._starts = columns, patterns, starts
+    ``first`` is the first of its numbers; ``starts``, int64 [n], are those of the rows, counted from it.
+    """
+
+    def __init__(self, columns: Columns, patterns: Sequence[Pattern], first: int, starts: Ints) -> None:
+        self._columns, self._patterns, self._first, self._starts = columns, patterns, first, starts
         self._made: dict[int, Record] = {}
 
     def get(self, number: int) -> Any:
         """Return the value with a number of the memo; raises `ValueError` for a temporary."""
-        row = int(np.searchsorted(self._starts, number, side="right")) - 1
-        left = number - int(self._starts[row])
+        behind = number - self._first
+        row = int(np.searchsorted(self._starts, behind, side="right")) - 1
+        left = behind - int(self._starts[row])
         for k, pattern in enumerate(self._patterns):
             if not left:  # an instance is one object, however often it is fetched
                 return self._made.setdefault(number, self._record(k, row))

@@ -6,6 +6,9 @@ run; all others must have its pattern: the same class, the same names in the sam
 size, a number or a text. Instances are found by the opcodes they begin with, and decoded all at once. They
 are accepted as long as each ends where the next begins, so that bytes inside a text that look like an
 instance change nothing. The unpickler's single opcodes read everything else.
+
+Tensors of one shape have lists of chunks with equal bytes. Such a run is decoded once, and recognised after
+that (`_Repeats`).
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ from ckptcore.encodings.pickle.columns import (
     pattern_of,
 )
 from ckptcore.encodings.pickle.records import Call, Memo, Shortcuts
+from ckptcore.utils.dataclass import dataclass
 
 _HEAD = 6  # bytes of `PickleWindow`'s head
 _MOST_DIMS = 8
 _WORTH = 32  # instances from which on decoding at once is faster than one by one
 _FEWEST, _USUAL, _MOST = 64, 2048, 1 << 15  # instances to decode at once
+_REPEATS, _REPEATED = 16, 1 << 20  # runs to recognise, and the bytes of the longest
+_BEGINNING = 96  # bytes by which such a run is looked up
 _PATIENCE = 1 << 12
 # Opcode -> its total bytes, and the bits of its number: BININT1, BININT2, BININT.
 _WIDTH = np.zeros(256, np.int64)
@@ -56,6 +62,7 @@ class RecordRuns:
     def __init__(self, data: bytes, memo: Memo) -> None:
         self._data, self._memo = data, memo
         self._texts = Texts()
+        self._repeats = _Repeats()
         self._window: PickleWindow | None = None
         self._skip = self._pause = 0
         self._usual = _USUAL
@@ -106,17 +113,21 @@ class RecordRuns:
             if window is None or begin is None or not window.holds(begin, len(patterns)):
                 window = self._window = PickleWindow(self._data, at, self.frame_end)
                 begin = window.place(at)
-            rows = None
-            if begin is not None:
-                rows = _Rows(window, self._texts, self._memo, patterns, batch).decode(begin, self._usual)
-            if rows is None:
+            if begin is None:
                 break
-            pieces.append(rows.columns)
-            taken += rows.columns.count
-            self.rows += rows.columns.count * len(patterns)
-            self._memo.skip(Taken(rows.columns, patterns, rows.starts), rows.memo)
-            at, self.frame_end = window.raw(rows.end)
-            if rows.broken:
+            run = self._repeats.find(window, begin, patterns)
+            if run is None:
+                run = _Rows(window, self._texts, self._memo, patterns, batch).decode(begin, self._usual)
+                if run is None:
+                    break
+                self._repeats.keep(window, begin, patterns, run)
+            pieces.append(run.columns)
+            taken += run.columns.count
+            self.rows += run.columns.count * len(patterns)
+            first = self._memo.next
+            self._memo.skip(Taken(run.columns, patterns, first, run.starts), first + run.numbers)
+            at, self.frame_end = window.raw(begin + run.length)
+            if run.broken:
                 break
             self._usual = min(2 * self._usual, _MOST)
         self._pause = min(2 * self._pause + 16, _PATIENCE) if taken < _WORTH else 0
@@ -126,16 +137,61 @@ class RecordRuns:
         return pieces, at
 
 
-class _Rows:
-    """Decodes the rows of a run that are in a window.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Decoded rows of a run.
 
     Attributes:
         columns: Columns of the rows.
-        starts: int64 [n], their first memo numbers.
-        memo: The number behind them.
-        end: The window's position behind them.
-        broken: Whether the run ends there.
+        begins: int64 [n], position of each row, counted from where the run begins.
+        starts: int64 [n], first memo number of each row, counted from the first row's.
+        numbers: Memo numbers of all rows.
+        length: Bytes.
+        broken: Whether the run ends there, in the same window.
     """
+
+    columns: Columns
+    begins: Ints
+    starts: Ints
+    numbers: int
+    length: int
+    broken: bool
+
+
+class _Repeats:
+    """The last few different runs of numbers, by how they begin.
+
+    Texts have references to other memo numbers each time. Without texts, equal bytes of equal patterns are
+    equal rows.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[Pattern, ...], bytes], tuple[bytes, _Run]] = {}
+
+    def find(self, window: PickleWindow, begin: int, patterns: Sequence[Pattern]) -> _Run | None:
+        """Return the run that begins at a position of the window, if its bytes are known."""
+        key = tuple(patterns), window.data[begin : begin + _BEGINNING]
+        spelled, run = self._known.get(key, (b"", None))
+        if run is None or not window.data.startswith(spelled, begin):
+            return None
+        begins = run.begins + begin
+        if _sound_frames(window, begins, begin + run.length) < len(begins):
+            return None
+        self._known[key] = self._known.pop(key)
+        return run
+
+    def keep(self, window: PickleWindow, begin: int, patterns: Sequence[Pattern], run: _Run) -> None:
+        """Remember a run that was decoded, if it is complete and has no texts."""
+        if not run.broken or run.length > _REPEATED or any("text" in p.values for p in patterns):
+            return
+        key = tuple(patterns), window.data[begin : begin + _BEGINNING]
+        if key not in self._known and len(self._known) >= _REPEATS:
+            del self._known[next(iter(self._known))]
+        self._known[key] = window.data[begin : begin + run.length], run
+
+
+class _Rows:
+    """Decodes the rows of a run that are in a window."""
 
     def __init__(
         self, window: PickleWindow, texts: Texts, memo: Memo, patterns: Sequence[Pattern], batch: bytes
@@ -144,15 +200,10 @@ class _Rows:
         self._patterns, self._batch = patterns, batch
         self._qwords = window.qwords
 
-    columns: Columns
-    starts: Ints
-    memo: int
-    end: int
-    broken: bool
-
-    def decode(self, begin: int, most: int) -> _Rows | None:
+    def decode(self, begin: int, most: int) -> _Run | None:
         """Decode at most ``most`` rows from a position of the window on; return None when there are none."""
         prefix, cycle, heads = self._patterns[0].prefix, len(self._patterns), self._window.heads
+        run = begin
         if self._window.data.startswith(self._batch, begin):
             begin += len(self._batch)
         first = int(np.searchsorted(heads, begin + len(prefix)))
@@ -176,19 +227,17 @@ class _Rows:
         gap = following - ends
         good &= (gap == 0) | ((gap == len(self._batch)) & self._match(ends, self._batch))
         rows = count if good.all() else int(good.argmin())
-        rows = self._sound_frames(begins, following, rows) if rows else 0
+        rows = _sound_frames(self._window, begins[:rows], int(following[rows - 1])) if rows else 0
         if not rows:
             return None
         total = np.cumsum(numbers)
-        self.starts = self._memo.next + total - numbers
-        fields, rows = self._fields(found, rows)
+        starts = total - numbers
+        fields, rows = self._fields(found, starts, rows)
         if not rows:
             return None
-        self.columns = Columns(tuple(p.kind for p in self._patterns), rows, fields)
-        self.starts = self.starts[:rows].copy()
-        self.memo, self.end = self._memo.next + int(total[rows - 1]), int(following[rows - 1])
-        self.broken = rows < count
-        return self
+        columns = Columns(tuple(p.kind for p in self._patterns), rows, fields)
+        numbered, length = int(total[rows - 1]), int(following[rows - 1]) - run
+        return _Run(columns, begins[:rows] - run, starts[:rows].copy(), numbered, length, rows < count)
 
     def _match(self, at: Ints, spelling: bytes) -> Bools:
         """Report for each position whether up to eight bytes are there."""
@@ -268,7 +317,7 @@ class _Rows:
         some = (word & _LOW[6]) == _SIZE_END[np.minimum(rank, 4) - 1]
         good &= np.where(rank > 0, some, none)
         table = np.stack(dims, axis=1) if dims else np.zeros((len(at), 0), np.uint64)
-        return Sizes(table.astype(np.int64), rank), at + np.where(rank > 0, 6, 5)
+        return Sizes(table.astype(np.int64), rank.astype(np.int8)), at + np.where(rank > 0, 6, 5)
 
     def _text(self, at: Ints, good: Bools) -> tuple[tuple[Ints, Bools], Ints]:
         word = self._qwords[at]
@@ -280,25 +329,30 @@ class _Rows:
         good &= ~spelled | ((self._qwords[at + behind] & _BYTE) == 0x94)
         return (value, spelled), at + np.where(spelled, value + 3, np.where(near, 2, 5))
 
-    def _fields(self, found: list[list[Any]], rows: int) -> tuple[tuple[tuple[Column, ...], ...], int]:
+    def _fields(
+        self, found: list[list[Any]], starts: Ints, rows: int
+    ) -> tuple[tuple[tuple[Column, ...], ...], int]:
         """Return the columns by declared field, and the number of rows whose texts are known."""
         decoded: list[list[Column]] = []
         for pattern, values in zip(self._patterns, found, strict=True):
             columns: list[Column] = [None] * len(pattern.fields)
             for kind, place, value in zip(pattern.values, pattern.places, values, strict=True):
                 if kind == "text":
-                    columns[place], rows = self._names(*(v[:rows] for v in value))
+                    before, *text = (v[:rows] for v in value)
+                    columns[place], rows = self._names(self._memo.next + starts[:rows] + before, *text)
                 elif value is not None:
                     columns[place] = value
             decoded.append(columns)
         return tuple(tuple(_first_rows(c, rows) for c in columns) for columns in decoded), rows
 
-    def _names(self, before: Ints, at: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
-        """Return a column of texts that ends before the first unknown memo number, and its length."""
+    def _names(self, number: Ints, at: Ints, value: Ints, spelled: Bools) -> tuple[Names, int]:
+        """Return a column of texts that ends before the first unknown memo number, and its length.
+
+        ``number`` is the memo number that each text has, or would have.
+        """
         ids = np.zeros(len(at), np.int64)
         here = np.flatnonzero(spelled)
         ids[here] = self._texts.find(self._window.data, at[here], value[here])
-        number = self.starts[: len(at)] + before
         there = np.flatnonzero(~spelled)
         rows = len(at)
         if len(there):
@@ -318,17 +372,25 @@ class _Rows:
         at = int(np.searchsorted(number[here], wanted))
         return int(ids[here[at]]) if at < len(here) and number[here[at]] == wanted else -1
 
-    def _sound_frames(self, begins: Ints, following: Ints, rows: int) -> int:
-        """Count the rows before a frame that begins in the middle of an opcode."""
-        cuts = self._window.cuts
-        for cut in cuts[(cuts > begins[0]) & (cuts < following[rows - 1])].tolist():
-            row = int(np.searchsorted(begins[:rows], cut, side="right")) - 1
-            if not _is_boundary(self._window.data, int(begins[row]), cut):
-                return row
-        return rows
+
+def _sound_frames(window: PickleWindow, begins: Ints, end: int) -> int:
+    """Count the rows before a frame that begins in the middle of an opcode.
+
+    Args:
+        window: Where the rows are.
+        begins: int64 [n], the window's positions of the rows.
+        end: The position behind them.
+    """
+    cuts = window.cuts
+    for cut in cuts[(cuts > begins[0]) & (cuts < end)].tolist():
+        row = int(np.searchsorted(begins, cut, side="right")) - 1
+        if not _is_boundary(window.data, int(begins[row]), cut):
+            return row
+    return len(begins)
 
 
 def _first_rows(column: Column, rows: int) -> Column:
+    """Return the first rows as a column that keeps no longer one alive."""
     if isinstance(column, Sizes):
         return Sizes(column.dims[:rows].copy(), column.rank[:rows].copy())
     if isinstance(column, Names):

@@ -23,11 +23,10 @@ from ckptcore.encodings.pickle.container_items import Far, extend, keys, set_ite
 from ckptcore.encodings.pickle.record_runs import RecordRuns
 from ckptcore.encodings.pickle.records import Call, Memo, Record, Shortcuts, by_name
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
-from ckptcore.utils.memory import keep_freed
+from ckptcore.utils.memory import reuse_memory
 
 __all__ = ["Call", "Columns", "Names", "Record", "Sizes", "loads", "record"]
 _MAX_LONG_BYTES = 64
-_LARGE, _FREED = 64 << 20, 64 << 20  # pickles that are read in columns of many arrays
 _MAX_STACK = 100_000  # nesting of marks, far beyond any real pickle
 # Limit of arguments to calls per byte of pickle: an argument shared through the memo costs a call
 # two bytes, and its builder a copy.
@@ -84,8 +83,7 @@ def loads(
     collecting = gc.isenabled() and len(data) > 1 << 20
     if collecting:
         gc.disable()
-    if len(data) >= _LARGE:
-        keep_freed(_FREED)
+    reuse_memory(len(data))
     try:
         return _run(data, table, what, persistent, refused)
     except (IndexError, struct.error) as error:

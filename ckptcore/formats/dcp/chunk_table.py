@@ -20,6 +20,7 @@ from ckptcore.formats.dcp.metadata import Metadata, dims, row
 from ckptcore.utils.dataclass import dataclass
 
 Ints = npt.NDArray[np.int64]
+Ranks = npt.NDArray[np.int8]
 _MOST_KEYS = 1 << 62
 _CHUNKS, _PLACES = ("ChunkStorageMetadata",), ("MetadataIndex", "_StorageInfo")
 
@@ -57,7 +58,7 @@ class Ragged:
 
     def __init__(self) -> None:
         self._flat, self._rank = array("q"), array("q")
-        self._parts: list[tuple[Ints, Ints]] = []
+        self._parts: list[tuple[Ints, Ranks]] = []
 
     def add(self, size: tuple[int, ...] | None) -> None:
         """Add one size; None is stored as rank -1."""
@@ -69,19 +70,19 @@ class Ragged:
         self._flush()
         self._parts.append((sizes.dims, sizes.rank))
 
-    def done(self) -> tuple[Ints, Ints]:
-        """Return (dims int64 [n, r], 0 beyond a size's own rank; ranks int64 [n])."""
+    def done(self) -> tuple[Ints, Ranks]:
+        """Return (dims int64 [n, r], 0 beyond a size's own rank; ranks int8 [n])."""
         self._flush()
         width = max((d.shape[1] for d, _ in self._parts), default=0)
-        ranks = [r for _, r in self._parts]
-        return _concatenated([widened(d, width) for d, _ in self._parts], width), _concatenated(ranks, None)
+        ranks = np.concatenate([np.zeros(0, np.int8), *(r for _, r in self._parts)])
+        return _concatenated([widened(d, width) for d, _ in self._parts], width), ranks
 
     def _flush(self) -> None:
         if self._rank:
             rank = np.array(self._rank, np.int64)
             dims = np.zeros((len(rank), max(int(rank.max()), 0)), np.int64)
             dims[np.arange(dims.shape[1]) < rank[:, None]] = np.array(self._flat, np.int64)
-            self._parts.append((dims, rank))
+            self._parts.append((dims, rank.astype(np.int8)))
             self._flat, self._rank = array("q"), array("q")
 
 
@@ -94,9 +95,9 @@ def widened(table: Ints, width: int) -> Ints:
     return out
 
 
-def _concatenated(parts: list[Ints], width: int | None) -> Ints:
+def _concatenated(parts: list[Ints], width: int) -> Ints:
     if not parts:
-        return np.zeros((0,) if width is None else (0, width), np.int64)
+        return np.zeros((0, width), np.int64)
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
@@ -138,13 +139,13 @@ class MetadataChunks:
         name: Number of the tensor's name, int64 [n].
         offset: Elements, int64 [n, r].
         shape: Elements, int64 [n, r].
-        rank: Number of dims, int64 [n].
+        rank: Number of dims, int8 [n].
     """
 
     name: Ints
     offset: Ints
     shape: Ints
-    rank: Ints
+    rank: Ranks
 
 
 class ChunkRows:
@@ -197,13 +198,13 @@ class Places:
     Attributes:
         name: Number of the item's name, int64 [n].
         offset: Elements, int64 [n, r].
-        rank: Number of dims, int64 [n]; -1 without an offset.
+        rank: Number of dims, int8 [n]; -1 without an offset.
         where: (file, first byte, bytes, codec), int64 [n, 4]. The file is negative when there is no place.
     """
 
     name: Ints
     offset: Ints
-    rank: Ints
+    rank: Ranks
     where: Ints
 
     def index(self, n: int) -> tuple[int, tuple[int, ...] | None]:
@@ -219,7 +220,7 @@ def places(
     place: Callable[[tuple[Any, ...], str], tuple[int, int, int, int]],
     codec: Callable[[Any, str], int],
 ) -> Places:
-    """Return the places of the items of a metadata file.
+    """Return the places of the items of a metadata file, and take them out of it: both would be gigabytes.
 
     Args:
         metadata: The metadata file.
@@ -232,7 +233,11 @@ def places(
         MalformedCheckpoint: A storage entry has no name or no place. ``place`` and ``codec`` may raise more.
     """
     name, where, offsets = Table(1), Table(4), Ragged()
-    for index, info in metadata.storage.items():
+    rows = list(metadata.storage.items())
+    metadata.storage = {}
+    rows.reverse()
+    while rows:
+        index, info = rows.pop()
         if type(index) is Columns and index.kinds == _PLACES:
             _add_run(index, metadata, names, files, codec, (name, where, offsets))
             continue
@@ -267,8 +272,8 @@ def _add_run(
         or transforms is not None
     ):
         raise MalformedCheckpoint(f"{metadata.name} has storage entries without a place", file=metadata.name)
-    none = np.full(run.count, -1, np.int64)
-    offsets.extend(offset if isinstance(offset, Sizes) else Sizes(none[:, None][:, :0], none))
+    none = Sizes(np.zeros((run.count, 0), np.int64), np.full(run.count, -1, np.int8))
+    offsets.extend(offset if isinstance(offset, Sizes) else none)
     name.extend(names.column(fqn))
     where.extend(files.column(path), start, length, np.full(run.count, codec(None, metadata.name), np.int64))
 
@@ -343,7 +348,7 @@ class _Keys:
         self._base = np.array(base, np.int64)
         self._fit = total < _MOST_KEYS
 
-    def of(self, name: Ints, offset: Ints, rank: Ints) -> Ints:
+    def of(self, name: Ints, offset: Ints, rank: Ranks) -> Ints:
         """Return the key of each row, -1 where the tensor cannot have that offset."""
         if not self._fit:  # shapes too large for any storage: row by row
             return np.full(len(name), -1, np.int64)

@@ -10,6 +10,7 @@ from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS
 from ckptcore.encodings.pickle.unpickler import Call, Record, loads, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
+from ckptcore.utils.memory import reuse_memory
 from ckptcore.utils.text import short_repr
 
 _MAX_METADATA = 4 << 30
@@ -72,7 +73,7 @@ class Metadata:
         name: Path of the file.
         bound: Size of the file, an upper bound for its counts.
         tensors: ``state_dict_metadata``.
-        storage: ``storage_data``.
+        storage: ``storage_data``, until its places are read.
         paths: ``planner_data``, unchecked.
         version: ``version``, unchecked.
         storage_meta: ``storage_meta``, unchecked.
@@ -86,6 +87,7 @@ class Metadata:
                 f"{name} must have between 1 and {_MAX_METADATA} bytes (got {size})", file=name
             )
         meter().require(size, name)
+        reuse_memory(size)  # its memory becomes that of the columns
         data = source.store.read(name, 0, size)
         self.name, self.bound = name, size
         top = loads(data, TABLE, what=name)

@@ -7,13 +7,14 @@ meta. Equal input gives equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.row_wise import some
 
 META = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
@@ -225,17 +226,19 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
     # Tensors begin at the same byte in the files of most ranks, one after the other.
     places = tensor.places[first:]
-    begins = [0, *(np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1).tolist()]
+    begins = [0, *(np.flatnonzero(some(places[1:] != places[:-1])) + 1).tolist()]
     out: list[bytes] = []
+    end_of = _place_ends(p)
     for at, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):
-        end = _place_end(p, *place)
-        out += (begin, (end + begin).join(heads[at:stop]), end)
+        end = end_of(*place)
+        out += (begin, (end + begin).join(heads[at:stop]), end) if stop - at > 1 else (begin, heads[at], end)
     p.add(b"".join(out), memoized)
 
 
 def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     """Do as `_stored_alike` where some files have no reference yet."""
     begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
+    end_of = _place_ends(p)
     for n in range(first, len(tensor.chunks)):
         path = tensor.paths[n]
         if path in p.paths:
@@ -246,7 +249,7 @@ def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
             p.add(begin + head, memoized)
             p.text(path)
             p.paths[path] = p.known(path)
-        p.add(_place_end(p, *tensor.places[n].tolist()), 0)
+        p.add(end_of(*tensor.places[n].tolist()), 0)
 
 
 def _place_head(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
@@ -261,8 +264,17 @@ def _index(p: _Pickle, tensor: StoredTensor, n: int) -> tuple[bytes, int]:
     return index + b"ub" + p.known(FILES, "_StorageInfo") + _BEGIN + p.known("relative_path"), memoized + 4
 
 
-def _place_end(p: _Pickle, start: int, length: int) -> bytes:
-    return p.known("offset") + number(start) + p.known("length") + number(length) + b"ub"
+def _place_ends(p: _Pickle) -> Callable[[int, int], bytes]:
+    """Return what writes the end of a place: first byte, bytes."""
+    offset, between, lengths = p.known("offset"), p.known("length"), p.lengths
+
+    def end_of(start: int, length: int) -> bytes:
+        last = lengths.get(length)
+        if last is None:
+            last = lengths[length] = between + number(length) + b"ub"
+        return offset + number(start) + last
+
+    return end_of
 
 
 def _write_index(
@@ -296,6 +308,7 @@ class _Pickle:
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
         self.paths: dict[str, bytes] = {}  # references to the names of files
+        self.lengths: dict[int, bytes] = {}  # ends of places of so many bytes
         # Of tensors that are cut alike: their columns, opcodes, and how many values these memoize.
         self.chunks: dict[tuple[int, int], tuple[Any, bytes, int]] = {}
         self.places: dict[tuple[int, int, int], tuple[Any, Any, list[bytes], int]] = {}

@@ -40,6 +40,7 @@ from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
 from ckptcore.utils.distinct_values import among
+from ckptcore.utils.row_wise import products
 from ckptcore.utils.text import short_repr
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
@@ -173,7 +174,7 @@ class _Columns:
         join = Join(stored, listed, shapes, ranks)
         blobs = self._objects(objects, numbers, join, stored)
         self._unlisted(metadata, fqns, join)
-        where = np.concatenate([stored.where, np.full((1, 4), -1, np.int64)])[join.at]
+        where = np.concatenate([stored.where, np.full((1, 4), -1, np.int64)]).take(join.at, axis=0)
         self._rows.append((owner[listed.name], listed, where))
         return blobs
 
@@ -297,6 +298,8 @@ class _Columns:
             item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
             self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
         self._rows = []
+        # It refers to this object, and the builder's columns would stay until garbage is collected.
+        del self._files
 
     def _safetensors_files(self) -> dict[int, int]:
         """Return file -> size, for the files whose tensors are members of a safetensors blob.
@@ -311,10 +314,10 @@ class _Columns:
             file, length = where[rows, 0], where[rows, 2]
             # Columns beyond a size's own rank are zeros. Lengths are below 2**62; false sizes may be larger.
             extent = np.where(
-                np.arange(chunks.shape.shape[1]) < chunks.rank[rows, None], chunks.shape[rows], 1
+                np.arange(chunks.shape.shape[1]) < chunks.rank[rows, None], chunks.shape.take(rows, axis=0), 1
             )
-            nbytes = width[tensor[rows]] * np.prod(extent, axis=1)
-            nbytes[np.prod(extent.astype(np.float64), axis=1) * width[tensor[rows]] >= 2.0**62] = -1
+            nbytes = width[tensor[rows]] * products(extent)
+            nbytes[products(extent.astype(np.float64)) * width[tensor[rows]] >= 2.0**62] = -1
             used[file] = True
             other[file[(length != nbytes) | (where[rows, 3] != 0)]] = True
         return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~other).tolist()}

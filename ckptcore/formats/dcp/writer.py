@@ -71,8 +71,8 @@ class Files:
         self.objects: dict[str, ItemPlace] = {}
         self._written: list[tuple[str, Sequence[int], Sequence[WriteItem], Items]] = []  # of each run
         self._full: list[FileLayout] = []  # of this rank
-        # The files of the ranks of an even mesh are alike.
-        self._zips = lru_cache(maxsize=16)(zips)
+        # The files of the ranks of an even mesh are alike, or those of each tensor-parallel group.
+        self._zips = lru_cache(maxsize=32)(zips)
         self._only: Run | None = None  # what the file holds, if nothing else
         self._cuts = lru_cache(maxsize=16)(partial(_groups, most=request.max_file_bytes))
         self._rank = 0
@@ -143,7 +143,9 @@ class Files:
                 boxes = tuple([one.stored or (one.box.offset, one.box.shape) for one in own])
                 alike[key] = boxes, tuple([names[n] for n in file[rows].tolist()])
             spec = self._request.tensors[i]
-            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place[rows]))
+            found.append(
+                StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place.take(rows, axis=0))
+            )
         return found
 
     def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:

@@ -200,3 +200,94 @@ def test_places_with_a_codec(shared: bool, tmp_path: Path) -> None:
     items = ckptcore.open(str(tmp_path)).items
     assert [items[n].codec for n in range(count)] == ["" if n % 7 == 6 else "zstd" for n in range(count)]
     assert [items[n].start for n in range(count)] == [90 * n for n in range(count)]
+
+
+def chunks_of(data: bytes) -> dict[str, list[Any]]:
+    """The chunks that each tensor has, as records or runs of them."""
+    listed = loads(data, TABLE, what="it").state["state_dict_metadata"]
+    return {name: entry.state["chunks"] for name, entry in listed.items() if entry.kind[0] == "T"}
+
+
+def rows_of(chunks: list[Any]) -> list[Any]:
+    """The fields of each chunk."""
+    return [
+        state
+        for c in chunks
+        for state in ([c.state(0, n) for n in range(c.count)] if type(c) is Columns else [c.state])
+    ]
+
+
+def test_equal_lists_are_decoded_once() -> None:
+    data = pickle.dumps(metadata_of(300, {f"layers.{n}": (300, 4) for n in range(40)}), protocol=4)
+    runs = [c for chunks in chunks_of(data).values() for c in chunks if type(c) is Columns]
+    assert len(runs) == 40
+    assert len({id(c) for c in runs}) < 5
+
+
+@pytest.mark.parametrize("cut", [64, 99, 200, 299])
+def test_lists_that_begin_alike(cut: int, one_by_one: Callable[[], None]) -> None:
+    """A list that ends or goes on where a known one does not, or has one other chunk."""
+    metadata = metadata_of(300, {f"layers.{n}": (300, 4) for n in range(12)})
+    for n, name in enumerate(list(metadata.state_dict_metadata)[:12]):
+        listed = metadata.state_dict_metadata[name]
+        assert isinstance(listed, meta.TensorStorageMetadata)
+        if n % 3 == 1:
+            del listed.chunks[cut:]
+        elif n % 3 == 2:
+            listed.chunks[cut - 1] = meta.ChunkStorageMetadata(torch.Size((n, 0)), torch.Size((1, 3)))
+    data = pickle.dumps(metadata, protocol=4)
+    quick = {name: rows_of(chunks) for name, chunks in chunks_of(data).items()}
+    one_by_one()
+    assert {name: rows_of(chunks) for name, chunks in chunks_of(data).items()} == quick
+    assert {len(rows) for rows in quick.values()} == {cut, 300}
+
+
+def test_later_references_into_a_repeated_run_are_found() -> None:
+    """Offsets of every list, which the places name once more."""
+    metadata = metadata_of(200, {f"layers.{n}": (200, n % 3) for n in range(9)}, share=True)
+    state = loads(pickle.dumps(metadata, protocol=4), TABLE, what="it").state
+    seen = set()
+    for index in state["storage_data"]:
+        for row in range(index.count) if type(index) is Columns else [None]:
+            fqn, offset, _ = index.state if row is None else index.state(0, row)
+            seen.add((fqn, offset))
+    assert len(seen) == 9 * 200 + 1
+    assert seen >= {(f"layers.{n}", (at, 0)) for n in range(9) for at in range(200)}
+
+
+def test_frames_that_begin_inside_a_repeated_run(one_by_one: Callable[[], None]) -> None:
+    data = pickle.dumps(metadata_of(300, {f"layers.{n}": (300, 7) for n in range(16)}), protocol=4)
+    headers, at = [], 2
+    while at < data.index(b"storage_data"):
+        headers.append(at)
+        at += 9 + int.from_bytes(data[at + 1 : at + 9], "little")
+    before, at = headers[1] + 9, headers[2]
+
+    def moved(n: int) -> bytes:
+        """The same opcodes, with a frame that ends, and the next that begins, some bytes earlier."""
+        length = (at - n - before).to_bytes(8, "little")
+        return b"".join(
+            (data[: before - 8], length, data[before : at - n], data[at : at + 9], data[at - n : at])
+        )
+
+    changed = [moved(n) + data[at + 9 :] for n in range(0, 60, 3)]
+
+    def outcomes() -> list[Any]:
+        found: list[Any] = []
+        for one in changed:
+            try:
+                found.append(
+                    {
+                        name: sum(c.count if type(c) is Columns else 1 for c in chunks)
+                        for name, chunks in chunks_of(one).items()
+                    }
+                )
+            except MalformedCheckpoint:
+                found.append(None)
+        return found
+
+    quick = outcomes()
+    one_by_one()
+    assert outcomes() == quick
+    assert None in quick
+    assert quick[0] is not None

@@ -6,9 +6,11 @@ Counts, not seconds: a call per chunk where columns would do is what makes a pla
 from __future__ import annotations
 
 import cProfile
+import gc
 import math
 import pickle
 import pstats
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import ckptcore
 from ckptcore.conversion.saved_plan import plan_into
 from ckptcore.core.box import Box
+from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import DEFAULT, metered
 from ckptcore.errors import DamagedCheckpoint
 from ckptcore.planning.compose import Composed, compose
@@ -157,6 +160,26 @@ def test_a_plan_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(DamagedCheckpoint):
         plan_into(tmp_path / "plan", request(source), manifest)
     assert not (tmp_path / "plan").exists()
+
+
+def test_columns_of_a_reading_are_freed_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference cycle keeps the builder, and no collection of garbage is needed."""
+    source = hollow(tmp_path / "src", 8)
+    builders: list[weakref.ref[Builder]] = []
+
+    def made() -> Builder:
+        builder = Builder()
+        builders.append(weakref.ref(builder))
+        return builder
+
+    monkeypatch.setattr("ckptcore.formats.dcp.reader.Builder", made)
+    gc.disable()
+    try:
+        manifest = ckptcore.open(str(source))
+        assert [builder() for builder in builders] == [None]
+    finally:
+        gc.enable()
+    assert manifest.num_tensors == 8
 
 
 def test_large_jobs_fit_the_budget_of_metadata(tmp_path: Path) -> None:
