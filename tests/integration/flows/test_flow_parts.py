@@ -27,6 +27,7 @@ from flows._naming import explain
 from flows.convert import convert
 from flows.scrub import scrub
 from tasks import logs, progress, retry
+from tasks.artifacts import artifact_later, sending_artifacts
 
 MODULES = ["flows._batches", "flows._heartbeats", "flows._naming", "tasks.markdown_text"]
 
@@ -240,3 +241,43 @@ def test_plain_parameters_are_sent_without_prefects_encoder(monkeypatch: pytest.
     assert own.serialize_parameters(other)["also"] == [{"destination": "b"}]
     monkeypatch.delattr(Flow, "serialize_parameters")  # it imports FastAPI
     assert own.serialize_parameters(plain) == plain
+
+
+def test_artifacts_are_sent_beside_a_run_and_before_its_end() -> None:
+    go, sent = threading.Event(), []
+
+    def create(text: str) -> str:
+        assert go.wait(60)
+        sent.append(text)
+        if text == "b":
+            raise ConnectionError("no server")
+        return text
+
+    with sending_artifacts():
+        handles = [artifact_later(create, text) for text in "abc"]
+        assert not sent  # the run goes on
+        go.set()
+    assert sent == ["a", "b", "c"]
+    assert [handle.result(0) for handle in handles] == ["a", None, "c"]
+    assert artifact_later(create, "d").result(0) == sent[-1] == "d"  # nobody sends later: at once
+
+
+def test_a_stopped_run_sends_no_more_artifacts() -> None:
+    begun, go, sent = threading.Event(), threading.Event(), []
+
+    def create(text: str) -> None:
+        begun.set()
+        assert go.wait(60)
+        sent.append(text)
+
+    def stop() -> None:
+        with sending_artifacts():
+            for text in "ab":
+                artifact_later(create, text)
+            assert begun.wait(60)
+            threading.Timer(0.05, go.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert sent == ["a"]
