@@ -58,8 +58,6 @@ def serve_while_alive() -> None:
     settings = get_current_settings()
     early = early_server()
     if early is not None:
-        import ckptcore.catalog.catalog  # noqa: F401  # a run opens it; the server is still starting
-
         wait_for(early, settings.server.ephemeral.startup_timeout_seconds)
         return
     if settings.api.url is not None:

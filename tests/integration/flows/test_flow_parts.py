@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_sett
 from ckptcore.conversion.pipeline import Prepared
 from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
 from ckptcore.planning.request import Settings
-from flows import _heartbeats, _prefect, _write
+from flows import _command, _heartbeats, _prefect, _write
 from flows._batches import MAX_TASKS, batches
 from flows._engine import HERE
 from flows._naming import explain
@@ -281,3 +281,16 @@ def test_a_stopped_run_sends_no_more_artifacts() -> None:
     with pytest.raises(KeyboardInterrupt):
         stop()
     assert sent == ["a"]
+
+
+def test_a_run_imports_its_catalog_while_it_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: Queue[str] = Queue()
+
+    def serve() -> None:
+        assert begun.get(timeout=60) == "ckptcore.catalog.catalog"
+        raise SystemExit(7)
+
+    monkeypatch.setattr(_command, "import_module", begun.put)
+    monkeypatch.setattr(_command, "serve_while_alive", serve)
+    with pytest.raises(SystemExit, match="7"):
+        _command.main(convert, ["a", "b"])
