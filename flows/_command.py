@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
 import typer
@@ -27,6 +28,7 @@ from ckptcore.utils.units import show_size
 from flows._heartbeats import own_heartbeats
 from flows._options import misfit, option_of
 from flows._prefect import serve_while_alive
+from flows._start import early_server
 from tasks.markdown_text import count
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     terminal.guard()
     given = parse(flow, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("prefect.task_runs").addFilter(_is_news)
+    logging.getLogger("prefect.flow_runs").addFilter(_has_page)
+    # A tenth of a small run's imports, while it waits for the server's first answers.
+    threading.Thread(target=import_module, args=("ckptcore.catalog.catalog",), daemon=True).start()
     serve_while_alive()
     try:
         with own_heartbeats(flow) as beating:
@@ -144,3 +149,9 @@ def _typed(parameter: inspect.Parameter) -> inspect.Parameter:
 def _is_news(record: logging.LogRecord) -> bool:
     # Tasks log their results themselves. Prefect's lines about retries and failures stay.
     return not record.getMessage().startswith("Finished in state Completed")
+
+
+def _has_page(record: logging.LogRecord) -> bool:
+    # The temporary server has no pages. Prefect takes the early one for a configured server.
+    early = early_server()
+    return early is None or not record.getMessage().startswith(f"View at {early.address}")

@@ -23,6 +23,7 @@ from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_se
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from ckptcore.errors import MissingDependency, UsageError
+from flows._start import early_server
 
 VARIABLE = "CKPTCORE_ENGINE"
 KINDS = ("threads", "dask", "ray")
@@ -164,8 +165,8 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
     An ephemeral server, which ends with this process, serves workers on this machine only. Raises
     `UsageError` if workers on other machines need it.
     """
-    url = get_current_settings().api.url
-    if url is None and address is not None:
+    url, early = get_current_settings().api.url, early_server()
+    if address is not None and (url is None or (early is not None and url == early.api_url)):
         raise UsageError(
             f"the {name} workers at {address} need a Prefect server, and none is configured",
             hint="start one (`prefect server start`), and set PREFECT_API_URL here and on the workers",

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, MutableMapping
-from functools import partial
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
 
 from platformdirs import user_state_path
 
-from flows._start import early_server, end_with_this_process
-
-Process = subprocess.Popen[Any]
+from flows._start import early_server, end_with_this_process, wait_for
 
 # Settings that only reduce logging or lengthen timeouts. The user's own take precedence.
 QUIET = {
@@ -53,22 +48,23 @@ def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def serve_while_alive() -> None:
-    """Start the ephemeral server, unless one is configured, and end it with this process.
+    """Wait for the early server; else start the ephemeral one, unless one is configured.
 
-    Prefect would start it too, but leave it running forever after a process that was killed.
+    It ends with this process. Prefect would start it too, but leave it running forever after a process that
+    was killed.
     """
     from prefect.settings import get_current_settings
 
-    if get_current_settings().api.url is not None:
+    settings = get_current_settings()
+    early = early_server()
+    if early is not None:
+        wait_for(early, settings.server.ephemeral.startup_timeout_seconds)
+        return
+    if settings.api.url is not None:
         return
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
     server = SubprocessASGIServer()
-    early = early_server()
-    if early is not None:
-        # It has been starting since this process began; Prefect waits for it, and stops it.
-        server.port, early.taken = early.port, True
-        server._run_uvicorn_command = partial(_next, [early.process], server._run_uvicorn_command)  # type: ignore[method-assign]
     # Ctrl-C would end the server too, and the run could not report its final state.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -76,13 +72,7 @@ def serve_while_alive() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert server.server_process is not None
-    if early is None or server.server_process is not early.process:
-        end_with_this_process(server.server_process.pid)
-
-
-def _next(started: list[Process], start: Callable[[], Process]) -> Process:
-    """Return a process that is started already; the next time, start one."""
-    return started.pop() if started else start()
+    end_with_this_process(server.server_process.pid)
 
 
 def _own_home() -> Path:

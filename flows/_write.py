@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -23,7 +24,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from flows._batches import batches
 from flows._engine import Engine, RunningEngine, is_lost, running_engine
-from tasks.artifacts import artifact_or_none, key_of
+from tasks.artifacts import artifact_later, key_of
 from tasks.join import join
 from tasks.logs import log
 from tasks.markdown_text import count
@@ -73,7 +74,7 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here)
     total, done = prepared.bytes_out, 0
-    progress = artifact_or_none(
+    progress = artifact_later(
         create_progress_artifact,
         0.0,
         key_of("conversion-progress", prepared.plan_uri),
@@ -86,17 +87,21 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
             for nbytes in _finished(prepared, work, running):
                 done += nbytes
                 # An update takes as long as to write a small file.
-                if progress is not None and (done >= total or time.monotonic() > updated + SECONDS):
+                if done >= total or time.monotonic() > updated + SECONDS:
                     text, percent = f"{show_size(done)} of {show_size(total)}", 100.0 * done / max(total, 1)
-                    artifact_or_none(
-                        update_progress_artifact, cast("UUID", progress), min(100.0, percent), text
-                    )
+                    artifact_later(_show, progress, min(100.0, percent), text)
                     updated = time.monotonic()
         except Exception:
             raise
         except BaseException:  # Ctrl-C or a cancellation: do not wait for the running tasks
             STOP.set()
             raise
+
+
+def _show(progress: Future[Any], percent: float, text: str) -> None:
+    artifact: UUID | None = progress.result()  # it is sent already: artifacts are sent in order
+    if artifact is not None:
+        update_progress_artifact(artifact, percent, text)
 
 
 def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bool) -> list[Work]:

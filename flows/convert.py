@@ -33,6 +33,7 @@ from flows._command import entry
 from flows._naming import closed, failed, run_name
 from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows._write import write_all
+from tasks.artifacts import sending_artifacts
 from tasks.assets import asset_keys
 from tasks.check import check
 from tasks.plan import plan
@@ -79,7 +80,8 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
         The results, in the order of the requests.
     """
     first, run = requests[0], str(runtime.flow_run.id)
-    with log_fields(flow_run=run, source=first.source), span("flow", flow_run=run, source=first.source):
+    about = {"flow_run": run, "source": first.source}
+    with log_fields(**about), span("flow", **about), sending_artifacts():
         return _fan_out(requests, job, run)
 
 

@@ -1,11 +1,16 @@
 """Create artifacts, without failing the run if Prefect's server does not accept them.
 
-A missing server costs the artifact and a line in the log. Credentials in URLs are removed.
+A missing server costs the artifact and a line in the log. Credentials in URLs are removed. A conversion does
+not wait for each of its artifacts: a thread sends them, in order, and its flow waits for that at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from functools import partial
 from hashlib import sha256
 from typing import ParamSpec, TypeVar
 
@@ -17,6 +22,9 @@ from tasks.logs import log
 _RUN, _OUTPUT = 12, 8  # hexadecimal digits
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# In a context variable, because tasks run in threads that copy the context of their flow.
+_SENDING: ContextVar[ThreadPoolExecutor | None] = ContextVar("sending", default=None)
 
 
 def key_of(kind: str, output: str = "") -> str:
@@ -45,3 +53,31 @@ def artifact_or_none(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     except Exception as error:  # the files are still written, whatever the server's error
         log.warning("cannot save an artifact: %s: %s", type(error).__name__, error)
         return None
+
+
+def artifact_later(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T | None]:
+    """Call `artifact_or_none` as soon as earlier artifacts are sent; outside `sending_artifacts`, at once."""
+    sending = _SENDING.get()
+    if sending is not None:
+        # In a copy of the context, by which Prefect knows the task that an artifact belongs to.
+        return sending.submit(copy_context().run, partial(artifact_or_none, create, *args, **kwargs))
+    sent: Future[T | None] = Future()
+    sent.set_result(artifact_or_none(create, *args, **kwargs))
+    return sent
+
+
+@contextmanager
+def sending_artifacts() -> Iterator[None]:
+    """Send artifacts beside the block; its end waits until all are sent. A stopped block sends no more."""
+    sending = ThreadPoolExecutor(1, thread_name_prefix="artifacts")
+    token = _SENDING.set(sending)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C or a cancellation
+        sending.shutdown(cancel_futures=True)
+        raise
+    finally:
+        _SENDING.reset(token)
+        sending.shutdown()

@@ -8,7 +8,7 @@ from prefect.artifacts import create_table_artifact
 from ckptcore.checking.check import Report
 from ckptcore.checking.examine import validate
 from ckptcore.core.manifest import Manifest
-from tasks.artifacts import artifact_or_none, key_of
+from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
 from tasks.markdown_text import count
 from tasks.retry import STEP
@@ -35,7 +35,7 @@ def check(manifest: Manifest, level: str = "coverage") -> Report:
     outcome = "complete" if report.ok else "damaged"
     findings = count(len(report.findings), "finding")
     summary = f"{outcome} at level {level}: {count(report.tensors, 'tensor')}, {findings}"
-    artifact_or_none(
+    artifact_later(
         create_table_artifact,
         rows or [FINE],
         key=key_of("checkpoint-validation"),

@@ -9,7 +9,7 @@ from ckptcore.conversion.pipeline import Prepared, prepare
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_or_none, key_of
+from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
@@ -37,7 +37,7 @@ def plan(
         ("plan", f"`{prepared.plan_digest}`"),
     ]
     warnings = "\n".join(f"- **{w.code}**: {w.message}" for w in prepared.warnings)
-    artifact_or_none(
+    artifact_later(
         create_markdown_artifact,
         "\n\n".join(["# Plan", table(("what", "value"), facts), warnings]),
         key=key_of("conversion-plan", request.destination),

@@ -14,7 +14,7 @@ from ckptcore.errors import Finding
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.utils.units import show_size
-from tasks.artifacts import artifact_or_none, key_of
+from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
 from tasks.markdown_text import count, table
 from tasks.retry import STEP
@@ -37,7 +37,7 @@ def publish(
     if result.loadable == "no":
         counts.append("nothing loads it: there is no config.json")
     summary = ", ".join(counts)
-    artifact_or_none(
+    artifact_later(
         create_markdown_artifact,
         f"# {result.destination}\n\n{result.format}: {summary}\n\n"
         + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
@@ -45,7 +45,7 @@ def publish(
         description=f"`{result.destination}`: {summary}",
     )
     path = local_path(result.destination)
-    artifact_or_none(
+    artifact_later(
         create_link_artifact,
         path.resolve().as_uri() if path is not None else result.destination,
         link_text=result.destination,

@@ -12,7 +12,7 @@ from ckptcore.conversion.pipeline import settle
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, register
 from ckptcore.core.manifest import Manifest
-from tasks.artifacts import artifact_or_none, key_of
+from tasks.artifacts import artifact_later, key_of
 from tasks.assets import asset_keys
 from tasks.logs import log
 from tasks.retry import STEP
@@ -27,7 +27,7 @@ def _record(registration: Registration | None, result: Result, manifest: Manifes
             key, {"format": result.format, "bytes": result.nbytes, "conversion": known.conversion}
         )
     if known.conversion is not None:
-        artifact_or_none(
+        artifact_later(
             create_markdown_artifact,
             CATALOG_TEXT.format(id=known.conversion, uri=shlex.quote(result.destination)),
             key=key_of("conversion-catalog", result.destination),

@@ -10,7 +10,7 @@ from ckptcore.comparison.verify_export import Wanted
 from ckptcore.comparison.verify_export import verify_export as verify
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
-from tasks.artifacts import artifact_or_none, key_of
+from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
 from tasks.markdown_text import table
 from tasks.retry import STEP
@@ -31,7 +31,7 @@ def verify_export(request: Request, manifest_digest: str, settings: Settings) ->
     parts = [f"# {proof.verdict}", table(("check", "asks", "verdict", "what"), rows)]
     if wrong:
         parts.append(table(("check", "where", "what"), wrong[:MAX_ROWS]))
-    artifact_or_none(
+    artifact_later(
         create_markdown_artifact,
         "\n\n".join(parts),
         key=key_of("export-verification", request.destination),

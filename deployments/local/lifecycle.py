@@ -28,6 +28,8 @@ Say = Callable[[str], None]
 def up(folder: Path, wanted: Choices | None, say: Say) -> LocalState:
     """Start or restart the services that do not run as wanted, and wait until all are ready.
 
+    If one does not start, those that this call started are stopped; those that ran before stay.
+
     Args:
         folder: the state folder.
         wanted: new choices; None keeps the earlier ones.
@@ -43,17 +45,17 @@ def up(folder: Path, wanted: Choices | None, say: Say) -> LocalState:
         for place in (state.root, state.exports):
             if "://" not in place:
                 Path(place).mkdir(parents=True, exist_ok=True)
-        for service in SERVICES:
-            if service.name == "worker":
-                before, after = upgrade(state.catalog)
-                say(f"catalog: schema {after}" + ("" if before == after else f", was {before or 'none'}"))
-                verbs = ["resume"]
-                if not _runs(service, state):
-                    # End the runs of the last worker, even if it is dead.
-                    process.end("worker", folder, service.patience)
-                    verbs = ["requeue", "resume"]
-                _run_drainer(state, *verbs)
-            _bring_up(service, state, say)
+        before = {service.name: process.known(service.name, folder) for service in SERVICES}
+        try:
+            for service in SERVICES:
+                if service.name == "worker":
+                    _before_worker(service, state, say)
+                _bring_up(service, state, say)
+        except BaseException:
+            for service in reversed(SERVICES):
+                if process.known(service.name, folder) not in (None, before[service.name]):
+                    _stop(service, folder, say)
+            raise
     return state
 
 
@@ -79,12 +81,26 @@ def down(folder: Path, patience: float, say: Say) -> None:
         for service in reversed(SERVICES):
             if service.name == "prefect" and stopped is not None:
                 _tried(say, state, f"requeue={stopped}")
-            was = process.known(service.name, folder) is not None
-            gently = process.end(
-                service.name, folder, service.patience, HOW.get(service.name, signal.SIGTERM)
-            )
-            if was:
-                say(f"{service.name}: {'stopped' if gently else 'killed'}")
+            _stop(service, folder, say)
+
+
+def _before_worker(worker: Service, state: LocalState, say: Say) -> None:
+    """Upgrade the catalog, and let the runs that lost their worker continue."""
+    before, after = upgrade(state.catalog)
+    say(f"catalog: schema {after}" + ("" if before == after else f", was {before or 'none'}"))
+    verbs = ["resume"]
+    if not _runs(worker, state):
+        # End the runs of the last worker, even if it is dead.
+        process.end("worker", state.folder, worker.patience)
+        verbs = ["requeue", "resume"]
+    _run_drainer(state, *verbs)
+
+
+def _stop(service: Service, folder: Path, say: Say) -> None:
+    was = process.known(service.name, folder) is not None
+    gently = process.end(service.name, folder, service.patience, HOW.get(service.name, signal.SIGTERM))
+    if was:
+        say(f"{service.name}: {'stopped' if gently else 'killed'}")
 
 
 def _bring_up(service: Service, state: LocalState, say: Say) -> None:

@@ -321,6 +321,7 @@ def main() -> int:
     args = arguments()
     lines = [line for line in LINES if re.search(args.only, line.name)]
     if args.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this program without a word
         print("\n".join(line.name for line in lines))
         return 0
     if not lines:

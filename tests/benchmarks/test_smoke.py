@@ -10,6 +10,7 @@ import filecmp
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,16 @@ def test_peers_convert_and_verify_sees_one_flipped_bit(
     bad = program("verify.py", SOURCE, out, "--scale", SCALE)
     assert bad.returncode == 1
     assert "bits differ" in bad.stderr
+
+
+def test_a_reader_that_ends_early_ends_the_list_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, str(HERE / "run.py"), "--list"]
+    with open(write, "wb") as gone:
+        listed = subprocess.run(argv, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert listed.stderr == ""
+    assert listed.returncode == -signal.SIGPIPE
 
 
 def test_memory_counts_a_grandchild() -> None:

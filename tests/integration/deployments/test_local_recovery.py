@@ -93,6 +93,38 @@ def test_any_other_end_is_an_error_at_once(state: LocalState) -> None:
         lifecycle._bring_up(service, state, print)
 
 
+def test_a_failed_start_leaves_nothing_that_it_started(
+    state: LocalState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleeper(name: str, *command: str) -> Service:
+        return Service(
+            name,
+            command=lambda state: list(command),
+            env=lambda state: {"PATH": "/usr/bin:/bin"},
+            is_ready=lambda state: process.known(name, state.folder) is not None and "sleep" in command,
+            patience=5.0,
+        )
+
+    services = (sleeper("old", "sleep", "60"), sleeper("new", "sleep", "60"), sleeper("bad", "false"))
+    monkeypatch.setattr(lifecycle, "SERVICES", services)
+    monkeypatch.setattr(lifecycle, "settle", lambda folder, wanted: state)
+    monkeypatch.setattr(lifecycle, "receiver_config", lambda state: "")
+    monkeypatch.setattr(lifecycle, "user_env", lambda state: "")
+    lines: list[str] = []
+    try:
+        lifecycle._bring_up(services[0], state, lines.append)
+        old = process.known("old", state.folder)
+        with pytest.raises(UsageError, match="bad ended"):
+            lifecycle.up(state.folder, None, lines.append)
+        assert process.known("old", state.folder) == old
+        assert old is not None
+        assert process.known("new", state.folder) is None
+        assert lines[-1] == "new: stopped"
+    finally:
+        for service in services:
+            process.end(service.name, state.folder, 1.0, signal.SIGKILL)
+
+
 def test_env_sh_has_what_the_senders_need() -> None:
     state = LocalState(
         Path("/state"),

@@ -7,9 +7,11 @@ import inspect
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +168,11 @@ def test_without_setup_a_failure_is_short_and_non_zero(tmp_path: Path) -> None:
     assert "source-unreadable" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) < 15, done.stderr
-    assert (tmp_path / "state" / "ckptcore" / "prefect" / "prefect.db").is_file()
+    database = tmp_path / "state" / "ckptcore" / "prefect" / "prefect.db"
+    with closing(sqlite3.connect(database)) as recorded:  # though the server ended with the run
+        assert recorded.execute("SELECT name, state_type FROM task_run").fetchall() == [
+            (f"read {tmp_path / 'nowhere'}", "FAILED")
+        ]
     assert not (tmp_path / ".prefect").exists()
     assert alive("uvicorn", str(tmp_path)) == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import logging
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,13 +20,14 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_sett
 from ckptcore.conversion.pipeline import Prepared
 from ckptcore.errors import DamagedCheckpoint, DiskFull, StorageTrouble, finding
 from ckptcore.planning.request import Settings
-from flows import _heartbeats, _prefect, _start, _write
+from flows import _command, _heartbeats, _prefect, _write
 from flows._batches import MAX_TASKS, batches
 from flows._engine import HERE
 from flows._naming import explain
 from flows.convert import convert
 from flows.scrub import scrub
 from tasks import logs, progress, retry
+from tasks.artifacts import artifact_later, sending_artifacts
 
 MODULES = ["flows._batches", "flows._heartbeats", "flows._naming", "tasks.markdown_text"]
 
@@ -243,67 +243,54 @@ def test_plain_parameters_are_sent_without_prefects_encoder(monkeypatch: pytest.
     assert own.serialize_parameters(plain) == plain
 
 
-@pytest.mark.parametrize(
-    ("command", "found"),
-    [
-        (["python", "-m", "flows.convert", "a", "b"], True),
-        (["python", "-P", "-X", "dev", "-mflows.export"], True),
-        (["python", "-m", "flows.demo", "flows.convert"], False),
-        (["python", "-m", "pytest", "flows.convert"], False),
-    ],
-)
-def test_a_command_is_recognised_before_prefect_is_imported(
-    command: list[str], found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = next(i for i, word in enumerate(command) if "." in word or word == "pytest")
-    monkeypatch.setattr(sys, "orig_argv", command)
-    monkeypatch.setattr(sys, "argv", ["-m", *command[module + 1 :]])
-    assert _start.is_command() is found
-    monkeypatch.setattr(sys, "argv", ["convert.py", *command[module + 1 :]])  # the module was found
-    assert not _start.is_command()
+def test_artifacts_are_sent_beside_a_run_and_before_its_end() -> None:
+    go, sent = threading.Event(), []
+
+    def create(text: str) -> str:
+        assert go.wait(60)
+        sent.append(text)
+        if text == "b":
+            raise ConnectionError("no server")
+        return text
+
+    with sending_artifacts():
+        handles = [artifact_later(create, text) for text in "abc"]
+        assert not sent  # the run goes on
+        go.set()
+    assert sent == ["a", "b", "c"]
+    assert [handle.result(0) for handle in handles] == ["a", None, "c"]
+    assert artifact_later(create, "d").result(0) == sent[-1] == "d"  # nobody sends later: at once
 
 
-@pytest.mark.parametrize(
-    ("configured", "arguments", "files", "started"),
-    [
-        (False, ["a", "b"], {"pyproject.toml": "prefect"}, True),
-        (True, ["a", "b"], {}, False),
-        (False, ["--help"], {}, False),
-        (False, ["a", "b"], {"prefect.toml": ""}, False),
-        (False, ["a", "b"], {".env": "PREFECT_API_URL=http://prefect.example/api"}, False),
-    ],
-)
-def test_a_server_is_started_early_only_where_the_run_needs_one(
-    configured: bool,
-    arguments: list[str],
-    files: dict[str, str],
-    started: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    real, seen = subprocess.Popen, []
+def test_a_stopped_run_sends_no_more_artifacts() -> None:
+    begun, go, sent = threading.Event(), threading.Event(), []
 
-    def popen(argv: list[str], **given: Any) -> subprocess.Popen[bytes]:
-        seen.append(argv)
-        return real(["sleep", "600"] if "uvicorn" in argv else argv, **given)
+    def create(text: str) -> None:
+        begun.set()
+        assert go.wait(60)
+        sent.append(text)
 
-    ended: list[Any] = []
-    watched: list[int] = []
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr(_start, "_early", None)
-    monkeypatch.setattr(_start, "start_quickly", lambda: None)
-    monkeypatch.setattr(_start, "end_with_this_process", watched.append)
-    monkeypatch.setattr(_start.atexit, "register", lambda *call: ended.append(call))
-    monkeypatch.setattr(sys, "argv", ["-m", *arguments])
-    monkeypatch.chdir(tmp_path)
-    for name, text in files.items():
-        Path(name).write_text(text)
-    _start.start_command(configured)
-    early = _start.early_server()
-    assert (early is not None) is started
-    assert [argv[2] for argv in seen] == ["uvicorn"] * started
-    assert watched == [early.process.pid] * started if early else not watched
-    for call, *rest in ended:  # as at the end of a run whose arguments were wrong
-        call(*rest)
-    assert early is None or early.process.poll() is not None
-    assert _start.early_server() is None
+    def stop() -> None:
+        with sending_artifacts():
+            for text in "ab":
+                artifact_later(create, text)
+            assert begun.wait(60)
+            threading.Timer(0.05, go.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert sent == ["a"]
+
+
+def test_a_run_imports_its_catalog_while_it_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: Queue[str] = Queue()
+
+    def serve() -> None:
+        assert begun.get(timeout=60) == "ckptcore.catalog.catalog"
+        raise SystemExit(7)
+
+    monkeypatch.setattr(_command, "import_module", begun.put)
+    monkeypatch.setattr(_command, "serve_while_alive", serve)
+    with pytest.raises(SystemExit, match="7"):
+        _command.main(convert, ["a", "b"])
