@@ -202,7 +202,7 @@ class FileWork:
         return max(self.part.begin - job.start, 0), min(self.part.end - job.start, job.nbytes)
 
     def _waits(self, job: Job) -> bool:
-        """Report whether a job is written when it settles: checksums of what stands before go into it."""
+        """Report whether a job is written when it settles: it gets checksums of what comes before."""
         if not self._patched or self.part is not None:
             return False
         return any(isinstance(x, LiteralPart) and self.plan.literals[x.literal].crc_at for _, x in job.parts)

@@ -75,14 +75,14 @@ def test_pieces_that_fit_no_block_are_complete(
     assert sum(sent) > 0.9 * (_SIZE - step)  # the last piece may be a short one
 
 
-def test_memory_that_lies_otherwise_goes_through_the_cache(
+def test_memory_with_other_borders_goes_through_the_cache(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = np.random.default_rng(8).integers(0, 256, _SIZE, np.uint8)
     writer = _writer(store)
     sent = _sent_past(monkeypatch, writer)
     half = _SIZE // 2
-    writer.write(0, data[:half].tobytes())  # bytes cannot be written to, and may lie anywhere
+    writer.write(0, data[:half].tobytes())  # bytes cannot be written to, and may be anywhere
     writer.write(half, _placed(data[half:], half + 8))
     writer.commit()
     assert store.read("file", 0, _SIZE) == data.tobytes()
@@ -162,7 +162,7 @@ def test_a_name_that_belongs_to_another_file_by_now_is_left_alone(
 def test_a_conversion_goes_past_the_cache(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str
 ) -> None:
-    """Buffers lie as the file's blocks do, for every format; checksums behind the data are filled in."""
+    """Buffers have the borders of the file's blocks in every format; checksums behind data are filled in."""
     _writer(store).abort()
     tensor = numbered((1200, 513), "float32", start=3)
     state = {f"model.{n}": (tensor + n, [Box.full(tuple(tensor.shape))]) for n in range(3)}
