@@ -8,6 +8,7 @@ a killed batch is resumed like a killed conversion. One that fails does not stop
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
@@ -77,6 +78,9 @@ def convert_batch(
     Raises:
         CatalogError: The catalog cannot record the begin: nothing was converted.
     """
+    # What the batch before has left: commands collect garbage rarely, and a sweep is one command for
+    # thousands of checkpoints.
+    gc.collect(1)
     with catalog.kept_open():
         rows = [_Conversion(r) for r in start_each(requests, catalog, flow_run_id, announcement)]
         width, share = _shares(settings, len(rows))

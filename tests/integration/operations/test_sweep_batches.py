@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -246,3 +248,19 @@ def test_what_may_meet_is_not_in_one_batch():
     ]
     assert list(batches(items, range(8))) == [[0, 1], [2], [3], [4], [5], [6, 7]]
     assert list(batches(items[:2] + items[6:], range(4), most=3)) == [[0, 1, 2], [3]]
+
+
+def test_a_batch_collects_the_garbage_of_the_one_before(catalog):
+    class Node:
+        pass
+
+    node = Node()
+    node.itself, left = node, weakref.ref(node)
+    gc.disable()  # as good as in a command, which collects after 200,000 new objects
+    try:
+        del node
+        assert left() is not None
+        assert convert_batch([], Settings(), catalog) == []
+        assert left() is None
+    finally:
+        gc.enable()
