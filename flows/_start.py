@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptcore.__main__ import start_quickly
-from flows._certificates import read_late
 
 COMMANDS = frozenset({"flows.consolidate", "flows.convert", "flows.export", "flows.reshard"})
 # Files of the current folder in which Prefect looks for settings, and what shows that there are any.
@@ -77,7 +76,6 @@ def start_command(server_configured: bool, env: MutableMapping[str, str] = os.en
     """Start the server, and configure it, unless one is configured or only help is asked for."""
     global _early
     start_quickly()
-    read_late()
     late = env.pop(LATE, None)
     if server_configured or late or "--help" in sys.argv or _settings_here() or find_spec("prefect") is None:
         return

@@ -1,4 +1,4 @@
-"""What a command does before it imports Prefect: its temporary server, and certificates."""
+"""The temporary server that a command starts before it imports Prefect."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import atexit
 import logging
 import os
 import socket
-import ssl
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import certifi
 import pytest
 import uvicorn
 from paths import ROOT
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckptcore.errors import UsageError
-from flows import _certificates, _command, _engine, _start
+from flows import _command, _engine, _start
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,6 @@ def test_a_server_is_started_early_only_where_the_run_needs_one(
     monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(_start, "_early", None)
     monkeypatch.setattr(_start, "start_quickly", lambda: None)
-    monkeypatch.setattr(_start, "read_late", lambda: None)
     monkeypatch.setattr(_start, "end_with_this_process", watched.append)
     monkeypatch.setattr(atexit, "register", lambda *call: ended.append(call))
     monkeypatch.setattr(sys, "argv", ["-m", *arguments])
@@ -133,7 +130,6 @@ def test_where_the_early_server_does_not_start_prefect_starts_its_own(
     assert "PREFECT_API_URL" not in env
     monkeypatch.setattr(_start, "_early", None)
     monkeypatch.setattr(_start, "start_quickly", lambda: None)
-    monkeypatch.setattr(_start, "read_late", lambda: None)
     monkeypatch.setattr(subprocess, "Popen", None)  # none is started
     _start.start_command(False, env)
     assert _start.early_server() is None
@@ -199,30 +195,3 @@ def test_a_server_records_what_it_has_received_before_it_ends(monkeypatch: pytes
     finally:
         topic.unsubscribe(subscription)
     assert left == [(0, 0)]
-
-
-def test_certificates_are_read_by_the_first_connection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def read(context: ssl.SSLContext) -> int:
-        return len(base.get_ca_certs(context))
-
-    base: Any = ssl.SSLContext.__base__
-    wanted = read(ssl.create_default_context(cafile=certifi.where()))
-    for name in ("load_verify_locations", "wrap_socket", "wrap_bio", "get_ca_certs", "cert_store_stats"):
-        monkeypatch.setattr(ssl.SSLContext, name, getattr(ssl.SSLContext, name))  # to put it back
-    for _ in range(2):  # the second time changes nothing
-        _certificates.read_late()
-    one, other = (ssl.create_default_context(cafile=certifi.where()) for _ in range(2))
-    assert read(one) == read(other) == 0
-    assert one.verify_mode is ssl.CERT_REQUIRED
-    one.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="prefect.example")
-    assert (read(one), read(other)) == (wanted, 0)
-    assert len(other.get_ca_certs()) == wanted
-    with pytest.raises(FileNotFoundError):
-        ssl.create_default_context(cafile=str(tmp_path / "no-such-file"))
-    (tmp_path / "empty.pem").write_text("")
-    empty = ssl.create_default_context(cafile=str(tmp_path / "empty.pem"))
-    for _ in range(2):  # a file that cannot be used never makes a connection
-        with pytest.raises(ssl.SSLError):
-            empty.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="prefect.example")
