@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 import sys
 import time
@@ -21,6 +22,8 @@ STARTUP_FAILED = 3  # as uvicorn's own command ends
 DRAIN = 20.0  # seconds at most to record what a run has sent
 STEP = 0.01  # seconds between looks
 
+_log = logging.getLogger("uvicorn.error")
+
 
 class RecordingServer(uvicorn.Server):
     """A server that records all events that it has received before it ends.
@@ -31,8 +34,11 @@ class RecordingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait until the clients' streams have ended and their events are taken, and shut down."""
         limit = time.monotonic() + DRAIN
-        while (self.server_state.tasks or any(_waiting())) and time.monotonic() < limit:
-            await asyncio.sleep(STEP)
+        try:
+            while (self.server_state.tasks or any(_waiting())) and time.monotonic() < limit:
+                await asyncio.sleep(STEP)
+        except (AttributeError, ImportError) as error:  # a release of Prefect with other queues
+            _log.error("cannot wait for the last events: %s", error)
         await super().shutdown(sockets)
 
 

@@ -195,3 +195,23 @@ def test_a_server_records_what_it_has_received_before_it_ends(monkeypatch: pytes
     finally:
         topic.unsubscribe(subscription)
     assert left == [(0, 0)]
+
+
+def test_a_server_with_other_queues_ends_at_once_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from prefect.server.utilities.messaging.memory import Topic
+
+    from flows import _server
+
+    ended = []
+
+    async def shutdown(self: uvicorn.Server, sockets: object = None) -> None:
+        ended.append(self)
+
+    monkeypatch.setattr(uvicorn.Server, "shutdown", shutdown)
+    monkeypatch.delattr(Topic, "_topics")
+    server = _server.RecordingServer(uvicorn.Config("none"))
+    asyncio.run(server.shutdown())
+    assert len(ended) == 1
+    assert "cannot wait for the last events" in capsys.readouterr().err
