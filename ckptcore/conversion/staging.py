@@ -53,10 +53,10 @@ UPLOADS, LEASE = "uploads", "lease.json"  # on object stores: the journal of upl
 _REMOTE = re.compile(
     rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
 )
-# The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
-# removed files that are open. All other files are foreign.
 # XFS counts the blocks of a file that was just removed, such as a killed run's, as free a moment later.
 _FREED_WITHIN = (0.05, 0.2, 0.5, 1.0)  # seconds from one look to the next
+# The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
+# removed files that are open. All other files are foreign.
 _FILES = re.compile(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
 _UNFINISHED = re.compile(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
 _TRIES, _PAUSE_S = 50, 0.01
@@ -404,9 +404,6 @@ class Staging:
 
         there = places.staged_names() if self._leftovers is None else self._leftovers
         self._leftovers = None
-        looks = [remove_record, places.staged_names]
-        if self.lease is not None:
-            looks.append(self.lease.look)
         for first in (True, False):
             kept = [name for name in there if not is_of_staging(name)]
             if any(name.startswith(f"{UPLOADS}/") for name in there):
@@ -416,7 +413,7 @@ class Staging:
                 name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
             )
             if first:  # a list may lack names: there is another one, while the record is removed
-                there = places.client.each(lambda call: call(), looks)[1]
+                _, there = places.client.each(lambda call: call(), (remove_record, places.staged_names))
         if self.lease is not None:
             self.lease.release()
         if kept:

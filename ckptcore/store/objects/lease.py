@@ -109,7 +109,6 @@ class Lease:
         self._proven = True  # False from creating the lease to `prove`
         self._mine: Holder | None = None
         self._etag: str | None = None
-        self._looked: list[Holder | None] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._renewer: threading.Thread | None = None
 
@@ -237,12 +236,6 @@ class Lease:
                 return
             self._mine, self._etag = later, found or None
 
-    def look(self) -> list[str]:
-        """Look who has the lease, right before `release`, which then need not ask; return nothing."""
-        with suppress(CkptError):  # `release` asks again
-            self._looked = [self._there()]
-        return []
-
     def release(self) -> None:
         """End the lease, if this process still holds it."""
         self._stop.set()
@@ -264,7 +257,7 @@ class Lease:
 
     def _remove(self, holder: Holder) -> None:
         """Remove the lease object if it is the holder's; without the right to delete, let it end now."""
-        there = self._looked.pop() if self._looked else self._there()
+        there = self._there()  # now: a process that was stopped may have lost it since an earlier look
         if there is None or there.token != holder.token:
             return
         try:

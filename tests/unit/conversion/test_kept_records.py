@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,5 +169,22 @@ def test_requests_wait_for_few_others(server: fault_s3.FaultyS3, monkeypatch: py
     assert "create_multipart_upload" not in steps
     # The checks; the record and what is there; then the output, its record, and the removal of all records.
     checks = ["put_object", "several 4", "several 3"]
-    ends = ["several 3", "several 3", "several 7", "several 3", "delete_object"]
+    # Who has the lease is asked right before it ends, and not beside anything.
+    ends = ["several 3", "several 3", "several 7", "several 2", "get_object", "delete_object"]
     assert (steps[done - 3 : done], steps[done + 1 :]) == (checks, ends)
+
+
+def test_a_lease_that_another_run_has_taken_is_left_to_it(server: fault_s3.FaultyS3) -> None:
+    """A process that is stopped while it removes its records may wake up long after its lease."""
+    key = "bucket/.out.ckptcore/lease.json"
+    taken: list[bytes] = []
+
+    def take_over() -> None:
+        time.sleep(0.3)  # what is asked at the same time is answered
+        holder = json.loads(server.below("bucket/.out.ckptcore/")["lease.json"])
+        taken.append(json.dumps({**holder, "token": "another run's", "fence": holder["fence"] + 1}).encode())
+        server.put(key, taken[0])
+
+    server.fault("DeleteObject", path="publishing.json", action="", call=take_over)
+    convert()
+    assert server.below("bucket/.out.ckptcore/") == {"lease.json": taken[0]}
