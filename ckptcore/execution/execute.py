@@ -149,7 +149,7 @@ class _Run:
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
         self._differing: list[CompareWriter | DigestWriter] = []
-        self._buffers = Buffers(self._buffer(BLOCK) for _ in range(2 * settings.threads))
+        self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
         """Run to the end; return (receipts of the files, differing files). Raises the first error."""
@@ -236,7 +236,7 @@ class _Run:
             work, job, memory = task
             # Bytes have the same place in a block of memory as in one of the file: see `LocalWriter`.
             skew = (job.start - memory.ctypes.data) % BLOCK
-            buffer = memory[skew : skew + self._budget.tile]
+            buffer = memory[skew:] if skew + job.nbytes <= len(memory) else memory
             work.fill(job, buffer, own)
             work.settle(job, buffer, lambda _: self._buffers.give_back(memory))
             self._meter.add(job.nbytes)
@@ -266,8 +266,8 @@ class _Run:
             self._done[receipt.index] = receipt
             del self._open[receipt.index]
 
-    def _buffer(self, more: int = 0) -> Bytes:
-        return host_buffer(self._budget.tile + more, self._settings.device)
+    def _buffer(self) -> Bytes:
+        return host_buffer(self._budget.tile, self._settings.device)
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, DiskFull):
