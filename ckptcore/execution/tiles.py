@@ -22,6 +22,7 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import beside
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.row_wise import products
 
 # Bytes of the usual tiles of all workers together: large enough to hide per-call costs, small enough to
 # stay in cache, and the same memory for any number of workers.
@@ -152,7 +153,7 @@ def _entire(plan: FilePlan, usual: int) -> npt.NDArray[np.bool_]:
     columns = plan.columns
     width = np.array([BY_NAME[d].itemsize for d in columns.dtypes], np.int64)
     widest = np.maximum(width[columns.dtype], width[columns.source_dtype])
-    fits: npt.NDArray[np.bool_] = columns.shape.prod(axis=1) * widest <= usual
+    fits: npt.NDArray[np.bool_] = products(columns.shape) * widest <= usual
     fits[list(plan.derived)] = False
     return fits
 

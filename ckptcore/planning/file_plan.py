@@ -34,7 +34,7 @@ from ckptcore.core.manifest import (
 )
 from ckptcore.formats.base import Literal
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.row_wise import products
+from ckptcore.utils.row_wise import products, some
 
 PLACE, COMPARE = 0, 1
 _TENSORS, _LITERALS = "tensor.", "literal."
@@ -283,7 +283,7 @@ class Tensors:
     def nbytes(self) -> Ints:
         """Bytes of each box, as written."""
         width = np.array([BY_NAME[d].itemsize for d in self.dtypes], np.int64)
-        nbytes: Ints = self.shape.prod(axis=1) * width[self.dtype]
+        nbytes: Ints = products(self.shape) * width[self.dtype]
         return nbytes
 
     @cached_property
@@ -291,7 +291,7 @@ class Tensors:
         """The box of each tensor in the file; neighbours with equal boxes share one."""
         columns = np.column_stack((self.rank, self.offset, self.shape))
         fresh = np.ones(len(self), np.bool_)
-        fresh[1:] = (columns[1:] != columns[:-1]).any(axis=1)
+        fresh[1:] = some(columns[1:] != columns[:-1])
         made = [
             Box(tuple(offset[:rank]), tuple(shape[:rank]))
             for rank, offset, shape in zip(

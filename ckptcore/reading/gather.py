@@ -20,6 +20,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, row_major
 from ckptcore.reading.payload import Payload, Seen
+from ckptcore.utils.row_wise import every
 
 Bytes = npt.NDArray[np.uint8]
 _OVERREAD = 4
@@ -73,7 +74,7 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
         at = lo[first:last, :rank]
         hi = at + shape[first:last, :rank]
         begin, end = np.array(want.offset), np.array(want.end)
-        rows = index = (first + np.flatnonzero(((at < end) & (hi > begin)).all(axis=1))).tolist()
+        rows = index = (first + np.flatnonzero(every((at < end) & (hi > begin)))).tolist()
     top, bottom = (want.offset[0], want.end[0]) if rank else (0, 1)
     boxes = zip(rows, lo[index, :rank].tolist(), shape[index, :rank].tolist(), strict=True)
     for row, offset, extent in boxes:
