@@ -1,7 +1,7 @@
 """Execute a plan: write its files within a memory budget, verified and digested on the way.
 
 1. A file is cut into jobs of at most one tile (`ckptcore.execution.tiles`), in file order.
-2. Workers take jobs in order: gather the boxes from the source (CRC-32 of every range read),
+2. Workers take jobs of the open files in turn: gather the boxes from the source (CRC-32 of every range read),
    compare replicas, cast on the device, and write the tile at its place.
 3. In file order, the worker that completes the next tile also digests it (BLAKE3), fills in checksums that
    the format stores behind the data, and frees the buffer.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -174,20 +175,35 @@ class _Run:
         if self._order is not None:
             ordered = self._order.indices
             yield from self._ordered_tasks(self._order)
-        for index in indices:
-            if index in ordered:
-                continue
-            work, cut = self._opened(index)
-            job: Job | None = next(cut)  # every file has a job, even an empty one
-            while job is not None:
-                after = next(cut, None)
-                if after is None:
-                    work.last_is(job.sequence)
-                buffer = self._buffers.take()
-                if buffer is None:
-                    return
-                yield work, job, buffer
-                job = after
+        yield from self._tasks_in_turn(index for index in indices if index not in ordered)
+
+    def _tasks_in_turn(self, indices: Iterator[int]) -> Iterator[_Task]:
+        """Yield the jobs of some files in turn, one file for every two workers.
+
+        The kernel lets one thread at a time write a file of a RAM disk, and the digest of a file is computed
+        in its order: four workers in two files take 0.85 of the time of four in one. A file that is sent as
+        a stream, or in parts, is alone, because its writer keeps bytes in memory.
+        """
+        most = max(1, self._settings.threads // 2)
+        turns: deque[tuple[FileWork, Iterator[Job], Job]] = deque()
+        while True:
+            while len(turns) < most and (index := next(indices, None)) is not None:
+                work, cut = self._opened(index)
+                if work.writer.sequential or work.writer.part_size is not None:
+                    most = 1
+                turns.append((work, cut, next(cut)))  # every file has a job, even an empty one
+            if not turns:
+                return
+            work, cut, job = turns.popleft()
+            after = next(cut, None)
+            if after is None:
+                work.last_is(job.sequence)
+            else:
+                turns.append((work, cut, after))
+            buffer = self._buffers.take()
+            if buffer is None:
+                return
+            yield work, job, buffer
 
     def _ordered_tasks(self, order: SourceOrder) -> Iterator[_Task]:
         """Yield the jobs of files that follow their source; several files are open at the same time."""

@@ -53,6 +53,7 @@ _RESHARD = ("CKPTCORE", "reshard", "SRC", "OUT", "--to", "dcp", "--mesh", "fsdp=
 _FAST = ("--no-verify", "--no-digest")
 _BF16 = ("--dtype", "bf16")
 CORES = 16
+_PIECES = ("--max-file-size", "500MB")  # a file has one digest and, on a RAM disk, one writer at a time
 
 CONTENDERS = {
     "cp": Contender(("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', "SRC", "OUT"), verified=False),
@@ -99,8 +100,8 @@ CONTENDERS = {
     ),
     # Shards of torch's writer record no number of ranks, so that their end cannot be proven.
     "ckptcore of shards": Contender((*_EXPORT, "--allow-incomplete")),
-    "ckptcore on one core": Contender(("taskset", "-c", "CORE", *_EXPORT, "--workers", "1")),
-    f"ckptcore on {CORES} cores": Contender((*_EXPORT, "--workers", str(CORES))),
+    "ckptcore on one core": Contender(("taskset", "-c", "CORE", *_EXPORT, *_PIECES, "--workers", "1")),
+    f"ckptcore on {CORES} cores": Contender((*_EXPORT, *_PIECES, "--workers", str(CORES))),
 }
 
 
