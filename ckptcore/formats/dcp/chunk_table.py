@@ -305,7 +305,9 @@ class Join:
         self._counts = np.zeros(len(order), np.bool_)  # places that no later one replaces
         self._counts[order] = last
         self.at = np.full(len(listed), -1, np.int64)
-        if len(order):
+        if np.array_equal(ordered, listed) and last.all() and (ordered[:1] >= 0).all():
+            self.at = order  # each chunk in order, and its place
+        elif len(order):
             found = np.maximum(np.searchsorted(ordered, listed, side="right") - 1, 0)
             same = (ordered[found] == listed) & (listed >= 0)
             self.at[same] = order[found[same]]
