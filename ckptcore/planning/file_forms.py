@@ -17,6 +17,7 @@ import numpy as np
 from ckptcore.core.manifest import Ints
 from ckptcore.formats.base import FileLayout
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.ordering import ascends
 
 _FORMS = 64  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more
 _SPREADS = 4  # of each form: of uneven cuts, ranks at the end need fewer chunks
@@ -95,7 +96,7 @@ class Order:
     def sort(self, column: Ints) -> Ints:
         """Return the order that sorts a column, as a stable sort does."""
         order = self._order
-        if order is None or len(order) != len(column) or not _ascends(column[order]):
+        if order is None or len(order) != len(column) or not ascends(column[order]):
             self._inverse = None
             order = self._order = np.argsort(column, kind="stable")
         return order
@@ -104,17 +105,13 @@ class Order:
         """Return the numbers in use, ascending, and for each use the position of its number."""
         order = self.sort(used)
         kept = used[order]
-        if not _ascends(kept):  # some more than once
+        if not ascends(kept):  # some more than once
             kept, inverse = np.unique(used, return_inverse=True)
             return kept.astype(np.int64), inverse.reshape(-1).astype(np.int64)
         if self._inverse is None:
             self._inverse = np.empty(len(order), np.int64)
             self._inverse[order] = np.arange(len(order))
         return kept, self._inverse
-
-
-def _ascends(column: Ints) -> bool:
-    return bool((column[1:] > column[:-1]).all())
 
 
 class Forms:

@@ -21,6 +21,7 @@ from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
 from ckptcore.topology.layout import TensorLayout, Topology
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.ordering import stable_order
 
 Ints = npt.NDArray[np.int64]
 Kind = tuple[str, tuple[int, ...]]  # dtype, shape
@@ -130,7 +131,7 @@ def _shares(writes: Sequence[tuple[int, _Pieces, Ints]], size: int) -> list[Shar
     """Return what each rank writes, in the order of the tensors."""
     counts = [len(writers) for _, _, writers in writes]
     ranks = np.concatenate([np.zeros(0, np.int64), *(writers for _, _, writers in writes)])
-    order = np.argsort(ranks, kind="stable")
+    order = stable_order(ranks)
     stops = np.cumsum(np.bincount(ranks, minlength=size))[:-1]
     tensors = np.repeat(np.array([i for i, _, _ in writes], np.int64), counts)[order]
     items = np.empty(len(ranks), np.object_)

@@ -237,7 +237,7 @@ def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     for at, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):
         ends += [end_of(*place)] * (stop - at)
     made = p.rows[key] = PlaceRows.of(begin, name, heads, ends, len(p.known("offset")), like)
-    p.add(made.data, memoized)
+    p.add(made.opcodes.data, memoized)
 
 
 def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
@@ -309,7 +309,7 @@ class _Pickle:
     def __init__(self) -> None:
         self._out = bytearray(_START)
         self._done: list[
-            bytes | bytearray | npt.NDArray[np.uint8]
+            bytes | bytearray | memoryview
         ] = []  # what precedes, in large parts that are copied once
         self._memo: dict[Any, int] = {}
         self._count = 0
@@ -326,7 +326,8 @@ class _Pickle:
         self._out += b"."
         parts, self._done = [*self._done, self._out], []
         length = sum(map(len, parts)) - len(_START)
-        parts[0] = parts[0][: len(_START) - 8] + length.to_bytes(8, "little") + parts[0][len(_START) :]
+        first = bytes(parts[0])
+        parts[0] = first[: len(_START) - 8] + length.to_bytes(8, "little") + first[len(_START) :]
         return b"".join(parts)
 
     def none(self) -> None:
@@ -345,10 +346,10 @@ class _Pickle:
     def build(self) -> None:
         self._out += b"b"
 
-    def add(self, data: bytes | npt.NDArray[np.uint8], memoized: int) -> None:
+    def add(self, data: bytes | memoryview, memoized: int) -> None:
         """Add finished opcodes, which memoize this many values."""
         if len(data) < _LARGE:
-            self._out += memoryview(data)
+            self._out += data
         else:
             self._done += (self._out, data)
             self._out = bytearray()

@@ -34,14 +34,14 @@ class PlaceRows:
     """The rows of one tensor.
 
     Attributes:
-        data: Their opcodes, uint8.
+        opcodes: All of them, uint8.
         likeness: Length of the name's reference, classes of the first bytes, lengths of the items. Rows of a
             tensor with the same may be written by filling these.
         names: Where the reference to the name begins in each row, int64 [n].
         starts: Of each class of first bytes: bytes of a number, rows, and where their numbers begin.
     """
 
-    data: npt.NDArray[np.uint8]
+    opcodes: npt.NDArray[np.uint8]
     likeness: Likeness
     names: Ints
     starts: tuple[tuple[int, Ints, Ints], ...]
@@ -80,21 +80,21 @@ class PlaceRows:
             starts.append((_WIDTHS[kind], rows, row[rows] + before[rows] + offset + opcode))
         return cls(np.frombuffer(data, np.uint8), like, row + len(begin), tuple(starts))
 
-    def filled(self, name: bytes, starts: Ints) -> npt.NDArray[np.uint8]:
+    def filled(self, name: bytes, starts: Ints) -> memoryview:
         """Return the rows of another tensor of this likeness.
 
         Args:
             name: Reference to its name.
             starts: First byte of each item, int64 [n].
         """
-        data = self.data.copy()
+        data = self.opcodes.copy()
         for n, byte in enumerate(name):
             data[self.names + n] = byte
         each = starts.astype("<i8").view(np.uint8).reshape(-1, 8)
         for width, rows, at in self.starts:
             for n in range(width):
                 data[at + n] = each[rows, n]
-        return data
+        return data.data
 
 
 def likeness(name: bytes, places: Ints) -> Likeness:

@@ -23,6 +23,7 @@ from ckptcore.formats.common.trees import built, leaves_below
 from ckptcore.formats.common.write_assignment import Share, WriteItem, by_rank, in_order
 from ckptcore.formats.dcp.items import Run, blob, object_zip, zips
 from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, Stored, StoredTensor, metadata_pickle
+from ckptcore.utils.ordering import stable_order
 
 METADATA = ".metadata"
 Ints = npt.NDArray[np.int64]
@@ -130,7 +131,7 @@ class Files:
         place = np.concatenate([np.zeros((0, 2), np.int64), *(tables[id(w[3])] for w in self._written)])
         tensor = np.array(list(chain.from_iterable(w[1] for w in self._written)), np.int64)
         file = np.repeat(np.arange(len(names)), [len(w[1]) for w in self._written])
-        by_tensor = np.argsort(tensor, kind="stable")
+        by_tensor = stable_order(tensor)
         first = np.searchsorted(tensor[by_tensor], np.array(order, np.int64))
         stop = np.searchsorted(tensor[by_tensor], np.array(order, np.int64), side="right")
         alike: dict[tuple[bytes, bytes], tuple[tuple[Stored, ...], tuple[str, ...]]] = {}
