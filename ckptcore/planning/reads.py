@@ -55,7 +55,8 @@ class Overlaps:
         c = self._chunks
         for t in tensor[self._kind[tensor] < 0].tolist():
             a, b = int(c.first[t]), int(c.first[t + 1])
-            cut = blake3(c.lo[a:b].tobytes())
+            cut = blake3((b - a).to_bytes(8, "little"))  # scalars alone have columns without a byte
+            cut.update(c.lo[a:b].tobytes())
             cut.update(c.shape[a:b].tobytes())
             self._kind[t] = self._alike.setdefault(cut.digest(), len(self._alike))
         return self._kind[tensor]
