@@ -31,6 +31,7 @@ def stored(draw: st.DrawFn) -> list[StoredTensor]:
         chunks, paths, places = draw(st.sampled_from(cuts))
         place = draw(st.sampled_from(places)).copy()
         place[:, 0] += draw(st.sampled_from((0, 0, 1, 300)))
+        place[-1, 1] += draw(st.sampled_from((0, 0, 1)))
         found.append(StoredTensor(f"t.{n}", "float32", (len(chunks),), chunks, paths, place))
     return found
 
