@@ -305,14 +305,20 @@ def _lengths(manifest: Manifest) -> Iterable[Finding]:
 def _item_overlaps(manifest: Manifest) -> Iterable[Finding]:
     """Report items that share bytes of a file (members of one safetensors blob share its range)."""
     items = manifest.items
-    rows = np.flatnonzero((items.envelope == int(Envelope.TORCHZIP)) & (items.length > 0))
-    if len(rows) < 2:
+    zips = (items.envelope == int(Envelope.TORCHZIP)) & (items.length > 0)
+    file, start, length = items.file, items.start, items.length
+    if not zips.all():
+        file, start, length = file[zips], start[zips], length[zips]
+    if len(file) < 2:
         return
-    rows = rows[_by_place(items.file[rows], items.start[rows], items.length[rows])]
+    order = _by_place(file, start, length)
+    file, start, length = file[order], start[order], length[order]
+    shared = (file[1:] == file[:-1]) & (start[1:] < start[:-1] + length[:-1])
+    if not shared.any():
+        return
+    rows = np.flatnonzero(zips)[order]
     a, b = rows[:-1], rows[1:]
-    same = items.file[a] == items.file[b]
-    equal = (items.start[a] == items.start[b]) & (items.length[a] == items.length[b])
-    shared = same & (items.start[b] < items.start[a] + items.length[a])
+    equal = (start[1:] == start[:-1]) & (length[1:] == length[:-1])
     # One chunk listed twice in the metadata is the same item twice; two chunks in one range are a clash.
     clash = shared & ~equal
     if (shared & equal).any():

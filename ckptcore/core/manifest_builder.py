@@ -69,7 +69,12 @@ class Builder:
         self._view_at = array("q")  # row, first byte and flags of each chunk with a view, back to back
         self._strides: dict[int, tuple[int, ...]] = {}  # row -> element strides, where not row-major
         self._begin = array("q", [0])  # where the dims of the first rows begin; extended when asked for
-        self._items = array("q")  # six fields per item
+        self._items = array("q")  # six fields per item, behind those of the parts
+        self._item_parts: list[Items] = []  # of items that were added many at a time
+        self._behind = 0  # number of items in the parts
+        # Owner, offset, shape, rank and item of chunks that were added at once, and no others: most readers
+        # that have columns add one table, which then takes no memory twice.
+        self._table: tuple[Ints, Ints, Ints, npt.NDArray[np.int8], Ints] | None = None
         self._member: dict[int, str] = {}
         self._codecs: list[str] = [""]
         self._files: dict[str, int] = {}
@@ -100,11 +105,11 @@ class Builder:
     @property
     def item_bytes(self) -> int:
         """Count the bytes of all items added so far."""
-        return sum(self._items[2::6])
+        return sum(sum(part.length.tolist()) for part in self._item_parts) + sum(self._items[2::6])
 
     def item(self, item: Item) -> int:
         """Add an item and return its index."""
-        row = len(self._items) // 6
+        row = self._behind + len(self._items) // 6
         if item.codec not in self._codecs:
             self._codecs.append(item.codec)
         self._count.keep(_ITEM, "a checkpoint's items")
@@ -120,7 +125,13 @@ class Builder:
 
     def item_crc32(self, item: int) -> int | None:
         """The stored CRC-32 of an item added before, None without one."""
-        crc = self._items[6 * item + 5]
+        for part in self._item_parts:
+            if item < len(part):
+                crc = int(part.crc32[item])
+                break
+            item -= len(part)
+        else:
+            crc = self._items[6 * item + 5]
         return None if crc < 0 else crc
 
     def plain_item(self, file: int, start: int, length: int, envelope: Envelope) -> int:
@@ -133,7 +144,7 @@ class Builder:
             self._items.extend((file, start, length, envelope, 0, -1))
         except OverflowError as error:
             raise _too_large(length) from error
-        return len(self._items) // 6 - 1
+        return self._behind + len(self._items) // 6 - 1
 
     def items(
         self,
@@ -157,7 +168,10 @@ class Builder:
         Returns:
             int64 [n], the index of each item, -1 for rows that are not kept.
         """
-        first = len(self._items) // 6
+        if self._items:
+            self._add_items(items_table(np.array(self._items, np.int64)))
+            self._items = array("q")
+        first = self._behind
         if kept.all():
             number = np.arange(first, first + len(places), dtype=np.int64)
         else:
@@ -168,12 +182,16 @@ class Builder:
             if name not in self._codecs:
                 self._codecs.append(name)
             own.append(self._codecs.index(name))
-        self._items, end = _longer(self._items, 6 * len(places))
-        table = end.reshape(-1, 6)
-        table[:, :3], table[:, 3] = places, envelope
-        table[:, 4], table[:, 5] = np.array(own, np.int64)[codec], -1
+        file, start, length = (np.ascontiguousarray(column) for column in places.T)
+        crc = np.full(len(places), -1, np.int64)
+        kinds, own_codec = envelope.astype(np.int8), np.array(own, np.int8)[codec]
+        self._add_items(Items(file, start, length, kinds, own_codec, crc))
         self._member |= {int(number[row]): name for row, name in member.items()}
         return number
+
+    def _add_items(self, part: Items) -> None:
+        self._item_parts.append(part)
+        self._behind += len(part)
 
     def tensor(self, spec: TensorSpec, file: str | None = None) -> int:
         """Add a tensor and return its index, or -1 for an unsupported dtype.
@@ -237,6 +255,8 @@ class Builder:
         if tensor < 0:
             return
         self._count.keep(CHUNK if view is None else CHUNK + _VIEW, "a checkpoint's chunks")
+        if self._table is not None:
+            self._unpack()
         if view is not None:
             self._view_at.extend((len(self._owner), view.start, view.flags))
             if view.strides is not None:
@@ -250,10 +270,12 @@ class Builder:
     @property
     def chunk_count(self) -> int:
         """Count the chunks added so far: the row of the next one."""
+        self._unpack()
         return len(self._owner)
 
     def chunk_boxes(self, rows: Iterable[int]) -> Iterator[Box]:
         """Yield the boxes of chunks that were added, by their rows."""
+        self._unpack()
         begin, ranks = self._begin, self._rank
         for row in range(len(begin) - 1, len(ranks)):
             begin.append(begin[row] + 2 * ranks[row])
@@ -264,6 +286,7 @@ class Builder:
 
     def chunk_item(self, row: int) -> int:
         """Return the item of a chunk that was added, by its row."""
+        self._unpack()
         return self._item[row]
 
     def chunk_view(self, row: int) -> View | None:
@@ -276,7 +299,7 @@ class Builder:
     def chunks(
         self, tensor: Ints, offset: Ints, shape: Ints, rank: Ints | npt.NDArray[np.int8], item: Ints
     ) -> None:
-        """Add a chunk per row; rows of tensor -1 are skipped.
+        """Add a chunk per row; rows of tensor -1 are skipped. The builder keeps the columns.
 
         Args:
             tensor: int64 [n], index of each chunk's tensor.
@@ -290,6 +313,22 @@ class Builder:
             tensor, offset, shape = tensor[added], offset[added], shape[added]
             rank, item = rank[added], item[added]
         self._count.keep(CHUNK * len(tensor), "a checkpoint's chunks")
+        rank = rank.astype(np.int8)
+        if self._table is None and not self._owner:
+            self._table = tensor, offset, shape, rank, item
+        else:
+            self._unpack()
+            self._append_chunks(tensor, offset, shape, rank, item)
+
+    def _unpack(self) -> None:
+        """Keep chunks that were added at once as rows, which more may follow."""
+        if self._table is not None:
+            table, self._table = self._table, None
+            self._append_chunks(*table)
+
+    def _append_chunks(
+        self, tensor: Ints, offset: Ints, shape: Ints, rank: npt.NDArray[np.int8], item: Ints
+    ) -> None:
         if (rank == offset.shape[1]).all():
             self._dims, end = _longer(self._dims, 2 * offset.size)
             both = end.reshape(len(offset), 2 * offset.shape[1])
@@ -301,7 +340,7 @@ class Builder:
             _append(self._dims, dims[np.concatenate([real, real], axis=1)])
         _append(self._owner, tensor)
         _append(self._item, item)
-        _append(self._rank, rank.astype(np.int8))
+        _append(self._rank, rank)
 
     def build(self, format: str, root: str, origin: Mapping[str, Any]) -> Manifest:
         """Return the manifest; chunks are grouped by tensor and keep their order in it.
@@ -312,9 +351,7 @@ class Builder:
             origin: What the writer recorded about itself: versions, step, mesh.
         """
         rank = max((len(t.shape) for t in self.tensors), default=0)
-        owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
-        item = np.frombuffer(self._item, np.int64) if self._item else np.zeros(0, np.int64)
-        lo, shape = self._boxes(rank)
+        owner, lo, shape, item = self._chunk_columns(rank)
         view = self._view_columns(rank, shape)
         tensors = self.tensors
         if self._withdrawn:
@@ -329,8 +366,7 @@ class Builder:
         order = slice(None) if bool((np.diff(owner) >= 0).all()) else np.argsort(owner, kind="stable")
         counts = np.bincount(owner, minlength=len(tensors)).astype(np.int64)
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64)
-        item = np.array(item[order])  # a copy: the rows below may still grow
-        chunks = Chunks(first, lo[order], shape[order], item, None if view is None else view[order])
+        chunks = Chunks(first, lo[order], shape[order], item[order], None if view is None else view[order])
         files = tuple(StoredFile(p, self._sizes[i]) for p, i in self._files.items())
         return Manifest(
             format,
@@ -343,6 +379,15 @@ class Builder:
             dict(origin),
             tuple(self.findings),
         )
+
+    def _chunk_columns(self, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return owner, offset, shape and item of the chunks, in tables of ``rank`` columns."""
+        if self._table is not None:
+            owner, lo, shape, ranks, item = self._table
+            return owner, _filled(lo, ranks, rank, 0), _filled(shape, ranks, rank, 1), item
+        owner = np.frombuffer(self._owner, np.int64) if self._owner else np.zeros(0, np.int64)
+        item = np.array(self._item, np.int64)  # a copy: the rows may still grow
+        return owner, *self._boxes(rank), item
 
     def _boxes(self, rank: int) -> tuple[Ints, Ints]:
         n = len(self._owner)
@@ -378,7 +423,25 @@ class Builder:
 
     def _item_columns(self) -> Items:
         table = np.frombuffer(self._items, np.int64) if self._items else np.zeros(0, np.int64)
-        return items_table(table, self._codecs, self._member)
+        parts = [*self._item_parts, *([items_table(table)] if len(table) or not self._item_parts else [])]
+        columns = zip(
+            *((p.file, p.start, p.length, p.envelope, p.codec, p.crc32) for p in parts), strict=True
+        )
+        file, start, length, envelope, codec, crc = (
+            np.concatenate(column) if len(column) > 1 else column[0] for column in columns
+        )
+        return Items(file, start, length, envelope, codec, crc, tuple(self._codecs), self._member)
+
+
+def _filled(table: Ints, ranks: npt.NDArray[np.int8], rank: int, fill: int) -> Ints:
+    """Return the first ``rank`` columns, with ``fill`` behind each row's own rank."""
+    if table.shape[1] == rank and not any((table[ranks <= d, d] != fill).any() for d in range(rank)):
+        return table
+    found = np.full((len(table), rank), fill, np.int64)
+    for d in range(min(rank, table.shape[1])):
+        own = ranks > d
+        found[own, d] = table[own, d]
+    return found
 
 
 class _Rows(Sequence[int]):

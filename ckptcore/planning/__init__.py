@@ -12,6 +12,7 @@ formats arrange; it knows nothing of execution, of the catalog and of where a pl
     model_files, hub_files, model_card
                    files beside an export's weights: find, read, write
     zero_tensors   dropped tensors that must be zero
-    file_planner, reads, nesting, config_folder, meta_model, transformers_conversion, transformers_process
+    file_planner, file_forms, reads, nesting, config_folder, meta_model, transformers_conversion,
+    transformers_process
                    how a plan is made
 """

@@ -60,6 +60,8 @@ class FilePlan:
         derived: Position of a tensor -> how it is computed.
         inputs: Tensors that derived ones are computed from, as stored; their reads are behind those of the
             tensors.
+        in_place: int64, numbers of ``items`` ordered by file and first byte, where they were sorted with
+            those of other files.
     """
 
     index: int
@@ -76,6 +78,7 @@ class FilePlan:
     files: tuple[StoredFile, ...]
     derived: Mapping[int, Derived] = field(default_factory=dict)
     inputs: tuple[PlannedTensor, ...] = ()
+    in_place: Ints | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def tensors(self) -> tuple[PlannedTensor, ...]:
@@ -122,11 +125,10 @@ class FilePlan:
         items = self.items
         if not len(items):
             return 0
-        room = int(items.start.max()) + 1
-        if (int(items.file.max()) + 1) * room < 1 << 62:  # one sort instead of two
-            order = np.argsort(items.file * room + items.start, kind="stable")
-        else:
-            order = np.lexsort((items.start, items.file))
+        order = self.in_place
+        if order is None:
+            keys = place_keys(items)
+            order = np.lexsort((items.start, items.file)) if keys is None else np.argsort(keys, kind="stable")
         file, start = items.file[order], items.start[order]
         end = start + items.length[order]
         return 1 + int(((file[1:] != file[:-1]) | (start[1:] > end[:-1])).sum())
@@ -395,6 +397,14 @@ class Literals:
         data, ends = a["data"].tobytes(), np.cumsum(a["length"]).tolist()
         texts = tuple(data[end - n : end] for end, n in zip(ends, a["length"].tolist(), strict=True))
         return cls(texts, a["text"], a["start"], a["patches"])
+
+
+def place_keys(items: Items) -> Ints | None:
+    """Return numbers that order items by file and first byte, None where these are too large for one."""
+    room = int(items.start.max(initial=0)) + 1
+    if (int(items.file.max(initial=0)) + 1) * room >= 1 << 62:
+        return None
+    return items.file * room + items.start
 
 
 def stored_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:

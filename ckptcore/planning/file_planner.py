@@ -15,7 +15,8 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
 from ckptcore.formats.base import FileLayout, Literal, Slot
-from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, stored_tensor
+from ckptcore.planning.file_forms import Form, Forms, Spread
+from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, place_keys, stored_tensor
 from ckptcore.planning.reads import (
     ItemSubsets,
     Overlaps,
@@ -25,7 +26,6 @@ from ckptcore.planning.reads import (
     filled_rows,
     gather_rows,
     overlapping,
-    picked_rows,
     subset_files,
 )
 from ckptcore.utils.row_wise import every
@@ -72,8 +72,16 @@ class _Planner:
         self._fqns = [t.fqn for t in wanted]
         self._full = np.ones((len(wanted), self._rank), np.int64)
         self._ranks = np.array([len(t.shape) for t in wanted], np.int64)
+        shapes: dict[tuple[int, ...], int] = {}
+        self._shape = np.zeros(len(wanted), np.int64)  # equal for tensors of one shape
         for n, spec in enumerate(wanted):
             self._full[n, : len(spec.shape)] = spec.shape
+            self._shape[n] = shapes.setdefault(spec.shape, len(shapes))
+        self._shapes = len(shapes)
+        self._forms = Forms(self._alike)
+        chunks = manifest.chunks
+        # Readers that add items as they add chunks: then a chunk has the number of its item.
+        self._own_items = bool((chunks.item == np.arange(len(chunks.item))).all())
         both = [t.dtype for t in (*wanted, *manifest.tensors)]
         self._dtypes = tuple(sorted(set(both)))
         code = {d: n for n, d in enumerate(self._dtypes)}
@@ -86,10 +94,9 @@ class _Planner:
 
     def plan(self, index: int, layout: FileLayout) -> FilePlan:
         """Return the plan of one file."""
-        manifest, tensors = self._manifest, np.array(layout.tensors, np.int64)
-        boxes, box = _distinct_boxes(layout)
-        planned, box = self._tensors(layout, tensors, boxes, box)
-        columns, first, op = self._reads(tensors, [*boxes, None], box)
+        manifest, form = self._manifest, self._forms.of(layout)
+        planned, boxes = self._tensors(layout, form)
+        columns, spread, first, op = self._reads(form, boxes)
         nodes, specs, spans = derived_in(layout.tensors, manifest)
         if manifest.inputs is not None and self._copied_inputs is not None and nodes:
             columns = behind(columns, manifest.inputs.chunks, spans)
@@ -97,8 +104,9 @@ class _Planner:
             ends = first[-1] + np.cumsum([len(span) for span in spans])
             first = np.concatenate([first, ends]).astype(np.int64)
         lo, shape, item, view = columns
-        items, renumbered, number = self._items.of(item)
+        items, renumbered, number = self._items.of(item, spread.items)
         files, items = subset_files(manifest.files, items)
+        keys = place_keys(items)
         inputs = tuple(stored_tensor(x.fqn, x.dtype, x.shape) for x in specs)
         return FilePlan(
             index,
@@ -115,18 +123,26 @@ class _Planner:
             files,
             nodes,
             inputs,
+            None if keys is None else spread.places.sort(keys),
         )
 
-    def _tensors(
-        self, layout: FileLayout, tensors: Ints, boxes: Sequence[Box], box: Ints
-    ) -> tuple[Tensors, Ints]:
-        """Return the tensors' columns, and the box number of each: ``len(boxes)`` for entire tensors."""
-        full = self._full.take(tensors, axis=0)
-        offset = np.zeros((len(boxes) + 1, self._rank), np.int64)
-        shape = np.ones((len(boxes) + 1, self._rank), np.int64)
-        for n, b in enumerate(boxes):
-            offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
-        shape = np.where((box < len(boxes))[:, None], shape.take(box, axis=0), full)
+    def _alike(self, tensors: Ints) -> Ints:
+        """Return a number for each tensor, equal for those of one shape with equal chunks."""
+        return self._overlaps.kinds(tensors) * self._shapes + self._shape[tensors]
+
+    def _tensors(self, layout: FileLayout, form: Form) -> tuple[Tensors, list[Box | None]]:
+        """Return the tensors' columns, and the box of each class: None for entire tensors."""
+        tensors = form.tensors
+        full = self._full.take(tensors[form.one], axis=0)
+        offset, shape = np.zeros_like(full), full
+        boxes: list[Box | None] = [None] * len(full)
+        if layout.boxes:
+            shape = np.ones_like(full)
+            for n, at in enumerate(form.one.tolist()):
+                boxes[n] = b = layout.boxes[at]
+                offset[n, : len(b.offset)], shape[n, : len(b.shape)] = b.offset, b.shape
+            for n in np.flatnonzero(every(shape == full)).tolist():
+                boxes[n] = None
         planned = Tensors(
             self._names.get(layout.tensors),
             self._dtypes,
@@ -134,28 +150,47 @@ class _Planner:
             self._source_dtype[tensors],
             self._starts.get(layout.slots),
             self._ranks[tensors],
-            offset.take(box, axis=0),
-            shape,
-            full,
+            offset.take(form.group, axis=0),
+            shape.take(form.group, axis=0),
+            full.take(form.group, axis=0),
         )
-        return planned, np.where(every(shape == full), len(boxes), box)
+        return planned, boxes
 
     def _names_of(self, tensors: tuple[int, ...]) -> tuple[str, ...]:
         return tuple([self._fqns[t] for t in tensors])
 
     def _reads(
-        self, tensors: Ints, boxes: Sequence[Box | None], box: Ints
-    ) -> tuple[tuple[Any, ...], Ints, npt.NDArray[np.int8]]:
-        """Return chunk columns (lo, shape, item, view), the first row of each tensor, and each row's use.
+        self, form: Form, boxes: Sequence[Box | None]
+    ) -> tuple[tuple[Any, ...], Spread, Ints, npt.NDArray[np.int8]]:
+        """Return the chunks that a file reads.
+
+        Returns:
+            (columns lo, shape, item, view; where each row comes from; the first row of each tensor; the use
+            of each row).
 
         A chunk named twice in the metadata is read once.
         """
-        rows, alike, counts = self._overlaps.rows(tensors, boxes, box)
+        chunks, tensors = self._manifest.chunks, form.tensors
+        one = tensors[form.one].tolist()
+        found = [self._overlaps.rows(t, box) for t, box in zip(one, boxes, strict=True)]
+        spread = form.spread(np.array([len(rows) for rows in found], np.int64), chunks.first[tensors])
+        none = np.zeros(0, np.int64)
+        rows = spread.begin + np.concatenate([none, *found])[spread.place]
         if self._twins is not None and any(t in self._followers for t in tensors.tolist()):
-            each = np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
-            return self._with_twins(tensors, [boxes[n] for n in box.tolist()], each, self._twins)
+            each = np.split(rows, spread.first[1:-1]) if len(tensors) else []
+            cut = [boxes[n] for n in form.group.tolist()]
+            columns, first, op = self._with_twins(tensors, cut, each, self._twins)
+            return columns, spread, first, op
+        # The boxes of a class are those of its first tensor, which are few, and close together.
+        alike = np.concatenate([none, *(chunks.first[t] + rows for t, rows in zip(one, found, strict=True))])
+        columns = (
+            chunks.lo.take(alike, axis=0).take(spread.place, axis=0),
+            chunks.shape.take(alike, axis=0).take(spread.place, axis=0),
+            rows if self._own_items else chunks.item[rows],
+            None if chunks.view is None else chunks.view[rows],
+        )
         op = self._copies[rows].astype(np.int8) if self._repeats else np.zeros(len(rows), np.int8)
-        return picked_rows(self._manifest.chunks, rows, alike), _starts_of(counts), op
+        return columns, spread, spread.first, op
 
     def _with_twins(
         self, tensors: Ints, boxes: Sequence[Box | None], rows: list[Ints], twins: Manifest
@@ -204,18 +239,6 @@ def _start(slots: tuple[Slot, ...]) -> Ints:
     start = np.zeros(len(slots), np.int64)
     start[[slot.tensor for slot in slots]] = [slot.start for slot in slots]
     return start
-
-
-def _distinct_boxes(layout: FileLayout) -> tuple[list[Box], Ints]:
-    """Return the distinct boxes of a file, and the box number of each tensor.
-
-    Boxes are shared between tensors of one shape, and distinguished as objects.
-    """
-    if not layout.boxes:
-        return [], np.zeros(len(layout.tensors), np.int64)
-    ids = np.array(list(map(id, layout.boxes)), np.uint64)
-    _, first, box = np.unique(ids, return_index=True, return_inverse=True)
-    return [layout.boxes[n] for n in first.tolist()], box.reshape(-1).astype(np.int64)
 
 
 def _starts_of(counts: Ints) -> Ints:

@@ -35,6 +35,7 @@ from ckptcore.utils.dataclass import dataclass
 
 HEAD = "head.json"
 _KEPT_BYTES = 64 << 20
+_LARGE = 100_000  # chunks of a manifest whose digest takes longer than starting a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ def make_plan(
     plans = FilePlans(lambda: file_plans(layout.arrange(arrangement), manifest, wanted, twins, followers))
     rows: list[PlannedFile] = []
     digest = blake3()
+    of_source = _digest_beside(source or manifest)
     for p in plans:
         rows.append(PlannedFile(p.index, p.path, p.nbytes, len(p.columns), p.bytes_in, p.requests))
         digest.update(p.digest)
@@ -200,7 +202,7 @@ def make_plan(
     cast = tuple(
         (t.fqn, t.dtype, w.dtype) for t, w in zip(manifest.tensors, wanted, strict=True) if t.dtype != w.dtype
     )
-    origin = (source or manifest).digest
+    origin = of_source()
     digest.update(frame.canonical_json([origin, target.format, target.single, list(map(list, extra))]))
     plan = Plan(
         manifest.root,
@@ -219,6 +221,21 @@ def make_plan(
         len(manifest.items),
     )
     return plan, plans
+
+
+def _digest_beside(manifest: Manifest) -> Callable[[], str]:
+    """Return what returns a manifest's digest; that of a large one is computed beside the caller's work.
+
+    Nearly all of it is copying and compressing columns, without the GIL.
+    """
+    if len(manifest.chunks) < _LARGE:
+        return lambda: manifest.digest
+    from concurrent.futures import ThreadPoolExecutor  # plans of small checkpoints do not need it
+
+    pool = ThreadPoolExecutor(1)
+    found = pool.submit(lambda: manifest.digest)
+    pool.shutdown(wait=False)  # after this one
+    return found.result
 
 
 class FilePlans:

@@ -16,9 +16,8 @@ from blake3 import blake3
 from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
+from ckptcore.planning.file_forms import Order
 from ckptcore.utils.row_wise import every
-
-_ORDERS = 32  # numbers of uses whose order is remembered
 
 
 def copies_in(manifest: Manifest) -> npt.NDArray[np.bool_]:
@@ -37,40 +36,13 @@ class Overlaps:
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
         self._alike: dict[bytes, int] = {}
-        self._kind = np.full(
-            len(chunks.first) - 1, -1, np.int64
-        )  # number of each tensor's chunk layout, -1 where unknown
+        # Number of each tensor's chunk layout, -1 where unknown.
+        self._kind = np.full(len(chunks.first) - 1, -1, np.int64)
         self._rows: dict[tuple[int, Box | None], Ints] = {}
-        self._first: list[int] = []  # of each kind, the first row of a tensor
 
-    def rows(self, tensor: Ints, boxes: Sequence[Box | None], box: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the chunk rows that overlap the boxes, tensor by tensor.
-
-        Args:
-            tensor: int64 [n], rows of tensors.
-            boxes: Distinct boxes; None for an entire tensor.
-            box: int64 [n], number of each tensor's box.
-
-        Returns:
-            (the rows, int64 [m]; rows with the same boxes, int64 [m], which are those of one tensor for all
-            with equal chunks, and so close together; the count for each tensor, int64 [n]).
-        """
-        kinds = self._kinds(tensor)
-        pairs, first, pair = np.unique(kinds * len(boxes) + box, return_index=True, return_inverse=True)
-        found = [self._needed(int(tensor[n]), boxes[int(box[n])]) for n in first.tolist()]
-        count = np.array([len(f) for f in found], np.int64)
-        begin = np.cumsum(count) - count
-        counts = count[pair]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        flat = np.concatenate(found) if len(pairs) else np.zeros(0, np.int64)
-        inside = flat[np.repeat(begin[pair], counts) + within]
-        rows = np.repeat(self._chunks.first[tensor], counts) + inside
-        alike = np.repeat(np.array(self._first, np.int64)[kinds], counts) + inside
-        return rows, alike, counts
-
-    def _needed(self, tensor: int, box: Box | None) -> Ints:
-        """Return the rows that a box needs, counted from the tensor's first."""
-        key = int(self._kind[tensor]), box
+    def rows(self, tensor: int, box: Box | None) -> Ints:
+        """Return the rows that a box needs, counted from the tensor's first; None for an entire tensor."""
+        key = int(self.kinds(np.array([tensor], np.int64))[0]), box
         if key not in self._rows:
             rows = filled_rows(self._chunks, tensor)
             if box is not None:
@@ -78,15 +50,15 @@ class Overlaps:
             self._rows[key] = rows - self._chunks.first[tensor]
         return self._rows[key]
 
-    def _kinds(self, tensor: Ints) -> Ints:
+    def kinds(self, tensor: Ints) -> Ints:
+        """Return a number for each tensor, which those with equal chunks share."""
         c = self._chunks
         for t in tensor[self._kind[tensor] < 0].tolist():
             a, b = int(c.first[t]), int(c.first[t + 1])
-            cut = blake3(c.lo[a:b].tobytes())
+            cut = blake3((b - a).to_bytes(8, "little"))  # scalars alone have columns without a byte
+            cut.update(c.lo[a:b].tobytes())
             cut.update(c.shape[a:b].tobytes())
-            self._kind[t] = kind = self._alike.setdefault(cut.digest(), len(self._alike))
-            if kind == len(self._first):
-                self._first.append(a)
+            self._kind[t] = self._alike.setdefault(cut.digest(), len(self._alike))
         return self._kind[tensor]
 
 
@@ -134,12 +106,6 @@ def behind(columns: tuple[Any, ...], chunks: Chunks, spans: Sequence[Ints]) -> t
     return tuple(None if a is None else np.concatenate([a, b]) for a, b in zip(columns, more, strict=True))
 
 
-def picked_rows(chunks: Chunks, rows: Ints, alike: Ints) -> tuple[Any, ...]:
-    """Return (lo, shape, item, view) of rows; ``alike`` are rows with the same boxes."""
-    view = None if chunks.view is None else chunks.view[rows]
-    return chunks.lo.take(alike, axis=0), chunks.shape.take(alike, axis=0), chunks.item[rows], view
-
-
 def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list[Ints]) -> tuple[Any, ...]:
     """Return (lo, shape, item, view) of the rows of each tensor, its twin's rows behind its own."""
     parts: list[tuple[Chunks, Ints]] = [(chunks, np.zeros(0, np.int64))]
@@ -156,10 +122,7 @@ def gather_rows(chunks: Chunks, rows: list[Ints], twins: Chunks, twin_rows: list
 
 
 class ItemSubsets:
-    """Selects the items that an output file uses.
-
-    The files of most ranks use as many items, in the same order: it is sorted once, and checked.
-    """
+    """Selects the items that an output file uses."""
 
     def __init__(self, items: Items) -> None:
         self._items = replace(
@@ -171,12 +134,14 @@ class ItemSubsets:
             codec=_constant(items.codec),
             crc32=_constant(items.crc32),
         )
-        self._orders: dict[int, tuple[Ints, Ints]] = {}  # by number of uses: what sorts them, and its inverse
 
-    def of(self, used: Ints) -> tuple[Items, Ints, Ints]:
-        """Return the used items, each use in their numbering, and their numbers in the source."""
+    def of(self, used: Ints, order: Order) -> tuple[Items, Ints, Ints]:
+        """Return the used items, each use in their numbering, and their numbers in the source.
+
+        order: What sorts the uses of files alike, if there are any.
+        """
         items = self._items
-        kept, renumbered = self._numbered(used)
+        kept, renumbered = order.number(used)
         member = (
             {n: items.member[int(i)] for n, i in enumerate(kept.tolist()) if int(i) in items.member}
             if items.member
@@ -194,25 +159,6 @@ class ItemSubsets:
             None if items.holds is None else items.holds[kept],
         )
         return picked, renumbered, kept
-
-    def _numbered(self, used: Ints) -> tuple[Ints, Ints]:
-        """Return the numbers in use, ascending, and for each use the position of its number."""
-        order, inverse = self._orders.get(len(used), (None, used))
-        if order is not None:
-            kept = used[order]
-            if (kept[1:] > kept[:-1]).all():
-                return kept, inverse
-        order = np.argsort(used, kind="stable")
-        kept = used[order]
-        if not (kept[1:] > kept[:-1]).all():
-            kept, renumbered = np.unique(used, return_inverse=True)
-            return kept.astype(np.int64), renumbered.reshape(-1).astype(np.int64)
-        inverse = np.empty(len(order), np.int64)
-        inverse[order] = np.arange(len(order))
-        if len(self._orders) >= _ORDERS and len(used) not in self._orders:
-            del self._orders[next(iter(self._orders))]
-        self._orders[len(used)] = order, inverse
-        return kept, inverse
 
 
 def _constant(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

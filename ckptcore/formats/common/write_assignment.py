@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from ckptcore.errors import UsageError
 from ckptcore.formats.base import natural
 from ckptcore.topology.layout import TensorLayout, Topology
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.ordering import stable_order
 
 Ints = npt.NDArray[np.int64]
 Kind = tuple[str, tuple[int, ...]]  # dtype, shape
@@ -130,13 +130,20 @@ def _shares(writes: Sequence[tuple[int, _Pieces, Ints]], size: int) -> list[Shar
     """Return what each rank writes, in the order of the tensors."""
     counts = [len(writers) for _, _, writers in writes]
     ranks = np.concatenate([np.zeros(0, np.int64), *(writers for _, _, writers in writes)])
-    order = np.argsort(ranks, kind="stable")
+    order = stable_order(ranks)
     stops = np.cumsum(np.bincount(ranks, minlength=size))[:-1]
     tensors = np.repeat(np.array([i for i, _, _ in writes], np.int64), counts)[order]
-    items = np.empty(len(ranks), np.object_)
-    items[:] = list(chain.from_iterable(pieces.items for _, pieces, _ in writes))
-    mine = zip(np.split(tensors, stops), np.split(items[order], stops), strict=True)
-    return [Share(own.tolist(), pieces.tolist()) for own, pieces in mine]
+    first: dict[int, int] = {}  # number of the first item of each set of pieces
+    items: list[WriteItem] = []
+    for _, pieces, _ in writes:
+        if id(pieces) not in first:
+            first[id(pieces)] = len(items)
+            items += pieces.items
+    begin = np.array([first[id(pieces)] for _, pieces, _ in writes], np.int64)
+    ends = np.cumsum(np.array(counts, np.int64))
+    number = np.arange(len(ranks)) + np.repeat(begin - (ends - counts), counts)
+    mine = zip(np.split(tensors, stops), np.split(number[order], stops), strict=True)
+    return [Share(own.tolist(), [items[n] for n in numbers.tolist()]) for own, numbers in mine]
 
 
 def _piece(spec: TensorSpec, box: Box) -> WriteItem:

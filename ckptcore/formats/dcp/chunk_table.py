@@ -18,6 +18,7 @@ from ckptcore.encodings.pickle.unpickler import Columns, Names, Sizes
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.dcp.metadata import Metadata, dims, row
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.ordering import order_in_groups
 
 Ints = npt.NDArray[np.int64]
 Ranks = npt.NDArray[np.int8]
@@ -298,14 +299,16 @@ class Join:
         keys = _Keys(widened(shapes, width), ranks)
         stored = keys.of(places.name, widened(places.offset, width), places.rank)
         listed = keys.of(chunks.name, widened(chunks.offset, width), chunks.rank)
-        order = np.argsort(stored, kind="stable")
+        order = order_in_groups(stored, places.name)
         ordered = stored[order]
         last = np.ones(len(order), np.bool_)
         last[:-1] = ordered[1:] != ordered[:-1]
         self._counts = np.zeros(len(order), np.bool_)  # places that no later one replaces
         self._counts[order] = last
         self.at = np.full(len(listed), -1, np.int64)
-        if len(order):
+        if np.array_equal(ordered, listed) and last.all() and (ordered[:1] >= 0).all():
+            self.at = order  # each chunk in order, and its place
+        elif len(order):
             found = np.maximum(np.searchsorted(ordered, listed, side="right") - 1, 0)
             same = (ordered[found] == listed) & (listed >= 0)
             self.at[same] = order[found[same]]
@@ -353,9 +356,13 @@ class _Keys:
         if not self._fit:  # shapes too large for any storage: row by row
             return np.full(len(name), -1, np.int64)
         flat = np.zeros(len(name), np.int64)
-        fits = self._ranks[name] == rank
+        fits = self._ranks.take(name) == rank
         for d in range(offset.shape[1]):
-            extent = self._shapes[name, d]
-            fits &= offset[:, d] <= extent
-            flat = flat * (extent + 1) + offset[:, d]
-        return np.where(fits, self._base[name] + flat, -1)
+            extent, begin = np.ascontiguousarray(self._shapes[:, d]).take(name), offset[:, d]
+            fits &= begin <= extent
+            extent += 1
+            flat *= extent
+            flat += begin
+        flat += self._base.take(name)
+        flat[~fits] = -1
+        return flat

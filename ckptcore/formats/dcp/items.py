@@ -30,14 +30,14 @@ class Run:
     """Consecutive tensors in a file.
 
     Attributes:
-        order: Positions of the given tensors, in file order.
+        order: Positions of the given tensors, in file order; a range where that is the given order.
         items: (first byte, bytes) of each given tensor, as `.metadata` records them.
         slots: Where the tensors' bytes go.
         literals: All other bytes.
         end: First byte after all tensors.
     """
 
-    order: tuple[int, ...]
+    order: range | tuple[int, ...]
     items: tuple[tuple[int, int], ...]
     slots: tuple[Slot, ...]
     literals: tuple[Literal, ...]
@@ -56,7 +56,7 @@ def zips(kinds: Sequence[Kind], at: int, first: int) -> Run:
         length = len(head) + nbytes + len(tail)
         items.append((at, length))
         at += length
-    return Run(tuple(range(len(items))), tuple(items), tuple(slots), tuple(literals), at)
+    return Run(range(len(items)), tuple(items), tuple(slots), tuple(literals), at)
 
 
 def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int) -> Run:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckptcore.formats.dcp.place_rows import PlaceRows, likeness
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import some
 
@@ -214,25 +215,29 @@ def _write_storage(p: _Pickle, tensors: Sequence[StoredTensor], objects: Mapping
 
 def _stored_alike(p: _Pickle, tensor: StoredTensor, first: int) -> None:
     """Write the same as `_write_index` for the chunks from ``first`` on, by references as `_chunks_alike`."""
-    if not p.paths.keys() >= set(tensor.paths[first:]):
-        _stored_new(p, tensor, first)
-        return
     key = id(tensor.chunks), id(tensor.paths), first
     if key not in p.places:
+        if not p.paths.keys() >= set(tensor.paths[first:]):
+            _stored_new(p, tensor, first)
+            return
         rows = [_place_head(p, tensor, n) for n in range(first, len(tensor.chunks))]
         heads, memoized = [head for head, _ in rows], sum(count for _, count in rows)
         p.places[key] = tensor.chunks, tensor.paths, heads, memoized
     _, _, heads, memoized = p.places[key]
-    begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn") + p.known(tensor.fqn)
+    name, places = p.known(tensor.fqn), tensor.places[first:]
+    like, last = likeness(name, places), p.rows.get(key)
+    if last is not None and last.likeness == like:
+        p.add(last.filled(name, places[:, 0]), memoized)
+        return
+    begin = p.known(META, "MetadataIndex") + _BEGIN + p.known("fqn")
     # Tensors begin at the same byte in the files of most ranks, one after the other.
-    places = tensor.places[first:]
     begins = [0, *(np.flatnonzero(some(places[1:] != places[:-1])) + 1).tolist()]
-    out: list[bytes] = []
+    ends: list[bytes] = []
     end_of = _place_ends(p)
     for at, stop, place in zip(begins, [*begins[1:], len(heads)], places[begins].tolist(), strict=True):
-        end = end_of(*place)
-        out += (begin, (end + begin).join(heads[at:stop]), end) if stop - at > 1 else (begin, heads[at], end)
-    p.add(b"".join(out), memoized)
+        ends += [end_of(*place)] * (stop - at)
+    made = p.rows[key] = PlaceRows.of(begin, name, heads, ends, len(p.known("offset")), like)
+    p.add(made.opcodes.data, memoized)
 
 
 def _stored_new(p: _Pickle, tensor: StoredTensor, first: int) -> None:
@@ -303,7 +308,9 @@ class _Pickle:
 
     def __init__(self) -> None:
         self._out = bytearray(_START)
-        self._done: list[bytes | bytearray] = []  # what precedes, in large parts that are copied once
+        self._done: list[
+            bytes | bytearray | memoryview
+        ] = []  # what precedes, in large parts that are copied once
         self._memo: dict[Any, int] = {}
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}
@@ -312,13 +319,15 @@ class _Pickle:
         # Of tensors that are cut alike: their columns, opcodes, and how many values these memoize.
         self.chunks: dict[tuple[int, int], tuple[Any, bytes, int]] = {}
         self.places: dict[tuple[int, int, int], tuple[Any, Any, list[bytes], int]] = {}
+        self.rows: dict[tuple[int, int, int], PlaceRows] = {}  # the last of them
 
     def finish(self) -> bytes:
         """Return the complete pickle, in one frame."""
         self._out += b"."
         parts, self._done = [*self._done, self._out], []
         length = sum(map(len, parts)) - len(_START)
-        parts[0] = parts[0][: len(_START) - 8] + length.to_bytes(8, "little") + parts[0][len(_START) :]
+        first = bytes(parts[0])
+        parts[0] = first[: len(_START) - 8] + length.to_bytes(8, "little") + first[len(_START) :]
         return b"".join(parts)
 
     def none(self) -> None:
@@ -337,7 +346,7 @@ class _Pickle:
     def build(self) -> None:
         self._out += b"b"
 
-    def add(self, data: bytes, memoized: int) -> None:
+    def add(self, data: bytes | memoryview, memoized: int) -> None:
         """Add finished opcodes, which memoize this many values."""
         if len(data) < _LARGE:
             self._out += data

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
 from ckptcore.utils.distinct_values import among
-from ckptcore.utils.row_wise import products
 from ckptcore.utils.text import short_repr
 
 DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
@@ -174,7 +174,11 @@ class _Columns:
         join = Join(stored, listed, shapes, ranks)
         blobs = self._objects(objects, numbers, join, stored)
         self._unlisted(metadata, fqns, join)
-        where = np.concatenate([stored.where, np.full((1, 4), -1, np.int64)]).take(join.at, axis=0)
+        if len(stored.where):
+            where = stored.where.take(join.at, axis=0, mode="wrap")
+            where[join.at < 0] = -1
+        else:
+            where = np.full((len(join.at), 4), -1, np.int64)
         self._rows.append((owner[listed.name], listed, where))
         return blobs
 
@@ -310,16 +314,23 @@ class _Columns:
         width = np.array([BY_NAME[t.dtype].itemsize for t in self._builder.tensors], np.int64)
         used, other = np.zeros(len(sizes), np.bool_), np.zeros(len(sizes), np.bool_)
         for tensor, chunks, where in self._rows:
-            rows = np.flatnonzero((where[:, 0] >= 0) & (tensor >= 0))
-            file, length = where[rows, 0], where[rows, 2]
+            shape, rank = chunks.shape, chunks.rank
+            kept = (where[:, 0] >= 0) & (tensor >= 0)
+            if not kept.all():
+                tensor, where, shape, rank = tensor[kept], where[kept], shape[kept], rank[kept]
+            file, length = where[:, 0], where[:, 2]
+            nbytes = width[tensor]
             # Columns beyond a size's own rank are zeros. Lengths are below 2**62; false sizes may be larger.
-            extent = np.where(
-                np.arange(chunks.shape.shape[1]) < chunks.rank[rows, None], chunks.shape.take(rows, axis=0), 1
-            )
-            nbytes = width[tensor[rows]] * products(extent)
-            nbytes[products(extent.astype(np.float64)) * width[tensor[rows]] >= 2.0**62] = -1
+            fits = prod(max(n, 1) for n in shape.max(axis=0, initial=1).tolist()) * 32 < 1 << 62
+            real = nbytes.astype(np.float64)
+            for d in range(shape.shape[1]):
+                extent = np.where(rank > d, shape[:, d], 1)
+                nbytes *= extent
+                if not fits:
+                    real *= extent
+            nbytes[real >= 2.0**62] = -1
             used[file] = True
-            other[file[(length != nbytes) | (where[rows, 3] != 0)]] = True
+            other[file[(length != nbytes) | (where[:, 3] != 0)]] = True
         return {n: sizes[n] or 0 for n in np.flatnonzero(used & ~other).tolist()}
 
 

@@ -23,6 +23,7 @@ from ckptcore.formats.common.trees import built, leaves_below
 from ckptcore.formats.common.write_assignment import Share, WriteItem, by_rank, in_order
 from ckptcore.formats.dcp.items import Run, blob, object_zip, zips
 from ckptcore.formats.dcp.metadata_writer import ItemPlace, Path, Stored, StoredTensor, metadata_pickle
+from ckptcore.utils.ordering import stable_order
 
 METADATA = ".metadata"
 Ints = npt.NDArray[np.int64]
@@ -130,22 +131,21 @@ class Files:
         place = np.concatenate([np.zeros((0, 2), np.int64), *(tables[id(w[3])] for w in self._written)])
         tensor = np.array(list(chain.from_iterable(w[1] for w in self._written)), np.int64)
         file = np.repeat(np.arange(len(names)), [len(w[1]) for w in self._written])
-        by_tensor = np.argsort(tensor, kind="stable")
-        first = np.searchsorted(tensor[by_tensor], np.array(order, np.int64))
-        stop = np.searchsorted(tensor[by_tensor], np.array(order, np.int64), side="right")
+        by_tensor = stable_order(tensor)
+        tensor, piece, file = tensor[by_tensor], piece[by_tensor], file[by_tensor]
+        place = place.take(by_tensor, axis=0)
+        first = np.searchsorted(tensor, np.array(order, np.int64))
+        stop = np.searchsorted(tensor, np.array(order, np.int64), side="right")
         alike: dict[tuple[bytes, bytes], tuple[tuple[Stored, ...], tuple[str, ...]]] = {}
         found = []
         for i, a, b in zip(order, first.tolist(), stop.tolist(), strict=True):
-            rows = by_tensor[a:b]
-            key = piece[rows].tobytes(), file[rows].tobytes()
+            key = piece[a:b].tobytes(), file[a:b].tobytes()
             if key not in alike:
-                own = [pieces[n] for n in rows.tolist()]
+                own = [pieces[n] for n in by_tensor[a:b].tolist()]
                 boxes = tuple([one.stored or (one.box.offset, one.box.shape) for one in own])
-                alike[key] = boxes, tuple([names[n] for n in file[rows].tolist()])
+                alike[key] = boxes, tuple([names[n] for n in file[a:b].tolist()])
             spec = self._request.tensors[i]
-            found.append(
-                StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place.take(rows, axis=0))
-            )
+            found.append(StoredTensor(spec.fqn, spec.dtype, spec.shape, *alike[key], place[a:b]))
         return found
 
     def _add(self, tensors: Sequence[int], pieces: Sequence[WriteItem]) -> None:
@@ -154,8 +154,10 @@ class Files:
         run, name = self._run(tensors, pieces), self._name()
         self._written.append((name, tensors, pieces, run.items))
         self._only = run if not self._tensors and not self._literals else None
-        self._tensors += [tensors[n] for n in run.order]
-        self._boxes += [pieces[n].box for n in run.order]
+        if not isinstance(run.order, range):
+            tensors, pieces = [tensors[n] for n in run.order], [pieces[n] for n in run.order]
+        self._tensors += tensors
+        self._boxes += [piece.box for piece in pieces]
         self._slots += run.slots
         self._literals += run.literals
         self._at = run.end

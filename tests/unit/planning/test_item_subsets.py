@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ckptcore.core.manifest import Items, StoredFile, items_table
+from ckptcore.planning.file_forms import Order
 from ckptcore.planning.reads import ItemSubsets, subset_files
 
 COUNT = 600
@@ -32,9 +33,9 @@ def uses() -> list[np.ndarray]:
 
 @pytest.mark.parametrize("items", [VARIED, ALIKE], ids=["varied", "alike"])
 def test_as_numpy_selects_them(items: Items) -> None:
-    subsets = ItemSubsets(items)
+    subsets, orders = ItemSubsets(items), dict[int, Order]()
     for used in uses():
-        picked, renumbered, kept = subsets.of(used)
+        picked, renumbered, kept = subsets.of(used, orders.setdefault(len(used), Order()))
         numbers, inverse = np.unique(used, return_inverse=True)
         assert kept.tolist() == numbers.tolist()
         assert renumbered.tolist() == inverse.tolist()

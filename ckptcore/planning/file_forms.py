@@ -1,0 +1,153 @@
+"""Keep what files with the same tensors share, when these are cut alike: the files of the ranks of a mesh.
+
+1. Tensors of a file with one box, one shape and equal chunks are one *class*: which chunks they need is found
+   for one of them. A file of a large model has thousands of tensors, and tens of classes.
+2. Files with the same tensors in the same classes have one *form*. They differ in the boxes of the classes.
+3. Files of one form whose classes need as many chunks have one *spread*: the row of columns that each read is
+   taken from, and the order of their items, which is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field
+
+import numpy as np
+
+from ckptcore.core.manifest import Ints
+from ckptcore.formats.base import FileLayout
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.ordering import ascends
+
+_FORMS = 64  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more
+_SPREADS = 4  # of each form: of uneven cuts, ranks at the end need fewer chunks
+_LARGEST = 1 << 17  # reads of a spread that is kept: others are as large as the columns made of them
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tensors of a file, and their classes.
+
+    Attributes:
+        tensors: Positions of the tensors, int64 [n].
+        group: Class of each tensor, int64 [n].
+        one: The first tensor of each class, as a position in ``tensors``, int64 [classes].
+        spreads: The last spreads, by the number of chunks that each class needs.
+    """
+
+    tensors: Ints
+    group: Ints
+    one: Ints
+    spreads: dict[bytes, Spread] = field(default_factory=dict)
+
+    def spread(self, counts: Ints, first: Ints) -> Spread:
+        """Return where each read of a file comes from.
+
+        Args:
+            counts: Number of the chunks that a tensor of each class needs, int64 [classes].
+            first: First row of each tensor's chunks, int64 [n]; the same for all files of a form.
+        """
+        key = counts.tobytes()
+        found = self.spreads.get(key)
+        if found is None:
+            found = Spread.of(counts, self.group, first)
+            if len(found.place) <= _LARGEST:
+                if len(self.spreads) >= _SPREADS:
+                    del self.spreads[next(iter(self.spreads))]
+                self.spreads[key] = found
+        return found
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The reads of a file, tensor by tensor.
+
+    Attributes:
+        begin: First chunk row of each read's tensor, int64 [m].
+        place: Row of each read in the rows of all classes, one after the other, int64 [m].
+        first: int64 [n + 1]; the reads of tensor t are rows first[t]:first[t + 1].
+        items: Order of the items that the reads use.
+        places: Order of the items in their files.
+    """
+
+    begin: Ints
+    place: Ints
+    first: Ints
+    items: Order = field(default_factory=lambda: Order())
+    places: Order = field(default_factory=lambda: Order())
+
+    @classmethod
+    def of(cls, counts: Ints, group: Ints, first: Ints) -> Spread:
+        """Return the spread of tensors whose classes need so many chunks."""
+        each = counts[group]
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(each)])
+        within = np.arange(int(ends[-1])) - np.repeat(ends[:-1], each)
+        begin = np.cumsum(counts) - counts
+        return cls(np.repeat(first, each), np.repeat(begin[group], each) + within, ends)
+
+
+class Order:
+    """The order of the last column that was sorted: it mostly sorts that of the next file alike, too."""
+
+    def __init__(self) -> None:
+        self._order: Ints | None = None
+        self._inverse: Ints | None = None
+
+    def sort(self, column: Ints) -> Ints:
+        """Return the order that sorts a column, as a stable sort does."""
+        order = self._order
+        if order is None or len(order) != len(column) or not ascends(column[order]):
+            self._inverse = None
+            order = self._order = np.argsort(column, kind="stable")
+        return order
+
+    def number(self, used: Ints) -> tuple[Ints, Ints]:
+        """Return the numbers in use, ascending, and for each use the position of its number."""
+        order = self.sort(used)
+        kept = used[order]
+        if not ascends(kept):  # some more than once
+            kept, inverse = np.unique(used, return_inverse=True)
+            return kept.astype(np.int64), inverse.reshape(-1).astype(np.int64)
+        if self._inverse is None:
+            self._inverse = np.empty(len(order), np.int64)
+            self._inverse[order] = np.arange(len(order))
+        return kept, self._inverse
+
+
+class Forms:
+    """The forms of the last files."""
+
+    def __init__(self, alike: Callable[[Ints], Ints]) -> None:
+        """Start without files.
+
+        Args:
+            alike: int64 [n], positions of tensors -> int64 [n], a number for each that is equal for tensors
+                of one shape with equal chunks.
+        """
+        self._alike = alike
+        self._known: dict[tuple[int, ...], list[Form]] = {}
+
+    def of(self, layout: FileLayout) -> Form:
+        """Return the form of a file."""
+        known = self._known.pop(layout.tensors, [])
+        self._known[layout.tensors] = known  # the last one
+        # Boxes are shared between tensors of one shape, and distinguished as objects.
+        ids = np.fromiter(map(id, layout.boxes), np.int64, len(layout.boxes))
+        for form in known:
+            if not len(ids) or np.array_equal(ids[form.one][form.group], ids):
+                return form
+        form = self._made(layout.tensors, ids)
+        known.insert(0, form)
+        del known[_SPREADS:]
+        if len(self._known) > _FORMS:
+            del self._known[next(iter(self._known))]
+        return form
+
+    def _made(self, positions: tuple[int, ...], ids: Ints) -> Form:
+        tensors = np.array(positions, np.int64)
+        alike = self._alike(tensors)
+        if len(ids):
+            _, box = np.unique(ids, return_inverse=True)
+            alike = alike + (int(alike.max(initial=0)) + 1) * box.reshape(-1)
+        _, one, group = np.unique(alike, return_index=True, return_inverse=True)
+        return Form(tensors, group.reshape(-1).astype(np.int64), one.astype(np.int64))
