@@ -48,7 +48,9 @@ _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 TABLE: dict[str, Any] = {
     **{
-        f"{module}.{name}": record(name, *fields, run=_RUNS.get(name, ()))
+        f"{module}.{name}": record(
+            name, *fields, run=_RUNS.get(name, ()), opens=name == "TensorStorageMetadata"
+        )
         for module, names in _CLASSES.items()
         for name, fields in names.items()
     },
