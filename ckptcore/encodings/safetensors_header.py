@@ -7,10 +7,10 @@ and the tensors' bytes without holes (https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
-from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import cost, loads
 from ckptcore.errors import MalformedCheckpoint
@@ -65,11 +65,9 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     if type(metadata) is not dict:
         raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
     tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
-    end = 0
-    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
-        if start != end:
-            raise MalformedCheckpoint(f"{what}: {name} must start at {end}, behind other data (got {start})")
-        end = stop
+    end = _end_of(tensors.items(), what, in_order=True)
+    if end is None:
+        end = _end_of(sorted(tensors.items(), key=lambda row: row[1][2:]), what)
     if end != data_length:
         cut = next((name for name, row in tensors.items() if row[3] > data_length), None)
         raise MalformedCheckpoint(
@@ -80,7 +78,22 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     return tensors, metadata
 
 
-def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
+_Entry = tuple[str, tuple[int, ...], int, int]
+
+
+def _end_of(tensors: Iterable[tuple[str, _Entry]], what: str, *, in_order: bool = False) -> int | None:
+    """Return the end of tensors without holes; ``in_order``: None where they are in another order."""
+    end = 0
+    for name, (_, _, start, stop) in tensors:
+        if start != end:
+            if in_order:
+                return None
+            raise MalformedCheckpoint(f"{what}: {name} must start at {end}, behind other data (got {start})")
+        end = stop
+    return end
+
+
+def _header_entry(name: str, entry: Any, what: str) -> _Entry:
     try:
         spelled = entry["dtype"]
         shape = tuple(entry["shape"])
@@ -90,16 +103,21 @@ def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...
     dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
     if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
         raise MalformedCheckpoint(f"{what}: {name} has an invalid dtype (got {short_repr(spelled, 40)})")
-    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
-        raise MalformedCheckpoint(f"{what}: {name} has an invalid shape (got {short_repr(list(shape), 120)})")
+    count = 1 if len(shape) <= 64 else -1
+    for n in shape:  # a plain loop: files have tens of thousands of tensors
+        if count < 0 or type(n) is not int or not 0 <= n < _MAX_DIM:
+            raise MalformedCheckpoint(
+                f"{what}: {name} has an invalid shape (got {short_repr(list(shape), 120)})"
+            )
+        count *= n
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
         raise MalformedCheckpoint(f"{what}: {name} has invalid offsets (got {short_repr([start, stop])})")
     if dtype is None:  # the bits of an element are unknown
         return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
-    spec = TensorSpec(name, dtype.name, shape)
-    if stop - start != spec.nbytes:
+    if stop - start != count * dtype.itemsize:
         raise MalformedCheckpoint(
-            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes (got {stop - start})"
+            f"{what}: {name} ({dtype.name} {list(shape)}) needs {count * dtype.itemsize} bytes "
+            f"(got {stop - start})"
         )
     return dtype.name, shape, start, stop
 
