@@ -7,7 +7,8 @@ and the tensors' bytes without holes (https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
@@ -17,6 +18,7 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Readable
 from ckptcore.utils.text import short_repr
 
+METADATA = "__metadata__"  # the key of a header that is not a tensor
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
 _MAX_DIM = 1 << 50
 _MAX_DTYPE = 40  # characters of a dtype's name
@@ -61,7 +63,7 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
         raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
     if type(top) is not dict:
         raise MalformedCheckpoint(f"{what}: header is not a JSON object")
-    metadata = top.pop("__metadata__", None) or {}
+    metadata = top.pop(METADATA, None) or {}
     if type(metadata) is not dict:
         raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
     tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
@@ -122,8 +124,30 @@ def _header_entry(name: str, entry: Any, what: str) -> _Entry:
     return dtype.name, shape, start, stop
 
 
-def pack_header(entries: dict[str, Any], align: int) -> bytes:
-    """Return the bytes before the data: length and JSON, padded with spaces to a multiple of ``align``."""
-    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    body += b" " * (-(8 + len(body)) % align)
-    return len(body).to_bytes(8, "little") + body
+class HeaderText:
+    """A header in the making, tensor by tensor in the order of their bytes."""
+
+    def __init__(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Start without tensors, with the texts of ``__metadata__``."""
+        self._spell = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+        self._rows = [] if metadata is None else [f'"{METADATA}":{self._spell(dict(metadata))}']
+        self._kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        self.end = 0  # bytes of the tensors so far
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Add a tensor of a dtype that safetensors has, and return its first byte."""
+        kind = self._kinds.get((dtype, shape))
+        if kind is None:  # a model has tens of thousands of tensors, of a few shapes
+            about = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": list(shape)})
+            nbytes = prod(shape) * BY_NAME[dtype].itemsize
+            kind = self._kinds[dtype, shape] = nbytes, f'{about[:-1]},"data_offsets":['
+        nbytes, about = kind
+        start, self.end = self.end, self.end + nbytes
+        self._rows.append(f"{self._spell(name)}:{about}{start},{self.end}]}}")
+        return start
+
+    def packed(self, align: int) -> bytes:
+        """Return the bytes before the data: length and JSON, padded with spaces to ``align``."""
+        body = f"{{{','.join(self._rows)}}}".encode()
+        body += b" " * (-(8 + len(body)) % align)
+        return len(body).to_bytes(8, "little") + body

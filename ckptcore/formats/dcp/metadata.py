@@ -132,10 +132,6 @@ class Metadata:
                     named[fqn] = None
         return list(named)
 
-    def path(self, fqn: str) -> Any:
-        """Return the path that the planner recorded for a name (unchecked), or None."""
-        return self.paths.get(fqn) if type(self.paths) is dict else None
-
 
 def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:
     """Return the declared fields of a record of this class."""
