@@ -176,9 +176,9 @@ class ChunkRows:
             # Tensors of one shape share the state of their chunk.
             state = chunk.state if type(chunk) is Record and chunk.kind == _CHUNKS[0] else None
             if state is None or state is not self._checked:
-                offset, shape = row(chunk, _CHUNKS[0], self._file)
-                dims(offset, self._file)
-                dims(shape, self._file)
+                state = row(chunk, _CHUNKS[0], self._file)
+                dims(state[0], self._file)
+                dims(state[1], self._file)
                 self._checked = state
             self._offsets.add(state[0])
             self._shapes.add(state[1])
