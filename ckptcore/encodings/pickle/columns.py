@@ -261,7 +261,9 @@ class Texts:
         rows: Ints,
     ) -> None:
         rows = rows[~among(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
-        ids = np.array([self.add(data[int(begin[r]) : int(begin[r] + length[r])]) for r in rows], np.int64)
+        ends = (begin[rows] + length[rows]).tolist()
+        places = zip(begin[rows].tolist(), ends, strict=True)
+        ids = np.array([self.add(data[at:end]) for at, end in places], np.int64)
         both = np.concatenate([self._hashes, hashes[rows]])
         order = np.argsort(both)
         self._hashes, self._hashed = both[order], np.concatenate([self._hashed, ids])[order]
