@@ -194,7 +194,7 @@ class Builder:
         self.tensors.append(spec)
         return len(self.tensors) - 1
 
-    def whole_tensors(self, specs: Sequence[TensorSpec], path: str, places: Ints) -> None:
+    def raw_tensors(self, specs: Sequence[TensorSpec], path: str, places: Ints) -> None:
         """Add tensors that are one row-major chunk each, in an item of raw bytes of one file.
 
         Args:

@@ -213,7 +213,7 @@ def _add_file(
     places = np.array([row[2:] for row in tensors.values()], np.int64).reshape(-1, 2)
     places[:, 1] -= places[:, 0]
     places[:, 0] += begin
-    builder.whole_tensors(specs, path, places)
+    builder.raw_tensors(specs, path, places)
     return set(tensors), metadata
 
 
