@@ -211,12 +211,12 @@ class Builder:
         shapes = [spec.shape for spec in specs]
         rank = np.fromiter(map(len, shapes), np.int64, len(shapes))
         shape = dims_table(shapes, int(rank.max(initial=0)), 0)
-        first, added = self.chunk_count, int((tensor >= 0).sum())
+        added = int((tensor >= 0).sum())
         self._count.keep(_VIEW * added, "a checkpoint's chunks")
-        views = np.zeros((added, 3), np.int64)
-        views[:, 0] = np.arange(first, first + added)
-        _append(self._view_at, views)
         self.chunks(tensor, np.zeros_like(shape), shape, rank, item)
+        views = np.zeros((added, 3), np.int64)
+        views[:, 0] = np.arange(self.chunk_count - added, self.chunk_count)
+        _append(self._view_at, views)
 
     def unread(self, name: str, why: Unread, refused: tuple[str, ...] = ()) -> None:
         """Add a tensor that cannot be read; a name that was added before stays as it is.
