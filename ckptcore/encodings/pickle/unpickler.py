@@ -148,14 +148,15 @@ def _run(
                             rows = memo.rows
                             continue
                     elif value.opens and (opened := shortcuts.opening(value, at)) is not None:
-                        made, fresh, items, at = opened
+                        made, fresh, items, end = opened
+                        spent += 2 * (_RECORD + CONTAINER) + _OP * (end - at) // 3  # as its opcodes would
+                        at = end
                         stack += (made, fresh)
                         marks.append(stack)
                         if len(marks) > _MAX_STACK:
                             raise _too_deep(what)
                         stack = items
                         append = stack.append
-                        spent += 2 * _RECORD + 2 * CONTAINER
                         continue
                 append(value)
             elif op == 0x94:  # MEMOIZE
