@@ -85,7 +85,7 @@ def matching(
     """
     known = {name: (dtype, shape, each) for name, dtype, shape, each in found}
     mine: dict[str, str] = {}
-    for spec in manifest.tensors:
+    for spec in manifest.tensors if known else ():
         row = known.get(names.get(spec.fqn, spec.fqn))
         if row is not None and row[:2] == (spec.dtype, spec.shape):
             mine[spec.fqn] = row[2]

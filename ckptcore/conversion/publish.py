@@ -479,7 +479,9 @@ def _read_back(
     written = form.reader.read(source)
     report = check(written, None, "coverage")
     found = sorted(_specs(written))
-    unplanned = {name for name, *_ in found} - {name for name, *_ in wanted}
+    unplanned = (
+        set[str]() if found == wanted else {name for name, *_ in found} - {name for name, *_ in wanted}
+    )
     if unplanned:
         known = _in_literals(staging, plan, written, unplanned)
         found = [spec for spec in found if spec[0] not in known]

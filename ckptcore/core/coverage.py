@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.box import Box
-from ckptcore.core.manifest import Ints, Manifest, TensorSpec
+from ckptcore.core.manifest import Ints, Manifest, TensorSpec, dims_table
 from ckptcore.errors import Finding, finding
 from ckptcore.utils.distinct_values import distinct
 from ckptcore.utils.row_wise import every, products
@@ -37,9 +37,7 @@ def coverage(manifest: Manifest) -> list[Finding]:
     if not tensors:
         return below
     rank = chunks.lo.shape[1]
-    want = np.ones((len(tensors), rank), np.int64)
-    for i, spec in enumerate(tensors):
-        want[i, : len(spec.shape)] = spec.shape
+    want = dims_table([t.shape for t in tensors], rank, 1)
     complete = _strips(manifest, want)
     complete[list(manifest.derived)] = True
     suspects = np.flatnonzero(~complete)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, field, replace
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -55,15 +57,12 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Count the elements."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Count the bytes of the elements."""
-        return self.numel * BY_NAME[self.dtype].itemsize
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,6 +521,18 @@ def view_of(chunks: Chunks, row: int, rank: int) -> View | None:
         return None
     start, flags, *strides = chunks.view[row].tolist()
     return View(start, tuple(strides[:rank]), flags)
+
+
+def dims_table(shapes: Sequence[tuple[int, ...]], rank: int, fill: int) -> Ints:
+    """Return shapes as rows, padded to ``rank`` columns.
+
+    >>> dims_table([(2, 3), (), (4,)], 2, 1).tolist()
+    [[2, 3], [1, 1], [4, 1]]
+    """
+    out = np.full((len(shapes), rank), fill, np.int64)
+    ranks = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    out[np.arange(rank) < ranks[:, None]] = np.fromiter(chain.from_iterable(shapes), np.int64)
+    return out
 
 
 def with_dims(table: Ints, rank: int, fill: int) -> Ints:

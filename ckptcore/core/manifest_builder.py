@@ -25,6 +25,7 @@ from ckptcore.core.manifest import (
     TensorSpec,
     Unread,
     View,
+    dims_table,
     items_table,
 )
 from ckptcore.core.metadata_budget import CHUNK, FINDING, TENSOR, Meter, meter
@@ -210,6 +211,30 @@ class Builder:
             return -1
         self.tensors.append(spec)
         return len(self.tensors) - 1
+
+    def raw_tensors(self, specs: Sequence[TensorSpec], path: str, places: Ints) -> None:
+        """Add tensors that are one row-major chunk each, in an item of raw bytes of one file.
+
+        Args:
+            specs: The tensors; of one of an unsupported dtype, only the item is added.
+            path: The file, which was added before.
+            places: int64 [n, 2], first byte and bytes of each.
+        """
+        self._count.keep(_ITEM * len(specs), "a checkpoint's items")
+        file, raw = np.full(len(specs), self._files[path]), np.zeros(len(specs), np.int64)
+        item = self.items(
+            np.column_stack([file, places]), raw, raw, self._codecs[:1], {}, np.ones(len(specs), np.bool_)
+        )
+        tensor = np.array([self.tensor(spec, path) for spec in specs], np.int64)
+        shapes = [spec.shape for spec in specs]
+        rank = np.fromiter(map(len, shapes), np.int64, len(shapes))
+        shape = dims_table(shapes, int(rank.max(initial=0)), 0)
+        added = int((tensor >= 0).sum())
+        self._count.keep(_VIEW * added, "a checkpoint's chunks")
+        self.chunks(tensor, np.zeros_like(shape), shape, rank, item)
+        views = np.zeros((added, 3), np.int64)
+        views[:, 0] = np.arange(self.chunk_count - added, self.chunk_count)
+        _append(self._view_at, views)
 
     def unread(self, name: str, why: Unread, refused: tuple[str, ...] = ()) -> None:
         """Add a tensor that cannot be read; a name that was added before stays as it is.

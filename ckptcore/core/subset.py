@@ -83,9 +83,12 @@ def describe_derived(manifest: Manifest, tensor: int) -> str:
 
 def _chunks_of_rows(chunks: Chunks, rows: Sequence[int | None]) -> Chunks:
     """Return the chunks of some tensors; None is a tensor without any."""
-    spans = [np.arange(0) if t is None else np.arange(chunks.first[t], chunks.first[t + 1]) for t in rows]
-    picked: Ints = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, np.int64)
-    first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(s) for s in spans])]).astype(np.int64)
+    row = np.array([-1 if t is None else t for t in rows], np.int64)
+    begin = np.where(row < 0, 0, chunks.first[row])
+    count = np.where(row < 0, 0, chunks.first[row + 1] - begin)
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum(count)])
+    picked: Ints = np.repeat(begin - first[:-1], count)
+    picked += np.arange(len(picked))
     view = None if chunks.view is None else chunks.view[picked]
     return Chunks(
         first, chunks.lo.take(picked, axis=0), chunks.shape.take(picked, axis=0), chunks.item[picked], view

@@ -47,6 +47,12 @@ class Paths(Mapping[str, Path]):
     def __contains__(self, name: object) -> bool:
         return name in self._row_of  # without building its path
 
+    def container(self, name: str) -> str:
+        """Return a name up to its path's last element, with the dot; "" where that is all, or unknown."""
+        row = self._row_of.get(name)
+        cuts = self._cuts[row] if row is not None else ()
+        return name[: len(name) - abs(cuts[-1])] if len(cuts) > 1 else ""
+
     def add(self, name: str, path: Any) -> bool:
         """Record a path; False if it is not a valid path, or not the path of this name."""
         if type(path) is not tuple or not 0 < len(path) <= _MAX_ELEMENTS:
@@ -64,11 +70,14 @@ class Paths(Mapping[str, Path]):
         return True
 
     def _put(self, name: str, cuts: tuple[int, ...]) -> None:
+        self._row_of[name] = self._row(cuts)
+
+    def _row(self, cuts: tuple[int, ...]) -> int:
         row = self._rows.get(cuts)
         if row is None:
             row = self._rows[cuts] = len(self._cuts)
             self._cuts.append(cuts)
-        self._row_of[name] = row
+        return row
 
     def form(self, tensors: Sequence[str], objects: Sequence[str]) -> dict[str, Any] | None:
         """Return the JSON form for a manifest with these tensors and objects; None when no path is known.
@@ -105,13 +114,16 @@ class Paths(Mapping[str, Path]):
             if row >= 0
         )
         known.reverse()
+        rows: dict[int, int] = {}  # row of the record -> row here
         for spec, row in zip(manifest.tensors, form["tensors"], strict=True):
             if row < 0:
                 continue
-            while known and known[-1][0] <= len(found):
+            while known and known[-1][0] <= len(found._row_of):
                 _, key, own = known.pop()
                 found._put(key, cuts[own])
-            found._put(spec.fqn, cuts[row])
+            if row not in rows:
+                rows[row] = found._row(cuts[row])
+            found._row_of[spec.fqn] = rows[row]
         for _, key, own in reversed(known):
             found._put(key, cuts[own])
         return found

@@ -7,16 +7,18 @@ and the tensors' bytes without holes (https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
-from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import cost, loads
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.store import Readable
 from ckptcore.utils.text import short_repr
 
+METADATA = "__metadata__"  # the key of a header that is not a tensor
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
 _MAX_DIM = 1 << 50
 _MAX_DTYPE = 40  # characters of a dtype's name
@@ -61,15 +63,13 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
         raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
     if type(top) is not dict:
         raise MalformedCheckpoint(f"{what}: header is not a JSON object")
-    metadata = top.pop("__metadata__", None) or {}
+    metadata = top.pop(METADATA, None) or {}
     if type(metadata) is not dict:
         raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
     tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
-    end = 0
-    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda row: row[1][2:]):
-        if start != end:
-            raise MalformedCheckpoint(f"{what}: {name} must start at {end}, behind other data (got {start})")
-        end = stop
+    end = _end_of(tensors.items(), what, in_order=True)
+    if end is None:
+        end = _end_of(sorted(tensors.items(), key=lambda row: row[1][2:]), what)
     if end != data_length:
         cut = next((name for name, row in tensors.items() if row[3] > data_length), None)
         raise MalformedCheckpoint(
@@ -80,7 +80,22 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     return tensors, metadata
 
 
-def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...], int, int]:
+_Entry = tuple[str, tuple[int, ...], int, int]
+
+
+def _end_of(tensors: Iterable[tuple[str, _Entry]], what: str, *, in_order: bool = False) -> int | None:
+    """Return the end of tensors without holes; ``in_order``: None where they are in another order."""
+    end = 0
+    for name, (_, _, start, stop) in tensors:
+        if start != end:
+            if in_order:
+                return None
+            raise MalformedCheckpoint(f"{what}: {name} must start at {end}, behind other data (got {start})")
+        end = stop
+    return end
+
+
+def _header_entry(name: str, entry: Any, what: str) -> _Entry:
     try:
         spelled = entry["dtype"]
         shape = tuple(entry["shape"])
@@ -90,22 +105,49 @@ def _header_entry(name: str, entry: Any, what: str) -> tuple[str, tuple[int, ...
     dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
     if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
         raise MalformedCheckpoint(f"{what}: {name} has an invalid dtype (got {short_repr(spelled, 40)})")
-    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < _MAX_DIM for n in shape):
-        raise MalformedCheckpoint(f"{what}: {name} has an invalid shape (got {short_repr(list(shape), 120)})")
+    count = 1 if len(shape) <= 64 else -1
+    for n in shape:  # a plain loop: files have tens of thousands of tensors
+        if count < 0 or type(n) is not int or not 0 <= n < _MAX_DIM:
+            raise MalformedCheckpoint(
+                f"{what}: {name} has an invalid shape (got {short_repr(list(shape), 120)})"
+            )
+        count *= n
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
         raise MalformedCheckpoint(f"{what}: {name} has invalid offsets (got {short_repr([start, stop])})")
     if dtype is None:  # the bits of an element are unknown
         return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
-    spec = TensorSpec(name, dtype.name, shape)
-    if stop - start != spec.nbytes:
+    if stop - start != count * dtype.itemsize:
         raise MalformedCheckpoint(
-            f"{what}: {name} ({dtype.name} {list(shape)}) needs {spec.nbytes} bytes (got {stop - start})"
+            f"{what}: {name} ({dtype.name} {list(shape)}) needs {count * dtype.itemsize} bytes "
+            f"(got {stop - start})"
         )
     return dtype.name, shape, start, stop
 
 
-def pack_header(entries: dict[str, Any], align: int) -> bytes:
-    """Return the bytes before the data: length and JSON, padded with spaces to a multiple of ``align``."""
-    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    body += b" " * (-(8 + len(body)) % align)
-    return len(body).to_bytes(8, "little") + body
+class HeaderText:
+    """A header in the making, tensor by tensor in the order of their bytes."""
+
+    def __init__(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Start without tensors, with the texts of ``__metadata__``."""
+        self._spell = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+        self._rows = [] if metadata is None else [f'"{METADATA}":{self._spell(dict(metadata))}']
+        self._kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        self.end = 0  # bytes of the tensors so far
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Add a tensor of a dtype that safetensors has, and return its first byte."""
+        kind = self._kinds.get((dtype, shape))
+        if kind is None:  # a model has tens of thousands of tensors, of a few shapes
+            about = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": list(shape)})
+            nbytes = prod(shape) * BY_NAME[dtype].itemsize
+            kind = self._kinds[dtype, shape] = nbytes, f'{about[:-1]},"data_offsets":['
+        nbytes, about = kind
+        start, self.end = self.end, self.end + nbytes
+        self._rows.append(f"{self._spell(name)}:{about}{start},{self.end}]}}")
+        return start
+
+    def packed(self, align: int) -> bytes:
+        """Return the bytes before the data: length and JSON, padded with spaces to ``align``."""
+        body = f"{{{','.join(self._rows)}}}".encode()
+        body += b" " * (-(8 + len(body)) % align)
+        return len(body).to_bytes(8, "little") + body

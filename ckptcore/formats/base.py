@@ -339,8 +339,11 @@ def natural(name: str) -> tuple[Any, ...]:
     """
     # Compare the number of digits first: a name may have more digits than `int` accepts.
     # The name itself comes last: "a01" and "a1" have equal numbers.
-    rows: list[tuple[int, str]] = [(0, part) for part in _NUMBER.split(name)]
-    for i in range(1, len(rows), 2):
-        number = rows[i][1].lstrip("0")
-        rows[i] = len(number), number
-    return (*rows, (0, name))
+    parts = _NUMBER.split(name)
+    digits = [part.lstrip("0") for part in parts[1::2]]
+    key: list[int | str] = [0] * (2 * len(parts) + 2)
+    key[1:-2:4] = parts[::2]
+    key[2:-2:4] = map(len, digits)
+    key[3:-2:4] = digits
+    key[-1] = name
+    return tuple(key)

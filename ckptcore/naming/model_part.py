@@ -152,8 +152,9 @@ def _part_below(names: Sequence[str], prefix: str) -> ModelPart:
 
 def _require_shapes(names: Sequence[str]) -> None:
     """Reject OLMo-core's direct saves, which keep weights only as the optimizer's flat ``<fqn>.main``."""
-    known = set(names)
-    flat = [n for n in names if n.endswith(".main") and n.removesuffix("main") + "exp_avg" in known]
+    flat = [n for n in names if n.endswith(".main")]
+    known = set(names) if flat else set()
+    flat = [n for n in flat if n.removesuffix("main") + "exp_avg" in known]
     if flat:
         raise AmbiguousModel(
             f"{len(flat)} weights are stored flat, like the optimizer's {flat[0]}: no shapes are stored",
@@ -165,7 +166,7 @@ def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
     """Return optimizer root -> the parameter FQNs that it has state for."""
     found: dict[str, set[str]] = {}
     for name in names:
-        m = _STATE.match(name)
+        m = _STATE.match(name) if "state." in name else None
         if m and m["key"] in _MOMENTS and not m["fqn"].isdigit():
             found.setdefault(m["root"] or "", set()).add(m["fqn"])
     return found
@@ -248,14 +249,18 @@ def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str,
 def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int]]:
     """Return (prefix, tensors) of each part that may be the model, most tensors first."""
     recorded = Paths.of(manifest)
-    count: Counter[str] = Counter()
-    for spec in manifest.tensors:
-        path = recorded.get(spec.fqn, ("",))
-        root = spec.fqn.removesuffix(str(path[-1])) if len(path) > 1 else ""
-        own = any(root.startswith(f"{o}.") or root == o for o in optimizers if o)
-        if own or (root and _TRAINER.match(root)) or (not root and _TRAINER.match(spec.fqn)):
-            continue
-        count[root] += 1
+    roots = [recorded.container(t.fqn) for t in manifest.tensors]
+    own = tuple(f"{o}." for o in optimizers if o)
+    count = Counter(roots)
+    top = count.pop("", 0)
+    for root in list(count):
+        if root.startswith(own) or root in optimizers or _TRAINER.match(root):
+            del count[root]
+    if top:
+        bare = (t.fqn for t, root in zip(manifest.tensors, roots, strict=True) if not root)
+        top = sum(not _TRAINER.match(name) for name in bare)
+    if top:
+        count[""] = top
     if len(count) == 1 and "" in count:
         return _by_name(manifest, count[""])
     return sorted(count.items(), key=lambda row: (-row[1], row[0]))

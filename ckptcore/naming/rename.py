@@ -19,6 +19,7 @@ from ckptcore.utils.globs import matches as matches
 # Wrappers put these into names: torch.compile, FSDP1, activation checkpointing, DDP.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 LEADING_WRAPPERS = ("module.",)
+_EVERY_WRAPPER = LEADING_WRAPPERS + WRAPPERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,11 @@ def strip_wrappers(name: str) -> str:
     >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.w")
     'layers.0.w'
     """
+    for part in _EVERY_WRAPPER:
+        if part in name:
+            break
+    else:  # nearly all names
+        return name
     for part in LEADING_WRAPPERS:
         while name.startswith(part):
             name = name[len(part) :]
@@ -214,6 +220,8 @@ def _new_name(
 def _glob_rule(name: str, include: Sequence[str], exclude: Sequence[str]) -> str:
     if include and not matches(name, include):
         return "matches no --include"
+    if not exclude:
+        return ""
     hit = next((g for g in exclude if fnmatchcase(name, g)), None)
     return f"matches --exclude {hit}" if hit else ""
 

@@ -9,26 +9,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Patterns of no other world. torchtitan's names are those of Meta's Llama.
-_MARKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (world, re.compile(pattern))
-    for world, pattern in (
-        ("megatron", r"(.*\.)?embedding\.word_embeddings\.weight"),
+# Patterns of no other world, each with a part of every name that it matches. torchtitan's names are those of
+# Meta's Llama.
+_MARKS: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
+    (world, part, re.compile(pattern))
+    for world, part, pattern in (
+        ("megatron", "word_embeddings", r"(.*\.)?embedding\.word_embeddings\.weight"),
         (
             "megatron",
+            "self_attention.linear_",
             r"(.*\.)?decoder\.layers\.(\d+\.)?self_attention\.linear_(qkv|proj|q_proj|kv_up_proj)\..+",
         ),
-        ("megatron", r"(.*\.)?decoder\.layers\.(\d+\.)?mlp\.(.+\.)?linear_fc[12]\..+"),
-        ("megatron", r"(.*\.)?decoder\.layers\.(\d+\.)?mixer\..+"),
-        ("torchtitan", r"layers\.\d+\.(attention_norm|ffn_norm)\.weight"),
-        ("olmo_core", r"blocks\.\d+\.(attention\.w_(q|k|v|out)|feed_forward_norm)\.weight"),
-        ("olmo", r"transformer\.blocks\.\d+\.(att_proj|attn_out|ff_proj|q_proj)\.weight"),
+        ("megatron", "linear_fc", r"(.*\.)?decoder\.layers\.(\d+\.)?mlp\.(.+\.)?linear_fc[12]\..+"),
+        ("megatron", "mixer.", r"(.*\.)?decoder\.layers\.(\d+\.)?mixer\..+"),
+        ("torchtitan", "_norm.", r"layers\.\d+\.(attention_norm|ffn_norm)\.weight"),
+        ("olmo_core", "blocks.", r"blocks\.\d+\.(attention\.w_(q|k|v|out)|feed_forward_norm)\.weight"),
+        ("olmo", "blocks.", r"transformer\.blocks\.\d+\.(att_proj|attn_out|ff_proj|q_proj)\.weight"),
     )
 )
 HUB = "hf-hub"
 LIVE = "hf-live"
 PEFT = "peft"
-_WORLDS = {HUB, LIVE, PEFT, "verl", *(world for world, _ in _MARKS)}
+_WORLDS = {HUB, LIVE, PEFT, "verl", *(world for world, *_ in _MARKS)}
 
 
 def worlds() -> tuple[str, ...]:
@@ -45,7 +47,7 @@ def suspected(names: Iterable[str]) -> str | None:
     """Return the trainer's world that most names match; None if no name matches any."""
     votes: dict[str, int] = {}
     for name in names:
-        for world, mark in _MARKS:
-            if mark.fullmatch(name):
+        for world, part, mark in _MARKS:
+            if part in name and mark.fullmatch(name):
                 votes[world] = votes.get(world, 0) + 1
     return max(votes, key=lambda w: votes[w], default=None)

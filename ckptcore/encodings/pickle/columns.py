@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.encodings.pickle.records import Memo, Record, Seen
+from ckptcore.encodings.pickle.records import Memo, Record, Seen, match_record
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among
 
@@ -106,7 +106,9 @@ class Pattern:
 
 def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
     """Return the pattern of a record if a run of such records can be read, else None."""
-    call, at, match = seen
+    call, at, behind, _ = seen
+    match = match_record(data, behind)
+    assert match is not None  # it was read
     names, values = match.groups()[::2], match.groups()[1::2]
     names, values = tuple(n for n in names if n), tuple(v for v in values if v)
     texts = [memo.get(int.from_bytes(n[1:], "little")) for n in names]
@@ -131,7 +133,7 @@ def pattern_of(seen: Seen, data: bytes, memo: Memo) -> Pattern | None:
         return None
     places = tuple(call.fields.index(n) for n in texts)
     return Pattern(
-        call.name, data[at : match.start()], names, tuple(kinds), places, call.fields, next(iter(sizes), b"")
+        call.name, data[at:behind], names, tuple(kinds), places, call.fields, next(iter(sizes), b"")
     )
 
 
@@ -259,7 +261,9 @@ class Texts:
         rows: Ints,
     ) -> None:
         rows = rows[~among(hashes[rows], self._hashes)][: _QUICK - len(self._hashes)]
-        ids = np.array([self.add(data[int(begin[r]) : int(begin[r] + length[r])]) for r in rows], np.int64)
+        ends = (begin[rows] + length[rows]).tolist()
+        places = zip(begin[rows].tolist(), ends, strict=True)
+        ids = np.array([self.add(data[at:end]) for at, end in places], np.int64)
         both = np.concatenate([self._hashes, hashes[rows]])
         order = np.argsort(both)
         self._hashes, self._hashed = both[order], np.concatenate([self._hashed, ids])[order]

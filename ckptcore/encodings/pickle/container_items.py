@@ -46,6 +46,8 @@ def set_items(target: Any, items: list[Any], far: Far, what: str) -> None:
             raise MalformedCheckpoint(f"{what} has a key without a value")
         keys = items[::2]
         for key in keys:
+            if type(key) is str:  # nearly all
+                continue
             if type(key) is int and not -_FAR < key < _FAR:
                 far.see(key, what)
             if type(key) not in _SCALARS and type(key) is not Record and type(key) is not Columns:

@@ -87,7 +87,7 @@ class RecordRuns:
             return at
         seen = [last]
         if pair and before is not None:
-            if len(stack) % 2 or before[2].end() != last[1] or before[0].name != call.run[0]:
+            if len(stack) % 2 or before[3] != last[1] or before[0].name != call.run[0]:
                 return at
             seen = [before, last]
         patterns = [pattern_of(one, self._data, self._memo) for one in seen]

@@ -25,9 +25,10 @@ class Call:
         run: The classes of which metadata holds millions in turn, this one being the last. One class is the
             item of a list; two are the items of a dict. Code that reads such a list or dict must handle
             `Columns`.
+        opens: Whether its instances begin as `Shortcuts.opening` reads them.
     """
 
-    __slots__ = ("build", "fields", "is_size", "name", "run")
+    __slots__ = ("build", "fields", "is_size", "name", "opens", "run")
 
     def __init__(
         self,
@@ -37,8 +38,10 @@ class Call:
         is_size: bool = False,
         fields: tuple[str, ...] = (),
         run: tuple[str, ...] = (),
+        opens: bool = False,
     ) -> None:
         self.name, self.build, self.is_size, self.fields, self.run = name, build, is_size, fields, run
+        self.opens = opens
 
 
 class Record:
@@ -70,11 +73,20 @@ _VALUE = (
 )
 _PAIR = rb"(" + _REF + rb")" + _VALUE
 _match_size = re.compile(_SIZE, re.DOTALL).match
-_match_record = re.compile(
+match_record = re.compile(
     # EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK, names and values, SETITEMS, BUILD
     rb"\)\x81\x94}\x94\(" + _PAIR + _PAIR + rb"(?:" + _PAIR + rb")?(?:" + _PAIR + rb")?ub",
     re.DOTALL,
 ).match
+# An instance up to the list at the end of its dict: a record with a tuple as its state, a size, and a list.
+_match_opening = re.compile(
+    rb"\)\x81\x94}\x94\((" + _REF + rb")(" + _REF + rb")\)\x81\x94\("
+    rb"((?:" + _REF + rb"|" + _INT + rb"|[\x88\x89N])+)t\x94b"
+    rb"(" + _REF + rb")(" + _REF + rb")(" + _SIZE + rb")(" + _REF + rb")\]\x94",
+    re.DOTALL,
+).match
+_PART = re.compile(rb"(" + _REF + rb")|(" + _INT + rb")|(.)", re.DOTALL)
+_PLAIN = {b"\x88": True, b"\x89": False, b"N": None}
 _DIM = re.compile(rb"K(.)|M(..)|J(....)", re.DOTALL)
 
 
@@ -146,10 +158,14 @@ class Memo:
         return part[index - self._starts[n]] if type(part) is list else part.get(index)
 
 
-# A matched record: its class, the position of the class, and the match behind it.
-Seen = tuple[Call, int, re.Match[bytes]]
+# A record that was read: its class, and the positions of the class, behind it, and behind the record.
+Seen = tuple[Call, int, int, int]
+# What is behind its class: its bytes, its state, and the values of the memo numbers behind its own.
+_Read = tuple[bytes, tuple[Any, ...], list[Any]]
 _SKIPPED = object()
 _AS_IS: tuple[int, ...] = (-2,)  # marks names in the declared order; compared by identity
+_ALIKE = 4096  # different encodings whose values are remembered
+_OWN = b"\x5d\x8c"  # a list is not shared, and a record with a text of its own has no equal
 
 
 class Shortcuts:
@@ -161,6 +177,11 @@ class Shortcuts:
         self.last: Seen | None = None
         self._known: dict[bytes, Any] = {}  # bytes -> integer, or tuple of a size
         self._orders: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        # Tensors of one shape have records of equal bytes, mostly one after the other: they share values.
+        self._states: dict[tuple[Call, bytes], _Read] = {}
+        self._last: dict[Call, _Read] = {}
+        self._openings: dict[bytes, tuple[Any, ...]] = {}
+        self._opened: tuple[bytes, tuple[Any, ...]] = b"", ()
 
     def size(self, at: int) -> tuple[Any, int]:
         """Return (dims, end) of a size behind its class at ``at``; end 0 when it does not match."""
@@ -176,13 +197,37 @@ class Shortcuts:
 
         ``op`` is the opcode that fetched the class.
         """
-        found = _match_record(self._data, at)
-        if found is None:
-            return None, 0
-        self.before, self.last = self.last, (call, at - (2 if op == 0x68 else 5), found)
         made = Record(call.name, (), call.fields)
         rows = self._memo.rows
-        rows += (made, _SKIPPED)
+        rows.append(made)
+        alike = self._last.get(call)
+        if alike is None or not self._data.startswith(alike[0], at):
+            found = match_record(self._data, at)
+            if found is None:
+                rows.pop()
+                return None, 0
+            alike = self._states.get((call, found[0]))
+            if alike is None:
+                alike = self._read(call, found)
+            else:
+                self._last[call] = alike
+        raw, made.state, numbered = alike
+        rows += numbered
+        end = at + len(raw)
+        self.before, self.last = self.last, (call, at - (2 if op == 0x68 else 5), at, end)
+        return made, end
+
+    def _read(self, call: Call, found: re.Match[bytes]) -> _Read:
+        rows = self._memo.rows
+        first = len(rows)
+        rows.append(_SKIPPED)
+        read = found[0], self._state(call, found), rows[first:]
+        del rows[first:]
+        if len(self._states) < _ALIKE and not any(value and value[0] in _OWN for value in found.groups()):
+            self._states[call, found[0]] = self._last[call] = read
+        return read
+
+    def _state(self, call: Call, found: re.Match[bytes]) -> tuple[Any, ...]:
         n0, v0, n1, v1, n2, v2, n3, v3 = found.groups()
         value = self._value
         if n2 is None:
@@ -195,12 +240,61 @@ class Shortcuts:
         order = self._orders.get(key)
         if order is None:
             order = self._orders[key] = self.order(call, (n0, n1, n2, n3)[: len(values)])
-        made.state = values if order is _AS_IS else tuple([None if i < 0 else values[i] for i in order])
-        return made, found.end()
+        return values if order is _AS_IS else tuple([None if i < 0 else values[i] for i in order])
+
+    def opening(self, call: Call, at: int) -> tuple[Record, dict[Any, Any], list[Any], int] | None:
+        """Read an instance behind its class at ``at``, up to the list that ends its dict.
+
+        That is the metadata of a tensor (its dtype and layout, its size, and its chunks), of which there may
+        be a hundred thousand. Single opcodes would have left the same on the stack and in the memo.
+
+        Returns:
+            (the instance without its state, the empty dict, [name, record, name, dims, name, empty list], the
+            position behind); None when it does not match.
+        """
+        raw, values = self._opened
+        if not raw or not self._data.startswith(raw, at):
+            found = _match_opening(self._data, at)
+            if found is None:
+                return None
+            raw = found[0]
+            values = self._openings.get(raw) or self._opening(found)
+            if not values:
+                return None
+            self._opened = raw, values
+            if len(self._openings) < _ALIKE:
+                self._openings[raw] = values
+        n0, kind, state, n1, dims, n2 = values
+        made, part = call.build(), kind.build()
+        part.state = state
+        named: dict[Any, Any] = {}
+        last: list[Any] = []
+        self._memo.rows += (made, named, part, state, _SKIPPED, _SKIPPED, dims, last)
+        return made, named, [n0, part, n1, dims, n2, last], at + len(raw)
+
+    def _opening(self, found: re.Match[bytes]) -> tuple[Any, ...]:
+        """Return (name, class of the record, its state, name, dims, name); () for other classes."""
+        n0, kind, parts, n1, of, size, n2 = found.groups()
+        rows = _PART.findall(parts)
+        if max(map(_number, (n0, kind, n1, of, n2, *(ref for ref, *_ in rows if ref)))) >= self._memo.next:
+            return ()  # it refers to itself
+        record, dims = self._reference(kind), self._reference(of)
+        if type(record) is not Call or record.is_size or type(record.build()) is not Record:
+            return ()
+        if type(dims) is not Call or not dims.is_size:
+            return ()
+        state = tuple(
+            self._reference(ref) if ref else self._value(number) if number else _PLAIN[plain]
+            for ref, number, plain in rows
+        )
+        return self._reference(n0), record, state, self._reference(n1), self._size(size), self._reference(n2)
+
+    def _reference(self, raw: bytes) -> Any:
+        return self._memo.get(_number(raw))
 
     def order(self, call: Call, names: tuple[bytes, ...]) -> tuple[int, ...]:
         """Return for each declared field the index of its value; -1 for none."""
-        texts = [self._memo.get(n[1] if len(n) == 2 else _long(n, 1)) for n in names]
+        texts = [self._reference(n) for n in names]
         if any(type(n) is not str for n in texts):
             raise ValueError("a record is filled with something else than named values")
         if tuple(texts) == call.fields:
@@ -250,6 +344,11 @@ class Shortcuts:
                 for one, two, four in _DIM.findall(raw, raw[0] == 0x28, end - 1)
             )
         return dims
+
+
+def _number(raw: bytes) -> int:
+    """Return the memo number that BINGET or LONG_BINGET names."""
+    return raw[1] if len(raw) == 2 else _long(raw, 1)
 
 
 def _long(raw: bytes, at: int) -> int:

@@ -45,7 +45,7 @@ _SIZED: dict[type[Any], int] = {
 _BLOCK, _OP, _ITEM, _CHAR, _RECORD, _ROW, _FAR = 1 << 14, 96, 64, 4, 256, 64, 128
 
 
-def record(kind: str, *fields: str, run: tuple[str, ...] = ()) -> Call:
+def record(kind: str, *fields: str, run: tuple[str, ...] = (), opens: bool = False) -> Call:
     """Return a table entry for a class whose instances are kept as `Record`.
 
     Args:
@@ -53,8 +53,9 @@ def record(kind: str, *fields: str, run: tuple[str, ...] = ()) -> Call:
         *fields: When given, a dict state is kept as a tuple of these values, None where absent. A dict per
             object would make large metadata cost gigabytes.
         run: See `Call`.
+        opens: See `Call`.
     """
-    return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run)
+    return Call(kind, lambda *args: Record(kind, args, fields), fields=fields, run=run, opens=opens)
 
 
 def loads(
@@ -137,13 +138,25 @@ def _run(
                 else:
                     value = memo.get(int.from_bytes(data[at : at + 4], "little"))
                     at += 4
-                if type(value) is Call and quick and (value.fields or value.is_size):
-                    made, end = shortcuts.size(at) if value.is_size else shortcuts.record(value, at, op)
-                    if end:
-                        append(made)
-                        spent += _RECORD
-                        at = runs.follow(shortcuts, value, end, stack, marks) if value.run else end
-                        rows = memo.rows
+                if type(value) is Call and quick:
+                    if value.fields or value.is_size:
+                        made, end = shortcuts.size(at) if value.is_size else shortcuts.record(value, at, op)
+                        if end:
+                            append(made)
+                            spent += _RECORD
+                            at = runs.follow(shortcuts, value, end, stack, marks) if value.run else end
+                            rows = memo.rows
+                            continue
+                    elif value.opens and (opened := shortcuts.opening(value, at)) is not None:
+                        made, fresh, items, end = opened
+                        spent += 2 * (_RECORD + CONTAINER) + _OP * (end - at) // 3  # as its opcodes would
+                        at = end
+                        stack += (made, fresh)
+                        marks.append(stack)
+                        if len(marks) > _MAX_STACK:
+                            raise _too_deep(what)
+                        stack = items
+                        append = stack.append
                         continue
                 append(value)
             elif op == 0x94:  # MEMOIZE
@@ -154,7 +167,7 @@ def _run(
             elif op == 0x28:  # MARK
                 marks.append(stack)
                 if len(marks) > _MAX_STACK:
-                    raise MalformedCheckpoint(f"{what} nests deeper than {_MAX_STACK} levels")
+                    raise _too_deep(what)
                 stack = []
                 append = stack.append
             elif op == 0x7D:  # EMPTY_DICT
@@ -175,7 +188,11 @@ def _run(
                         spent -= CONTAINER - _RECORD
                 if given > limit:
                     raise _too_much(what, size)
-                _build(stack[-1], state, table, what)
+                target = stack[-1]
+                if type(target) is Record and not target.fields:
+                    target.state = state
+                else:
+                    _build(target, state, table, what)
             elif op == 0x81 or op == 0x52:  # NEWOBJ
                 args = stack.pop()
                 if args:
@@ -198,9 +215,11 @@ def _run(
             elif op == 0x29:  # EMPTY_TUPLE
                 append(())
             elif op == 0x8C:  # SHORT_BINUNICODE
-                n = data[at]
-                append(_take(data, at + 1, n).decode("utf-8", "surrogatepass"))
-                at += 1 + n
+                end = at + 1 + data[at]
+                if end > size:
+                    raise IndexError(at)
+                append(data[at + 1 : end].decode("utf-8", "surrogatepass"))
+                at = end
             elif op == 0x58:  # BINUNICODE
                 n = int.from_bytes(_take(data, at, 4), "little")
                 append(_take(data, at + 4, n).decode("utf-8", "surrogatepass"))
@@ -217,7 +236,11 @@ def _run(
                 extend(stack[-1], items, what)
             elif op == 0x61:  # APPEND
                 last = stack.pop()
-                extend(stack[-1], [last], what)
+                target = stack[-1]
+                if type(target) is list:
+                    target.append(last)
+                else:
+                    extend(target, [last], what)
             elif op == 0x74:  # TUPLE
                 items, stack = stack, marks.pop()
                 append = stack.append
@@ -395,6 +418,10 @@ def _given(args: Any) -> int:
         if weight is not None:
             total += weight * len(arg)
     return total
+
+
+def _too_deep(what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{what} nests deeper than {_MAX_STACK} levels")
 
 
 def _too_much(what: str, size: int) -> MalformedCheckpoint:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.encodings.pickle.unpickler import Columns, Names, Sizes
+from ckptcore.encodings.pickle.unpickler import Columns, Names, Record, Sizes
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.dcp.metadata import Metadata, dims, row
 from ckptcore.utils.dataclass import dataclass
@@ -156,9 +156,15 @@ class ChunkRows:
         self._file = metadata.name
         self._names, self._counts = array("q"), array("q")
         self._offsets, self._shapes = Ragged(), Ragged()
+        self._checked: Any = None  # the state of the last chunk
 
-    def add(self, name: int, chunks: list[Any]) -> None:
-        """Add the chunks of a tensor, by the number of its name; raise `MalformedCheckpoint` for others."""
+    def add(self, name: int, chunks: list[Any]) -> int:
+        """Add the chunks of a tensor, by the number of its name, and return their number.
+
+        Raises:
+            MalformedCheckpoint: There is something else.
+        """
+        count = 0
         for chunk in chunks:
             if type(chunk) is Columns and chunk.kinds == _CHUNKS:
                 offsets, sizes = chunk.fields[0]
@@ -166,12 +172,21 @@ class ChunkRows:
                     raise MalformedCheckpoint(f"{self._file} has chunks without a size", file=self._file)
                 self._offsets.extend(offsets)
                 self._shapes.extend(sizes)
-            else:
-                offset, shape = row(chunk, "ChunkStorageMetadata", self._file)
-                self._offsets.add(dims(offset, self._file))
-                self._shapes.add(dims(shape, self._file))
+                count += chunk.count
+                continue
+            # Tensors of one shape share the state of their chunk.
+            state = chunk.state if type(chunk) is Record and chunk.kind == _CHUNKS[0] else None
+            if state is None or state is not self._checked:
+                state = row(chunk, _CHUNKS[0], self._file)
+                dims(state[0], self._file)
+                dims(state[1], self._file)
+                self._checked = state
+            self._offsets.add(state[0])
+            self._shapes.add(state[1])
+            count += 1
         self._names.append(name)
-        self._counts.append(rows_in(chunks))
+        self._counts.append(count)
+        return count
 
     def done(self, names: list[str]) -> MetadataChunks:
         """Return all chunks; ``names`` of the tensors are for messages."""
@@ -185,11 +200,6 @@ class ChunkRows:
                 file=self._file,
             )
         return MetadataChunks(name, offset, shape, rank)
-
-
-def rows_in(items: list[Any]) -> int:
-    """Return the number of records in a list."""
-    return sum(item.count if type(item) is Columns else 1 for item in items)
 
 
 @dataclass(frozen=True)

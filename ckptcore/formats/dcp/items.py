@@ -17,7 +17,7 @@ from typing import Any
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import TensorRef
-from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
+from ckptcore.encodings.safetensors_header import MAX_HEADER, HeaderText
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import Literal, Slot
@@ -82,20 +82,10 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
         )
     order = sorted(range(len(names)), key=lambda n: (-BY_NAME[dtypes[n]].itemsize, names[n]))
     sharding = {names[n]: {"saved_offsets": list(pieces[n].box.offset)} for n in order}
-    header: dict[str, Any] = {
-        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
-    }
-    starts, end = [], 0
-    for n in order:
-        stop = end + pieces[n].nbytes
-        header[names[n]] = {
-            "dtype": BY_NAME[dtypes[n]].safetensors,
-            "shape": list(pieces[n].box.shape),
-            "data_offsets": [end, stop],
-        }
-        starts.append(end)
-        end = stop
-    head = pack_header(header, 8)
+    about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
+    header = HeaderText(about)
+    starts = [header.add(names[n], dtypes[n], pieces[n].box.shape) for n in order]
+    head = header.packed(8)
     if len(head) - 8 > MAX_HEADER:
         raise NameMismatch(
             f"the safetensors header of a file must have at most {MAX_HEADER} bytes (got {len(head) - 8})",
@@ -103,7 +93,7 @@ def blob(names: Sequence[str], pieces: Sequence[WriteItem], at: int, first: int)
         )
     slots = tuple(Slot(first + k, at + len(head) + start) for k, start in enumerate(starts))
     items = tuple((at, p.nbytes) for p in pieces)
-    return Run(tuple(order), items, slots, (Literal(at, head),), at + len(head) + end)
+    return Run(tuple(order), items, slots, (Literal(at, head),), at + len(head) + header.end)
 
 
 def object_zip(value: Any) -> bytes:

@@ -48,7 +48,9 @@ _CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 TABLE: dict[str, Any] = {
     **{
-        f"{module}.{name}": record(name, *fields, run=_RUNS.get(name, ()))
+        f"{module}.{name}": record(
+            name, *fields, run=_RUNS.get(name, ()), opens=name == "TensorStorageMetadata"
+        )
         for module, names in _CLASSES.items()
         for name, fields in names.items()
     },
@@ -129,10 +131,6 @@ class Metadata:
                 if type(fqn) is str:
                     named[fqn] = None
         return list(named)
-
-    def path(self, fqn: str) -> Any:
-        """Return the path that the planner recorded for a name (unchecked), or None."""
-        return self.paths.get(fqn) if type(self.paths) is dict else None
 
 
 def row(value: Any, kind: str, name: str) -> tuple[Any, ...]:

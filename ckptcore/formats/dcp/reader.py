@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec
+from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, dims_table
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named
 from ckptcore.core.tree_paths import Paths
@@ -27,16 +27,7 @@ from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.dcp.chunk_table import (
-    ChunkRows,
-    Ints,
-    Join,
-    MetadataChunks,
-    Numbers,
-    Places,
-    places,
-    rows_in,
-)
+from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Numbers, Places, places
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
@@ -113,9 +104,10 @@ def _paths(parsed: Iterable[Metadata]) -> Paths:
     """Return the path of each name in the saved tree, as far as the planners recorded it."""
     found = Paths()
     for metadata in parsed:
+        known = metadata.paths if type(metadata.paths) is dict else {}
         for name in metadata.tensors:
-            if name not in found:
-                found.add(name, metadata.path(name))
+            if name in known and name not in found:
+                found.add(name, known[name])
     return found
 
 
@@ -161,11 +153,10 @@ class _Columns:
             entries = state.get("chunks")
             if type(entries) is not list:
                 raise MalformedCheckpoint(f"{name}: {fqn} has no list of chunks", file=name)
+            count += chunks.add(number, entries)
             # Every chunk takes far more than 8 bytes of pickle; shared lists could claim more chunks.
-            count += rows_in(entries)
             if count * 8 > metadata.bound:
                 raise MalformedCheckpoint(f"{name} claims more chunks than its size allows", file=name)
-            chunks.add(number, entries)
         for fqn in objects:
             numbers.one(fqn)
         listed = chunks.done(fqns)
@@ -190,12 +181,12 @@ class _Columns:
             (shapes int64 [names, r], numbers of dims int64 [names] with -2 for no tensor, numbers of the
             tensors int64 [names] with -1 for one that cannot be read).
         """
-        width = max((len(shape) for _, shape in tensors.values()), default=0)
-        shapes, ranks = np.zeros((names, width), np.int64), np.full(names, -2, np.int64)
-        owner = np.zeros(names, np.int64)
-        for number, (at, shape) in tensors.items():
-            shapes[number, : len(shape)] = shape
-            ranks[number], owner[number] = len(shape), at
+        own, rows = [shape for _, shape in tensors.values()], np.fromiter(tensors, np.int64, len(tensors))
+        rank = np.fromiter(map(len, own), np.int64, len(own))
+        shapes = np.zeros((names, int(rank.max(initial=0))), np.int64)
+        shapes[rows] = dims_table(own, shapes.shape[1], 0)
+        ranks, owner = np.full(names, -2, np.int64), np.zeros(names, np.int64)
+        ranks[rows], owner[rows] = rank, [at for at, _ in tensors.values()]
         return shapes, ranks, owner
 
     @staticmethod

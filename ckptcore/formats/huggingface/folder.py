@@ -12,7 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptcore.core.manifest import Blob, Item, Manifest, TensorSpec, Unread, View
+import numpy as np
+
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
 from ckptcore.core.object_tree import VERSION, decode
@@ -202,14 +204,16 @@ def _add_file(
 ) -> tuple[set[str], dict[str, Any]]:
     size = source.listing[path]
     tensors, metadata, begin = read_header(source.store, path, size)
-    file = builder.file(path, size)
-    for name, (dtype, shape, start, stop) in tensors.items():
-        if name in seen:
-            raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
-        seen[name] = path
-        at = builder.tensor(TensorSpec(name, dtype, shape), path)
-        item = builder.item(Item(file, begin + start, stop - start))
-        builder.chunk(at, (0,) * len(shape), shape, item, View())
+    builder.file(path, size)
+    if not seen.keys().isdisjoint(tensors):
+        name = next(name for name in tensors if name in seen)
+        raise MalformedCheckpoint(f"{name} is in {seen[name]} and in {path}", file=path)
+    seen |= dict.fromkeys(tensors, path)
+    specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape, _, _) in tensors.items()]
+    places = np.array([row[2:] for row in tensors.values()], np.int64).reshape(-1, 2)
+    places[:, 1] -= places[:, 0]
+    places[:, 0] += begin
+    builder.raw_tensors(specs, path, places)
     return set(tensors), metadata
 
 

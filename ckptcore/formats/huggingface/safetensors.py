@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.object_tree import VERSION
-from ckptcore.encodings.safetensors_header import MAX_HEADER, pack_header
+from ckptcore.encodings.safetensors_header import MAX_HEADER, METADATA, HeaderText
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
     Arrangement,
@@ -41,7 +40,6 @@ from ckptcore.formats.huggingface.folder import (
 )
 
 ADAPTER = "adapter_model.safetensors"
-METADATA = "__metadata__"  # the key of a header that is not a tensor
 
 
 def detect(source: Source) -> Evidence | None:
@@ -151,26 +149,16 @@ def _file_layout(
 ) -> FileLayout:
     # Wide elements first, so that every tensor starts at a multiple of its element's width.
     order = sorted(group, key=lambda i: -BY_NAME[tensors[i].dtype].itemsize)
-    header: dict[str, Any] = {METADATA: dict(metadata)}
-    at = 0
-    starts = []
-    for i in order:
-        spec = tensors[i]
-        starts.append(at)
-        header[spec.fqn] = {
-            "dtype": BY_NAME[spec.dtype].safetensors,
-            "shape": list(spec.shape),
-            "data_offsets": [at, at + spec.nbytes],
-        }
-        at += spec.nbytes
-    prefix = pack_header(header, 64)
+    header = HeaderText(metadata)
+    starts = [header.add(t.fqn, t.dtype, t.shape) for t in map(tensors.__getitem__, order)]
+    prefix = header.packed(64)
     if len(prefix) - 8 > MAX_HEADER:
         raise NameMismatch(
             f"the header of {path} must have at most {MAX_HEADER} bytes (got {len(prefix) - 8})",
             hint="lower --max-file-size",
         )
     slots = tuple(Slot(n, len(prefix) + start) for n, start in enumerate(starts))
-    return FileLayout(path, len(prefix) + at, tuple(order), slots, (Literal(0, prefix),), commit)
+    return FileLayout(path, len(prefix) + header.end, tuple(order), slots, (Literal(0, prefix),), commit)
 
 
 def _index(

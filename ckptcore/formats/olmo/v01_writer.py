@@ -19,7 +19,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import decode
 from ckptcore.encodings.pickle.writer import Classes
-from ckptcore.encodings.safetensors_header import pack_header
+from ckptcore.encodings.safetensors_header import HeaderText
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
@@ -61,10 +61,6 @@ class _EntryBox:
 
     entry: _Entry
     box: Box
-
-    @property
-    def nbytes(self) -> int:
-        return TensorSpec(self.entry.name, self.entry.dtype, self.box.shape).nbytes
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -203,22 +199,15 @@ def _outer(box: Box, dims: int) -> list[range]:
 def _rank_file(path: str, group: Sequence[_EntryBox]) -> FileLayout:
     # Wide elements first, so every tensor starts at a multiple of its element's width.
     order = sorted(group, key=lambda h: -BY_NAME[h.entry.dtype].itemsize)
-    header: dict[str, Any] = {}
-    at = 0
-    for h in order:  # the loader supports 1-D tensors only
-        header[h.entry.name] = {
-            "dtype": BY_NAME[h.entry.dtype].safetensors,
-            "shape": [h.box.numel],
-            "data_offsets": [at, at + h.nbytes],
-        }
-        at += h.nbytes
-    prefix = pack_header(header, 8)
+    header = HeaderText()
+    starts = [header.add(h.entry.name, h.entry.dtype, (h.box.numel,)) for h in order]  # the loader's are 1-D
+    prefix = header.packed(8)
     literals = [Literal(0, prefix)]
     slots: list[Slot] = []
     tensors: list[int] = []
     boxes: list[Box] = []
-    for h in order:
-        start = len(prefix) + header[h.entry.name]["data_offsets"][0]
+    for h, begin in zip(order, starts, strict=True):
+        start = len(prefix) + begin
         if h.entry.position is None:
             literals.append(Literal(start, h.entry.data))
         else:
@@ -226,7 +215,7 @@ def _rank_file(path: str, group: Sequence[_EntryBox]) -> FileLayout:
             tensors.append(h.entry.position)
             boxes.append(h.box)
     return FileLayout(
-        path, len(prefix) + at, tuple(tensors), tuple(slots), tuple(literals), boxes=tuple(boxes)
+        path, len(prefix) + header.end, tuple(tensors), tuple(slots), tuple(literals), boxes=tuple(boxes)
     )
 
 

@@ -39,6 +39,17 @@ def test_paths_travel_with_a_manifest() -> None:
     assert all(type(a) is type(b) for n in SAVED for a, b in zip(found[n], SAVED[n], strict=True))
 
 
+def test_the_container_of_a_name_is_what_is_before_its_last_element() -> None:
+    paths = Paths()
+    for name, path in (SAVED | {"ends.": ("ends", "")}).items():
+        assert paths.add(name, path)
+        own = len(str(path[-1]))
+        assert paths.container(name) == (name[: len(name) - own] if len(path) > 1 else "")
+    assert paths.container("ends.") == "ends."
+    assert paths.container("list.3") == "list."
+    assert paths.container("model.of.nobody") == ""
+
+
 def test_what_is_no_path_of_a_name_is_not_taken() -> None:
     paths = Paths()
     for name, path in {

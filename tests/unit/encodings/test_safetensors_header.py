@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 import ckptcore
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.encodings import json_text
+from ckptcore.encodings.safetensors_header import HeaderText
 from ckptcore.errors import CkptError
 
 
@@ -55,6 +59,68 @@ def test_headers_that_the_format_forbids(name: str, tmp_path: Path) -> None:
         ckptcore.open(written(tmp_path / "x.safetensors", header))
     assert caught.value.code in {"malformed", "unsupported-dtype"}
     assert "x.safetensors" in caught.value.message
+
+
+TWICE = {
+    "plain": '{"a":1,"b":2,"a":3}',
+    "inside": '{"w":{"dtype":"F32","dtype":"F32"},"v":{}}',
+    "a colon in a text": '{"a":1,"a":":"}',
+    "a colon in a name": '{"a:":1,"a:":2}',
+    "spaces before a colon": '{"a" :1,"a":2,"b":"x"}',
+    "a text that looks like a name": '{"a" :1,"a":"\\":"}',
+    "the same name, spelled otherwise": '{"a":1,"\\u0061":2}',
+    "a dropped text": '{"a":{"x":":"},"a":"\\u003a\\u003a"}',
+}
+
+
+@pytest.mark.parametrize("text", TWICE.values(), ids=TWICE)
+@pytest.mark.parametrize("encoding", [None, "utf-8", "utf-16-le"])
+def test_names_that_are_there_twice(text: str, encoding: str | None) -> None:
+    raw = text if encoding is None else text.encode(encoding)
+    with pytest.raises(ValueError, match="name twice"):
+        json_text.loads(raw)
+
+
+def test_large_headers_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = {f"w.{n}": entry() for n in range(50)} | {"__metadata__": {"format": "pt", "note": "a: b"}}
+    once: list[str] = []
+    load = json.loads
+    monkeypatch.setattr(
+        json_text.json, "loads", lambda raw, **hooks: once.extend(hooks) or load(raw, **hooks)
+    )
+    for separators in ((",", ":"), (", ", ": ")):
+        for about in ({}, {"__metadata__": {"objects": json.dumps({"a": {"b": 1}})}}, header):
+            value = header | {"__metadata__": {"format": "pt"}} | about
+            once.clear()
+            raw = json.dumps(value, separators=separators).encode()
+            assert json_text.loads(raw) == load(raw)
+            assert len(once) == 1
+
+
+def test_a_header_in_the_making_is_its_json() -> None:
+    """As the `json` module spells it, byte for byte."""
+    rows = [
+        ("größe", "bfloat16", (2, 3)),
+        ('a"b\\\n\x7f\u2028', "bfloat16", (2, 3)),
+        ("s", "float32", ()),
+        ("e", "int64", (0, 4)),
+    ]
+    for metadata in (None, {}, {"format": "pt", "o": '{"ä": "\\n"}'}):
+        text, end = HeaderText(metadata), 0
+        want: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        for name, dtype, shape in rows:
+            known = BY_NAME[dtype]
+            stop = end + math.prod(shape) * known.itemsize
+            want[name] = {"dtype": known.safetensors, "shape": list(shape), "data_offsets": [end, stop]}
+            assert text.add(name, dtype, shape) == end
+            end = stop
+        raw = json.dumps(want, separators=(",", ":"), ensure_ascii=False).encode()
+        packed = text.packed(64)
+        assert text.end == end
+        assert len(packed) % 64 == 0
+        assert int.from_bytes(packed[:8], "little") == len(packed) - 8
+        assert packed[8:].rstrip(b" ") == raw
+    assert HeaderText().packed(8) == (8).to_bytes(8, "little") + b"{}      "
 
 
 CUT = {
