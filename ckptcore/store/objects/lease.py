@@ -29,6 +29,7 @@ from ckptcore.utils.dataclass import dataclass
 
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by
+_HURRY_S = 3.0  # for which requests of a lease are repeated while an error waits to be reported
 _log = logging.getLogger("ckptcore")
 _RESERVED: set[str] = set()  # tokens of the leases that this process has, or is about to have
 
@@ -103,7 +104,8 @@ class Lease:
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._key, self._destination = client, key, destination
+        self._client, self._key, self._destination = client.unless(self._overdue), key, destination
+        self._most_until: float | None = None  # on the clock of `time.monotonic`
         self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
         self._arbiter, self._decides = arbiter, False
         self._proven = True  # False from creating the lease to `prove`
@@ -128,6 +130,7 @@ class Lease:
             Busy: Another process has it.
             DestinationUnwritable: The store ignores create-only requests, and there is no arbiter.
         """
+        self._most_until = None
         mine = self._new(1)
         _RESERVED.add(mine.token)
         try:
@@ -235,6 +238,16 @@ class Lease:
                 self._mine, self._etag = there, seen.etag if seen is not None else None
                 return
             self._mine, self._etag = later, found or None
+
+    def hurry(self) -> None:
+        """Let `release` repeat requests for a few seconds only: an error is to be reported.
+
+        A lease that could not be removed ends by itself; on this machine, with this process.
+        """
+        self._most_until = time.monotonic() + _HURRY_S
+
+    def _overdue(self) -> bool:
+        return self._most_until is not None and time.monotonic() > self._most_until
 
     def release(self) -> None:
         """End the lease, if this process still holds it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -193,6 +195,45 @@ def test_one_layer_repeats_requests(
     # Parts are on their way side by side; the error is of one of them.
     seen = Counter(row[1:3] for row in server.log if row[4] == operation and row[3] == 503)
     assert caught.value.values["attempts"] in seen.values()
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "PutObject"])
+def test_an_error_is_not_kept_waiting_by_uploads_that_are_begun_ahead(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan cannot be saved, while the store throttles what begins the upload."""
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "60")
+    begun = threading.Event()
+    server.fault(operation, path="(uploads/|safetensors$)", times=10**9, call=begun.set)
+    denied = {"status": 403, "code": "AccessDenied", "call": lambda: begun.wait(10)}
+    server.fault("PutObject", path="plan/", times=10**9, **denied)
+    started = time.monotonic()
+    with pytest.raises(DestinationUnwritable, match="AccessDenied"):
+        convert(source)
+    assert begun.is_set()
+    assert time.monotonic() - started < 15
+    before = len(server.log)
+    time.sleep(0.5)
+    assert len(server.log) == before  # nothing is sent without a lease
+    server.calm()
+    convert(source)
+    require_right(server, tensors)
+    assert not server.uploads
+
+
+def test_an_error_is_not_kept_waiting_by_the_lease(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "60")
+    lost = {"call": lambda: server.fault("*", path="lease", times=10**9), "status": 403}
+    server.fault("PutObject", path="plan/", times=10**9, code="AccessDenied", **lost)
+    started = time.monotonic()
+    with pytest.raises(DestinationUnwritable, match="AccessDenied"):
+        convert(source)
+    assert time.monotonic() - started < 15
+    server.calm()
+    convert(source)
+    require_right(server, tensors)
 
 
 def test_an_upload_that_a_lifecycle_rule_ended(
