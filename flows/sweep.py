@@ -18,6 +18,7 @@ from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.catalog import open_catalog
+from ckptcore.catalog.training import facts_of_every
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
@@ -52,6 +53,7 @@ def sweep(
     """Convert complete checkpoints below the watched roots that are not converted yet."""
     try:
         wanted = flow_options(SweepOptions, given)
+        facts_of_every(wanted.meta or (), "meta")
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
         job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None, "meta": wanted.meta}).job()
         catalog, dry_run, settle_s = wanted.catalog, wanted.dry_run, parse_duration(wanted.min_age)

@@ -68,11 +68,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             changes |= {"content_digest": content, "num_files": len(files)}
             conn.execute(delete(CheckpointFile).where(*_files_in_role(row.id, Role.DATA)))
             _put_files(conn, row.id, files, Role.DATA)
-        if extra:
-            conn.execute(delete(CheckpointFile).where(*_files_in_role(row.id, Role.EXTRA)))
-            stored = select(CheckpointFile.path).where(*_files_in_role(row.id, Role.DATA))
-            data = set(conn.execute(stored).scalars())
-            _put_files(conn, row.id, [f for f in extra if f[0] not in data], Role.EXTRA)
+        _replace_extra(conn, row.id, extra)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
         checkpoint, public = row.id, row.uuid
         _note_fingerprints(conn, checkpoint, facts.fingerprints)
@@ -201,6 +197,19 @@ def content_digest(files: Sequence[tuple[str, int, str | None]]) -> str:
 
 def _files_in_role(checkpoint: int, role: Role) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return CheckpointFile.checkpoint_id == checkpoint, CheckpointFile.role == role.value
+
+
+def _replace_extra(conn: Connection, checkpoint: int, extra: Sequence[tuple[str, int, str | None]]) -> None:
+    """Replace the files without tensors, unless the new ones were only seen: those replace no digest."""
+    if not extra:
+        return
+    old = delete(CheckpointFile).where(*_files_in_role(checkpoint, Role.EXTRA))
+    if not any(digest for _, _, digest in extra):
+        old = old.where(CheckpointFile.digest.is_(None))
+    conn.execute(old)
+    stored = select(CheckpointFile.path).where(CheckpointFile.checkpoint_id == checkpoint)
+    there = set(conn.execute(stored).scalars())
+    _put_files(conn, checkpoint, [f for f in extra if f[0] not in there], Role.EXTRA)
 
 
 def _put_files(

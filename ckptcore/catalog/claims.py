@@ -1,9 +1,10 @@
 """Claims: leases that let one process make an output while others wait for it.
 
 A claim is one row for each (content of a source, destination, options). Its owner works while the lease runs,
-and renews the lease. If a worker dies, its lease expires and another worker may take the claim. A finished
-claim stays done. The number of attempts identifies the taken row, so a worker that comes back late cannot end
-a claim that another one has taken.
+and renews the lease. If a worker dies, its lease expires and another worker may take the claim; one on the
+same machine, which can prove that its process has ended, need not wait. A finished claim stays done. The
+number of attempts identifies the taken row, so a worker that comes back late cannot end a claim that another
+one has taken.
 
 Every function runs inside the given transaction. Functions that change something need a writer's transaction.
 """
@@ -19,12 +20,14 @@ from sqlalchemy import delete, select, update
 from ckptcore.catalog.models import Claim
 from ckptcore.catalog.normalize import clean, normal_uri, storable
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.processes import has_ended, this_process
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 LEASE = timedelta(minutes=5)  # how long a worker may go without renewing
 TAKEN, DONE, FAILED = "taken", "done", "failed"
+_SIGN = " | "  # between an owner and its process, in one column
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRow:
-    """One claim. mine: whether this call took it for the caller."""
+    """One claim.
+
+    process: that of the owner, see `ckptcore.utils.processes`; () if unknown. mine: whether this call took it
+    for the caller.
+    """
 
     id: int
     key: Key
@@ -51,7 +58,12 @@ class ClaimRow:
     ended_at: datetime | None
     error_code: str | None
     error: str | None
+    process: tuple[str, ...] = ()
     mine: bool = False
+
+    def is_in_use(self, now: datetime) -> bool:
+        """Return whether its owner may still be at work."""
+        return self.state == TAKEN and self.due_at > now and not has_ended(self.process)
 
 
 def take(
@@ -84,7 +96,7 @@ def take(
         "options_digest": key.options_digest,
         "source_uri": normal_uri(source),
         "state": TAKEN,
-        "owner": storable(owner),
+        "owner": _SIGN.join((storable(owner), " ".join(this_process()))),
         "attempts": 1,
         "taken_at": now,
         "due_at": now + lease,
@@ -97,9 +109,10 @@ def take(
     row = conn.execute(select(Claim.__table__).where(*_is(key)).with_for_update()).one()
     if made is not None:
         return _claim_row(row, mine=True)
-    busy = row.state == TAKEN and row.due_at > now and row.owner != storable(owner)
+    there = _claim_row(row)
+    busy = there.owner != storable(owner) and there.is_in_use(now)
     if busy or (row.state == DONE and not retry):
-        return _claim_row(row)
+        return there
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
     conn.execute(update(Claim).where(Claim.id == row.id).values(values))
     return _claim_row(conn.execute(select(Claim.__table__).where(Claim.id == row.id)).one(), mine=True)
@@ -145,6 +158,12 @@ def of_destination(conn: Connection, destination: str) -> tuple[ClaimRow, ...]:
     return tuple(_claim_row(row) for row in conn.execute(wanted.order_by(Claim.id.desc())))
 
 
+def read_owner(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the owner and the process in the column `owner`; () for a row of an older version."""
+    owner, _, process = text.rpartition(_SIGN)
+    return (owner, tuple(process.split(" "))) if owner else (text, ())
+
+
 def _is(key: Key) -> tuple[Any, ...]:
     return (
         Claim.source_digest == key.source_digest,
@@ -159,17 +178,19 @@ def _owned(claim: ClaimRow) -> tuple[Any, ...]:
 
 def _claim_row(row: Any, mine: bool = False) -> ClaimRow:
     key = Key(row.source_digest, row.destination_uri, row.options_digest)
+    owner, process = read_owner(row.owner)
     return ClaimRow(
         row.id,
         key,
         row.source_uri,
         row.state,
-        row.owner,
+        owner,
         row.attempts,
         row.taken_at,
         row.due_at,
         row.ended_at,
         row.error_code,
         row.error_message,
+        process,
         mine,
     )

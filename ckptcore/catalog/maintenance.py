@@ -13,7 +13,7 @@ from sqlalchemy import and_, func, or_, select, update
 
 from ckptcore.catalog import retirements
 from ckptcore.catalog.checkpoints import note_findings
-from ckptcore.catalog.claims import TAKEN
+from ckptcore.catalog.claims import TAKEN, read_owner
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
 from ckptcore.catalog.normalize import parents
@@ -234,7 +234,7 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
             tuple(tags.get(each, ())),
             tuple(names.get(each, ())),
             tuple(on_hold.get(each, ())),
-            (*reading.get(each, ()), *claimed.get(each, ())),
+            (*reading.get(each, ()), *(read_owner(text)[0] for text in claimed.get(each, ()))),
         )
         for each in publics
     }

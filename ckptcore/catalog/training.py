@@ -36,6 +36,7 @@ _MOST = (1 << 63) - 1  # the largest number of a column
 
 TEXTS = ("git_commit", "user", "dataset", "job_url", "framework")
 COUNTS = ("samples", "tokens")
+OF_A_STEP = ("epoch", *COUNTS)  # beside the metrics: facts with another value at each step of a run
 # Other names of the same facts, as trainers and trackers write them.
 SYNONYMS = {
     "commit": "git_commit",
@@ -215,6 +216,29 @@ def facts_of_pairs(texts: Iterable[str], option: str = "--meta") -> TrainingFact
     facts, left_out = read_facts(form)
     if left_out:
         raise UsageError(f"cannot use {option}: {'; '.join(left_out)}", hint="correct or remove it")
+    return facts
+
+
+def facts_of_every(texts: Iterable[str], option: str = "--meta") -> TrainingFacts:
+    """Read facts that hold for several checkpoints from texts of the form KEY=VALUE.
+
+    >>> facts_of_every(["user=ada", "config.lr=3e-4"]).as_form()
+    {'user': 'ada', 'config': {'lr': 0.0003}}
+
+    Raises:
+        UsageError: A text cannot be read, or it is a fact of one step, such as a metric: recorded for all, it
+            would rank them wrongly, and as a user's it would replace what each of them stores.
+    """
+    facts = facts_of_pairs(texts, option)
+    of_a_step = [f"metrics.{name}" for name in facts.metrics]
+    of_a_step += [name for name in OF_A_STEP if getattr(facts, name) is not None]
+    if of_a_step:
+        raise UsageError(
+            f"cannot use {option} for {', '.join(of_a_step)}: a sweep records one value for every "
+            "checkpoint, and this fact has another value at each step",
+            hint=f"leave it out: what a checkpoint stores about its training is recorded by itself. For one "
+            f"checkpoint, run: ckptcore catalog meta ID {of_a_step[0]}=VALUE",
+        )
     return facts
 
 

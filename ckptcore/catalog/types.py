@@ -44,8 +44,8 @@ class State(StrEnum):
 class Role(StrEnum):
     """The purpose of a file in a checkpoint.
 
-    data: tensors and objects that the manifest names. extra: a published file without any: config, tokenizer,
-    index, metadata, card.
+    data: tensors and objects that the manifest names. extra: a file without any: config, tokenizer, index,
+    metadata, card; of a source those that its format's reader read.
     """
 
     DATA = "data"

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Where, write_json
-from ckptcore.cli.conversions import announced
 from ckptcore.cli.options import ANSWER, RUN, Output, RootNames, declared, takes
 from ckptcore.operations.options import RetireOptions, ScrubOptions, SweepOptions
 from ckptcore.planning.options import Options, options_of, read_options
@@ -23,16 +22,18 @@ from ckptcore.utils.text import count
 def sweep(names: RootNames = None, **given: Any) -> None:
     """Convert new complete checkpoints below the watched roots."""
     from ckptcore.catalog import default_url, open_catalog
+    from ckptcore.catalog.training import facts_of_every
     from ckptcore.cli import render_operations as show
     from ckptcore.conversion.batch import convert_batch
     from ckptcore.conversion.pipeline import convert
+    from ckptcore.conversion.registration import Announcement
     from ckptcore.operations.sweep import sweep as run
     from ckptcore.utils.units import parse_duration
 
     wanted = read_options(SweepOptions, given)
     url = wanted.catalog or default_url()
     settings = Options.of(given | {"fingerprint": wanted.fingerprint or None}).settings()
-    announcement = announced(wanted.meta)
+    announcement = Announcement(meta=facts_of_every(wanted.meta or ()).as_form())
     as_json = given["output"] is Output.JSON
     with open_catalog(url) as catalog:
         outcome = run(

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store, fetch
 from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
@@ -106,9 +107,37 @@ class Publication:
         )
 
 
-def note(staging: Staging, publication: Publication) -> None:
-    """Record a publication and its step."""
-    staging.root.put(PUBLISHING, canonical_json(publication.as_dict()))
+def note(staging: Staging, publication: Publication, before: Publication | None = None) -> None:
+    """Record a publication and its step.
+
+    A record that arrives altered is removed. So the one before is written once more then: without any, the
+    next run would take the output for another program's.
+
+    Args:
+        staging: The staging folder.
+        publication: What is recorded.
+        before: The same publication as it is recorded now; None for no record.
+
+    Raises:
+        AlteredInTransit: The step could not be recorded.
+    """
+    try:
+        staging.root.put(PUBLISHING, canonical_json(publication.as_dict()))
+    except AlteredInTransit as error:
+        if before is None:
+            raise
+        try:
+            note(staging, before)
+        except CkptError:
+            if publication.step != DONE:
+                raise error from None
+            raise AlteredInTransit(
+                f"{staging.destination} is complete, but that cannot be recorded: {error.message}",
+                hint=f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
+                f"what is left of the conversion: ckptcore gc {staging.parent}. Check this machine's memory "
+                "and network",
+            ) from error
+        raise
 
 
 def noted(staging: Staging) -> Publication | None:

@@ -280,7 +280,7 @@ def facts(
         prints: Its fingerprint and those of its tensors.
         announcement: Run, and the step for a place whose name has none.
         published: (path, size, digest) of every known file; files that the manifest does not list are
-            recorded, too.
+            recorded, too, as are those that the format's reader read.
         training: Read what the checkpoint stores about its training.
     """
     from ckptcore.catalog import CheckpointFacts
@@ -299,6 +299,10 @@ def facts(
         if name is None or f.path == name
     ]
     named = {path for path, _, _ in files}
+    others = [row for row in published if row[0] not in named]
+    if name is None:
+        named |= {path for path, _, _ in others}
+        others += [(f.path, f.size or 0, None) for f in manifest.described if f.path not in named]
     return CheckpointFacts(
         uri,
         manifest.format,
@@ -311,7 +315,7 @@ def facts(
         origin,
         verified,
         *prints,
-        [row for row in published if row[0] not in named],
+        others,
         tuple(_training(manifest, announcement, training)),
     )
 

@@ -113,8 +113,8 @@ def publish_remote(
         if publication.step == REMOVING:
             for name in old.first:
                 _remove(here, name)
-            publication = replace(publication, step=PUTTING)
-            note(staging, publication)
+            before, publication = publication, replace(publication, step=PUTTING)
+            note(staging, publication, before)
         _put_all(here, tensors if uploaded else beside)
         for name in old.inventory:
             if name not in old.first and name not in puts:
@@ -136,7 +136,7 @@ def publish_remote(
         lost = [n for n, (nbytes, _) in puts.items() if n not in now or now[n].nbytes != nbytes]
         if lost:
             raise OutputMismatch(f"{here.url_of(lost[0])} was written, but is missing", hint="run again")
-        _end(here, replace(publication, step=DONE, there={n: now[n] for n in puts}))
+        _end(here, replace(publication, step=DONE, there={n: now[n] for n in puts}), publication)
 
 
 def is_published(staging: Staging, publication: Publication) -> bool:
@@ -236,13 +236,18 @@ def _begin(here: _Here, publication: Publication, names: Sequence[str], *, alone
     places.client.each(lambda ask: ask(), asked)
 
 
-def _end(here: _Here, publication: Publication) -> None:
+def _end(here: _Here, publication: Publication, before: Publication) -> None:
     """Record that a publication is done; forget its uploads and list what is left to remove meanwhile.
 
     None of these needs the others: an upload that was completed is found without its entry, too.
+
+    Args:
+        here: The destination.
+        publication: What is recorded.
+        before: What was recorded last.
     """
     staging, completing = here.staging, here.completing
-    record = partial(note, staging, publication)
+    record = partial(note, staging, publication, before)
     if completing is None or staging.places is None:
         record()
         return

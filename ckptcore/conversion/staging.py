@@ -177,6 +177,11 @@ class Staging:
             try:
                 with self._keeping():
                     yield
+            except BaseException:
+                if self.uploads is not None:
+                    self.uploads.stop()
+                lease.hurry()
+                raise
             finally:
                 if self.uploads is not None:
                     self.uploads.wait()

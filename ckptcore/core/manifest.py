@@ -263,8 +263,8 @@ class Items:
 class Manifest:
     """Everything that is known about a checkpoint without reading tensor bytes.
 
-    ``stamps``, ``beside`` and ``read`` describe the place, not the checkpoint. They are neither saved nor
-    part of the digest.
+    ``stamps``, ``described``, ``beside`` and ``read`` describe the place, not the checkpoint. They are not
+    saved, nor part of the digest.
 
     Attributes:
         format: Name in `ckptcore.formats.FORMATS`.
@@ -281,6 +281,8 @@ class Manifest:
             None.
         stamps: Path -> stamp and ctime (`ckptcore.store.Stamped`) of files before the first byte was read,
             where known.
+        described: Files of the place that the format's reader read, and that hold nothing of the checkpoint:
+            metadata, an index.
         beside: Other files of the place, which hold nothing of the checkpoint and do not describe it.
         read: Paths of the files that the format's reader read. Files opened only to recognise a format are
             not among them (`ckptcore.core.used_files`).
@@ -302,6 +304,7 @@ class Manifest:
     derived: Mapping[int, Derived] = field(default_factory=dict)
     inputs: Manifest | None = None
     stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
+    described: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
     beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
     read: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     order: tuple[str, ...] = field(default=(), compare=False)

@@ -294,10 +294,10 @@ def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
     seen = {at.removeprefix(prefix): one for at, one in root.seen.items() if at.startswith(prefix)}
     files = {f.path for f in manifest.files}
     stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files if path in seen}
-    beside = tuple(
-        StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files and path not in named
-    )
-    return replace(manifest, stamps=stamps, beside=beside)
+    others = [StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files]
+    described = tuple(file for file in others if file.path in named)
+    beside = tuple(file for file in others if file.path not in named)
+    return replace(manifest, stamps=stamps, described=described, beside=beside)
 
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:

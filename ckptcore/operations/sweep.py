@@ -515,7 +515,7 @@ def _compared_with_target(
     with catalog.reading() as conn:
         claim = claims.current(conn, key_of(request, item.source_digest))
     if claim is not None:
-        if claim.state == DONE or (claim.state != FAILED and claim.due_at > now):
+        if claim.state == DONE or claim.is_in_use(now):
             return _with_claim(item, claim)
         if claim.state == FAILED and not retry_failed and (due := _due(claim)) > now:
             why = f"{claim.error_code}: {claim.error}; retried after {due:%Y-%m-%d %H:%M} UTC"

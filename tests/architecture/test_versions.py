@@ -6,6 +6,8 @@ import importlib.util
 import re
 import tomllib
 
+import pytest
+from packaging.requirements import Requirement
 from paths import ROOT
 
 TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -22,6 +24,24 @@ def test_every_dependency_has_a_lower_bound() -> None:
     pins = module.lower_bounds(TEXT)
     assert len(pins) == len(PROJECT["dependencies"]) + len(PROJECT["optional-dependencies"]["hf"])
     assert {"torch==2.7", "sqlalchemy==2.0.36"} <= set(pins)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("prefect==3.6.20", "fastapi==0.150.0"),  # its server answers every request with 500
+        ("prefect==3.7.4", "fastapi==0.137.0"),
+        ("prefect==3.8.8", "fastapi==0.151.0"),  # its server does not start
+    ],
+)
+def test_versions_that_fail_together_are_not_permitted(pair: tuple[str, ...]) -> None:
+    permitted = {(r := Requirement(text)).name: r.specifier for text in PROJECT["dependencies"]}
+    given = [Requirement(text) for text in pair]
+    versions = [next(iter(one.specifier)).version for one in given]
+    assert not all(v in permitted[one.name] for one, v in zip(given, versions, strict=True))
+    for text in ("prefect==3.7.5", "prefect==3.8.8", "prefect==3.9.1", "fastapi==0.133", "fastapi==0.150"):
+        one = Requirement(text)
+        assert next(iter(one.specifier)).version in permitted[one.name], text  # these were tried
 
 
 def test_ci_runs_the_pythons_that_are_promised() -> None:

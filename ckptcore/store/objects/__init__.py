@@ -176,6 +176,9 @@ class ObjectClient(Protocol):
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
 
+    def unless(self, given_up: Callable[[], bool]) -> ObjectClient:
+        """Return this client for requests that are not repeated once ``given_up()``."""
+
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Begin a call that sends requests, and return without waiting for it."""
 

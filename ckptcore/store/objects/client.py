@@ -7,6 +7,7 @@ early is continued behind the last byte that arrived, of the same version of the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 import time
@@ -65,12 +66,19 @@ class S3Client:
         self.requests: Counter[str] = Counter()
         self.answer_s = 0.0
         self._md5 = True
+        self._given_up: GivenUp = never
         self._lock = threading.Lock()
         self._session = S3Session(self.file_system)
         given = self.file_system.storage_options
         given = {**given, **given.get("client_kwargs", {})}
         names = (*_SECRETS, "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         self._secrets = tuple(str(given[name]) for name in names if given.get(name))
+
+    def unless(self, given_up: GivenUp) -> S3Client:
+        """Return this client for requests that are not repeated once ``given_up()``."""
+        found = copy.copy(self)
+        found._given_up = given_up
+        return found
 
     def list(self, prefix: str) -> Iterator[ObjectSeen]:
         """Yield every object whose key starts with ``prefix``, page by page."""
@@ -378,12 +386,16 @@ class S3Client:
         *,
         writing: bool = False,
         create: bool = False,
-        given_up: GivenUp = never,
+        given_up: GivenUp | None = None,
     ) -> T:
         """Send a request, and repeat it, in this thread."""
-        secrets = self._secrets
         return repeated(
-            attempt, self._name(key), writing=writing, create=create, secrets=secrets, given_up=given_up
+            attempt,
+            self._name(key),
+            writing=writing,
+            create=create,
+            secrets=self._secrets,
+            given_up=given_up or self._given_up,
         )
 
     def _send(self, method: str, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
 from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
-from ckptcore.store.objects.retry import Kind, kind_of
+from ckptcore.store.objects.retry import Kind, kind_of, never
 from ckptcore.utils.dataclass import dataclass
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
@@ -105,8 +105,20 @@ class UploadJournal:
         """
         return self.create(wanted, after) or self._adopted(wanted)
 
-    def create(self, wanted: UploadEntry, after: UploadEntry | None = None) -> UploadEntry | None:
-        """Begin an upload as `begin` does; return None if there is an entry."""
+    def create(
+        self, wanted: UploadEntry, after: UploadEntry | None = None, given_up: Callable[[], bool] = never
+    ) -> UploadEntry | None:
+        """Begin an upload as `begin` does; return None if there is an entry.
+
+        Args:
+            wanted: What is to be uploaded.
+            after: The entry before, if uploads that it began may still be open.
+            given_up: Whether nobody waits for it any more. Then no request is repeated and no upload is
+                begun, and None is returned: what was begun before has an entry.
+        """
+        if given_up():
+            return None
+        here = UploadJournal(self.client.unless(given_up), self.prefix)
         entry = replace(
             wanted,
             token=uuid.uuid4().hex,
@@ -115,18 +127,20 @@ class UploadJournal:
             reply_lost=after is not None,
         )
         try:
-            self._put(entry, create=True)
+            here._put(entry, create=True)
         except CkptError as error:
             if kind_of(error) is not Kind.EXISTS:
                 raise
             return None
+        if given_up():
+            return None
         repeats: list[bool] = []
-        upload_id = self.client.begin(
+        upload_id = here.client.begin(
             entry.key, {TOKEN: entry.token}, algorithm=_ALGORITHM, on_repeat=lambda: repeats.append(True)
         )
         entry = replace(entry, upload_id=upload_id, reply_lost=entry.reply_lost or bool(repeats))
         try:
-            self._put(entry)
+            here._put(entry)
         except AlteredInTransit:  # the entry is gone, and nobody else has the id
             self.client.abort(entry.key, upload_id)
             raise

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -26,9 +25,11 @@ from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import RECORD, ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.processes import has_ended, this_process
 
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by
+_HURRY_S = 3.0  # for which requests of a lease are repeated while an error waits to be reported
 _log = logging.getLogger("ckptcore")
 _RESERVED: set[str] = set()  # tokens of the leases that this process has, or is about to have
 
@@ -41,7 +42,7 @@ class Holder:
         token: Differs for every lease that was ever taken.
         fence: One more than that of the holder before.
         host: Name of the machine.
-        process: (pid, its start time, its pid namespace, boot id): the process, on its machine.
+        process: The process, on its machine; see `ckptcore.utils.processes`.
         until: When the lease ends, seconds since 1970.
     """
 
@@ -55,12 +56,9 @@ class Holder:
         """Report whether the lease is still valid, as far as ``here``, a process, can see."""
         if now > self.until + _SKEW_S:
             return False
-        if self.host == here.host and self.process[2:] == here.process[2:]:
-            pid, started = self.process[:2]
-            if self.process == here.process:  # of this process: it may have been unable to end it
-                return self.token in _RESERVED
-            return _started(pid) == started
-        return True
+        if self.host == here.host and self.process == here.process:
+            return self.token in _RESERVED  # of this process: it may have been unable to end it
+        return self.host != here.host or not has_ended(self.process)
 
     @property
     def name(self) -> str:
@@ -103,7 +101,8 @@ class Lease:
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._key, self._destination = client, key, destination
+        self._client, self._key, self._destination = client.unless(self._overdue), key, destination
+        self._most_until: float | None = None  # on the clock of `time.monotonic`
         self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
         self._arbiter, self._decides = arbiter, False
         self._proven = True  # False from creating the lease to `prove`
@@ -128,6 +127,7 @@ class Lease:
             Busy: Another process has it.
             DestinationUnwritable: The store ignores create-only requests, and there is no arbiter.
         """
+        self._most_until = None
         mine = self._new(1)
         _RESERVED.add(mine.token)
         try:
@@ -236,6 +236,16 @@ class Lease:
                 return
             self._mine, self._etag = later, found or None
 
+    def hurry(self) -> None:
+        """Let `release` repeat requests for a few seconds only: an error is to be reported.
+
+        A lease that could not be removed ends by itself; on this machine, with this process.
+        """
+        self._most_until = time.monotonic() + _HURRY_S
+
+    def _overdue(self) -> bool:
+        return self._most_until is not None and time.monotonic() > self._most_until
+
     def release(self) -> None:
         """End the lease, if this process still holds it."""
         self._stop.set()
@@ -268,15 +278,8 @@ class Lease:
             self._client.put(self._key, _packed(replace(holder, until=0.0)))
 
     def _new(self, fence: int) -> Holder:
-        pid = str(os.getpid())
-        process = (
-            pid,
-            _started(pid),
-            _read_link("/proc/self/ns/pid"),
-            _read("/proc/sys/kernel/random/boot_id"),
-        )
         until = self._clock() + self._ttl_s
-        return Holder(uuid.uuid4().hex, fence, socket.gethostname(), process, until)
+        return Holder(uuid.uuid4().hex, fence, socket.gethostname(), this_process(), until)
 
     def _there(self) -> Holder | None:
         data = self._client.fetch(self._key, RECORD)
@@ -377,25 +380,3 @@ def _unpacked(data: bytes) -> Holder | None:
                 str(form["token"]), int(form["fence"]), str(form["host"]), process, float(form["until"])
             )
     return None
-
-
-def _started(pid: str) -> str:
-    """Return when a process was started, in ticks; "" if there is none. It may be called anything."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    # A zombie has ended; its parent has not asked yet.
-    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

@@ -29,6 +29,7 @@ DEADLINE_VARIABLE = "CKPTCORE_REQUEST_DEADLINE"
 _DEADLINE_S = 60.0
 _LONGEST_WAIT_S = 10.0
 _SHORTEST_SECRET = 4
+_LOOK_S = 0.1  # between two looks at whether a request was given up
 T = TypeVar("T")
 
 
@@ -232,22 +233,35 @@ def repeated(
         create: Whether it is create-only.
         secrets: Values that must not be in a message.
         deadline: Seconds; None for `deadline_s`.
-        given_up: Whether nobody waits for it any more; then it is not repeated.
+        given_up: Whether nobody waits for it any more; then it is not repeated, and a wait for that ends.
 
     Raises:
         CkptError: What `explained` returns for the last failure.
     """
     limit = deadline_s() if deadline is None else deadline
     began, attempts = time.monotonic(), 0
+    failed: Exception | None = None
 
     def once() -> T:
-        nonlocal attempts
+        nonlocal attempts, failed
+        if failed is not None and given_up():  # during the wait
+            raise failed
         attempts += 1
-        return call()
+        try:
+            return call()
+        except Exception as error:
+            failed = error
+            raise
+
+    def rest(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not given_up():
+            time.sleep(min(left, _LOOK_S))
 
     policy = Retrying(
         # A wait that would end behind the deadline is not begun.
         stop=lambda state: given_up() or time.monotonic() - began + state.upcoming_sleep > limit,
+        sleep=time.sleep if given_up is never else rest,
         wait=_Wait(),
         retry=retry_if_exception(lambda error: kind_of(error) is Kind.TROUBLE),
         reraise=True,

@@ -264,6 +264,8 @@ class Uploads:
     ) -> None:
         self._none_begun, self._begun = none_begun, set[int]()
         self._ahead: dict[int, Future[UploadEntry | None]] = {}
+        self._under_way: list[Future[UploadEntry | None]] = []
+        self._stopped = threading.Event()
         self.client, self._journal, self._key_of, self._plan = client, journal, key_of, plan
         self.buffers, self.in_flight = PartBuffers(buffers), in_flight
 
@@ -297,12 +299,21 @@ class Uploads:
         """Begin uploads, given (index, path, bytes), before anyone writes them; `begun` waits for each."""
         if self._none_begun:
             for index, path, nbytes in files:
-                create = partial(self._journal.create, self._wanted(index, path, nbytes))
+                wanted = self._wanted(index, path, nbytes)
+                create = partial(self._journal.create, wanted, given_up=self._stopped.is_set)
                 self._ahead[index] = self.client.start(create)
+        self._under_way += self._ahead.values()
+
+    def stop(self) -> None:
+        """Begin no further upload ahead, and repeat no request for one, since the run ends with an error.
+
+        Uploads that were begun are in the journal, as after any other end.
+        """
+        self._stopped.set()
 
     def wait(self) -> None:
         """Wait until no upload is being begun ahead: its entry must be written under the lease."""
-        wait(self._ahead.values())
+        wait(self._under_way)
 
     def entry(self, index: int, path: str, nbytes: int) -> UploadEntry:
         """Return the entry of a file's upload, which is begun if there is none."""

@@ -31,6 +31,15 @@ with open_catalog(sys.argv[1]) as catalog:
                 assert claims.done(conn, datetime.now(UTC), found)
 """
 
+TAKE_AND_END = f"""
+import sys
+from datetime import datetime
+from ckptcore.catalog import claims, open_catalog
+now = datetime.fromisoformat("{NOW.isoformat()}")
+with open_catalog(sys.argv[1]) as catalog, catalog.writing() as conn:
+    assert claims.take(conn, now, claims.Key("{KEY.source_digest}", "{KEY.destination}", "o"), "/s", "a").mine
+"""
+
 
 @pytest.fixture
 def claim(catalog):
@@ -77,6 +86,22 @@ def test_the_same_owner_retakes_its_claim_at_once(claim):
     claim(claims.take, NOW, KEY, "/s", "flow run 1")
     retried = claim(claims.take, NOW, KEY, "/s", "flow run 1")
     assert (retried.mine, retried.attempts) == (True, 2)
+
+
+def test_a_claim_of_a_process_that_has_ended_is_free_where_that_can_be_proven(claim, url, forks, finish):
+    finish(forks(TAKE_AND_END, url))
+    found = claim(claims.current, KEY)
+    assert (found.owner, found.is_in_use(NOW)) == ("a", False)
+    assert claim(claims.take, NOW, KEY, "/s", "b").attempts == 2
+
+
+def test_a_claim_of_an_older_version_is_free_when_its_lease_ends(claim, catalog, url, forks, finish):
+    finish(forks(TAKE_AND_END, url))
+    with catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE claims SET owner = 'host 1 aaaa'")
+    taken = claim(claims.take, NOW, KEY, "/s", "b")
+    assert (taken.mine, taken.owner) == (False, "host 1 aaaa")
+    assert claim(claims.take, NOW + claims.LEASE, KEY, "/s", "b").mine
 
 
 def test_processes_that_race_take_each_claim_once(catalog, url, forks, finish):

@@ -236,6 +236,22 @@ def test_digests_learned_later_fill_the_row(catalog, facts):
     assert detail.files[0].digest == b"c1".hex().ljust(64, "0")
 
 
+def test_files_that_were_only_seen_replace_no_digest(catalog, facts):
+    def recorded(*extra):
+        catalog.record_validation(facts("/runs/step-1", extra=extra))
+        return {f.path: (f.nbytes, f.digest and f.digest[:2]) for f in catalog.at("/runs/step-1")[1]}
+
+    data = {"__0_0.distcp": (260, None)}
+    assert recorded((".metadata", 7, None)) == data | {".metadata": (7, None)}
+    assert recorded((".metadata", 9, None)) == data | {".metadata": (9, None)}
+    proven = recorded((".metadata", 9, "ab" * 32), ("config.json", 3, "cd" * 32))
+    assert proven == data | {".metadata": (9, "ab"), "config.json": (3, "cd")}
+    seen = ((".metadata", 9, None), ("index.json", 5, None), ("__0_0.distcp", 260, None))
+    assert recorded(*seen) == proven | {"index.json": (5, None)}
+    assert recorded() == proven | {"index.json": (5, None)}
+    assert recorded(("config.json", 4, "ef" * 32)) == data | {"config.json": (4, "ef")}
+
+
 def test_run_and_step_learned_later_fill_the_row(catalog, facts):
     public = catalog.record_validation(facts("/runs/step-1"))
     catalog.record_validation(facts("/runs/step-1", run="a", step=3))

@@ -67,6 +67,15 @@ def test_a_failed_conversion_fails_the_run_with_its_reason(watched: Path, catalo
     assert "destination-unwritable" in state.message
 
 
+def test_a_value_of_one_step_fails_the_run(watched: Path, catalog: str) -> None:
+    from flows.sweep import sweep
+
+    state = sweep(catalog=catalog, min_age="0s", meta=["metrics.loss=2.31"], return_state=True)
+    assert state.is_failed()
+    assert "usage: cannot use meta for metrics.loss" in state.message
+    assert conversions(catalog) == []
+
+
 def race(watched: Path, catalog: str, tmp_path: Path, times: int) -> None:
     """A webhook's flow and a sweep meet at one new checkpoint, so many times.
 

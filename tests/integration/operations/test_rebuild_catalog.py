@@ -58,6 +58,30 @@ def restorable(url: str) -> dict[str, Any]:
         }
 
 
+def test_a_conversion_records_the_files_of_its_source_that_describe_it(world: Path, tmp_path: Path) -> None:
+    url, means = str(tmp_path / "new.sqlite"), Settings(fingerprint=True)
+    with open_catalog(str(world / "catalog.sqlite")) as catalog:
+        recorded = catalog.at(str(world / "llama" / "step-10"))
+        assert recorded is not None
+        assert recorded[0].num_files == 1  # with tensors
+        assert {f.path: f.nbytes for f in recorded[1]} == {
+            path.name: path.stat().st_size for path in (world / "llama" / "step-10").iterdir()
+        }
+        assert [f.role for f in recorded[1] if f.path == ".metadata"] == ["extra"]
+    with open_catalog(url) as catalog:
+        rebuild(catalog, [str(world / "llama" / "step-10")], digests=True)
+        (export := tmp_path / "export").mkdir()
+        api.convert(
+            str(world / "llama/step-10"), str(export / "a"), verb="export", catalog=url, settings=means
+        )
+        api.convert(str(export / "a"), str(export / "b"), catalog=url, settings=means)
+        for place in (world / "llama" / "step-10", export / "a"):
+            known = catalog.at(str(place))
+            assert known is not None
+            assert {f.path for f in known[1]} == {path.name for path in place.iterdir()}
+            assert all(f.digest for f in known[1]), place  # none is lost when it is read as a source
+
+
 def test_the_catalog_is_restored(world: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "new.sqlite")
     lines: list[str] = []

@@ -12,7 +12,7 @@ from checkpoints import save
 from safetensors.torch import load_file
 
 import ckptcore
-from ckptcore.catalog import claims, sightings
+from ckptcore.catalog import claims, open_catalog, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.checking.check import Report
 from ckptcore.cli.main import run
@@ -300,3 +300,26 @@ def test_the_command_line(runs, tmp_path, monkeypatch, capsys):
     assert run(["catalog", "root", "resume", "r"]) == 0
     assert run(["catalog", "root", "add", "s", str(runs), "--verb", "paint"]) == 2
     assert run(["sweep", "nobody"]) == 2
+
+
+def test_a_value_of_one_step_is_not_recorded_for_all(runs, url, monkeypatch, capsys):
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", url)
+    for step in (1, 2):
+        save(runs / "llama" / f"step-{step}", step)
+    target = ["--destination", "{root}/../exports/{name}"]
+    assert run(["catalog", "root", "add", "r", str(runs), *target]) == 0
+    command = ["sweep", "--min-age", "0s", "--meta", "user=ada", "--meta", "metrics.loss=2.31"]
+    for dry in (["--dry-run"], []):
+        assert run([*command, "--meta", "consumed_samples=7", *dry]) == 2
+        error = capsys.readouterr().err
+        assert "metrics.loss, samples" in error
+        assert "ckptcore catalog meta ID metrics.loss=VALUE" in error
+    assert not (runs.parent / "exports").exists()
+    assert run(command[:-2]) == 0
+    for step in (1, 2):
+        assert run(["catalog", "meta", str(runs / "llama" / f"step-{step}"), f"metrics.loss={step}"]) == 0
+    with open_catalog(url) as catalog:
+        for step in (1, 2):
+            for uri in (runs / "llama" / f"step-{step}", runs.parent / "exports" / f"step-{step}"):
+                facts = catalog.show(str(uri), tensors=False).training.facts
+                assert (facts.user, facts.metrics["loss"].value) == ("ada", step)

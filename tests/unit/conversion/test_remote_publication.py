@@ -373,8 +373,10 @@ def test_objects_that_appear_meanwhile_are_kept(
         put(f"{dst}/{name}")
     real = remotepublishing.note
 
-    def note(staging: Staging, publication: publications.Publication) -> None:
-        real(staging, publication)
+    def note(
+        staging: Staging, publication: publications.Publication, *before: publications.Publication
+    ) -> None:
+        real(staging, publication, *before)
         if publication.step == when:
             put(f"{dst}/{name}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +31,7 @@ from ckptcore.errors import (
     StorageTrouble,
     UsageError,
 )
+from ckptcore.operations.abandoned import collect
 from ckptcore.planning.request import Settings
 from ckptcore.store.objects.journal import UploadEntry
 from ckptcore.store.objects.uploads import Uploads
@@ -195,6 +198,45 @@ def test_one_layer_repeats_requests(
     assert caught.value.values["attempts"] in seen.values()
 
 
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "PutObject"])
+def test_an_error_is_not_kept_waiting_by_uploads_that_are_begun_ahead(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan cannot be saved, while the store throttles what begins the upload."""
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "60")
+    begun = threading.Event()
+    server.fault(operation, path="(uploads/|safetensors$)", times=10**9, call=begun.set)
+    denied = {"status": 403, "code": "AccessDenied", "call": lambda: begun.wait(10)}
+    server.fault("PutObject", path="plan/", times=10**9, **denied)
+    started = time.monotonic()
+    with pytest.raises(DestinationUnwritable, match="AccessDenied"):
+        convert(source)
+    assert begun.is_set()
+    assert time.monotonic() - started < 15
+    before = len(server.log)
+    time.sleep(0.5)
+    assert len(server.log) == before  # nothing is sent without a lease
+    server.calm()
+    convert(source)
+    require_right(server, tensors)
+    assert not server.uploads
+
+
+def test_an_error_is_not_kept_waiting_by_the_lease(
+    server: fault_s3.FaultyS3, source: str, tensors: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "60")
+    lost = {"call": lambda: server.fault("*", path="lease", times=10**9), "status": 403}
+    server.fault("PutObject", path="plan/", times=10**9, code="AccessDenied", **lost)
+    started = time.monotonic()
+    with pytest.raises(DestinationUnwritable, match="AccessDenied"):
+        convert(source)
+    assert time.monotonic() - started < 15
+    server.calm()
+    convert(source)
+    require_right(server, tensors)
+
+
 def test_an_upload_that_a_lifecycle_rule_ended(
     server: fault_s3.FaultyS3, source: str, tensors: bytes
 ) -> None:
@@ -331,6 +373,37 @@ def test_a_small_object_that_arrived_altered_is_repeated(source: str, tensors: b
         for skip in (0, 4, 9):
             server.fault("PutObject", action="flip", skip=skip)
         convert(source)
+        require_right(server, tensors)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_step_that_cannot_be_recorded_does_not_lose_the_one_before(
+    source: str, tensors: bytes, replaced: bool
+) -> None:
+    given: dict[str, object] = {}
+    with fault_s3.serving(min_part=PART, checks=False) as server:
+        if replaced:
+            convert(source, dtype="bfloat16")
+            given = {"overwrite": True, "overwrite_in_place": True}
+        for _ in range(2 if replaced else 1):  # two steps are recorded over another one, or one
+            server.fault("PutObject", path="publishing.json$", action="flip", at=0.6, skip=1, times=4)
+            with pytest.raises(AlteredInTransit):
+                convert(source, **given)
+            assert any(name.endswith("publishing.json") for name in server.below("bucket/"))
+            server.calm()
+        convert(source, **{**given, "overwrite": False})
+        require_right(server, tensors)
+
+
+def test_an_output_that_cannot_be_recorded_as_published_is_explained(source: str, tensors: bytes) -> None:
+    with fault_s3.serving(min_part=PART, checks=False) as server:
+        server.fault("PutObject", path="publishing.json$", action="flip", at=0.6, skip=1, times=10**9)
+        with pytest.raises(AlteredInTransit, match="s3://bucket/models/out is complete, but") as caught:
+            convert(source)
+        assert ckptcore.diff(source, "s3://bucket/models/out").equal
+        server.calm()
+        assert "ckptcore gc s3://bucket/models." in str(caught.value.hint)
+        collect("s3://bucket/models", older_than_s=0)
         require_right(server, tensors)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import threading
+import time
 import zlib
 from typing import Any
 
@@ -110,6 +112,20 @@ def test_repeats_end_at_the_deadline() -> None:
     assert (type(error), sent) == (StorageTrouble, 1)  # the store asks for more than there is
     error, sent = run([answered(404, "NoSuchKey")], 60)
     assert (type(error), sent) == (SourceUnreadable, 1)
+
+
+def test_a_wait_ends_when_the_request_is_given_up() -> None:
+    sent, given_up = [], threading.Event()
+
+    def call() -> None:
+        sent.append(time.monotonic())
+        threading.Timer(0.2, given_up.set).start()
+        raise answered(503, "SlowDown", {"retry-after": "50"})
+
+    with pytest.raises(StorageTrouble, match="SlowDown"):
+        repeated(call, "s3://b/k", given_up=given_up.is_set)
+    assert len(sent) == 1
+    assert time.monotonic() - sent[0] < 10
 
 
 def test_the_deadline_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
