@@ -36,6 +36,7 @@ Reader = Callable[[int, int], bytes]  # (start, length) inside the zip -> exactl
 _TAIL, _HEAD = 2048, 2048
 _SMALL = _HEAD + _TAIL + 4096  # bytes of a zip that is read entirely
 _SMALL_FILE = 1 << 20  # ... if it is a file with many records, each of which takes two reads
+DESCRIPTOR = b"PK\x07\x08"  # behind a payload; its CRC-32 follows
 _MAX_PICKLE = 256 << 20
 _STORAGE = 400  # bytes that a storage's location takes
 _RECORD = 2048  # bytes of a zip record in all stages, and about the time to locate it
@@ -218,7 +219,7 @@ def directory(window: Window, what: str) -> tuple[dict[str, ZipRecord], bool]:
 
 
 def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
-    """Return the first byte of a record's payload, after checking the local header."""
+    """Return the first byte of a record's payload, after checking the local header and the descriptor."""
     fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     name_length, extra_length = fields[9], fields[10]
     name = window.read(entry.header + _LOCAL.size, name_length)
@@ -229,8 +230,17 @@ def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
         raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
     # Bit 3: the payload is followed by its descriptor. Without checksums only this shows that the
     # header's lengths are right.
-    if fields[2] & 8 and window.read(start + entry.length, 4) != b"PK\x07\x08":
-        raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} does not end where it should")
+    if fields[2] & 8:
+        behind = window.read(start + entry.length, 8)
+        if behind[:4] != DESCRIPTOR:
+            raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} does not end where it should")
+        crc = int.from_bytes(behind[4:], "little")
+        if crc != entry.crc32:
+            raise ChecksumMismatch(
+                f"{what}: zip record {entry.name!r} has CRC-32 {entry.crc32:08x} in the directory, and "
+                f"{crc:08x} behind its payload",
+                hint="copy the file again from where it was written",
+            )
     return start
 
 

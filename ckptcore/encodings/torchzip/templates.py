@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.encodings.torchzip.reader import Parsed, Resolved, Window, parse_tensor
+from ckptcore.encodings.torchzip.reader import DESCRIPTOR, Parsed, Resolved, Window, parse_tensor
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
 
 _MAX_TEMPLATES = 1024
 _MAX_ALIKE = 8  # templates of one length
-_DESCRIPTOR = b"PK\x07\x08"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class _Template:
         id_at: Position of the serialization id, or 0.
         id_length: Bytes of the serialization id, or 0.
         id_crc_at: Position of its CRC-32, or 0.
+        same: Pairs of positions of one CRC-32: in the directory, and behind the bytes that it is of.
     """
 
     resolved: Resolved
@@ -42,6 +42,7 @@ class _Template:
     id_at: int
     id_length: int
     id_crc_at: int
+    same: tuple[tuple[int, int], ...]
 
 
 _templates: dict[int, list[_Template]] = {}
@@ -50,7 +51,9 @@ _templates: dict[int, list[_Template]] = {}
 def read_tensor(window: Window, what: str) -> Resolved:
     """Return the only tensor of a DCP tensor item; raises like `parse_tensor`."""
     for template in _templates.get(window.length, ()):
-        if all(window.read(at, len(raw)) == raw for at, raw in template.fixed):
+        if all(window.read(at, len(raw)) == raw for at, raw in template.fixed) and all(
+            window.read(at, 4) == window.read(behind, 4) for at, behind in template.same
+        ):
             return _resolved_by(template, window, what)
     parsed = parse_tensor(window, what)
     _remember(parsed, window)
@@ -80,16 +83,18 @@ def _remember(parsed: Parsed, window: Window) -> None:
 def _template(parsed: Parsed, window: Window) -> _Template | None:
     resolved = parsed.resolved
     start, end = resolved.record_start, resolved.record_start + resolved.record_length
-    if window.read(end, 4) != _DESCRIPTOR:
+    if window.read(end, 4) != DESCRIPTOR:
         return None  # sizes and CRC in the local header: torch writes none
     free = [(start, end), (end + 4, end + 8), (parsed.payload_row + 16, parsed.payload_row + 20)]
+    same = [(parsed.payload_row + 16, end + 4)]
     id_at = id_length = id_crc_at = 0
     if parsed.id_row:
         id_at, id_length, id_crc_at = parsed.id_at, parsed.id_length, parsed.id_row + 16
         after = id_at + id_length
-        if window.read(after, 4) != _DESCRIPTOR:
+        if window.read(after, 4) != DESCRIPTOR:
             return None
         free += [(id_at, after), (after + 4, after + 8), (id_crc_at, id_crc_at + 4)]
+        same.append((id_crc_at, after + 4))
     fixed: list[tuple[int, bytes]] = []
     at = 0
     for first, last in [*sorted(free), (window.length, window.length)]:
@@ -100,7 +105,8 @@ def _template(parsed: Parsed, window: Window) -> _Template | None:
                 return None
             fixed.append((at, window.read(at, first - at)))
         at = last
-    return _Template(resolved, tuple(fixed), parsed.payload_row + 16, id_at, id_length, id_crc_at)
+    crc_at = parsed.payload_row + 16
+    return _Template(resolved, tuple(fixed), crc_at, id_at, id_length, id_crc_at, tuple(same))
 
 
 class AlikeZips:
@@ -137,6 +143,8 @@ class AlikeZips:
             known, good = template.resolved, np.ones(len(self._rows), np.bool_)
             for at, raw in template.fixed:
                 good &= (self._rows[:, at : at + len(raw)] == np.frombuffer(raw, np.uint8)).all(axis=1)
+            for at, behind in template.same:
+                good &= (self._rows[:, at : at + 4] == self._rows[:, behind : behind + 4]).all(axis=1)
             if template.id_length:
                 self._verify(template.id_at, template.id_length, template.id_crc_at, good)
             self._verify(known.record_start, known.record_length, template.crc_at, good)

@@ -199,7 +199,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         found = known.at(merged_url(nodes))
         assert found is not None
         assert (found[0].uri, found[0].step) == (merged_url(nodes), 3)
-        assert len(found[1]) == 4
+        assert [f.path for f in found[1]] == [".metadata", *(f"__{n}_0.distcp" for n in range(4))]
 
 
 def test_retire_deletes_no_folder_of_a_merged_source(tmp_path: Path):
