@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
 import typer
+from prefect.context import SyncClientContext
 
 from ckptcore.__main__ import leave
 from ckptcore.cli.options import typer_type
@@ -25,10 +26,13 @@ from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
 from ckptcore.utils.units import show_size
+from flows._console import write_plainly
 from flows._heartbeats import own_heartbeats
 from flows._options import misfit, option_of
 from flows._prefect import serve_while_alive
 from flows._start import early_server
+from tasks.artifacts import sending_artifacts
+from tasks.logs import send_logs
 from tasks.markdown_text import count
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ ENDS = ("source", "destination")  # positional, even if a flow has a default for
 def entry(flow: Flow[..., Any]) -> NoReturn:
     """Run `flow` as a process of its own, which ends quickly."""
     code: Any = 0
+    write_plainly()
     try:
         main(flow)
     except SystemExit as end:
@@ -61,8 +66,10 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     threading.Thread(target=import_module, args=("ckptcore.catalog.catalog",), daemon=True).start()
     serve_while_alive()
     try:
-        with own_heartbeats(flow) as beating:
+        # Prefect sets the state of the run and sends logs while the last artifacts are sent, by one client.
+        with SyncClientContext.get_or_create(), sending_artifacts(), own_heartbeats(flow) as beating:
             state = cast("State[Any]", beating(**given, return_state=True))
+            send_logs()
     except KeyboardInterrupt:
         terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
         sys.exit(Interrupted.exit_code)

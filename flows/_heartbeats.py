@@ -60,6 +60,10 @@ class _OwnRun(Flow[..., Any]):
         made = cls.__new__(cls)
         vars(made).update(vars(flow))
         made.on_running_hooks = [*flow.on_running_hooks, on_running]
+        results = get_current_settings().results
+        if results.default_storage_block is None and not results.persist_by_default:
+            # Prefect would ask its server three times for a storage, and nobody reads results from there.
+            made.persist_result, made.result_storage = False, results.local_storage_path
         return made
 
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:

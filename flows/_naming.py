@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, TypeVar, cast
 
 from prefect import State, runtime
-from prefect.logging.handlers import APILogHandler
 from prefect.states import Failed
 from prefect.utilities.annotations import quote
 
 from ckptcore.errors import CkptError
 from ckptcore.redaction import redacted
 from ckptcore.utils.merged_url import roots_of
-from tasks.logs import log
+from tasks.logs import log, send_logs
 
 T = TypeVar("T")
 
@@ -54,9 +52,7 @@ def failed(error: CkptError) -> State[Any]:
     log is sent before.
     """
     log.error("%s", explain(error))
-    for handler in logging.getLogger("prefect.flow_runs").handlers:
-        if isinstance(handler, APILogHandler):
-            handler.flush()
+    send_logs()
     # The state's message should show the finding, not "encountered an exception".
     return Failed(message=explain(error), data=error)
 

@@ -15,6 +15,7 @@ import tempfile
 import tomllib
 from collections.abc import MutableMapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
@@ -33,6 +34,7 @@ QUIET = {
     # A server whose database is down replies 500; retry as for "unavailable".
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
 }
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
@@ -45,6 +47,17 @@ def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env.pop("PREFECT_API_URL", None)  # an empty one makes Prefect's event sender fail at every event
     if "PREFECT_HOME" not in env and not server_configured(env):
         env["PREFECT_HOME"] = str(_own_home())
+
+
+def trust_nobody_on_this_machine(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let Prefect's clients read no certificates of authorities where the server is at ``http://127.0.0.1``.
+
+    Each of four clients would read all of them, 20 ms each, and use none. If such a server redirects to
+    ``https``, the run fails.
+    """
+    url = urlsplit(env.get("PREFECT_API_URL", ""))
+    if url.scheme == "http" and url.hostname in LOOPBACK:
+        env.setdefault("PREFECT_API_SSL_CERT_FILE", str(Path(__file__).with_name("_no_authority.pem")))
 
 
 def serve_while_alive() -> None:

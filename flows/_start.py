@@ -64,6 +64,7 @@ class EarlyServer:
 
 
 _early: EarlyServer | None = None
+_command = False
 
 
 def is_command() -> bool:
@@ -74,7 +75,8 @@ def is_command() -> bool:
 
 def start_command(server_configured: bool, env: MutableMapping[str, str] = os.environ) -> None:
     """Start the server, and configure it, unless one is configured or only help is asked for."""
-    global _early
+    global _command, _early
+    _command = True
     start_quickly()
     late = env.pop(LATE, None)
     if server_configured or late or "--help" in sys.argv or _settings_here() or find_spec("prefect") is None:
@@ -97,6 +99,11 @@ def start_command(server_configured: bool, env: MutableMapping[str, str] = os.en
     env["PREFECT_API_URL"] = _early.api_url
     atexit.register(_end, _early)
     end_with_this_process(process.pid)
+
+
+def started_as_command() -> bool:
+    """Return whether this process runs one of `COMMANDS`."""
+    return _command
 
 
 def early_server() -> EarlyServer | None:

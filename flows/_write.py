@@ -27,7 +27,6 @@ from flows._engine import Engine, RunningEngine, is_lost, running_engine
 from tasks.artifacts import artifact_later, key_of
 from tasks.join import join
 from tasks.logs import log
-from tasks.markdown_text import count
 from tasks.progress import SECONDS, STOP
 from tasks.write import write
 from tasks.write_part import write_part
@@ -52,7 +51,7 @@ class Work:
 
 
 def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: Engine) -> None:
-    """Write every file of the plan; an artifact shows the progress in bytes.
+    """Write every file of the plan; an artifact shows the progress in bytes, after a while and at the end.
 
     In this process, tasks that run at the same time share the memory budget. A worker elsewhere has the full
     budget, and as many threads, for each task.
@@ -74,22 +73,22 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         width = MAX_WRITERS
     work = _work(prepared, share, batch_bytes, large=not engine.here)
     total, done = prepared.bytes_out, 0
-    progress = artifact_later(
-        create_progress_artifact,
-        0.0,
-        key_of("conversion-progress", prepared.plan_uri),
-        f"{show_size(total)} in {count(len(work), 'task')}",
-    )
+    key = key_of("conversion-progress", prepared.plan_uri)
+    progress: Future[Any] | None = None
     STOP.clear()
     with running_engine(engine, width, settings.device) as running:
         try:
             updated = time.monotonic()
             for nbytes in _finished(prepared, work, running):
                 done += nbytes
-                # An update takes as long as to write a small file.
+                # It takes as long as to write a small file: what is written at once is shown at its end only.
                 if done >= total or time.monotonic() > updated + SECONDS:
-                    text, percent = f"{show_size(done)} of {show_size(total)}", 100.0 * done / max(total, 1)
-                    artifact_later(_show, progress, min(100.0, percent), text)
+                    text = f"{show_size(done)} of {show_size(total)}"
+                    percent = min(100.0, 100.0 * done / max(total, 1))
+                    if progress is None:
+                        progress = artifact_later(create_progress_artifact, percent, key, text)
+                    else:
+                        artifact_later(_show, progress, percent, text)
                     updated = time.monotonic()
         except Exception:
             raise

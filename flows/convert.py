@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from prefect import State, flow, runtime
+from prefect import State, runtime
 
 from ckptcore.checking.export_proof import ExportProof
 from ckptcore.conversion.publish import Result
@@ -30,6 +30,7 @@ from ckptcore.planning.request import Request
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from flows._command import entry
+from flows._flow import flow
 from flows._naming import closed, failed, run_name
 from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows._write import write_all

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import State, flow
+from prefect import State
 
 from ckptcore.conversion.publish import Result
 from ckptcore.planning.options import OF_VERB, Destination, Sources
 from flows._command import entry
+from flows._flow import flow
 from flows._naming import run_name
 from flows._options import EXPORT, RUN, FlowOptions, declared, flow_options, takes
 from flows.convert import converted

@@ -68,7 +68,13 @@ def artifact_later(create: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 @contextmanager
 def sending_artifacts() -> Iterator[None]:
-    """Send artifacts beside the block; its end waits until all are sent. A stopped block sends no more."""
+    """Send artifacts beside the block; its end waits until all are sent. A stopped block sends no more.
+
+    Inside another such block it does nothing: the outer one sends them.
+    """
+    if _SENDING.get() is not None:
+        yield
+        return
     sending = ThreadPoolExecutor(1, thread_name_prefix="artifacts")
     token = _SENDING.set(sending)
     try:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 
+from prefect.logging.handlers import APILogHandler
+
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
 from ckptcore.utils.log_format import JsonFormatter, log_format
@@ -36,6 +38,13 @@ def listen(level: int = logging.INFO) -> None:
                 handler.addFilter(terminal.Clean())
             if as_json and isinstance(handler, logging.StreamHandler):
                 handler.setFormatter(JsonFormatter())
+
+
+def send_logs() -> None:
+    """Send all log lines of the run that Prefect has not sent yet."""
+    for handler in logging.getLogger("prefect.flow_runs").handlers:
+        if isinstance(handler, APILogHandler):
+            handler.flush()
 
 
 def _without_known_traceback(record: logging.LogRecord) -> bool:

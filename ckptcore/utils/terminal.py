@@ -141,6 +141,18 @@ class Clean(logging.Filter):
         return True
 
 
+def plain_handler(of: logging.StreamHandler[TextIO]) -> logging.Handler:
+    """Return a handler that writes `clean` lines as they are to the stream of another one, in its format."""
+    found = logging.StreamHandler(of.stream)
+    found.setLevel(of.level)
+    found.setFormatter(of.formatter)
+    for one in of.filters:
+        found.addFilter(one)
+    if not any(isinstance(one, Clean) for one in found.filters):
+        found.addFilter(Clean())
+    return found
+
+
 def log_to_stderr(level: int = logging.INFO) -> None:
     """Send the log of a service to standard error, as ``CKPTCORE_LOG_FORMAT`` says."""
     handler = logging.StreamHandler()

@@ -190,19 +190,28 @@ class TestProgress:
 
 
 def test_progress_is_updated_at_intervals_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[tuple[float, str]] = []
     updates: list[tuple[float, str]] = []
-    monkeypatch.setattr(_write, "create_progress_artifact", lambda *arguments: uuid4())
+
+    def create(percent: float, key: str, text: str) -> UUID:
+        created.append((percent, text))
+        return uuid4()
+
+    monkeypatch.setattr(_write, "create_progress_artifact", create)
     monkeypatch.setattr(
         _write, "update_progress_artifact", lambda artifact, percent, text: updates.append((percent, text))
     )
     monkeypatch.setattr(_write, "_finished", lambda prepared, work, running: iter([1024] * 20))
     prepared = Prepared("plan", (), 0, 20 << 10, 0, (), (), (), (), (), "", "", "", {})
     _write.write_all(prepared, Settings(), 1024, HERE)
-    assert updates == [(100.0, "20.0 KiB of 20.0 KiB")]
-    updates.clear()
+    assert created == [(100.0, "20.0 KiB of 20.0 KiB")]  # it is written at once: one request
+    assert updates == []
+    created.clear()
     monkeypatch.setattr(_write, "SECONDS", -1.0)
     _write.write_all(prepared, Settings(), 1024, HERE)
-    assert len(updates) == 20
+    assert created == [(5.0, "1.0 KiB of 20.0 KiB")]
+    assert len(updates) == 19
+    assert updates[-1] == (100.0, "20.0 KiB of 20.0 KiB")
 
 
 def test_a_run_sends_its_own_heartbeats_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +269,21 @@ def test_artifacts_are_sent_beside_a_run_and_before_its_end() -> None:
     assert sent == ["a", "b", "c"]
     assert [handle.result(0) for handle in handles] == ["a", None, "c"]
     assert artifact_later(create, "d").result(0) == sent[-1] == "d"  # nobody sends later: at once
+
+
+def test_artifacts_of_a_run_are_sent_until_the_command_ends() -> None:
+    go, sent = threading.Event(), []
+
+    def create(text: str) -> None:
+        assert go.wait(60)
+        sent.append(text)
+
+    with sending_artifacts():
+        with sending_artifacts():  # that of the flow
+            artifact_later(create, "a")
+        assert not sent  # Prefect sets the state of the run meanwhile
+        go.set()
+    assert sent == ["a"]
 
 
 def test_a_stopped_run_sends_no_more_artifacts() -> None:
