@@ -153,17 +153,19 @@ class ChunkRows:
     """Collect the chunks that a metadata file lists."""
 
     def __init__(self, metadata: Metadata) -> None:
-        self._file = metadata.name
+        self._file, self._bound = metadata.name, metadata.bound
         self._names, self._counts = array("q"), array("q")
         self._offsets, self._shapes = Ragged(), Ragged()
+        self._count = 0
         self._checked: Any = None  # the state of the last chunk
 
-    def add(self, name: int, chunks: list[Any]) -> int:
-        """Add the chunks of a tensor, by the number of its name, and return their number.
+    def add(self, name: int, chunks: list[Any]) -> None:
+        """Add the chunks of a tensor, by the number of its name.
 
         Raises:
-            MalformedCheckpoint: There is something else.
+            MalformedCheckpoint: There is something else, or more than the file has room for.
         """
+        self._require_room(self._count + len(chunks))  # before any is copied; columns are not
         count = 0
         for chunk in chunks:
             if type(chunk) is Columns and chunk.kinds == _CHUNKS:
@@ -186,7 +188,15 @@ class ChunkRows:
             count += 1
         self._names.append(name)
         self._counts.append(count)
-        return count
+        self._count += count
+        self._require_room(self._count)
+
+    def _require_room(self, count: int) -> None:
+        # Every chunk takes far more than 8 bytes of pickle; shared lists could claim more chunks.
+        if count * 8 > self._bound:
+            raise MalformedCheckpoint(
+                f"{self._file} claims more chunks than its size allows", file=self._file
+            )
 
     def done(self, names: list[str]) -> MetadataChunks:
         """Return all chunks; ``names`` of the tensors are for messages."""

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import metadata as meta
 
 import ckptcore
 from ckptcore.errors import MalformedCheckpoint
+from ckptcore.formats.dcp import chunk_table
 
 CHUNK, PLACE = meta.ChunkStorageMetadata, filesystem._StorageInfo
 GOOD_CHUNK = (torch.Size([0]), torch.Size([2]))
@@ -52,3 +53,18 @@ def test_records_of_another_length_are_malformed(
     (tmp_path / "__0_0.distcp").write_bytes(bytes(8))
     with pytest.raises(MalformedCheckpoint):
         ckptcore.open(str(tmp_path))
+
+
+def test_a_list_that_repeats_one_chunk_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[object] = []
+    monkeypatch.setattr(chunk_table.Ragged, "add", lambda _, size: copied.append(size))
+    size = torch.Size([1] * 64)
+    chunks = [meta.ChunkStorageMetadata(torch.Size([0] * 64), size)] * 2000  # 2 bytes each
+    tensor = meta.TensorStorageMetadata(meta.TensorProperties(), size, chunks)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(meta.Metadata({"w": tensor}, storage_data={}), 4))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(8))
+    with pytest.raises(MalformedCheckpoint, match="more chunks than its size allows"):
+        ckptcore.open(str(tmp_path))
+    assert not copied
