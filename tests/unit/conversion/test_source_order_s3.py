@@ -116,6 +116,22 @@ def test_every_block_is_read_once_and_every_part_sent_once(
     assert others * 164 / len(files) < 20_000  # 1,024 files -> 164 outputs
 
 
+def test_every_block_is_read_once_for_local_files(
+    server: fault_s3.FaultyS3, wanted: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    means = Settings(memory=4096 * KIB, workers=8)  # the files of all workers need more
+    asked = Request("s3://bucket/src", str(out), verb="export", max_file_size=1 << 20)
+    composed = compose(asked, ckptcore.open(asked.source))
+    costs = request_costs(composed.plan, composed.files, asked.source, asked.destination, means)
+    assert costs is not None
+    server.calm()
+    convert(asked.source, str(out), settings=means)
+    assert {f.name: f.read_bytes() for f in out.iterdir() if f.name != "README.md"} == wanted
+    reads = server.count("GetObject", path=r"\.distcp$")
+    assert costs.get <= reads <= costs.get + 4, (costs.get, reads)
+
+
 def test_an_interrupted_run_goes_on(server: fault_s3.FaultyS3, wanted: dict[str, bytes]) -> None:
     server.fault("PUT", query="partNumber", action="status", status=403, code="AccessDenied", skip=20)
     with pytest.raises(CkptError, match="AccessDenied"):
