@@ -14,7 +14,7 @@ from typing import Any
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import cost, loads
-from ckptcore.errors import MalformedCheckpoint
+from ckptcore.errors import MalformedCheckpoint, NameMismatch
 from ckptcore.store import Readable
 from ckptcore.utils.text import short_repr
 
@@ -135,7 +135,20 @@ class HeaderText:
         self.end = 0  # bytes of the tensors so far
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Add a tensor of a dtype that safetensors has, and return its first byte."""
+        """Add a tensor of a dtype that safetensors has, and return its first byte.
+
+        Raises:
+            NameMismatch: A header cannot have this name.
+        """
+        if name == METADATA:
+            raise NameMismatch(
+                f"a tensor in a safetensors file cannot have the name {METADATA}",
+                hint="rename it with --rename",
+            )
+        if not name.isprintable() and _not_text(name):
+            raise NameMismatch(
+                f"a tensor's name must be valid UTF-8 (got {name!r})", hint="rename it with --rename"
+            )
         kind = self._kinds.get((dtype, shape))
         if kind is None:  # a model has tens of thousands of tensors, of a few shapes
             about = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": list(shape)})
@@ -151,3 +164,8 @@ class HeaderText:
         body = f"{{{','.join(self._rows)}}}".encode()
         body += b" " * (-(8 + len(body)) % align)
         return len(body).to_bytes(8, "little") + body
+
+
+def _not_text(name: str) -> bool:
+    """Return whether a name has no UTF-8 form: JSON and pickle can contain lone surrogates."""
+    return any("\ud800" <= c <= "\udfff" for c in name)

@@ -15,7 +15,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.object_tree import VERSION
-from ckptcore.encodings.safetensors_header import MAX_HEADER, METADATA, HeaderText
+from ckptcore.encodings.safetensors_header import MAX_HEADER, HeaderText
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
     Arrangement,
@@ -61,15 +61,6 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         NameMismatch: A safetensors file cannot have such a name.
     """
     for spec in request.tensors:
-        if spec.fqn == METADATA:
-            raise NameMismatch(
-                f"a tensor in a safetensors file cannot have the name {METADATA}",
-                hint="rename it with --rename",
-            )
-        if not spec.fqn.isprintable() and _not_text(spec.fqn):
-            raise NameMismatch(
-                f"a tensor's name must be valid UTF-8 (got {spec.fqn!r})", hint="rename it with --rename"
-            )
         if BY_NAME[spec.dtype].safetensors is None:
             raise UnsupportedDtype(
                 f"safetensors has no dtype {spec.dtype} ({spec.fqn})", fqn=spec.fqn, dtype=spec.dtype
@@ -172,11 +163,6 @@ def _index(
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     return FileLayout(INDEX, len(data), (), (), (Literal(0, data),), commit=True)
-
-
-def _not_text(name: str) -> bool:
-    """Return whether a name has no UTF-8 form: JSON and pickle can contain lone surrogates."""
-    return any("\ud800" <= c <= "\udfff" for c in name)
 
 
 FORMAT = Format(

@@ -47,14 +47,21 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("to", ["zarr", "safetensors", "dcp", "torch_save"])
+WAYS = {
+    **{to: ["consolidate", "--to", to] for to in ("zarr", "safetensors", "dcp", "torch_save")},
+    "dcp of safetensors": ["reshard", "--to", "dcp", "--mesh", "fsdp=2", "--serialization", "safetensors"],
+}
+
+
+@pytest.mark.parametrize("to", WAYS)
 def test_no_name_of_a_tensor_is_an_internal_error(
     to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, names in enumerate(NAMES.values()):
         source, target = tmp_path / f"{number}.pt", tmp_path / f"{number}.out"
         torch.save({name: torch.full((2,), float(n)) for n, name in enumerate(names)}, source)
-        code = run(["consolidate", str(source), str(target), "--to", to, "--no-catalog"])
+        verb, *options = WAYS[to]
+        code = run([verb, str(source), str(target), *options, "--no-catalog"])
         captured = capsys.readouterr()
         assert code in (0, 2, 13), (names, code, captured.err)
         assert "\x1b" not in captured.out + captured.err
