@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from prefect import Task
 from prefect.futures import PrefectFuture
-from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+from prefect.settings import (
+    PREFECT_API_SSL_CERT_FILE,
+    PREFECT_API_URL,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from ckptcore.errors import MissingDependency, UsageError
+from flows._prefect import NO_AUTHORITY
 from flows._start import early_server
 
 VARIABLE = "CKPTCORE_ENGINE"
@@ -173,7 +179,8 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
         )
     # Tasks bring the settings to workers; the environment is for other processes there.
     if url is not None:
-        yield {"PREFECT_API_URL": url}
+        with _without_own_file():
+            yield {"PREFECT_API_URL": url}
         return
     from prefect.server.api.server import SubprocessASGIServer  # a second of imports
 
@@ -181,6 +188,12 @@ def _serving(name: str, address: str | None) -> Iterator[dict[str, str]]:
     server.start()  # does nothing if it is already running
     with temporary_settings({PREFECT_API_URL: server.api_url}):
         yield {"PREFECT_API_URL": server.api_url}
+
+
+def _without_own_file() -> AbstractContextManager[object]:
+    """Leave out the setting that names a file of this installation: workers may have it elsewhere."""
+    own = get_current_settings().api.ssl_cert_file == NO_AUTHORITY
+    return temporary_settings({PREFECT_API_SSL_CERT_FILE: None}) if own else nullcontext()
 
 
 def _missing(name: str) -> MissingDependency:

@@ -66,6 +66,10 @@ class _OwnRun(Flow[..., Any]):
             made.persist_result, made.result_storage = False, results.local_storage_path
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a task on a worker of a cluster brings of its flow: not the hook, which has a lock."""
+        return {**vars(self), "on_running_hooks": self.on_running_hooks[:-1]}
+
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters as JSON has them."""
         # Prefect imports FastAPI for this, a sixth of a second.

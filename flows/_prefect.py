@@ -35,6 +35,7 @@ QUIET = {
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
 }
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+NO_AUTHORITY = str(Path(__file__).with_name("_no_authority.pem"))
 
 
 def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
@@ -57,7 +58,7 @@ def trust_nobody_on_this_machine(env: MutableMapping[str, str] = os.environ) -> 
     """
     url = urlsplit(env.get("PREFECT_API_URL", ""))
     if url.scheme == "http" and url.hostname in LOOPBACK:
-        env.setdefault("PREFECT_API_SSL_CERT_FILE", str(Path(__file__).with_name("_no_authority.pem")))
+        env.setdefault("PREFECT_API_SSL_CERT_FILE", NO_AUTHORITY)
 
 
 def serve_while_alive() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 Identity = tuple[str, str, str, str]
 """The pid, start time in ticks, namespaces and boot id; "" for what is unknown."""
@@ -17,7 +16,9 @@ Identity = tuple[str, str, str, str]
 def this_process() -> Identity:
     """Return the identity of this process."""
     pid = str(os.getpid())
-    return pid, _started(pid) or "", _namespaces(), _read("/proc/sys/kernel/random/boot_id")
+    # Another namespace's /proc (`unshare --pid` alone leaves it) has another process at this number.
+    started = _started(pid) if _read_link("/proc/self") == pid else ""
+    return pid, started or "", _namespaces(), _read("/proc/sys/kernel/random/boot_id")
 
 
 def has_ended(process: Sequence[str]) -> bool:
@@ -29,7 +30,7 @@ def has_ended(process: Sequence[str]) -> bool:
         process: What `this_process` returned there.
     """
     here = this_process()
-    if len(process) != len(here) or not all(process) or tuple(process[2:]) != here[2:]:
+    if len(process) != len(here) or not all((*process, *here)) or tuple(process[2:]) != here[2:]:
         return False
     pid, started = process[:2]
     try:
@@ -46,10 +47,8 @@ def has_ended(process: Sequence[str]) -> bool:
 
 def _namespaces() -> str:
     """Return the namespaces of this process; "" where they are unknown."""
-    found: list[str] = []
-    with suppress(OSError):  # kernels before 5.6 have none of time
-        found += (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
-    return ",".join(found)
+    found = (_read_link(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))
+    return ",".join(filter(None, found))  # kernels before 5.6 have none of time
 
 
 def _started(pid: str) -> str | None:
@@ -59,6 +58,13 @@ def _started(pid: str) -> str | None:
     if len(fields) < 20:
         return None
     return "" if fields[0] in "ZX" else fields[19]  # a zombie has ended; its parent has not asked yet
+
+
+def _read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _read(path: str) -> str:

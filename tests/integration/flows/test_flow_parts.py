@@ -12,6 +12,7 @@ from queue import Queue
 from typing import Any
 from uuid import UUID, uuid4
 
+import cloudpickle
 import pytest
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun
@@ -231,6 +232,18 @@ def test_a_run_sends_its_own_heartbeats_until_it_ends(monkeypatch: pytest.Monkey
     assert event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
     assert [one["prefect.resource.role"] for one in event["related"]] == ["flow", "tag", "tag"]
     assert sent.empty()
+
+
+def test_a_run_with_its_own_heartbeats_can_be_sent_to_workers() -> None:
+    """Each task on a cluster brings its flow."""
+    with (
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}),
+        _heartbeats.own_heartbeats(convert) as beating,
+    ):
+        assert len(beating.on_running_hooks) == len(convert.on_running_hooks) + 1
+        sent = cloudpickle.loads(cloudpickle.dumps(beating))
+    assert (type(sent), sent.name) == (type(beating), "convert")
+    assert sent.on_running_hooks == convert.on_running_hooks
 
 
 def test_heartbeats_that_are_off_stay_off() -> None:

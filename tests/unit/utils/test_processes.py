@@ -62,3 +62,13 @@ def test_a_process_that_is_hidden_may_be_alive(monkeypatch):
     assert has_ended((pid, "1", *machine))
     monkeypatch.setattr(processes, "_read", lambda path: machine[1] if "boot_id" in path else "")
     assert not has_ended((pid, "1", *machine))
+
+
+def test_where_proc_is_another_namespace_s_nobody_has_ended(monkeypatch):
+    """After `unshare --pid` without `--mount-proc`, /proc has other processes at these numbers."""
+    ended = (*this_process()[:1], "1", *this_process()[2:])
+    assert has_ended(ended)
+    follow = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "4711" if path == "/proc/self" else follow(path))
+    assert this_process()[1] == ""
+    assert not has_ended(ended)
