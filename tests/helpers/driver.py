@@ -246,7 +246,9 @@ def _ends_within(child: int, seconds: float) -> bool:
     """Whether a child ends in time."""
     descriptor = os.pidfd_open(child)
     try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
+        ended = select.poll()  # `select.select` refuses descriptors above 1023
+        ended.register(descriptor, select.POLLIN)
+        return bool(ended.poll(1000 * seconds))
     finally:
         os.close(descriptor)
 
