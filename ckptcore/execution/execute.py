@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptcore.errors import BudgetTooSmall, DiskFull
@@ -40,6 +40,8 @@ from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
 
 _log = logging.getLogger("ckptcore")
 _Task = tuple[FileWork, Job, Bytes]
+_Turn = tuple[FileWork, Iterator[Job], Job]
+_MOST_ROWS = 1 << 16  # tensors and reads of open plans that allow one more; they take about 500 bytes each
 
 
 def execute_files(
@@ -184,11 +186,16 @@ class _Run:
         in its order: four workers in two files take 0.85 of the time of four in one. A file that is sent as
         a stream, or in parts, is alone, because its writer keeps bytes in memory. So is each file of a source
         that is read ahead: its reads are declared in file order, and in another one blocks are fetched again.
+        Plans of many rows are in memory one after another.
         """
         most = 1 if isinstance(self._run.source, ReadsAhead) else max(1, self._settings.threads // 2)
-        turns: deque[tuple[FileWork, Iterator[Job], Job]] = deque()
+        turns: deque[_Turn] = deque()
         while True:
-            while len(turns) < most and (index := next(indices, None)) is not None:
+            while (
+                len(turns) < most
+                and _rows(turns) <= _MOST_ROWS
+                and (index := next(indices, None)) is not None
+            ):
                 work, cut = self._opened(index)
                 if work.writer.sequential or work.writer.part_size is not None:
                     most = 1
@@ -295,6 +302,10 @@ class _Run:
         if isinstance(error, MemoryError):
             return BudgetTooSmall(f"cannot allocate the buffers: {error or 'allocation failed'}")
         return error
+
+
+def _rows(turns: Iterable[_Turn]) -> int:
+    return sum(len(work.plan.columns) + len(work.plan.op) for work, _, _ in turns)
 
 
 def _described(work: FileWork, receipt: Receipt) -> str:

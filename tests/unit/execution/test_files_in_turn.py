@@ -69,6 +69,14 @@ def test_every_two_workers_have_a_file(
     assert (len(content(tmp_path / "out")), len(turns)) == (FILES, FILES + 1)  # and the index
 
 
+def test_plans_of_many_rows_are_open_one_after_another(
+    source: str, tmp_path: Path, turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executing, "_MOST_ROWS", 1)
+    convert(source, str(tmp_path / "out"), settings=settings(8), **SIZES)
+    assert turns == [1] * (FILES + 1)
+
+
 def test_a_file_that_is_sent_as_a_stream_is_alone(source: str, turns: list[int]) -> None:
     url = "memory://in-turn/out"
     try:
