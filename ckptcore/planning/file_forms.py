@@ -25,7 +25,7 @@ _LARGEST = 1 << 17  # reads of a spread that is kept: others are as large as the
 
 
 @dataclass(frozen=True)
-class Form:
+class FileForm:
     """Tensors of a file, and their classes.
 
     Attributes:
@@ -73,8 +73,8 @@ class Spread:
     begin: Ints
     place: Ints
     first: Ints
-    items: Order = field(default_factory=lambda: Order())
-    places: Order = field(default_factory=lambda: Order())
+    items: SortOrder = field(default_factory=lambda: SortOrder())
+    places: SortOrder = field(default_factory=lambda: SortOrder())
 
     @classmethod
     def of(cls, counts: Ints, group: Ints, first: Ints) -> Spread:
@@ -86,7 +86,7 @@ class Spread:
         return cls(np.repeat(first, each), np.repeat(begin[group], each) + within, ends)
 
 
-class Order:
+class SortOrder:
     """The order of the last column that was sorted: it mostly sorts that of the next file alike, too."""
 
     def __init__(self) -> None:
@@ -125,9 +125,9 @@ class Forms:
                 of one shape with equal chunks.
         """
         self._alike = alike
-        self._known: dict[tuple[int, ...], list[Form]] = {}
+        self._known: dict[tuple[int, ...], list[FileForm]] = {}
 
-    def of(self, layout: FileLayout) -> Form:
+    def of(self, layout: FileLayout) -> FileForm:
         """Return the form of a file."""
         known = self._known.pop(layout.tensors, [])
         self._known[layout.tensors] = known  # the last one
@@ -143,11 +143,11 @@ class Forms:
             del self._known[next(iter(self._known))]
         return form
 
-    def _made(self, positions: tuple[int, ...], ids: Ints) -> Form:
+    def _made(self, positions: tuple[int, ...], ids: Ints) -> FileForm:
         tensors = np.array(positions, np.int64)
         alike = self._alike(tensors)
         if len(ids):
             _, box = np.unique(ids, return_inverse=True)
             alike = alike + (int(alike.max(initial=0)) + 1) * box.reshape(-1)
         _, one, group = np.unique(alike, return_index=True, return_inverse=True)
-        return Form(tensors, group.reshape(-1).astype(np.int64), one.astype(np.int64))
+        return FileForm(tensors, group.reshape(-1).astype(np.int64), one.astype(np.int64))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Chunks, Ints, Manifest, TensorSpec
 from ckptcore.formats.base import FileLayout, Literal, Slot
-from ckptcore.planning.file_forms import Form, Forms, Spread
+from ckptcore.planning.file_forms import FileForm, Forms, Spread
 from ckptcore.planning.file_plan import COMPARE, FilePlan, Literals, Tensors, place_keys, stored_tensor
 from ckptcore.planning.reads import (
     ItemSubsets,
@@ -130,7 +130,7 @@ class _Planner:
         """Return a number for each tensor, equal for those of one shape with equal chunks."""
         return self._overlaps.kinds(tensors) * self._shapes + self._shape[tensors]
 
-    def _tensors(self, layout: FileLayout, form: Form) -> tuple[Tensors, list[Box | None]]:
+    def _tensors(self, layout: FileLayout, form: FileForm) -> tuple[Tensors, list[Box | None]]:
         """Return the tensors' columns, and the box of each class: None for entire tensors."""
         tensors = form.tensors
         full = self._full.take(tensors[form.one], axis=0)
@@ -160,7 +160,7 @@ class _Planner:
         return tuple([self._fqns[t] for t in tensors])
 
     def _reads(
-        self, form: Form, boxes: Sequence[Box | None]
+        self, form: FileForm, boxes: Sequence[Box | None]
     ) -> tuple[tuple[Any, ...], Spread, Ints, npt.NDArray[np.int8]]:
         """Return the chunks that a file reads.
 
