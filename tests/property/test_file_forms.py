@@ -14,7 +14,7 @@ from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.formats.base import Arrangement, FileLayout, Slot
 from ckptcore.formats.dcp.writer import arrange_folder
-from ckptcore.planning.file_forms import Order
+from ckptcore.planning.file_forms import SortOrder
 from ckptcore.planning.file_plan import COMPARE, PLACE, FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.topology.layout import Mesh, Replicate, Shard, TensorLayout, Topology
@@ -155,7 +155,7 @@ def test_other_tensors_with_one_box(shared: list[list[int]]) -> None:
 
 @given(st.lists(st.lists(st.integers(-3, 9), min_size=4, max_size=4), min_size=1, max_size=6))
 def test_orders(columns: list[list[int]]) -> None:
-    order = Order()
+    order = SortOrder()
     for column in columns:
         used = np.array(column, np.int64)
         kept, number = order.number(used)

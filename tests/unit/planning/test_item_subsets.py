@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ckptcore.core.manifest import Items, StoredFile, items_table
-from ckptcore.planning.file_forms import Order
+from ckptcore.planning.file_forms import SortOrder
 from ckptcore.planning.reads import ItemSubsets, subset_files
 
 COUNT = 600
@@ -33,9 +33,9 @@ def uses() -> list[np.ndarray]:
 
 @pytest.mark.parametrize("items", [VARIED, ALIKE], ids=["varied", "alike"])
 def test_as_numpy_selects_them(items: Items) -> None:
-    subsets, orders = ItemSubsets(items), dict[int, Order]()
+    subsets, orders = ItemSubsets(items), dict[int, SortOrder]()
     for used in uses():
-        picked, renumbered, kept = subsets.of(used, orders.setdefault(len(used), Order()))
+        picked, renumbered, kept = subsets.of(used, orders.setdefault(len(used), SortOrder()))
         numbers, inverse = np.unique(used, return_inverse=True)
         assert kept.tolist() == numbers.tolist()
         assert renumbered.tolist() == inverse.tolist()
