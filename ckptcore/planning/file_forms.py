@@ -73,8 +73,8 @@ class Spread:
     begin: Ints
     place: Ints
     first: Ints
-    items: KnownOrder = field(default_factory=lambda: KnownOrder())
-    places: KnownOrder = field(default_factory=lambda: KnownOrder())
+    items: SortOrder = field(default_factory=lambda: SortOrder())
+    places: SortOrder = field(default_factory=lambda: SortOrder())
 
     @classmethod
     def of(cls, counts: Ints, group: Ints, first: Ints) -> Spread:
@@ -86,7 +86,7 @@ class Spread:
         return cls(np.repeat(first, each), np.repeat(begin[group], each) + within, ends)
 
 
-class KnownOrder:
+class SortOrder:
     """The order of the last column that was sorted: it mostly sorts that of the next file alike, too."""
 
     def __init__(self) -> None:

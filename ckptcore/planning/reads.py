@@ -16,7 +16,7 @@ from blake3 import blake3
 from ckptcore.core.box import Box
 from ckptcore.core.coverage import equal_boxes
 from ckptcore.core.manifest import Chunks, Derived, Ints, Items, Manifest, StoredFile, TensorSpec
-from ckptcore.planning.file_forms import KnownOrder
+from ckptcore.planning.file_forms import SortOrder
 from ckptcore.utils.row_wise import every
 
 
@@ -135,7 +135,7 @@ class ItemSubsets:
             crc32=_constant(items.crc32),
         )
 
-    def of(self, used: Ints, order: KnownOrder) -> tuple[Items, Ints, Ints]:
+    def of(self, used: Ints, order: SortOrder) -> tuple[Items, Ints, Ints]:
         """Return the used items, each use in their numbering, and their numbers in the source.
 
         order: What sorts the uses of files alike, if there are any.
