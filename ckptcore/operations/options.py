@@ -49,7 +49,8 @@ class SweepOptions:
         Texts,
         Option(
             "Fact about the training of every checkpoint that is converted, such as user=ada or "
-            "git_commit=3f9a (repeatable). What differs from step to step is refused: metrics, epoch, samples, tokens.",
+            "git_commit=3f9a (repeatable). What differs from step to step is refused: metrics, epoch, "
+            "samples, tokens.",
             "KEY=VALUE",
         ),
     ] = None
