@@ -151,11 +151,11 @@ class _Run:
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
-        self._differing: list[CompareWriter | DigestWriter] = []
+        self._differing: dict[int, CompareWriter | DigestWriter] = {}
         self._buffers = Buffers(self._buffer() for _ in range(2 * settings.threads))
 
     def finish(self, indices: Sequence[int]) -> tuple[dict[int, Receipt], list[CompareWriter | DigestWriter]]:
-        """Run to the end; return (receipts of the files, differing files). Raises the first error."""
+        """Run to the end; return (receipts of files, differing files in order). Raises the first error."""
         tasks = self._tasks(indices)
         try:
             run_jobs(tasks, self._worker, threads=self._settings.threads, stop=self._buffers.close)
@@ -166,7 +166,7 @@ class _Run:
             if explained is error:
                 raise
             raise explained from error
-        return self._done, self._differing
+        return self._done, [self._differing[index] for index in sorted(self._differing)]
 
     def _tasks(self, indices: Sequence[int]) -> Iterator[_Task]:
         """Yield the jobs of all files, each with its buffer.
@@ -278,7 +278,7 @@ class _Run:
         if isinstance(writer, CompareWriter | DigestWriter):
             if writer.differs:
                 with self._lock:
-                    self._differing.append(writer)
+                    self._differing[receipt.index] = writer
                     del self._open[receipt.index]
                 return
         else:
