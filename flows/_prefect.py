@@ -50,7 +50,7 @@ def set_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env["PREFECT_HOME"] = str(_own_home())
 
 
-def trust_nobody_on_this_machine(env: MutableMapping[str, str] = os.environ) -> None:
+def read_no_authorities(env: MutableMapping[str, str] = os.environ) -> None:
     """Let Prefect's clients read no certificates of authorities where the server is at ``http://127.0.0.1``.
 
     Each of four clients would read all of them, 20 ms each, and use none. If such a server redirects to

@@ -22,6 +22,7 @@ from ckptcore.utils.ordering import ascends
 _FORMS = 64  # files of a rank, and of the ranks of a tensor-parallel group: then all come once more
 _SPREADS = 4  # of each form: of uneven cuts, ranks at the end need fewer chunks
 _LARGEST = 1 << 17  # reads of a spread that is kept: others are as large as the columns made of them
+_MOST = 1 << 20  # tensors and reads of everything that is kept, 40 bytes each: beyond, the oldest forms go
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class FileForm:
     group: Ints
     one: Ints
     spreads: dict[bytes, Spread] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Count the tensors and the reads of what is kept."""
+        return len(self.tensors) + sum(len(spread.place) for spread in self.spreads.values())
 
     def spread(self, counts: Ints, first: Ints) -> Spread:
         """Return where each read of a file comes from.
@@ -131,6 +137,8 @@ class Forms:
         """Return the form of a file."""
         known = self._known.pop(layout.tensors, [])
         self._known[layout.tensors] = known  # the last one
+        while len(self._known) > _FORMS or (len(self._known) > 1 and self.rows > _MOST):
+            del self._known[next(iter(self._known))]
         # Boxes are shared between tensors of one shape, and distinguished as objects.
         ids = np.fromiter(map(id, layout.boxes), np.int64, len(layout.boxes))
         for form in known:
@@ -139,9 +147,12 @@ class Forms:
         form = self._made(layout.tensors, ids)
         known.insert(0, form)
         del known[_SPREADS:]
-        if len(self._known) > _FORMS:
-            del self._known[next(iter(self._known))]
         return form
+
+    @property
+    def rows(self) -> int:
+        """Count the tensors and the reads of all forms that are kept."""
+        return sum(form.rows for forms in self._known.values() for form in forms)
 
     def _made(self, positions: tuple[int, ...], ids: Ints) -> FileForm:
         tensors = np.array(positions, np.int64)

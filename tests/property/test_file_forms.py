@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.formats.base import Arrangement, FileLayout, Slot
 from ckptcore.formats.dcp.writer import arrange_folder
-from ckptcore.planning.file_forms import SortOrder
+from ckptcore.planning import file_forms
+from ckptcore.planning.file_forms import Forms, SortOrder
 from ckptcore.planning.file_plan import COMPARE, PLACE, FilePlan
 from ckptcore.planning.file_planner import file_plans
 from ckptcore.topology.layout import Mesh, Replicate, Shard, TensorLayout, Topology
@@ -129,6 +131,25 @@ def test_files_planned_together(made: tuple[Manifest, list[FileLayout]]) -> None
         loaded = FilePlan.load(plan.dumped)
         assert (loaded.requests, loaded.bytes_in) == (plan.requests, plan.bytes_in)
         as_compared(plan, layout, manifest)
+
+
+@settings(max_examples=10, deadline=None)
+@given(layouts())
+def test_files_of_forgotten_forms(made: tuple[Manifest, list[FileLayout]]) -> None:
+    manifest, files = made
+    with mock.patch.object(file_forms, "_MOST", 0):
+        few = [plan.dumped for plan in file_plans(files * 2, manifest, manifest.tensors, None, {})]
+    assert few == [plan.dumped for plan in file_plans(files * 2, manifest, manifest.tensors, None, {})]
+
+
+def test_the_oldest_forms_are_forgotten() -> None:
+    forms = Forms(lambda tensors: np.zeros(len(tensors), np.int64))
+    with mock.patch.object(file_forms, "_MOST", 40):
+        for n in range(10):
+            tensors = (n, n + 1, n + 2)
+            form = forms.of(FileLayout("out", 0, tensors, tuple(Slot(k, 0) for k in tensors), ()))
+            form.spread(np.array([4]), np.zeros(3, np.int64))
+            assert forms.rows == 15 * min(n + 1, 3)  # 3 tensors and 12 reads each
 
 
 @settings(max_examples=60, deadline=None)

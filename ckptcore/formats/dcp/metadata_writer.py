@@ -308,9 +308,8 @@ class _Pickle:
 
     def __init__(self) -> None:
         self._out = bytearray(_START)
-        self._done: list[
-            bytes | bytearray | memoryview
-        ] = []  # what precedes, in large parts that are copied once
+        # What precedes, in large parts that are copied once.
+        self._done: list[bytes | bytearray | memoryview] = []
         self._memo: dict[Any, int] = {}
         self._count = 0
         self.sizes: dict[tuple[int, ...], tuple[bytes, int]] = {}

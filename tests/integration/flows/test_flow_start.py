@@ -28,7 +28,7 @@ from prefect.settings import (
 from flows import _flow, _start
 from flows._console import write_plainly
 from flows._heartbeats import _OwnRun
-from flows._prefect import trust_nobody_on_this_machine
+from flows._prefect import read_no_authorities
 from flows.convert import convert
 
 pytestmark = pytest.mark.xdist_group("prefect")
@@ -81,7 +81,7 @@ def test_a_run_makes_few_requests_and_imports_no_server(
 )
 def test_a_server_on_this_machine_needs_no_authorities(url: str, trusts: bool) -> None:
     env = {"PREFECT_API_URL": url, "SSL_CERT_FILE": "mine"}
-    trust_nobody_on_this_machine(env)
+    read_no_authorities(env)
     assert ("PREFECT_API_SSL_CERT_FILE" not in env) is trusts
     assert env["SSL_CERT_FILE"] == "mine"  # that of all other clients
     if not trusts:
@@ -90,7 +90,7 @@ def test_a_server_on_this_machine_needs_no_authorities(url: str, trusts: bool) -
         assert only["subject"] == only["issuer"]
         assert context.verify_mode is ssl.CERT_REQUIRED
     env = {"PREFECT_API_URL": url, "PREFECT_API_SSL_CERT_FILE": "mine"}
-    trust_nobody_on_this_machine(env)
+    read_no_authorities(env)
     assert env["PREFECT_API_SSL_CERT_FILE"] == "mine"
 
 
