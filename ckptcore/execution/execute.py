@@ -186,7 +186,7 @@ class _Run:
         in its order: four workers in two files take 0.85 of the time of four in one. A file that is sent as
         a stream, or in parts, is alone, because its writer keeps bytes in memory. So is each file of a source
         that is read ahead: its reads are declared in file order, and in another one blocks are fetched again.
-        Plans of many rows are in memory one after another.
+        Plans of many rows are in memory one after another, and so are decoded items of compressed files.
         """
         most = 1 if isinstance(self._run.source, ReadsAhead) else max(1, self._settings.threads // 2)
         turns: deque[_Turn] = deque()
@@ -197,7 +197,8 @@ class _Run:
                 and (index := next(indices, None)) is not None
             ):
                 work, cut = self._opened(index)
-                if work.writer.sequential or work.writer.part_size is not None:
+                decodes = bool(work.plan.items.codec.any())
+                if decodes or work.writer.sequential or work.writer.part_size is not None:
                     most = 1
                 turns.append((work, cut, next(cut)))  # every file has a job, even an empty one
             if not turns:

@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from paths import FIXTURES
 from pieces import numbered, write_dcp
 
 from ckptcore import Box, convert
@@ -75,6 +76,14 @@ def test_plans_of_many_rows_are_open_one_after_another(
     monkeypatch.setattr(executing, "_MOST_ROWS", 1)
     convert(source, str(tmp_path / "out"), settings=settings(8), **SIZES)
     assert turns == [1] * (FILES + 1)
+
+
+def test_files_of_compressed_items_are_alone(tmp_path: Path, turns: list[int]) -> None:
+    """A decoded item is in memory, or in a file, until all of it was read."""
+    source = str(FIXTURES / "torch/dcp_zstd_2r/ckpt")
+    convert(source, str(tmp_path / "out"), settings=settings(8), to="safetensors", max_file_size=2000)
+    assert max(turns[:-1]) == 1
+    assert len(turns) > 3
 
 
 def test_a_file_that_is_sent_as_a_stream_is_alone(source: str, turns: list[int]) -> None:
