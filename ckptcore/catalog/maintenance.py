@@ -5,7 +5,7 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind
 from ckptcore.errors import Finding, UsageError
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
+from ckptcore.utils.processes import has_ended
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select
@@ -234,10 +235,17 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
             tuple(tags.get(each, ())),
             tuple(names.get(each, ())),
             tuple(on_hold.get(each, ())),
-            (*reading.get(each, ()), *(read_owner(text)[0] for text in claimed.get(each, ()))),
+            (*reading.get(each, ()), *_at_work(claimed.get(each, ()))),
         )
         for each in publics
     }
+
+
+def _at_work(owners: Iterable[str]) -> Iterator[str]:
+    """Yield the owners of claims, without those whose process is known to have ended."""
+    for owner, process in map(read_owner, owners):
+        if not has_ended(process):
+            yield owner
 
 
 def retired_into(conn: Connection, uri: str) -> tuple[tuple[CheckpointRow, CheckpointRow], ...]:

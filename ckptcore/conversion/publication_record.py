@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, field
 from typing import Any
 
-from ckptcore.conversion.staging import PUBLISHING, Staging
+from ckptcore.conversion.staging import PARTS, PUBLISHING, Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
@@ -22,6 +23,8 @@ from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
 from ckptcore.utils.dataclass import dataclass
 
 REPLACES = "replaces.json"
+_DRAFT = f"{PARTS[0]}/{PUBLISHING}"  # a record on its way, among what every version removes
+_RERUN = "run the same command again: it verifies the output, and records that"
 # Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.
 MOVING, REMOVING, PUTTING, DONE = "moving", "removing", "putting", "done"
 
@@ -110,8 +113,9 @@ class Publication:
 def note(staging: Staging, publication: Publication, before: Publication | None = None) -> None:
     """Record a publication and its step.
 
-    A record that arrives altered is removed. So the one before is written once more then: without any, the
-    next run would take the output for another program's.
+    A record that arrives altered is removed, and without any the next run would take the output for another
+    program's. So a step over another one is written beside it, and copied by the store when it is proven; on
+    a store that does not copy, the one before is written once more.
 
     Args:
         staging: The staging folder.
@@ -122,22 +126,42 @@ def note(staging: Staging, publication: Publication, before: Publication | None 
         AlteredInTransit: The step could not be recorded.
     """
     try:
-        staging.root.put(PUBLISHING, canonical_json(publication.as_dict()))
+        _put(staging.root, canonical_json(publication.as_dict()), over=before is not None)
     except AlteredInTransit as error:
         if before is None:
             raise
-        try:
-            note(staging, before)
-        except CkptError:
-            if publication.step != DONE:
-                raise error from None
-            raise AlteredInTransit(
-                f"{staging.destination} is complete, but that cannot be recorded: {error.message}",
-                hint=f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
-                f"what is left of the conversion: ckptcore gc {staging.parent}. Check this machine's memory "
-                "and network",
-            ) from error
-        raise
+        kept = _has_record(staging)
+        if not kept:
+            with suppress(CkptError):  # the error that is raised says what to do without it
+                note(staging, before)
+                kept = True
+        if publication.step != DONE:
+            raise
+        compare = f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
+        compare += f"what is left of the conversion: ckptcore gc {staging.parent}"
+        raise AlteredInTransit(
+            f"{staging.destination} is complete, but that cannot be recorded: {error.message}",
+            hint=f"{_RERUN if kept else compare}. Check this machine's memory and network",
+        ) from error
+
+
+def _put(root: Store, data: bytes, *, over: bool) -> None:
+    """Write the record, and keep the one before if it arrives altered, where the store can."""
+    if over and root.local is None:
+        # A late import: local conversions need no object store.
+        from ckptcore.store.s3 import S3Store
+
+        if isinstance(root, S3Store):
+            root.put_over(PUBLISHING, data, _DRAFT)
+            return
+    root.put(PUBLISHING, data)
+
+
+def _has_record(staging: Staging) -> bool:
+    """Return whether there is a record still, as far as the store answers."""
+    with suppress(CkptError):
+        return noted(staging) is not None
+    return False
 
 
 def noted(staging: Staging) -> Publication | None:

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ckptcore.errors import DestinationUnwritable, SourceUnreadable, UsageError
+from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, UsageError
 from ckptcore.store import Buffer, FileWriter, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects import IN_ONE
 from ckptcore.store.objects.client import S3Client, require_small
 from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.reader import FolderReader
+from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.objects.s3_options import open_file_system
 from ckptcore.store.objects.session import share_service_models
 from ckptcore.store.remote import FsspecStore, FsspecWriter
@@ -124,6 +125,28 @@ class S3Store(FsspecStore):
         if self.kept is not None:
             self.kept.forget(key)
         self.client.put(key, data)
+        if self.kept is not None:
+            self.kept.put(key, data)
+
+    def put_over(self, path: str, data: bytes, draft: str) -> None:
+        """Replace a small object whose bytes must stay if the new ones arrive altered.
+
+        They are proven below the name ``draft``, which stays, and then copied by the store. A store that
+        does not copy gets them directly.
+
+        Raises:
+            AlteredInTransit: The store did not get these bytes. The object is as it was, if the store copies.
+        """
+        key = self.prefix + path
+        etag = self.client.put(self.prefix + draft, data)
+        if self.kept is not None:
+            self.kept.forget(key)
+        try:
+            self.client.copy(self.prefix + draft, key, match=etag or None)
+        except CkptError as error:
+            if kind_of(error) not in (Kind.UNSUPPORTED, Kind.DENIED):
+                raise
+            self.client.put(key, data)
         if self.kept is not None:
             self.kept.put(key, data)
 

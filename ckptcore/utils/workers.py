@@ -3,6 +3,7 @@
 - Threads take jobs from one shared iterator, under a lock, so it may open files and wait for a buffer.
 - The first error of any thread, or Ctrl-C, stops all of them; it is raised when the last thread has ended.
 - A thread runs in a copy of the caller's context, so its log records belong to the caller's run.
+- Work that waits asks `failed`: it ends soon after an error of another thread.
 
 `Buffers` bounds the memory of jobs that outlive their turn; `ProgressMeter` counts finished bytes.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from typing import Generic, TypeVar
 
 Progress = Callable[[str, int, int], None]
@@ -20,6 +21,17 @@ Progress = Callable[[str, int, int], None]
 
 Job = TypeVar("Job")
 Buffer = TypeVar("Buffer")
+_failed: ContextVar[Callable[[], bool] | None] = ContextVar("ckptcore_failed", default=None)
+
+
+def failed() -> bool:
+    """Report whether an error ends the jobs that the calling context belongs to.
+
+    Threads that a job starts with a copy of its context belong to it. A good end of `run_jobs` is no error:
+    what its threads began, such as reads ahead, may be waited for later.
+    """
+    ask = _failed.get()
+    return ask is not None and ask()
 
 
 def run_jobs(
@@ -97,6 +109,7 @@ class _Pool(Generic[Job]):
         self._jobs, self._prepare, self._wake = jobs, prepare, stop
         self._take, self._stopped = threading.Lock(), threading.Event()
         self._errors: list[BaseException] = []  # appending is atomic; the first one is raised
+        self._outer = _failed.get()
 
     def run(self, count: int) -> None:
         threads = [
@@ -120,6 +133,7 @@ class _Pool(Generic[Job]):
             raise self._errors[0]
 
     def _work(self) -> None:
+        _failed.set(self._has_failed)  # in this thread's own context
         try:
             do = self._prepare()
             while (job := self._next()) is not None:
@@ -131,6 +145,9 @@ class _Pool(Generic[Job]):
     def _next(self) -> Job | None:
         with self._take:
             return None if self._stopped.is_set() else next(self._jobs, None)
+
+    def _has_failed(self) -> bool:
+        return bool(self._errors) or (self._outer is not None and self._outer())
 
     def _stop(self) -> None:
         self._stopped.set()

@@ -215,6 +215,9 @@ class S3Answers:
             there = self.objects.get(unquote(source).lstrip("/"))
             if there is None:
                 raise error(404, "NoSuchKey")
+            match = asked.headers.get("x-amz-copy-source-if-match")
+            if self.matches and match is not None and match.strip('"') != there.etag:
+                raise error(412, "PreconditionFailed")
             self.objects[asked.path] = Stored(there.data, there.etag, dict(there.meta))
             raise _xml(f"<CopyObjectResult><ETag>&quot;{there.etag}&quot;</ETag></CopyObjectResult>")
         self._received(asked)

@@ -65,7 +65,7 @@ class S3Client:
         self.url = f"s3://{self.bucket}"
         self.requests: Counter[str] = Counter()
         self.answer_s = 0.0
-        self._md5 = True
+        self._md5: bool | None = None  # whether ETags are the MD5 of what was put, once that is known
         self._given_up: GivenUp = never
         self._lock = threading.Lock()
         self._session = S3Session(self.file_system)
@@ -131,9 +131,12 @@ class S3Client:
         return self._repeat(_Body(self, key, 0, etag, into, complete=True).attempt, key)
 
     def fetch(self, key: str, most: int = IN_ONE) -> bytes | None:
-        """Return all bytes of a small object, of one version, or None if there is no such object."""
+        """Return all bytes of a small object, of one version, or None if there is no such object.
 
-        def attempt() -> bytes:
+        They are proven: by a checksum of the store, by the ETag, or by a second response.
+        """
+
+        def receive_once() -> tuple[bytes, bool]:  # and whether they are proven
             answer = self._send("get_object", {"Key": key, "ChecksumMode": "ENABLED"})
             nbytes = int(answer.get("ContentLength") or 0)
             if nbytes > most:
@@ -143,10 +146,22 @@ class S3Client:
             filled = sum(_pieces(answer["Body"], memoryview(data), never))
             if filled < len(data):
                 raise ShortBody(f"the response ended {len(data) - filled} of {len(data)} bytes early")
-            kept = kept_checksums(answer)
-            if kept and checksum_of(kept[0].algorithm, memoryview(data)) != kept[0]:
+            found, kept, etag = bytes(data), kept_checksums(answer), answer.get("ETag") or ""
+            if kept and checksum_of(kept[0].algorithm, found) != kept[0]:
                 raise ShortBody(f"the response does not match the {kept[0].algorithm} of the object")
-            return bytes(data)
+            proven = bool(kept) or not found or _is_md5(etag, found)
+            if not proven and self._md5 and len(etag.strip('"')) == _MD5_HEX and not _is_encrypted(answer):
+                raise ShortBody("the response does not match the ETag of the object")
+            return found, proven
+
+        def attempt() -> bytes:
+            data, proven = receive_once()
+            if proven:
+                return data
+            second, proven = receive_once()
+            if proven or second == data:
+                return second
+            raise ShortBody("two responses have different bytes")
 
         try:
             return self._repeat(attempt, key)
@@ -199,10 +214,10 @@ class S3Client:
         The ETag of a plain object is its MD5. Where it is not, and the object reads back as it was sent, this
         store's ETags prove nothing, and are not looked at again.
         """
-        bare = etag.strip('"')
-        if not self._md5 or len(bare) != _MD5_HEX or not data:
+        if self._md5 is False or len(etag.strip('"')) != _MD5_HEX or not data:
             return True
-        if bare == hashlib.md5(data, usedforsecurity=False).hexdigest():
+        if _is_md5(etag, data):
+            self._md5 = True
             return True
         back = bytearray(len(data))
         try:
@@ -491,6 +506,15 @@ def _pieces(body: Any, into: Buffer, given_up: GivenUp) -> Iterator[int]:
         body.close()
         raise
     release(body)
+
+
+def _is_md5(etag: str, data: Buffer | bytes) -> bool:
+    return etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _is_encrypted(answer: Mapping[str, Any]) -> bool:
+    """Report whether an object is encrypted so that its ETag is not its MD5."""
+    return "kms" in (answer.get("ServerSideEncryption") or "") or bool(answer.get("SSECustomerAlgorithm"))
 
 
 def require_small(url: str, nbytes: int, most: int) -> None:

@@ -25,7 +25,7 @@ from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import RECORD, ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.processes import has_ended, this_process
+from ckptcore.utils.processes import has_ended, is_this, this_process
 
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by
@@ -52,13 +52,13 @@ class Holder:
     process: tuple[str, ...]
     until: float
 
-    def is_alive(self, now: float, here: Holder) -> bool:
-        """Report whether the lease is still valid, as far as ``here``, a process, can see."""
+    def is_alive(self, now: float, host: str) -> bool:
+        """Report whether the lease is still valid, as far as a process of ``host`` can see."""
         if now > self.until + _SKEW_S:
             return False
-        if self.host == here.host and self.process == here.process:
+        if self.host == host and is_this(self.process):
             return self.token in _RESERVED  # of this process: it may have been unable to end it
-        return self.host != here.host or not has_ended(self.process)
+        return self.host != host or not has_ended(self.process)
 
     @property
     def name(self) -> str:
@@ -189,7 +189,7 @@ class Lease:
     def require_free(self) -> None:
         """Raise `Busy` if another process holds the lease."""
         there = self._there()
-        if there is not None and there.is_alive(self._clock(), self._new(0)):
+        if there is not None and there.is_alive(self._clock(), socket.gethostname()):
             raise self._busy(there)
 
     def require(self) -> None:
@@ -303,7 +303,7 @@ class Lease:
             raise Busy(f"another process has just finished {self._destination}", hint="run the command again")
         if there.token == mine.token:
             return there, seen.etag  # the reply was lost
-        if there.is_alive(self._clock(), mine):
+        if there.is_alive(self._clock(), mine.host):
             raise self._busy(there)
         mine = replace(mine, fence=there.fence + 1)
         try:

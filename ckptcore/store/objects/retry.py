@@ -2,7 +2,8 @@
 
 This is the only layer that repeats a request to an S3 store: those of s3fs and botocore are off, since layers
 multiply. A request is repeated until its deadline (60 s, or ``CKPTCORE_REQUEST_DEADLINE`` seconds) with waits
-that grow and vary, and at least as long as the store asks for (``Retry-After``).
+that grow and vary, and at least as long as the store asks for (``Retry-After``). It is not repeated when the
+work that it belongs to has failed (`ckptcore.utils.workers.failed`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.redaction import GONE, redacted_of
+from ckptcore.utils.workers import failed as work_failed
 
 DEADLINE_VARIABLE = "CKPTCORE_REQUEST_DEADLINE"
 _DEADLINE_S = 60.0
@@ -242,9 +244,12 @@ def repeated(
     began, attempts = time.monotonic(), 0
     failed: Exception | None = None
 
+    def useless() -> bool:
+        return given_up() or work_failed()
+
     def once() -> T:
         nonlocal attempts, failed
-        if failed is not None and given_up():  # during the wait
+        if failed is not None and useless():  # during the wait
             raise failed
         attempts += 1
         try:
@@ -255,13 +260,13 @@ def repeated(
 
     def rest(seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and not given_up():
+        while (left := end - time.monotonic()) > 0 and not useless():
             time.sleep(min(left, _LOOK_S))
 
     policy = Retrying(
         # A wait that would end behind the deadline is not begun.
-        stop=lambda state: given_up() or time.monotonic() - began + state.upcoming_sleep > limit,
-        sleep=time.sleep if given_up is never else rest,
+        stop=lambda state: useless() or time.monotonic() - began + state.upcoming_sleep > limit,
+        sleep=rest,
         wait=_Wait(),
         retry=retry_if_exception(lambda error: kind_of(error) is Kind.TROUBLE),
         reraise=True,

@@ -1,7 +1,8 @@
 """Send requests in threads of their own, so that several are under way at once.
 
 A thread is started when all others are at work, and stays for the next request. They end with the process,
-which waits for none of them. A request whose future was cancelled ends when it looks at it next.
+which waits for none of them. A request whose future was cancelled, or whose work has failed
+(`ckptcore.utils.workers.failed`), ends when it looks at that next.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
+
+from ckptcore.utils.workers import failed
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -39,7 +42,7 @@ class RequestThreads:
         """Run a call in a thread, and return at once.
 
         Args:
-            call: What to do; its argument returns whether the future was cancelled.
+            call: What to do; its argument returns whether nobody waits for it any more.
         """
         future: Future[T] = Future()
         context = copy_context()
@@ -87,7 +90,7 @@ def _settle(future: Future[Any], call: Callable[[GivenUp], Any]) -> None:
     if future.cancelled():
         return
     try:
-        found = call(future.cancelled)
+        found = call(lambda: future.cancelled() or failed())
     except BaseException as error:  # whoever waits for it raises it
         with suppress(InvalidStateError):  # cancelled meanwhile
             future.set_exception(error)

@@ -95,6 +95,29 @@ def test_a_claim_of_a_process_that_has_ended_is_free_where_that_can_be_proven(cl
     assert claim(claims.take, NOW, KEY, "/s", "b").attempts == 2
 
 
+def test_a_claim_of_a_process_that_has_ended_keeps_no_source(
+    claim, catalog, url, convert, facts, forks, finish
+):
+    """`retire` keeps a source that is being converted."""
+    from sqlalchemy import select
+
+    from ckptcore.catalog import maintenance
+    from ckptcore.catalog.models import Checkpoint
+
+    convert(facts("/s"), facts("/out/other", content="c"))
+    with catalog.reading() as conn:
+        source = conn.execute(select(Checkpoint.uuid).where(Checkpoint.uri == "/s")).scalar_one()
+
+    def readers():
+        return claim(maintenance.ties, NOW, [source])[source].readers
+
+    finish(forks(TAKE_AND_END, url))
+    assert claim(claims.current, KEY).state == "taken"
+    assert readers() == ()
+    assert claim(claims.take, NOW, KEY, "/s", "b").mine
+    assert readers() == ("b",)
+
+
 def test_a_claim_of_an_older_version_is_free_when_its_lease_ends(claim, catalog, url, forks, finish):
     finish(forks(TAKE_AND_END, url))
     with catalog.writing() as conn:

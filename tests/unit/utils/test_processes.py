@@ -9,14 +9,17 @@ import sys
 import pytest
 
 from ckptcore.utils import processes
-from ckptcore.utils.processes import has_ended, this_process
+from ckptcore.utils.processes import has_ended, is_this, this_process
 
-PRINT = "import sys; from ckptcore.utils.processes import this_process; print(*this_process(), flush=True); "
+PRINT = (
+    "import sys; from ckptcore.utils import processes; processes._FOLDERS = (sys.argv[1],); "
+    "print(*processes.this_process(), flush=True); "
+)
 
 
-def test_a_process_has_ended_when_it_has():
+def test_a_process_has_ended_when_it_has(tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-c", PRINT + "sys.stdin.read()"],
+        [sys.executable, "-c", PRINT + "sys.stdin.read()", str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -33,22 +36,99 @@ def test_a_process_has_ended_when_it_has():
         assert has_ended(other)
 
 
+def ended(*given: str) -> tuple[str, ...]:
+    """A process that had this one's number before, and has ended; ``given`` replaces (mark,) or nothing."""
+    pid, _, namespaces, _ = processes._here()
+    boot = processes._here()[3]
+    path = processes._paths(pid, "1")[0]
+    with open(path, "a") as file:
+        file.write("the-mark\n")
+    return pid, "1", namespaces, f"{boot}:{given[0] if given else 'the-mark'}"
+
+
+@pytest.fixture(autouse=True)
+def _no_marks(tmp_path, monkeypatch):
+    """Marks in a folder of this test."""
+    monkeypatch.setattr(processes, "_FOLDERS", (str(tmp_path),))
+    monkeypatch.setattr(processes, "_MARKS", processes._Marks())
+
+
 def test_a_number_that_is_another_process_now():
-    pid, started, *machine = this_process()
-    assert has_ended((pid, str(int(started) - 1), *machine))
+    assert has_ended(ended())
     assert not has_ended(this_process())
 
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("given", ["", "another"])
 def test_one_of_another_machine_or_an_unknown_one_may_be_alive(at, given):
-    ended = [*this_process()]
-    ended[1] = "1"
-    assert has_ended(ended)
-    ended[at] = given
-    assert has_ended(ended) is (at == 1 and given == "another")
-    assert not has_ended(ended[:3])
+    process = [*ended()]
+    assert has_ended(process)
+    process[at] = given
+    assert not has_ended(process)
+    assert not has_ended(process[:3])
     assert not has_ended(())
+
+
+def test_a_process_of_a_clone_of_this_machine_may_be_alive():
+    """Boot id, pids and start times are those of the snapshot; what was marked since then is not."""
+    assert has_ended(ended())
+    assert not has_ended(ended("a mark that another machine has made since the snapshot"))
+    assert not has_ended(ended(""))
+
+
+def test_each_lease_has_its_own_mark_and_this_process_knows_all_of_them():
+    first, second = this_process(), this_process()
+    assert first[:3] == second[:3]
+    assert first[3] != second[3]
+    assert first[3].partition(":")[0] == second[3].partition(":")[0]
+    assert is_this(first)
+    assert is_this(second)
+    assert not is_this((*first[:3], f"{first[3]}0"))
+    assert not is_this(ended())
+
+
+def test_a_forked_process_has_marks_of_its_own():
+    mine = this_process()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, " ".join(this_process()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    other = tuple(os.read(read, 4096).decode().split())
+    os.close(read)
+    os.close(write)
+    assert other[0] == str(child)
+    assert has_ended(other)
+    assert not has_ended(mine)
+
+
+def test_where_no_mark_can_be_written_nobody_has_ended(monkeypatch):
+    monkeypatch.setattr(processes, "_FOLDERS", ("/nowhere",))
+    assert this_process()[3] == ""
+    assert not has_ended(this_process())
+
+
+def test_a_file_that_another_user_has_put_there_is_not_written(tmp_path):
+    pid, started, *_ = processes._here()
+    target = tmp_path / "precious"
+    target.write_text("x")
+    os.symlink(target, processes._paths(pid, started)[0])
+    assert this_process()[3] == ""
+    assert target.read_text() == "x"
+
+
+def test_marks_of_processes_that_ended_long_ago_are_removed():
+    process = ended()
+    path = processes._paths(*process[:2])[0]
+    this_process()
+    assert os.path.exists(path)  # a claim of it may be in force
+    processes._MARKS.begin()
+    os.unlink(processes._paths(*processes._here()[:2])[0])
+    os.utime(path, (1, 1))
+    this_process()
+    assert not os.path.exists(path)
+    assert os.path.exists(processes._paths(*processes._here()[:2])[0])
 
 
 def test_a_process_that_is_hidden_may_be_alive(monkeypatch):
@@ -57,18 +137,22 @@ def test_a_process_that_is_hidden_may_be_alive(monkeypatch):
     def refused(_pid, _number):
         raise PermissionError
 
-    pid, _, *machine = this_process()
+    process, boot = ended(), processes._here()[3]
     monkeypatch.setattr(os, "kill", refused)
-    assert has_ended((pid, "1", *machine))
-    monkeypatch.setattr(processes, "_read", lambda path: machine[1] if "boot_id" in path else "")
-    assert not has_ended((pid, "1", *machine))
+    assert has_ended(process)
+    read = processes._read
+    own = f"/proc/{process[0]}/stat"
+    monkeypatch.setattr(processes, "_started", lambda pid: None)
+    monkeypatch.setattr(processes, "_here", lambda: (process[0], "2", process[2], boot))
+    assert read(own)
+    assert not has_ended(process)
 
 
 def test_where_proc_is_another_namespace_s_nobody_has_ended(monkeypatch):
     """After `unshare --pid` without `--mount-proc`, /proc has other processes at these numbers."""
-    ended = (*this_process()[:1], "1", *this_process()[2:])
-    assert has_ended(ended)
+    process = ended()
+    assert has_ended(process)
     follow = os.readlink
     monkeypatch.setattr(os, "readlink", lambda path: "4711" if path == "/proc/self" else follow(path))
     assert this_process()[1] == ""
-    assert not has_ended(ended)
+    assert not has_ended(process)
