@@ -22,6 +22,7 @@ from ckptcore.errors import (
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.redaction import bare_url
 from ckptcore.store import is_s3, open_source_store
+from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.workers import Progress
 
 _log = logging.getLogger("ckptcore")
@@ -74,8 +75,41 @@ def validate(
 ) -> Report:
     """Check a manifest (`check`); levels ``bytes`` and ``values`` read its files."""
     level = current_level(level)
-    deep = level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")
-    if not deep:
+    if not _is_deep(level):
         return check(manifest, None, level)
     with closing(open_source_store(manifest.root, manifest.versions)) as store:
         return check(manifest, store, level, workers=workers, progress=progress)
+
+
+def examine(
+    source: str,
+    level: str,
+    *,
+    recover: bool = False,
+    keep_quantized: bool = False,
+    weights: str = "auto",
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> tuple[Manifest, Report]:
+    """Read the manifest of a checkpoint and check it: `inspect`, then `validate`.
+
+    Args:
+        source: Path or URL.
+        level: Level of the check.
+        recover: See `inspect`.
+        keep_quantized: See `inspect`.
+        weights: See `inspect`.
+        workers: Threads that read files at levels ``bytes`` and ``values``.
+        progress: What these levels report to.
+    """
+    level = current_level(level)
+    with reusing_memory():  # a check makes columns as large as those that reading has freed
+        manifest = inspect(source, recover, keep_quantized, weights)
+        if not _is_deep(level):
+            return manifest, validate(manifest, level)
+    return manifest, validate(manifest, level, workers=workers, progress=progress)
+
+
+def _is_deep(level: str) -> bool:
+    """Report whether a level reads the files of tensors."""
+    return level in LEVELS and LEVELS.index(level) >= LEVELS.index("bytes")

@@ -55,14 +55,20 @@ def inspect(src: Srcs, **given: Any) -> None:
 @takes(declared("allow_incomplete", "keep_quantized", "weights", "workers", *RECORD), ANSWER)
 def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
     """Check that a checkpoint is complete and correct. Exit code 1 if it is damaged."""
-    from ckptcore.checking.examine import inspect as read
-    from ckptcore.checking.examine import validate as check
+    from ckptcore.checking.examine import examine
 
     options, as_json, url = Options.of(given), given["output"] is Output.JSON, merged_url(src)
     try:
         with show.progress() as progress:
-            manifest = read(url, options.allow_incomplete, options.keep_quantized, options.weights)
-            report = check(manifest, level, workers=options.settings().threads, progress=progress)
+            manifest, report = examine(
+                url,
+                level,
+                recover=options.allow_incomplete,
+                keep_quantized=options.keep_quantized,
+                weights=options.weights,
+                workers=options.settings().threads,
+                progress=progress,
+            )
             if not options.no_catalog and level in ("bytes", "values"):
                 from ckptcore.operations.registered_files import (
                     against_catalog,  # SQLAlchemy: only who needs it waits for it

@@ -122,6 +122,8 @@ def digests(source: Source) -> dict[str, str]:
 
 def marked(source: Source) -> bool:
     """Return whether `.metadata` has entries that only Megatron-Core writes."""
+    if not scan(source, *_ATTRIBUTES, _SHARD_WORD):  # nearly all folders: once is enough
+        return False
     if scan(source, *_ATTRIBUTES):
         return True
     return shard_keys(source) and not (scan(source, _PATHS) and scan(source, _NO_META))

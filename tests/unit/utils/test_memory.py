@@ -5,8 +5,16 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
+from ckptcore.checking import examine
+from ckptcore.checking.check import Report
+from ckptcore.utils import memory
 
 PROGRAM = """
 import resource
@@ -54,3 +62,20 @@ def test_little_work_keeps_nothing() -> None:
     assert first >= 90 << 20
     assert later >= 90 << 20
     assert kept < 48 << 20
+
+
+@pytest.mark.parametrize(("level", "kept"), [("coverage", True), ("bytes", False)])
+def test_memory_is_kept_for_a_check_that_reads_no_tensors(
+    level: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    seen: list[bool] = []
+
+    def checked(*_: Any, **__: Any) -> Report:
+        seen.append(memory._kept.depth > 0)
+        return Report(level, "safetensors", 1, 16, ())
+
+    monkeypatch.setattr(examine, "check", checked)
+    examine.examine(str(tmp_path / "model.safetensors"), level)
+    assert seen == [kept]
+    assert memory._kept.depth == 0
