@@ -9,6 +9,7 @@ see `ckptcore.conversion.remote_publication`; for the layout of staged files `ck
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -21,13 +22,15 @@ from ckptcore.conversion.publication_record import MOVING, Publication, Replaced
 from ckptcore.conversion.staging import Spots, Staging
 from ckptcore.errors import DestinationExists, DestinationUnwritable, StagingForeign
 from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
-from ckptcore.store.folder_tree import Spot, closing_fd, exchange, rename_new
+from ckptcore.store.folder_tree import Spot, closing_fd, exchange, rename_file_new, rename_new
 from ckptcore.store.inventory import FOLDER, Entry, Inventory, differs, entry_at, same, take_at
 from ckptcore.store.local_writer import sync_folder
 
 _log = logging.getLogger("ckptcore")
 _exchange = exchange
 _Inode = tuple[int, int] | None
+# What link(2) says where there are no hard links (FAT, exFAT, some of FUSE and SMB), or no more of one file.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
 
 def publish_local(staging: Staging, publication: Publication, *, single: bool) -> None:
@@ -232,6 +235,14 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
         os.link(staged.name, target.name, **at, follow_symlinks=False)  # unlike rename, replaces no file
     except FileExistsError as error:
         raise DestinationExists(f"{target.path} appeared meanwhile") from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            rename_file_new(staged, target)
+        except FileExistsError as found:
+            raise DestinationExists(f"{target.path} appeared meanwhile") from found
+        return
     os.unlink(staged.name, dir_fd=staged.at)
 
 

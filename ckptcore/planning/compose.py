@@ -44,7 +44,13 @@ from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.model_card import model_card
-from ckptcore.planning.model_files import ModelFiles, find_adapter_files, find_files, has_lora_of_its_own
+from ckptcore.planning.model_files import (
+    ModelFiles,
+    find_adapter_files,
+    find_files,
+    has_lora_of_its_own,
+    unopened,
+)
 from ckptcore.planning.nesting import LEFT_OUT, nest, split_objects, without
 from ckptcore.planning.plan import Plan, Target, make_plan
 from ckptcore.planning.request import STORED, Request
@@ -148,7 +154,10 @@ def compose(
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *found]
     if export:
-        warnings += [*_other_parts(model), *_unopened(request, beside)]
+        warnings += [
+            *_other_parts(model),
+            *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
+        ]
     require_zero(free, mapped.dropped)
     casts = _dtypes(request, mapped.manifest)
     objects, dropped, left_out = _carried_objects(request, free)
@@ -271,6 +280,8 @@ def _fitted(
         if config is None or request.config is not None or not of_config:
             raise
         if not (request.include or request.exclude) or not isinstance(error, NameMismatch):
+            if error.hint != error.default_hint:
+                raise
             hint = (
                 f"{config.url} was found, and not named: name the right one with --config, or --config {NONE}"
             )
@@ -554,21 +565,6 @@ def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
         yield finding(
             "other-part", "coverage", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"
         )
-
-
-def _unopened(request: Request, beside: ModelFiles) -> Iterable[Finding]:
-    """Yield findings for what keeps transformers from opening the output."""
-    if request.single is None:
-        known = any(f.code == "not-loadable" for f in beside.findings)
-        if beside.config is None and beside.adapter is None and not known:
-            message = "no config.json was named or found: transformers will not open the output"
-            yield finding("not-loadable", "files", message)
-        return
-    options = {"--config": request.config, "--tokenizer": request.tokenizer}
-    named = [f"{option} {value}" for option, value in options.items() if value not in (None, NONE)]
-    if named:
-        message = f"{request.destination} is one file: nothing of {' and '.join(named)} is written beside it"
-        yield finding("left-beside", "files", message)
 
 
 def _extra(

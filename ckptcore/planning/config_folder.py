@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
+from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning import transformers_process
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import listed, short_repr
@@ -106,8 +107,12 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     }
     parts = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
     if parts:
+        wrapper = unneeded_prefix(answer["unexpected"], answer["missing"])
         raise NameMismatch(
             f"the checkpoint does not fit {answer['class']}: {'; '.join(parts)}",
+            hint=f"add {remove_prefix(wrapper)}: its names begin with it, those of the model do not"
+            if wrapper
+            else None,
             missing=answer["missing"],
             unexpected=answer["unexpected"],
             shapes=[n for n, _, _ in answer["shapes"]],

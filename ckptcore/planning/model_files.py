@@ -15,6 +15,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import AmbiguousModel, Finding, SourceUnreadable, UsageError, finding
+from ckptcore.naming.wrapper_prefix import possible_wrapper, remove_prefix
 from ckptcore.planning.config_folder import ConfigFolder
 from ckptcore.planning.hub_files import (
     ADAPTER,
@@ -322,3 +323,27 @@ def _apart(folders: list[HubFolder], request: Request) -> list[HubFolder]:
     kept = [f for f in folders if f.names or f.too_large]
     kept = [f for f in kept if relation(identify(f.url), target) not in (Relation.SAME, Relation.INSIDE)]
     return [f.without_code() for f in kept]
+
+
+def unopened(request: Request, beside: ModelFiles, names: Collection[str]) -> Iterator[Finding]:
+    """Yield findings for what keeps transformers from opening an output that has these names of tensors."""
+    if request.single is None:
+        known = any(f.code == "not-loadable" for f in beside.findings)
+        if beside.config is None and beside.adapter is None and not known:
+            message, hint = "no config.json was named or found: transformers will not open the output", None
+            wrapper = possible_wrapper(names)
+            if wrapper:
+                message += (
+                    f"; every name begins with {wrapper}, which may be a trainer's wrapper around the model"
+                )
+                hint = (
+                    "name the model's with --config DIR or FILE, add "
+                    f"{remove_prefix(wrapper)} if the model's names do not begin with it, and export again"
+                )
+            yield finding("not-loadable", "files", message, hint=hint)
+        return
+    options = {"--config": request.config, "--tokenizer": request.tokenizer}
+    named = [f"{option} {value}" for option, value in options.items() if value not in (None, NONE)]
+    if named:
+        message = f"{request.destination} is one file: nothing of {' and '.join(named)} is written beside it"
+        yield finding("left-beside", "files", message)

@@ -61,6 +61,35 @@ def rename_new(old: Spot, new: Spot) -> None:
     os.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
 
 
+def rename_file_new(old: Spot, new: Spot) -> None:
+    """Move a file, never over another, also where the file system's rename cannot refuse to.
+
+    There, an empty file takes the name first: nobody else can create it then. A process that is killed in
+    between leaves that empty file.
+
+    Raises:
+        FileExistsError: The new name exists, or another process took it from the empty file.
+        OSError: The move failed.
+    """
+    failed = _renameat2(old, new, _NOREPLACE)
+    if failed == 0:
+        return
+    if failed not in (errno.ENOSYS, errno.EINVAL):
+        raise OSError(failed, os.strerror(failed))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing_fd(os.open(new.name, flags, 0o600, dir_fd=new.at)) as fd:
+        made, seen = os.fstat(fd), new.look()
+        if seen is None or not os.path.samestat(made, seen) or seen.st_size:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        try:
+            os.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
+        except OSError:
+            seen = new.look()
+            if seen is not None and os.path.samestat(made, seen) and not seen.st_size:
+                os.unlink(new.name, dir_fd=new.at)
+            raise
+
+
 def exchange(a: Spot, b: Spot) -> bool:
     """Swap two names in one step; return False, and change nothing, where the file system cannot."""
     return _renameat2(a, b, _EXCHANGE) == 0

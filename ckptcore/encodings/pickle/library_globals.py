@@ -102,13 +102,20 @@ def _fraction(over: Any = 0, under: Any = 1) -> Named:
     return _named("fraction", (over, under))
 
 
+def _require_first(target: Named) -> None:
+    # In Python the second state would count, for a value that may be a key by then.
+    if type(target.value) is not Refused:
+        raise ValueError(f"the state of a {target.kind} is set twice")
+
+
 def _uuid() -> Named:
     return Named("uuid", Refused("uuid.UUID"))  # until it has its state
 
 
 def _set_uuid(target: Named, state: Any) -> None:
     # Lib/uuid.py, UUID.__getstate__
-    if type(target.value) is Refused and type(state) is dict and type(state.get("int")) is int:
+    _require_first(target)
+    if type(state) is dict and type(state.get("int")) is int:
         number = state["int"]
         if 0 <= number < 1 << 128 and state.get("is_safe") in (None, 0, -1):
             digits = f"{number:032x}"
@@ -146,7 +153,8 @@ def _bytes_io() -> Named:
 
 def _set_bytes_io(target: Named, state: Any) -> None:
     # Modules/_io/bytesio.c: (bytes, position, attributes)
-    if type(target.value) is not Refused or type(state) is not tuple or len(state) != 3 or state[2]:
+    _require_first(target)
+    if type(state) is not tuple or len(state) != 3 or state[2]:
         return
     data, position = state[:2]
     if type(data) is not bytes or type(position) is not int or not 0 <= position < 1 << 62:

@@ -45,6 +45,8 @@ def _set_dtype(target: Named, state: Any) -> None:
     # (version, byte order, subdtype, names, fields, itemsize, alignment, flags[, metadata])
     if type(state) is not tuple or len(state) < 5 or any(state[2:5]) or state[1] not in ("<", ">", "=", "|"):
         raise ValueError(f"numpy dtype {target.value[0]} with the state {short_repr(state)}")
+    if target.value[1] != "=":  # values may have been made with it
+        raise ValueError(f"numpy dtype {target.value[0]} whose state is set twice")
     target.value[1] = state[1]
 
 

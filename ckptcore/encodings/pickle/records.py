@@ -299,7 +299,8 @@ class Shortcuts:
             raise ValueError("a record is filled with something else than named values")
         if tuple(texts) == call.fields:
             return _AS_IS
-        return tuple(texts.index(f) if f in texts else -1 for f in call.fields)
+        last = {text: i for i, text in enumerate(texts)}  # as in a dict, a name's last value counts
+        return tuple(last.get(f, -1) for f in call.fields)
 
     def _value(self, raw: bytes) -> Any:
         seen = self._known.get(raw, _SKIPPED)

@@ -122,6 +122,8 @@ def _run(
     given, limit = 0, _MAX_GIVEN * size + (1 << 20)
     count, spent, far = meter(), size, Far()
     fresh: dict[Any, Any] | None = None  # the last new dict, until it becomes a record's state
+    # Dicts that are the state of a record: Python copies the items, so that later ones are not the record's.
+    states: set[int] = set()
     quick = True  # until explicit memo numbers appear, which protocol 4 does not use
     append = stack.append
     while True:
@@ -177,6 +179,8 @@ def _run(
             elif op == 0x75:  # SETITEMS
                 items, stack = stack, marks.pop()
                 append = stack.append
+                if id(stack[-1]) in states:
+                    raise _set_late(what)
                 set_items(stack[-1], items, far, what)
                 spent += _ITEM * len(items)
             elif op == 0x62:  # BUILD
@@ -189,8 +193,12 @@ def _run(
                 if given > limit:
                     raise _too_much(what, size)
                 target = stack[-1]
+                if type(target) is Record and target.state is not None:
+                    raise MalformedCheckpoint(f"{what} sets the state of a {target.kind} twice")
                 if type(target) is Record and not target.fields:
                     target.state = state
+                    if type(state) is dict:
+                        states.add(id(state))
                 else:
                     _build(target, state, table, what)
             elif op == 0x81 or op == 0x52:  # NEWOBJ
@@ -276,6 +284,8 @@ def _run(
                 append(False)
             elif op == 0x73:  # SETITEM
                 value, key = stack.pop(), stack.pop()
+                if id(stack[-1]) in states:
+                    raise _set_late(what)
                 set_items(stack[-1], [key, value], far, what)
             elif op == 0x47:  # BINFLOAT
                 append(struct.unpack(">d", _take(data, at, 8))[0])
@@ -418,6 +428,10 @@ def _given(args: Any) -> int:
         if weight is not None:
             total += weight * len(arg)
     return total
+
+
+def _set_late(what: str) -> MalformedCheckpoint:
+    return MalformedCheckpoint(f"{what} sets items of a dict that is already the state of an object")
 
 
 def _too_deep(what: str) -> MalformedCheckpoint:
