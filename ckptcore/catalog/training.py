@@ -37,6 +37,12 @@ _MOST = (1 << 63) - 1  # the largest number of a column
 TEXTS = ("git_commit", "user", "dataset", "job_url", "framework")
 COUNTS = ("samples", "tokens")
 OF_A_STEP = ("epoch", *COUNTS)  # beside the metrics: facts with another value at each step of a run
+# Words in names of metrics, and other names of the step, that people write without ``metrics.``.
+_METRIC_WORD = re.compile(
+    r"(?i)(?:^|[_./-])(?:loss|nll|bpb|ppl|perplexity|acc|accuracy|f1|auc|bleu|rouge\w*|wer|reward|score|mmlu|"
+    r"grad_?norm)(?:$|[_./@-])"
+)
+_STEPS = frozenset({"step", "steps", "global_step", "iteration", "iterations"})
 # Other names of the same facts, as trainers and trackers write them.
 SYNONYMS = {
     "commit": "git_commit",
@@ -232,6 +238,14 @@ def facts_of_every(texts: Iterable[str], option: str = "--meta") -> TrainingFact
     facts = facts_of_pairs(texts, option)
     of_a_step = [f"metrics.{name}" for name in facts.metrics]
     of_a_step += [name for name in OF_A_STEP if getattr(facts, name) is not None]
+    bare = [name for name, value in facts.extra.items() if _is_measured(name, value)]
+    if bare and not of_a_step:
+        raise UsageError(
+            f"cannot use {option} for {', '.join(bare)}: a sweep records one value for every checkpoint, and "
+            "this looks like a metric, which has another value at each step",
+            hint=f"for one checkpoint, run: ckptcore catalog meta ID metrics.{bare[0]}=VALUE. What holds at "
+            f"every step is an entry of the config: {option} config.{bare[0]}=VALUE",
+        )
     if of_a_step:
         raise UsageError(
             f"cannot use {option} for {', '.join(of_a_step)}: a sweep records one value for every "
@@ -240,6 +254,13 @@ def facts_of_every(texts: Iterable[str], option: str = "--meta") -> TrainingFact
             f"checkpoint, run: ckptcore catalog meta ID {of_a_step[0]}=VALUE",
         )
     return facts
+
+
+def _is_measured(name: str, value: Any) -> bool:
+    """Report whether a fact without a group looks like a value that was measured at one step."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) or str(value).lower() in NOT_FINITE):
+        return False
+    return name.lower() in _STEPS or _METRIC_WORD.search(name) is not None
 
 
 def bounded(what: str, tree: Any, left_out: list[str]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 @app.command("list")
 def list_(
+    context: typer.Context,
     kind: Annotated[
         str | None, typer.Option(metavar="KIND", help="Only this kind: source or derived.")
     ] = None,
@@ -74,9 +75,10 @@ def list_(
             else:
                 rows = found.list(limit, kind=kind, state=state, run=run)
     except CatalogError as error:
-        if not error.values.get("missing"):
+        named = getattr(context.get_parameter_source("catalog"), "name", "") == "COMMANDLINE"
+        if named or not error.values.get("missing"):
             raise
-        # Before the first conversion the list is empty, which is no error.
+        # Before the first conversion the list of the usual catalog is empty, which is no error.
         terminal.line(error.message, err=True)
     answer(rows, output)
 

@@ -31,6 +31,7 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
+    from ckptcore.conversion.staged_uploads import ObjectPlaces
     from ckptcore.store.objects import ObjectSeen
     from ckptcore.store.objects.uploaded import Uploaded
     from ckptcore.store.objects.uploads import AtKey, Uploads
@@ -185,9 +186,13 @@ class _Here:
             hasher.update(data)
             if digest in (None, hasher.hexdigest()):
                 return data
-        raise OutputMismatch(
+        raise self.staged_changed(name)
+
+    def staged_changed(self, name: str) -> OutputMismatch:
+        """Return the error for a staged file that is not the one of its receipt."""
+        return OutputMismatch(
             f"the staged file of {self.url_of(name)} was changed since it was written",
-            hint="run the command again with --no-resume: the file is rewritten",
+            hint="run the command again: the file is rewritten",
         )
 
     def holds(self, name: str, entry: Entry) -> bool:
@@ -352,9 +357,12 @@ def _write(here: _Here, name: str, now: Entry | None) -> None:
     from ckptcore.store.objects.retry import Kind, kind_of
 
     places = here.staging.places
-    if places is None or here.publication.puts[name][0] > IN_ONE:  # the store copies what is larger
+    if places is None:
         store, inner = here.store_of(name)
         here.staging.files.copy_to(name or here.staging.name, store, inner)
+        return
+    if here.publication.puts[name][0] > IN_ONE:  # the store copies what is larger
+        _copy(here, name, places)
         return
     data, key = here.staged(name), places.key_of(name)
     try:
@@ -363,6 +371,30 @@ def _write(here: _Here, name: str, now: Entry | None) -> None:
         if kind_of(error) is not Kind.UNSUPPORTED:
             raise
         places.client.put(key, data)  # this store has no such condition
+
+
+def _copy(here: _Here, name: str, places: ObjectPlaces) -> None:
+    """Copy a staged file to its place inside the store: the version that is proven, and no other one."""
+    from ckptcore.store.objects.retry import Kind, kind_of
+
+    client, staged = places.client, name or here.staging.name
+    source, target = f"{places.staging}/files/{staged}", places.key_of(name)
+    nbytes, digest = here.publication.puts[name]
+    seen = client.head(source)
+    if seen is None or (digest is not None and not has_digest(here.staging.files, staged, nbytes, (digest,))):
+        raise here.staged_changed(name)
+    try:
+        client.copy(source, target, match=seen.etag or None)
+    except CkptError as error:
+        if kind_of(error) is Kind.CHANGED:
+            raise here.staged_changed(name) from error
+        if kind_of(error) is not Kind.UNSUPPORTED:
+            raise
+        client.copy(source, target)  # this store has no such condition
+    now = client.head(source)
+    if now is None or now.etag != seen.etag:  # some stores take the condition, and ignore it
+        client.delete(target)
+        raise here.staged_changed(name)
 
 
 def _complete(here: _Here, completing: Completing, name: str, beside: Callable[[], object] | None) -> None:

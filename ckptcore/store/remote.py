@@ -20,6 +20,7 @@ from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # Keys of what changes with a file's content, best first.
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
+_ANSWER = "ClientResponseError"  # of aiohttp
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
 # Schemes whose file systems are extras of this package.
@@ -68,6 +69,7 @@ class FsspecStore:
 
         found: dict[str, Stamped] = retrying(self.url, call)
         if not found:
+            self._info("")  # it says if the server cannot be reached, or refuses
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
         return found
 
@@ -105,11 +107,14 @@ class FsspecStore:
         def call() -> dict[str, Any] | None:
             try:
                 info: dict[str, Any] = self._fs.info(self._full(path))
-            except FileNotFoundError:
-                return None
+            except FileNotFoundError as error:
+                cause = error.__cause__
+                if cause is None or _is_answer(cause):
+                    return None
+                raise cause from None
             return info
 
-        found: dict[str, Any] | None = retrying(f"{self.url}/{path}", call)
+        found: dict[str, Any] | None = retrying(f"{self.url}/{path}".rstrip("/"), call)
         return found
 
     def ctime(self, path: str) -> int | None:
@@ -186,7 +191,7 @@ class FsspecStore:
         retrying(target.url, lambda: self._fs.cp_file(self._full(path), full), writing=True)
 
     def _full(self, path: str) -> str:
-        return f"{self._root}/{path}"
+        return f"{self._root}/{path}" if path else self._root
 
 
 class FsspecWriter:
@@ -235,6 +240,16 @@ def _stamped(info: dict[str, Any]) -> Stamped:
     return Stamped(int(info["size"] or 0), f"{info.get('size')} bytes, version {version}", None)
 
 
+def _is_answer(cause: BaseException) -> bool:
+    """Report whether "not found" is what a store has answered.
+
+    fsspec's web servers are "not found" whatever happened: nothing listens, or the answer is a refusal.
+    """
+    if isinstance(cause, OSError):
+        return isinstance(cause, FileNotFoundError)
+    return getattr(cause, "status", 404) == 404
+
+
 def retrying(what: str, call: Any, *, writing: bool = False) -> Any:
     """Call a function, up to four times while it fails for a moment; its errors become this package's."""
     policy = Retrying(
@@ -258,7 +273,8 @@ def _trouble(what: str, error: Exception, *, writing: bool = False) -> CkptError
         return error
     verb = "write" if writing else "read"
     message = redacted_of(f"cannot {verb} {what}: {error or type(error).__name__}", what)
-    if isinstance(error, _FINAL) or type(error).__name__ in _REFUSED:
+    refused = 400 <= getattr(error, "status", 0) < 500 if type(error).__name__ == _ANSWER else False
+    if refused or isinstance(error, _FINAL) or type(error).__name__ in _REFUSED:
         return DestinationUnwritable(message) if writing else SourceUnreadable(message)
     credentials = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
     if type(error).__name__ in credentials:

@@ -72,6 +72,15 @@ class Ledger:
         with self._lock:
             self._doubted.add(path)
 
+    def missing(self, path: str, nbytes: int, checksums: tuple[Checksum, ...]) -> int:
+        """Return how many bytes `proves` receives of a file, if it is as its store says."""
+        file = self._files.get(path)
+        if file is None or not checksums or path in self._doubted:
+            return 0
+        if all(c.algorithm != file.algorithm.name for c in checksums):
+            return nbytes  # a digest does not add up
+        return sum(n for _, n in _gaps({at: file.blocks[at] for at in sorted(file.blocks)}, nbytes))
+
     def proves(
         self, path: str, nbytes: int, checksums: tuple[Checksum, ...], receive: Receive, what: str
     ) -> bool:

@@ -30,6 +30,7 @@ from ckptcore.store.objects.small_reads import LARGEST, SHARED, page_around
 _SMALL = 1 << 20
 _TRIES = 4
 _DIRECT_IN_FLIGHT = 4
+_FEW_BYTES = 256 << 10  # of a file that are received for its proof beside those of other files
 _FEW = 4  # objects that are asked for one by one; more are listed
 
 
@@ -141,20 +142,31 @@ class FolderReader:
 
     def prove(self) -> StoreProof:
         """Compare what was read of the expected bare files with the store's checksums."""
-        proven, unproven = set[str](), set[str]()
-        for path in sorted(self._bare):
-            seen = self._known(path)
-            if seen is None:
-                continue
-            good = self._ledger.proves(
+
+        def proves(path: str) -> bool:
+            seen = found[path]
+            return self._ledger.proves(
                 path,
                 seen.nbytes,
                 self._checksums.get(path, ()),
                 partial(self._receive, seen),
                 f"{self._url}/{path}",
             )
-            (proven if good else unproven).add(path)
-        return StoreProof(frozenset(proven), frozenset(unproven))
+
+        known = ((path, self._known(path)) for path in sorted(self._bare))
+        found = {path: seen for path, seen in known if seen is not None}
+        left = {
+            path: self._ledger.missing(path, seen.nbytes, self._checksums.get(path, ()))
+            for path, seen in found.items()
+        }
+        # A few bytes, such as a header, are one request for each file: several at once, in little memory.
+        few = [path for path in found if left[path] <= _FEW_BYTES]
+        good = dict(zip(few, self._client.each(proves, few), strict=True))
+        good |= {path: proves(path) for path in found if path not in good}
+        return StoreProof(
+            frozenset(path for path, is_good in good.items() if is_good),
+            frozenset(path for path, is_good in good.items() if not is_good),
+        )
 
     def close(self) -> None:
         """Give up what is in flight, and free the blocks."""

@@ -180,6 +180,13 @@ def test_a_list_before_the_first_conversion_is_empty(path, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_catalog_that_is_named_is_an_error(ask, tmp_path):
+    with pytest.raises(CatalogError, match="there is no catalog at") as caught:
+        ask("list", "--catalog", str(tmp_path / "mistyped.db"))
+    assert "--catalog" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_listing_a_foreign_file_fails(ask, tmp_path):
     (tmp_path / "other.sqlite").write_text("no database" * 100)
     with pytest.raises(CatalogError, match="not a database"):

@@ -17,6 +17,7 @@ from ckptcore.catalog.training import (
     MAX_METRICS,
     STORED,
     TrainingFacts,
+    facts_of_every,
     facts_of_pairs,
     read_facts,
 )
@@ -224,6 +225,26 @@ def test_pairs_of_the_command_line():
     for wrong in ("loss", "=1", "metrics.=1", "metrics.loss=low", "epoch=nan"):
         with pytest.raises(UsageError, match="--meta"):
             facts_of_pairs([wrong])
+
+
+@pytest.mark.parametrize(
+    "text", ["loss=1", "eval_loss=2.5", "val/acc=0.7", "Loss=nan", "mmlu=0.7", "step=3", "grad_norm=1"]
+)
+def test_a_metric_without_its_prefix_is_no_fact_of_every_step(text: str) -> None:
+    name = text.partition("=")[0]
+    with pytest.raises(UsageError, match="looks like a metric") as caught:
+        facts_of_every([text])
+    assert f"ckptcore catalog meta ID metrics.{name}=VALUE" in str(caught.value.hint)
+    facts_of_every([f"config.{text}"])
+    assert facts_of_pairs([text])  # of one conversion, whatever it is
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["user=ada", "seed=7", "nodes=8", "loss=cross-entropy", "accelerator=8", "glossary=1", "score=true"],
+)
+def test_other_facts_hold_for_every_step(text: str) -> None:
+    assert facts_of_every([text])
 
 
 def test_nothing_is_no_facts():
