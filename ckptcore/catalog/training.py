@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from datetime import datetime
@@ -20,6 +19,7 @@ from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
 from ckptcore.redaction import GONE
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr as quoted
 
 # Where facts come from. An earlier one replaces a later one, never the other way round.
@@ -58,21 +58,21 @@ SYNONYMS = {
 NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf", "-inf": "-inf", "-infinity": "-inf"}
 
 # Keys whose text grants access. Special tokens of a tokenizer are texts, too, and no secrets.
-_SECRET_KEY = re.compile(
+_SECRET_KEY = late_pattern(
     r"(?i)(?:^|[_.-])(?:[a-z0-9]*secret[a-z0-9]*|token|passw(?:or)?d|passphrase|pwd|credentials?|authorization|"
     r"cookie|jwt|bearer|apikey|(?:api|access|private|secret|account|auth|ssh|license|wandb|hf|encryption)_?key"
     r"(?:_id)?)(?:$|[_.-])|(?:password|apikey|secretkey|accesskey|authtoken|accesstoken)$"
 )
-_SPECIAL_TOKEN = re.compile(
+_SPECIAL_TOKEN = late_pattern(
     r"(?i)^(?:bos|eos|pad|unk|cls|sep|mask|image|video|audio|start|end|think|tool|fim|eot|eod)_.*token$"
     r"|^(?:bos|eos|pad|unk|cls|sep|mask)_token$"
 )
 # An environment variable with a secret, in a command line or a list of variables.
-_VARIABLE = re.compile(
+_VARIABLE = late_pattern(
     r"(?<![A-Za-z0-9_])([A-Z0-9_]{0,80}(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIALS?)"
     r"[A-Z0-9_]{0,40}=)[^\s'\"]+"
 )
-_PLACEHOLDER = re.compile(r"\$\{[^{}]*\}")  # of a sender's template, with nothing to fill in
+_PLACEHOLDER = late_pattern(r"\$\{[^{}]*\}")  # of a sender's template, with nothing to fill in
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ and every value that is wrong, goes to typer, whose messages stay.
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from typer.core import TyperCommand, TyperGroup
 
+from ckptcore.utils.late_pattern import late_pattern
+
 _UNSURE = object()
-_NUMBER = re.compile("[0-9]{1,18}")
+_NUMBER = late_pattern("[0-9]{1,18}")
 
 
 class PlainCommand(TyperCommand):

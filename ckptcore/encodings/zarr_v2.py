@@ -8,7 +8,6 @@ chunk has the full chunk shape, also at the edge of the array, where the excess 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
@@ -19,6 +18,7 @@ from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
 from ckptcore.encodings.json_text import loads
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 ARRAY = ".zarray"
@@ -118,7 +118,7 @@ def cell(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-_INDEX = re.compile(r"^(?:0|[1-9]\d{0,14})$")
+_INDEX = late_pattern(r"^(?:0|[1-9]\d{0,14})$")
 
 
 def parse(raw: bytes, what: str) -> Array:

@@ -7,7 +7,6 @@ bytes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from ckptcore.store import Readable, Stamped
 from ckptcore.store.subfolder import SubStore
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ class KnownFormat:
     hint: str
 
 
-_NUMBER = re.compile(r"([0-9]+)")
+_NUMBER = late_pattern(r"([0-9]+)")
 
 
 def natural(name: str) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
+from ckptcore.utils.late_pattern import late_pattern
 
 
 def _first_name(source: Source, pattern: str) -> str | None:
@@ -77,10 +78,10 @@ def _rank_alone(source: Source) -> tuple[str, ...] | None:
     return None
 
 
-_OF_A_RANK = re.compile(r"^mp_rank_[\d_]+/model_optim_rng\.pt$|^[^/]*rank_?\d+\.(?:pt|pth|bin)$")
+_OF_A_RANK = late_pattern(r"^mp_rank_[\d_]+/model_optim_rng\.pt$|^[^/]*rank_?\d+\.(?:pt|pth|bin)$")
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
-_MP_RANK = re.compile(r"^mp_rank_\d{2}")
-_STEP = re.compile(r"^step\d+(-unsharded)?/")
+_MP_RANK = late_pattern(r"^mp_rank_\d{2}")
+_STEP = late_pattern(r"^step\d+(-unsharded)?/")
 # torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c as pickle protocol 2.
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 KNOWN: tuple[KnownFormat, ...] = (

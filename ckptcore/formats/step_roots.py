@@ -15,13 +15,14 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.deepspeed.file_names import is_checkpoint
 from ckptcore.formats.megatron.config import marked
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_HOPS = 4
 _LATEST = ("latest", "latest_universal")
-_INNER = re.compile(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
-_ANY_FILE = re.compile(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
-_ITERATION = re.compile(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
+_INNER = late_pattern(r"^(?:[^/]+/)?(?:dist_ckpt|weights)/metadata\.json$")
+_ANY_FILE = late_pattern(r"^(?!model|adapter_model|shard-|rank)[^/]+\.(?:safetensors|pt|pth|bin|ckpt)$")
+_ITERATION = late_pattern(r"^(?:iter_(?P<iter>\d{7,})|global_step_(?P<step>\d+)|release)$")
 
 
 @dataclass(frozen=True, slots=True)

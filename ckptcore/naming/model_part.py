@@ -25,18 +25,19 @@ from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 
-_STATE = re.compile(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
+_STATE = late_pattern(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
 _MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "step", "sum", "square_avg"}
 # Containers beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning, Megatron's
 # ``rng_state/shard_...``).
-_TRAINER = re.compile(
+_TRAINER = late_pattern(
     r"^(optim|optimizer|optimizers|optimizer_\d+|lr_scheduler|scheduler|dataloader|train_state|rng"
     r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
 )
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 # Names of copies of a model that were not trained themselves: suggested last.
-_COPY = re.compile(
+_COPY = late_pattern(
     r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
 )
 

@@ -18,6 +18,7 @@ from ckptcore.core.subset import select
 from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.naming.rename import Dropped, Mapped
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.patterns import UnusablePattern, full_matches
 
 Shape = tuple[int, ...]
@@ -26,26 +27,28 @@ _BASE = "a base weight: an adapter holds its own alone"
 # Kind -> its names in a live module, and behind the module on the hub. The adapter's name may be gone.
 _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "lora": (
-        re.compile(r"^(?P<module>.+?)\.(?P<part>lora_[AB])(?:\.(?P<name>[^.]+))?\.(?P<end>weight|bias)$"),
+        late_pattern(r"^(?P<module>.+?)\.(?P<part>lora_[AB])(?:\.(?P<name>[^.]+))?\.(?P<end>weight|bias)$"),
         "{part}.{end}",
     ),
     "embedding": (
-        re.compile(r"^(?P<module>.+?)\.(?P<part>lora_embedding_[AB])(?:\.(?P<name>[^.]+))?$"),
+        late_pattern(r"^(?P<module>.+?)\.(?P<part>lora_embedding_[AB])(?:\.(?P<name>[^.]+))?$"),
         "{part}",
     ),
     "dora": (
-        re.compile(r"^(?P<module>.+?)\.lora_magnitude_vector(?:\.(?!weight$)(?P<name>[^.]+))?(?:\.weight)?$"),
+        late_pattern(
+            r"^(?P<module>.+?)\.lora_magnitude_vector(?:\.(?!weight$)(?P<name>[^.]+))?(?:\.weight)?$"
+        ),
         "lora_magnitude_vector",
     ),
-    "saved": (re.compile(r"^(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)$"), "{end}"),
+    "saved": (late_pattern(r"^(?P<module>.+?)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)$"), "{end}"),
     "tokens": (
-        re.compile(r"^(?P<module>.+?)\.token_adapter\.trainable_tokens_delta(?:\.(?P<name>[^.]+))?$"),
+        late_pattern(r"^(?P<module>.+?)\.token_adapter\.trainable_tokens_delta(?:\.(?P<name>[^.]+))?$"),
         "token_adapter.trainable_tokens_delta",
     ),
 }
 _OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
 _ALL_LINEAR = "all-linear"
-_PLAIN = re.compile(r"[\w.]+")
+_PLAIN = late_pattern(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -18,12 +17,13 @@ from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning import transformers_process
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that count modules: each module has a tensor of its own, or a row of one.
-_COUNTS = re.compile(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
-_EXPERTS = re.compile(r"experts?$")
+_COUNTS = late_pattern(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
+_EXPERTS = late_pattern(r"experts?$")
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
 _ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported
 _SECONDS = 600  # building a model on the meta device takes a few

@@ -362,13 +362,17 @@ class Literals:
     @classmethod
     def of(cls, literals: Sequence[Literal]) -> Literals:
         """Return the columns of literals."""
-        known: dict[bytes, int] = {}
         data = [x.data for x in literals]
-        one = {id(d): known.setdefault(d, len(known)) for d in {id(d): d for d in data}.values()}
-        text = np.array([one[id(d)] for d in data], np.int64)
+        apart = {id(d): d for d in data}
+        if len(apart) == 1:  # the metadata of a large job is half a gigabyte, and hashing it takes as long
+            texts, text = tuple(apart.values()), np.zeros(len(data), np.int64)
+        else:
+            known: dict[bytes, int] = {}
+            one = {n: known.setdefault(d, len(known)) for n, d in apart.items()}
+            texts, text = tuple(known), np.array([one[id(d)] for d in data], np.int64)
         start = np.array([x.start for x in literals], np.int64)
         patches = [(n, *crc) for n, x in enumerate(literals) if x.crc_at for crc in x.crc_at]
-        return cls(tuple(known), text, start, np.array(patches, np.int64).reshape(-1, 3))
+        return cls(texts, text, start, np.array(patches, np.int64).reshape(-1, 3))
 
     def rows(self) -> Iterator[Literal]:
         """Yield the literals as objects; equal texts are one object."""

@@ -19,9 +19,10 @@ from ckptcore.planning.model_files import ModelFiles
 from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.store import local_path, split_url
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import merged_url, roots_of
 
-_PROVENANCE = re.compile(
+_PROVENANCE = late_pattern(
     r"^- source: `(?P<source>[^`\n]{1,4096})` \(.*\)\n"
     r"- source manifest \(BLAKE3\): `(?P<digest>[0-9a-f]{64})`\n"
     r"- exported by: ckptcore (?P<version>[\w.+-]{1,64})$",
@@ -42,7 +43,7 @@ _FACTS = (
     "note",
 )
 # A card as `model_card` writes it, or wrote it, from its first byte to its last.
-_PLAIN_CARD = re.compile(
+_PLAIN_CARD = late_pattern(
     rf"({_HEAD})?# (?P<title>[^\n]+)\n\n"
     r"[\d,]+ parameters in \d+ tensors, exported from a sharded training checkpoint\.\n\n## Provenance\n\n"
     r"- source: `[^\n]{1,4096}\n- source manifest \(BLAKE3\): `[0-9a-f]{64}`\n"
@@ -51,7 +52,7 @@ _PLAIN_CARD = re.compile(
     + r"(- tied: `[^\n]*` is `[^\n]*`, equality checked\n)*"
     r"(- fingerprint: `[0-9a-f]{64}`\n)?"
 )
-_TIED = re.compile(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
+_TIED = late_pattern(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
 # Configs of transformers 5 that 4.57 opens wrongly, or not at all: model type -> the key that differs.
 _NEEDS_5: Mapping[str, str] = {"olmo3": "rope_parameters", "qwen3_moe": "num_local_experts"}
 

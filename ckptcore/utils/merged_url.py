@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.late_pattern import late_pattern
 
 _SCHEME = "merged://"
-_SPELLED = re.compile(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
+_SPELLED = late_pattern(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
 _ESCAPED = {character: f"%{ord(character):02X}" for character in "%,[]"}
 
 

@@ -7,13 +7,14 @@ the part size alone: not on the order of the parts, nor on how often the upload 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Protocol
 
 from blake3 import blake3
 
-_PARTS = re.compile(r"blake3-parts-([1-9][0-9]{0,12}):([0-9a-f]{64})")
+from ckptcore.utils.late_pattern import late_pattern
+
+_PARTS = late_pattern(r"blake3-parts-([1-9][0-9]{0,12}):([0-9a-f]{64})")
 
 
 class Hasher(Protocol):

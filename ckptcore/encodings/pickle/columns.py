@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.encodings.pickle.records import Memo, Record, Seen, match_record
+from ckptcore.encodings.pickle.slots import Slots
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.distinct_values import among
 
@@ -197,6 +198,7 @@ class Texts:
         self.values: list[str] = []
         self._ids: dict[bytes, int] = {}
         self._hashes, self._hashed = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._slots = Slots(self._hashes)
         self._qwords = np.zeros((0, 0), np.uint64)
         self._lengths = np.zeros(0, np.int64)
 
@@ -243,7 +245,7 @@ class Texts:
         """Return the numbers of the texts that are known by hash, -1 for the others."""
         if not len(self._hashes):
             return np.full(len(hashes), -1, np.int64)
-        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        at = self._slots.find(hashes)
         found = self._hashed[at]
         # Lengths are equal, so the columns that both have cover the text; both are multiples of eight.
         width = min(spelled.shape[1], self._qwords.shape[1])
@@ -269,6 +271,7 @@ class Texts:
         self._hashes, self._hashed = both[order], np.concatenate([self._hashed, ids])[order]
         self._lengths = np.concatenate([self._lengths, length[rows]])[order]
         self._qwords = np.concatenate(_padded(self._qwords, spelled[rows]))[order]
+        self._slots = Slots(self._hashes)
 
 
 def _padded_texts(data: bytes, begin: Ints, length: Ints) -> npt.NDArray[np.uint64]:

@@ -8,7 +8,6 @@ of protocol 2, which spells those of Python 2 (Lib/_compat_pickle.py).
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,13 @@ import numpy as np
 
 from ckptcore.core.named_values import FACTORIES, moment_of, uuid_of
 from ckptcore.core.object_tree import Named
+from ckptcore.utils.late_pattern import late_pattern
 
 if TYPE_CHECKING:
     from ckptcore.encodings.pickle.writer import Pickled
 
 Emit = Callable[["Pickled", Any], None]
-_NUMBER = re.compile(r"[0-9]{1,9}")
+_NUMBER = late_pattern(r"[0-9]{1,9}")
 
 
 def _call(module: str, name: str) -> Emit:

@@ -356,10 +356,13 @@ class _Rows:
         there = np.flatnonzero(~spelled)
         rows = len(at)
         if len(there):
-            wanted, place = np.unique(value[there], return_inverse=True)
+            asked = value[there]
+            # Names of files are mostly those of the row before: one of each streak is enough to sort.
+            heads = np.flatnonzero(np.concatenate([[True], asked[1:] != asked[:-1]]))
+            wanted, place = np.unique(asked[heads], return_inverse=True)
             known = np.array([self._known(int(n), number, here, ids) for n in wanted], np.int64)
-            ids[there] = known[place]
-            wrong = (ids[there] < 0) | (value[there] >= number[there])
+            ids[there] = np.repeat(known[place], np.diff(heads, append=len(asked)))
+            wrong = (ids[there] < 0) | (asked >= number[there])
             if wrong.any():
                 rows = int(there[wrong.argmax()])
         return Names(ids, spelled, self._texts.values), rows

@@ -8,27 +8,27 @@ Every rank writes one file of each kind, and only the name identifies it: verl's
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
 
 from ckptcore.errors import AmbiguousModel
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.late_pattern import late_pattern
 
-_RANK = re.compile(
+_RANK = late_pattern(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"
     r"(?P<suffix>\.(?:pt|pth|bin|ckpt))$"
 )
-_NUMBER = re.compile(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
+_NUMBER = late_pattern(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
 # Ranks along one axis of parallelism: names of other formats, which do not number the ranks of the job.
-_AXIS = re.compile(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
+_AXIS = late_pattern(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
 # Stem of a file -> name of its content, for ranks that saved several kinds.
 _ROLES = (
-    (re.compile(r"^(?:pytorch_)?model(?:_fsdp)?(?:_states?)?(?:_0)?$"), "model"),
-    (re.compile(r"^(?:pytorch_)?model(?:_fsdp)?_(?P<number>\d+)$"), "model_{number}"),
-    (re.compile(r"^optimizer(?:_states?)?(?:_0)?$"), "optimizer"),
-    (re.compile(r"^optim(?:_states?)?(?:_0)?$"), "optim"),
-    (re.compile(r"^$"), "rank"),
+    (late_pattern(r"^(?:pytorch_)?model(?:_fsdp)?(?:_states?)?(?:_0)?$"), "model"),
+    (late_pattern(r"^(?:pytorch_)?model(?:_fsdp)?_(?P<number>\d+)$"), "model_{number}"),
+    (late_pattern(r"^optimizer(?:_states?)?(?:_0)?$"), "optimizer"),
+    (late_pattern(r"^optim(?:_states?)?(?:_0)?$"), "optim"),
+    (late_pattern(r"^$"), "rank"),
 )
 
 

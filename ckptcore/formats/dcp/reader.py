@@ -9,7 +9,6 @@ writes its own `__R.metadata`, and the checkpoint is their union.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
@@ -32,10 +31,11 @@ from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
 from ckptcore.store import inner_path
 from ckptcore.utils.distinct_values import among
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
-DATA = re.compile(r"__(\d+)_(\d+)\.distcp$")
-RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
+DATA = late_pattern(r"__(\d+)_(\d+)\.distcp$")
+RANK_METADATA = late_pattern(r"^__(\d+)\.metadata$")
 _MAX_LISTED = 100  # findings of one kind
 _CODEC_NAMES = ("", "zstd")
 _CODECS = {"stream.zstd": _CODEC_NAMES.index("zstd")}

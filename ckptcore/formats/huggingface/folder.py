@@ -8,7 +8,6 @@ A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,11 +23,12 @@ from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
+from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+_NUMBERED = late_pattern(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # Keys of `__metadata__`: the non-tensor values as JSON, and its version. See docs/reference/objects.md.
 OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
 

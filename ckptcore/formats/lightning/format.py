@@ -12,7 +12,6 @@ folder again (`writer`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -41,9 +40,10 @@ from ckptcore.formats.lightning.optimizer_names import parameter_names
 from ckptcore.formats.lightning.tree import VERSION, Contents, contents, read_tree
 from ckptcore.formats.lightning.writer import META, arrange_sharded, keeps_its_place, lightning_facts
 from ckptcore.formats.torch_save.layout import torch_file
+from ckptcore.utils.late_pattern import late_pattern
 
 NAME, DEFAULT = "lightning", "checkpoint.ckpt"
-_OPTIMIZER = re.compile(r"optimizer_(\d{1,9})$")
+_OPTIMIZER = late_pattern(r"optimizer_(\d{1,9})$")
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _MODELS = ("model", "state_dict")
 _FACTS = ("epoch", "global_step")

@@ -7,7 +7,6 @@ the boxes of its rank; together the files are one checkpoint.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ckptcore.core.manifest import Manifest
@@ -16,11 +15,12 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
+from ckptcore.utils.late_pattern import late_pattern
 
 _NAME = "torch_ranks"
 # verl keeps a folder per component (actor, critic) in a folder per step.
-_BELOW = re.compile(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
-_VERL_MODEL = re.compile(r"^model_world_size_\d+_rank_\d+\.pt$")
+_BELOW = late_pattern(r"^(?P<folder>(?:[^/]+/){1,2})[^/]+_world_size_\d+_rank_\d+\.pt$")
+_VERL_MODEL = late_pattern(r"^model_world_size_\d+_rank_\d+\.pt$")
 _MODEL_FOLDER = "huggingface"  # verl/utils/checkpoint/fsdp_checkpoint_manager.py, save_checkpoint
 _OTHERS = (".metadata", ".distcp", ".safetensors", ".zarray")
 
