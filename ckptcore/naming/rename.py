@@ -214,7 +214,12 @@ def _new_name(
     if unwrap:
         name = strip_wrappers(name)
     name = apply_renames(name, rename)
-    return (name, "") if name else (fqn, "its name is empty after renaming")
+    if fqn and not name:
+        raise NameMismatch(
+            f"{fqn} would have an empty name after renaming",
+            hint="rename it with --rename to another name, or leave it out with --exclude",
+        )
+    return name, ""
 
 
 def _glob_rule(name: str, include: Sequence[str], exclude: Sequence[str]) -> str:
