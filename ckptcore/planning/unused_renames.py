@@ -1,4 +1,7 @@
-"""Find the renames of a conversion that apply to no tensor: a misspelt one would leave the stored names."""
+"""Find the renames of a conversion that apply to no tensor: a misspelt one would leave the stored names.
+
+It is a module of its own because composing, which calls it, does not need to know how renames match.
+"""
 
 from __future__ import annotations
 
