@@ -182,13 +182,21 @@ def apply_renames(name: str, rules: Sequence[tuple[str, str]]) -> str:
     'h.3.self.w'
     """
     for old, new in rules:
+        if not applies(name, old):
+            continue
         if "*" in old:
             head, _, tail = old.partition("*")
-            if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
-                name = new.replace("*", name[len(head) : len(name) - len(tail)])
-        elif name.startswith(old):
+            name = new.replace("*", name[len(head) : len(name) - len(tail)])
+        else:
             name = new + name[len(old) :]
     return name
+
+
+def applies(name: str, old: str) -> bool:
+    """Return whether the left side of a rename, a prefix or a pattern with one ``*``, fits a name."""
+    head, star, tail = old.partition("*")
+    fits = name.startswith(head) and name.endswith(tail)
+    return fits and (not star or len(name) >= len(head) + len(tail))
 
 
 def _new_name(
@@ -214,7 +222,12 @@ def _new_name(
     if unwrap:
         name = strip_wrappers(name)
     name = apply_renames(name, rename)
-    return (name, "") if name else (fqn, "its name is empty after renaming")
+    if fqn and not name:
+        raise NameMismatch(
+            f"{fqn} would have an empty name after renaming",
+            hint="rename it with --rename to another name, or leave it out with --exclude",
+        )
+    return name, ""
 
 
 def _glob_rule(name: str, include: Sequence[str], exclude: Sequence[str]) -> str:

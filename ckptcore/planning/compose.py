@@ -57,6 +57,7 @@ from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
 from ckptcore.planning.stored_configs import stored_configs
+from ckptcore.planning.unused_renames import unused_renames
 from ckptcore.planning.zero_tensors import require_zero
 from ckptcore.topology.layout import Topology
 from ckptcore.topology.mesh_spec import parse_mesh
@@ -152,7 +153,7 @@ def compose(
         mapped, beside, doubts = *_adapter_alone(request, free, model, adapter, beside), []
     if by_config and (doubts or beside.config is None):  # the model class proves nothing
         require_complete(manifest, selected)
-    warnings += [*doubts, *beside.findings, *found]
+    warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
     if export:
         warnings += [
             *_other_parts(model),

@@ -116,6 +116,11 @@ class Request:
             raise UsageError(f"the verb must be one of {', '.join(VERBS)} (got {self.verb!r})")
         if self.max_file_size < 1:
             raise UsageError(f"--max-file-size must be at least 1 byte (got {self.max_file_size})")
+        if many := next((old for old, _ in self.rename if old.count("*") > 1), None):
+            raise UsageError(
+                f"--rename {many}= must have at most one * (got {many.count('*')})",
+                hint="name a prefix, or a pattern with one *",
+            )
         if (self.verb == "reshard") != bool(self.mesh):
             raise UsageError(
                 "reshard needs --mesh, which no other command accepts", hint="try --mesh fsdp=4,tp=2"

@@ -48,7 +48,7 @@ def parse_mesh(text: str) -> Mesh:
     if colon and device.strip() not in DEVICES:
         raise UsageError(f"--mesh {text}: unknown device {device!r}", hint=f"one of: {', '.join(DEVICES)}")
     for part in axes.split(","):
-        match = re.fullmatch(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,9})\s*", part)
+        match = re.fullmatch(r"\s*([A-Za-z_]+)\s*=\s*([0-9]{1,400})\s*", part)
         if match is None:
             raise UsageError(f"--mesh {text}: must be AXIS=SIZE (got {part.strip()!r})", hint=HINT)
         name, size = ALIASES.get(match[1], match[1]), int(match[2])
@@ -58,6 +58,8 @@ def parse_mesh(text: str) -> Mesh:
             raise UsageError(f"--mesh {text}: unknown axis {match[1]!r}", hint=HINT)
         if name in sizes:
             raise UsageError(f"--mesh {text}: the axis {name} is given twice", hint=HINT)
+        if size > MAX_RANKS:
+            raise UsageError(f"--mesh {text}: must have at most {MAX_RANKS} ranks (got {size})", hint=HINT)
         if size < 1:
             raise UsageError(f"--mesh {text}: the axis {name} must have 1 rank or more", hint=HINT)
         sizes[name], called[name] = size, match[1]

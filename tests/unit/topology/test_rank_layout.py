@@ -127,7 +127,7 @@ def test_mesh_texts(mesh: str, axes: dict[str, int]) -> None:
         ("sdp=2", "unknown axis 'sdp'"),
         ("fsdp=2,dp=2", "fsdp is given twice"),
         ("fsdp=999999", "at most 131072 ranks"),
-        ("fsdp=9999999999", "must be AXIS=SIZE"),
+        ("fsdp=99999999999", r"must have at most 131072 ranks \(got 99999999999\)"),
     ],
 )
 def test_meshes_that_are_none(mesh: str, message: str) -> None:
