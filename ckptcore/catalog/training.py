@@ -38,7 +38,7 @@ TEXTS = ("git_commit", "user", "dataset", "job_url", "framework")
 COUNTS = ("samples", "tokens")
 OF_A_STEP = ("epoch", *COUNTS)  # beside the metrics: facts with another value at each step of a run
 # Words in names of metrics, and other names of the step, that people write without ``metrics.``.
-_METRIC_WORD = re.compile(
+_METRIC_WORD = late_pattern(
     r"(?i)(?:^|[_./-])(?:loss|nll|bpb|ppl|perplexity|acc|accuracy|f1|auc|bleu|rouge\w*|wer|reward|score|mmlu|"
     r"grad_?norm)(?:$|[_./@-])"
 )
