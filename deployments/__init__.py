@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
+import flows  # noqa: F401  # it checks the address of Prefect's server, and sets Prefect's environment first
+
 POOL = "ckptcore"  # the work pool of all deployments
 
 

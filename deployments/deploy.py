@@ -22,6 +22,7 @@ from ckptcore.redaction import ending
 from ckptcore.utils import terminal
 from deployments import POOL
 from deployments.parameters import declared, flow_of, misfits
+from flows._address import end_with, unanswered
 
 FILES = Path(__file__).parent
 
@@ -85,6 +86,8 @@ def _await_server(wait: float) -> None:
             answer = httpx.get(f"{url}/ready", timeout=5)
             if answer.status_code == 200:
                 return
+            if answer.status_code in (401, 403, 404):  # waiting changes nothing
+                until = 0.0
             reason = f"HTTP {answer.status_code}"
         except httpx.HTTPError as error:
             reason = str(error)
@@ -146,8 +149,12 @@ def main() -> None:
     try:
         deploy(parser.parse_args().wait)
     except CkptError as error:
-        terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
-        sys.exit(error.exit_code)
+        end_with(error)
+    except Exception as error:  # of Prefect's client
+        found = unanswered(error)
+        if found is None:
+            raise
+        end_with(found)
 
 
 if __name__ == "__main__":

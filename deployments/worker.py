@@ -23,15 +23,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptcore.catalog import unset_warning
+from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from ckptcore.utils.log_format import log_format
 from deployments import metrics_options
 from deployments.local.process import having
+from flows._address import await_server, end_with
 
 _log = logging.getLogger("deployments.worker")
 MARK = "CKPTCORE_WORKER"
 PATIENCE = 10  # seconds for the worker to end, then for each signal to its runs
 SERVER_SECONDS = 15.0  # for the server to answer
+START_SECONDS = 30.0  # for the server to listen, before the worker begins
 STEP = 0.1
 
 
@@ -51,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warning = unset_warning()
     if warning is not None:
         _log.warning("%s", warning)
+    try:
+        await_server(START_SECONDS)
+    except UsageError as error:
+        end_with(error)
     worker = _Worker()
     with worker.metrics(given.metrics_host, given.metrics_port):
         code = worker.run(["--pool", given.pool, "--name", given.name, *more])

@@ -22,10 +22,12 @@ from prefect.context import SyncClientContext
 from ckptcore.__main__ import leave
 from ckptcore.cli.options import typer_type
 from ckptcore.conversion.destination import require_no_credentials
+from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import terminal
 from ckptcore.utils.units import show_size
+from flows._address import end_with, unanswered
 from flows._console import write_plainly
 from flows._heartbeats import own_heartbeats
 from flows._options import misfit, option_of
@@ -64,8 +66,8 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("prefect.flow_runs").addFilter(_has_page)
     # A tenth of a small run's imports, while it waits for the server's first answers.
     threading.Thread(target=import_module, args=("ckptcore.catalog.catalog",), daemon=True).start()
-    serve_while_alive()
     try:
+        serve_while_alive()
         # Prefect sets the state of the run and sends logs while the last artifacts are sent, by one client.
         with SyncClientContext.get_or_create(), sending_artifacts(), own_heartbeats(flow) as beating:
             state = cast("State[Any]", beating(**given, return_state=True))
@@ -73,10 +75,18 @@ def main(flow: Flow[..., Any], arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         terminal.line(f"stopped; {Interrupted.default_hint}", err=True)
         sys.exit(Interrupted.exit_code)
+    except Exception as error:  # of Prefect's engine: a flow's own errors are in its state
+        found = unanswered(error)
+        if found is None:
+            raise
+        end_with(found)
     result: Any = state.result(raise_on_failure=False)
     if not state.is_completed():
         terminal.block(f"{(state.name or 'failed').lower()}: {state.message}", err=True)
         sys.exit(getattr(result, "exit_code", 1))
+    if not isinstance(result, list | Result):  # of a flow without one output
+        terminal.block(state.message or "completed", err=True, indent="")
+        return
     for one in result if isinstance(result, list) else [result]:
         terminal.line(
             f"{one.destination}: {count(len(one.files), 'file')}, {show_size(one.nbytes)}", err=True

@@ -12,13 +12,13 @@ import os
 import signal
 import sys
 import tempfile
-import tomllib
 from collections.abc import MutableMapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
+from flows._address import configured
 from flows._start import early_server, end_with_this_process, wait_for
 
 # Settings that only reduce logging or lengthen timeouts. The user's own take precedence.
@@ -99,12 +99,4 @@ def _own_home() -> Path:
 
 def server_configured(env: MutableMapping[str, str] = os.environ) -> bool:
     """Return whether the environment or the active profile names a server."""
-    if env.get("PREFECT_API_URL") or env.get("PREFECT_PROFILE"):
-        return True
-    profiles = Path(env.get("PREFECT_HOME", Path.home() / ".prefect")) / "profiles.toml"
-    try:
-        known = tomllib.loads(profiles.read_text())
-    except (OSError, tomllib.TOMLDecodeError):
-        return False  # no profiles, or none that Prefect itself could read
-    active = known.get("profiles", {}).get(known.get("active"), {})
-    return bool(active.get("PREFECT_API_URL"))
+    return bool(env.get("PREFECT_PROFILE") or configured(env)[0])

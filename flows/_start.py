@@ -25,7 +25,10 @@ from typing import Any, NoReturn
 
 from ckptcore.__main__ import start_quickly
 
-COMMANDS = frozenset({"flows.consolidate", "flows.convert", "flows.export", "flows.reshard"})
+COMMANDS = frozenset(
+    f"flows.{name}"
+    for name in ("consolidate", "convert", "export", "reshard", "resume", "retire", "scrub", "sweep")
+)
 # Files of the current folder in which Prefect looks for settings, and what shows that there are any.
 SETTINGS = {"prefect.toml": b"", ".env": b"PREFECT", "pyproject.toml": b"tool.prefect"}
 # The user's own settings take precedence over these. Blocks register themselves where they are saved: at its

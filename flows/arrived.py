@@ -18,9 +18,10 @@ from prefect.states import Completed
 from ckptcore.catalog.training import ANNOUNCED
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Announcement, record_announced
-from ckptcore.errors import Busy, CkptError, DestinationExists
+from ckptcore.errors import Busy, CkptError, DestinationExists, UsageError
 from ckptcore.operations.wait import delays
 from ckptcore.planning.options import MEANS, MODEL, Option, Source, Verb
+from flows._address import end_with
 from flows._announcement import alone, effective_request, made_from, require_inside
 from flows._naming import failed, run_name
 from flows._options import FlowOptions, declared, takes
@@ -131,3 +132,12 @@ def reason(error: Exception) -> str:
 def already(destination: str) -> State[Any]:
     """Return the state of a run whose checkpoint was converted before."""
     return Completed(name="Already", message=f"{destination} was made from this checkpoint before")
+
+
+if __name__ == "__main__":
+    end_with(
+        UsageError(
+            "flows.arrived must be started by the webhook receiver or a deployment",
+            hint="convert one checkpoint with python -m flows.convert SRC DST, all with flows.sweep",
+        )
+    )

@@ -16,6 +16,7 @@ from prefect.states import AwaitingRetry, Completed, Failed
 
 from ckptcore.planning.options import Option
 from ckptcore.redaction import beginning
+from flows._command import entry
 from flows._options import takes
 from tasks.attempts import begun, given_up
 from tasks.logs import log
@@ -61,3 +62,7 @@ def _resumed(run_id: UUID, most: int) -> str:
         retry: State[Any] = AwaitingRetry(message=beginning(f"resumed after: {last or 'a crash'}", 500))
         client.set_flow_run_state(run_id, retry, force=True)
         return f"{run.name} is resumed: start {times + 1}"
+
+
+if __name__ == "__main__":
+    entry(resume)

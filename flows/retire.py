@@ -16,6 +16,7 @@ from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.planning.options import MEANS, Option, Options, options_of
 from ckptcore.utils.units import show_size
+from flows._command import entry
 from flows._naming import failed
 from flows._options import declared, takes
 from tasks.maintenance import retire as retire_sources
@@ -43,3 +44,7 @@ def retire(
     counts = ", ".join(f"{n} {name}" for name, n in sorted(found.counts.items())) or "no source"
     freed = f"{show_size(found.freed)} of files {'freed' if found.done else 'would be freed'}"
     return Completed(message=f"{counts}, {freed}", data=found)
+
+
+if __name__ == "__main__":
+    entry(retire)

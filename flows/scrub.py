@@ -16,6 +16,7 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import ScrubOptions
 from ckptcore.planning.options import options_of
 from ckptcore.utils.units import parse_duration
+from flows._command import entry
 from flows._naming import failed
 from flows._options import declared, takes
 from tasks.maintenance import scrub as scrub_share
@@ -38,3 +39,7 @@ def scrub(**given: Any) -> State[Any]:
     wrong = [each for each in found.looked if each.proven.proof not in ("proven", "unproven", "stopped")]
     lines = [f"- {each.checkpoint.uri}: {each.proven.message}" for each in wrong[:NAMED]]
     return Failed(message="\n".join([summary, *lines]), data=found)
+
+
+if __name__ == "__main__":
+    entry(scrub)

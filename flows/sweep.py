@@ -34,6 +34,7 @@ from ckptcore.operations.sweep import (
 from ckptcore.planning.options import MEANS, Option, options_of
 from ckptcore.planning.request import Request
 from ckptcore.utils.units import parse_duration
+from flows._command import entry
 from flows._naming import closed, failed
 from flows._options import RUN, FlowJob, FlowOptions, declared, flow_options, takes
 from flows.convert import steps
@@ -127,3 +128,7 @@ def _outcome(swept: Swept) -> State[Any]:
         return Completed(message=summary, data=swept)
     lines = [f"- {i.source}: {i.why}" for i in wrong[:NAMED]]
     return Failed(message="\n".join([summary, *lines]), data=swept)
+
+
+if __name__ == "__main__":
+    entry(sweep)

@@ -6,9 +6,10 @@ index and card beside them. Files without a digest are reported as unproven, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import open_catalog
@@ -31,6 +32,12 @@ _HINT = (
     "copy it again from where it was written; if you changed it on purpose, record it with "
     "`ckptcore catalog rebuild --digests`"
 )
+_REPLACED = (
+    "every file with tensors was written after {:%Y-%m-%d %H:%M} UTC, when they were recorded: if it was "
+    "saved here a second time, record that with `ckptcore catalog rebuild --digests`; if it was copied here, "
+    "copy it again from where it was written"
+)
+_OTHER_BYTES = frozenset({"digest-mismatch", "truncated-file", "oversized-file"})
 
 
 class NoTime(Exception):
@@ -46,13 +53,19 @@ class Compared:
     proven: frozenset[str]
 
 
-def compare(uri: str, files: Sequence[FileRow], in_time: Callable[[], bool] = lambda: True) -> Compared:
+def compare(
+    uri: str,
+    files: Sequence[FileRow],
+    in_time: Callable[[], bool] = lambda: True,
+    recorded: datetime | None = None,
+) -> Compared:
     """Read the files that have a digest, and compare them.
 
     Args:
         uri: Path or URL of the checkpoint.
         files: Its files in the catalog.
         in_time: Called often; `NoTime` is raised as soon as it returns False.
+        recorded: When the files were recorded, if it is known: the hint of those that differ says more then.
     """
     found: list[Finding] = []
     nbytes, proven = 0, set()
@@ -73,7 +86,25 @@ def compare(uri: str, files: Sequence[FileRow], in_time: Callable[[], bool] = la
                 )
                 wrong = finding("digest-mismatch", "bytes", message, file=file.path, hint=_HINT)
             found.append(wrong)
+    if recorded is not None and _is_replaced(uri, files, proven, recorded):
+        hint = _REPLACED.format(recorded)
+        found = [replace(f, hint=hint) if f.code in _OTHER_BYTES else f for f in found]
     return Compared(tuple(found), nbytes, frozenset(proven))
+
+
+def _is_replaced(uri: str, files: Sequence[FileRow], proven: Container[str], recorded: datetime) -> bool:
+    """Report whether all files with tensors differ, and were written after they were recorded.
+
+    A copy that was restored has most of them as they were, or with the times of the original.
+    """
+    folder = local_path(folder_of(uri, files))
+    data = [f.path for f in files if f.role == Role.DATA]
+    if folder is None or not data or any(path in proven for path in data):
+        return False
+    try:
+        return all((folder / path).stat().st_mtime > recorded.timestamp() for path in data)
+    except OSError:  # one is missing
+        return False
 
 
 def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: str | None) -> Report:
@@ -96,7 +127,7 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     if known is None or not any(f.digest for f in known[1]):
         return report
     row, files = known
-    compared = compare(uri, files)
+    compared = compare(uri, files, recorded=row.created_at)
     same = same_manifest(uri, row.manifest_digest, manifest) is not None
     data = {f.path for f in files if f.role == Role.DATA}
     if same or data <= compared.proven or _is_alike(uri, files):

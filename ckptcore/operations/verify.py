@@ -13,7 +13,7 @@ from contextlib import closing
 from enum import StrEnum
 
 from ckptcore.catalog import CheckpointDetail, CheckpointFacts
-from ckptcore.catalog.types import FileRow, Role
+from ckptcore.catalog.types import Role
 from ckptcore.checking.check import unproven_finding
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.registration import facts
@@ -69,7 +69,7 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
             return Proven(Proof.GONE, message=f"{uri} does not exist")
         data = [f for f in known.files if f.role == Role.DATA]
         if data and all(f.digest for f in data):
-            return _by_digests(uri, known.files, in_time)
+            return _by_digests(known, in_time)
         return _by_checksums(known, in_time)
     except NoTime:
         return Proven(Proof.STOPPED, message="the time budget was used up")
@@ -80,8 +80,9 @@ def prove(known: CheckpointDetail, in_time: Callable[[], bool] = lambda: True) -
         return Proven(Proof.UNREAD, message=f"{error.code}: {error.message}")
 
 
-def _by_digests(uri: str, files: tuple[FileRow, ...], in_time: Callable[[], bool]) -> Proven:
-    compared = compare(uri, files, in_time)
+def _by_digests(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
+    uri, files = known.checkpoint.uri, known.files
+    compared = compare(uri, files, in_time, known.checkpoint.created_at)
     recorded = {f.path for f in files}
     folder = folder_of(uri, files)
     listed = [] if recorded == {split_url(uri)[1]} else _paths_in(folder)
@@ -101,7 +102,7 @@ def _by_checksums(known: CheckpointDetail, in_time: Callable[[], bool]) -> Prove
     if manifest is None:
         now = inspect(uri)
         return Proven(Proof.CHANGED, message=f"another checkpoint is at {uri} now", now=facts(now, uri))
-    compared = compare(uri, known.files, in_time)
+    compared = compare(uri, known.files, in_time, known.checkpoint.created_at)
     report = with_digests(validate(manifest, "bytes", progress=progress), compared)
     findings = tuple(f for f in report.findings if f.code != "unproven")
     return _proven(findings, report.unproven, report.nbytes + compared.read)

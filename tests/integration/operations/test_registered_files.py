@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -294,3 +296,55 @@ def test_a_flipped_header_is_damage_and_replaces_no_row(
     assert "digest-mismatch" in {f["code"] for f in answer["findings"]}
     assert recorded(url, exported).checkpoint.id == known.id
     assert scrubbed(url, exported)[1].proof.value == "damaged"
+
+
+@pytest.fixture
+def saved(tmp_path: Path, url: str) -> Path:
+    """A checkpoint of two files that the catalog has by `rebuild --digests`."""
+    place = tmp_path / "runs" / "step-1"
+    place.mkdir(parents=True)
+    save(place, 1)
+    assert main(["catalog", "rebuild", str(place.parent), "--digests", "--catalog", url]) == 0
+    return place
+
+
+def save(place: Path, value: int, after_s: float = -60.0) -> None:
+    """Save both files; after_s: their times, from now."""
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for name, file in files.items():
+        save_file({name: torch.full((8,), float(value))}, place / file)
+        os.utime(place / file, (time.time() + after_s,) * 2)
+
+
+def hints(url: str, place: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    code, answer = validated(url, place, capsys)
+    assert code == 1
+    found = {str(f["hint"]) for f in answer["findings"] if f["code"] == "digest-mismatch"}
+    scrub_found = {f.hint for f in scrubbed(url, place)[1].findings if f.code == "digest-mismatch"}
+    assert found == scrub_found
+    return found
+
+
+def test_a_checkpoint_that_was_saved_a_second_time_has_that_hint(
+    url: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(saved, 2, after_s=5.0)
+    (hint,) = hints(url, saved, capsys)
+    assert "if it was saved here a second time, record that with `ckptcore catalog rebuild --digests`" in hint
+    assert main(["scrub", "--share", "1", "--catalog", url]) == 1
+    assert "  next: every file with tensors was written after" in capsys.readouterr().out
+    assert main(["catalog", "rebuild", str(saved.parent), "--digests", "--catalog", url]) == 0
+    assert validated(url, saved, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("kept_times", [True, False])
+def test_a_copy_with_a_flipped_bit_has_another_hint(
+    url: str, saved: Path, capsys: pytest.CaptureFixture[str], kept_times: bool
+) -> None:
+    save(saved, 1, after_s=-60.0 if kept_times else 5.0)
+    for path in sorted(saved.glob("*.safetensors"))[: 2 if kept_times else 1]:
+        flip(path)
+        os.utime(path, (time.time() + (-60.0 if kept_times else 5.0),) * 2)
+    (hint,) = hints(url, saved, capsys)
+    assert hint.startswith("copy it again from where it was written")

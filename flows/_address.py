@@ -1,0 +1,126 @@
+"""The address of the Prefect server that the user configured, and errors about it in one line.
+
+Prefect answers a malformed address, and a server that does not answer, with a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from ckptcore.errors import CkptError, UsageError
+from ckptcore.redaction import bare_url, redacted
+from ckptcore.utils import terminal
+
+_HINT = "set PREFECT_API_URL, or the active profile's, to http://HOST:PORT/api"
+_START = "start it, or correct PREFECT_API_URL, which usually ends in /api"
+
+
+def configured(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return the address, "" if there is none, and where it is set: by the environment or a profile."""
+    if env.get("PREFECT_API_URL"):
+        return env["PREFECT_API_URL"], "PREFECT_API_URL"
+    home = Path(env.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
+    path = Path(env.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
+    try:
+        known = tomllib.loads(path.read_text())
+    except (OSError, ValueError):
+        return "", ""  # no profiles, or none that Prefect itself could read
+    name = env.get("PREFECT_PROFILE") or known.get("active")
+    profiles = known.get("profiles")
+    profile = profiles.get(name) if isinstance(profiles, dict) else None
+    url = profile.get("PREFECT_API_URL") if isinstance(profile, dict) else None
+    return (str(url), f"PREFECT_API_URL of the profile {name!r} in {path}") if url else ("", "")
+
+
+def require_address(env: Mapping[str, str] = os.environ) -> None:
+    """Raise `UsageError` if the address cannot be that of a server."""
+    url, where = configured(env)
+    if not url:
+        return
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        _ = parts.port  # it is parsed here
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return
+    raise UsageError(f"{where} must be the URL of a Prefect server's API (got {_bare(url)!r})", hint=_HINT)
+
+
+def require_address_of_command() -> None:
+    """Check the address; end this process if it was started as ``python -m`` of this package."""
+    try:
+        require_address()
+    except UsageError as error:
+        if sys.argv[:1] == ["-m"]:  # until the module is found
+            end_with(error)
+        raise
+
+
+def await_server(seconds: float, env: Mapping[str, str] = os.environ) -> None:
+    """Wait until something listens at the address; raise `UsageError` if nothing does for so long.
+
+    Nothing is asked for without an address, and behind a proxy, which alone may reach it.
+    """
+    url, _ = configured(env)
+    if not url or urllib.request.getproxies():
+        return
+    parts, until = urlsplit(url), time.monotonic() + seconds
+    place = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+    while True:
+        try:
+            socket.create_connection(place, timeout=5.0).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UsageError(
+                    f"cannot reach the Prefect server at {_bare(url)}: {error}", hint=_START
+                ) from error
+            time.sleep(0.5)
+        else:
+            return
+
+
+def unanswered(error: BaseException) -> UsageError | None:
+    """Return the error for a server that does not answer Prefect's client; None for any other error."""
+    chain = list(_chain(error))
+    if not any(each.__class__.__module__.partition(".")[0] == "httpx" for each in chain):
+        return None
+    cause = chain[-1]
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    reason = f"HTTP {status}" if status is not None else str(cause) or type(cause).__name__
+    hint = _START
+    if status in (401, 403):
+        hint = "set PREFECT_API_AUTH_STRING or PREFECT_API_KEY as the server wants it"
+    from prefect.settings import get_current_settings  # it was imported when its client failed
+
+    url = get_current_settings().api.url or ""
+    return UsageError(f"cannot reach the Prefect server at {_bare(url)}: {redacted(reason)}", hint=hint)
+
+
+def end_with(error: CkptError) -> NoReturn:
+    """Print an error and its next step, and end this process with its exit code."""
+    terminal.block(f"{error.code}: {error.message}\nnext: {error.hint}", err=True, indent="")
+    sys.exit(error.exit_code)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that led to it, within httpx."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = None if type(seen).__module__.startswith("httpx") else seen.__cause__ or seen.__context__
+
+
+def _bare(url: str) -> str:
+    try:
+        return bare_url(url)
+    except ValueError:
+        return redacted(url)
