@@ -204,7 +204,7 @@ def test_of_a_name_in_a_record_twice_the_last_value_counts(tmp_path: Path) -> No
 
 
 STATES: dict[str, Any] = {"uuid": uuid.UUID(int=1), "bytesio": io.BytesIO(b"one"), "dtype": np.dtype("<f8")}
-AGAIN = {
+SECOND = {
     "uuid": pickle.dumps({"int": 2}, 2)[2:-1],
     "bytesio": pickle.dumps((b"two", 0, None), 4)[11:-1],
     "dtype": pickle.dumps((3, ">", None, None, None, -1, -1, 0), 2)[2:-1],
@@ -216,7 +216,7 @@ def test_a_second_state_is_refused(kind: str) -> None:
     data = pickle.dumps(STATES[kind], 4)
     loads(data, OBJECT_TABLE, what="it")
     with pytest.raises(MalformedCheckpoint, match="twice"):
-        loads(data[:-1] + AGAIN[kind] + b"b.", OBJECT_TABLE, what="it")
+        loads(data[:-1] + SECOND[kind] + b"b.", OBJECT_TABLE, what="it")
 
 
 def test_dates_have_no_state() -> None:
