@@ -13,6 +13,7 @@ is not in it, and proves nothing. What is in doubt may be alive.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 import time
@@ -25,7 +26,9 @@ Identity = tuple[str, str, str, str]
 
 _FOLDERS = ("/dev/shm", "/tmp")  # both are in the snapshot of a machine, as its processes are
 _MOST_BYTES = 1 << 22  # of marks that are read of one process
-_KEPT_S = 900.0  # after the last mark of a process that has ended; leases and claims end earlier
+_KEPT_S = 900.0  # after a process was first seen to have ended; its leases and claims have ended by then
+_STRANGE_S = 7 * 86400.0  # since the last mark of a process of another namespace, which cannot be seen
+_MODE, _SEEN_ENDED = 0o644, 0o444  # of a file of marks
 _PREFIX = ".ckptcore-process-"
 
 
@@ -89,12 +92,13 @@ class _Marks:
         self._lock, self._path = threading.Lock(), ""
 
     def add(self, pid: str, started: str, mark: str) -> bool:
-        """Write a mark; return whether others can read it."""
+        """Write a mark; return whether it can be read."""
         with self._lock:
-            if self._path:
-                return _appended(self._path, mark, 0)
+            if self._path and _appended(self._path, mark, 0):
+                return True
             for path in _paths(pid, started):
-                if _appended(path, mark, os.O_CREAT | os.O_EXCL):  # one that is there is not ours
+                # One that is there was not made by this program, or by one that this process has replaced.
+                if _appended(path, mark, os.O_CREAT | os.O_EXCL):
                     self._path = path
                     _prune(os.path.dirname(path))
                     return True
@@ -103,42 +107,76 @@ class _Marks:
 
 def _appended(path: str, mark: str, create: int) -> bool:
     with suppress(OSError):  # without a mark nothing is proven
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | create, _MODE)
         try:
-            return os.write(fd, f"{mark}\n".encode()) == len(mark) + 1
+            if create:
+                os.fchmod(fd, _MODE)  # whatever the umask: other users' processes look, too
+            line = f"\n{mark}\n".encode()  # a line of its own, also behind one that was cut
+            return os.write(fd, line) == len(line)
         finally:
             os.close(fd)
     return False
 
 
 def _prune(folder: str) -> None:
-    """Remove the marks of processes that have ended long ago, of this user where the folder is sticky."""
+    """Remove this user's marks of processes that were seen to have ended some time ago."""
+    now, own = time.time(), f"{_PREFIX}{_numbers_of_namespaces()}-"
     with suppress(OSError):  # a listing that fails leaves them
         for name in os.listdir(folder):
-            pid, _, started = name.removeprefix(_PREFIX).partition("-")
-            if not name.startswith(_PREFIX) or not pid.isdigit() or _started(pid) == started:
-                continue
-            path = f"{folder}/{name}"
-            with suppress(OSError):  # another user's, or gone
-                if time.time() - os.lstat(path).st_mtime > _KEPT_S:
-                    os.unlink(path)
+            if name.startswith(_PREFIX):
+                pid, _, started = name.removeprefix(own).rpartition("-")
+                seen = name.startswith(own) and pid.isdigit()
+                if not seen or _started(pid) != started:
+                    with suppress(OSError):  # another user's, or gone
+                        _prune_one(f"{folder}/{name}", now, ended=seen)
+
+
+def _prune_one(path: str, now: float, *, ended: bool) -> None:
+    """Remove one file of marks when it is time, and note when its process was first seen to have ended."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return
+        if ended and stat.S_IMODE(found.st_mode) != _SEEN_ENDED:
+            os.fchmod(fd, _SEEN_ENDED)
+            os.utime(fd)
+        elif now - found.st_mtime > (_KEPT_S if ended else _STRANGE_S):
+            os.unlink(path)
+    finally:
+        os.close(fd)
 
 
 def _marks(pid: str, started: str) -> frozenset[str]:
     """Return the marks that a process of this machine has made."""
-    if not (pid.isdigit() and started.isdigit()):
-        return frozenset()
-    for path in _paths(pid, started):
-        with suppress(OSError, UnicodeDecodeError):  # not there, or nobody's marks: nothing is proven
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(fd, "rb") as file:
-                if stat.S_ISREG(os.fstat(fd).st_mode):
-                    return frozenset(file.read(_MOST_BYTES).decode("ascii").splitlines())
-    return frozenset()
+    found = set[str]()
+    if pid.isdigit() and started.isdigit():
+        for path in _paths(pid, started):
+            with suppress(OSError, UnicodeDecodeError):  # not there, or nobody's marks: nothing is proven
+                found.update(_read_regular(path).decode("ascii").split())
+    return frozenset(found)
+
+
+def _read_regular(path: str) -> bytes:
+    """Read a file, and nothing that another user may have put there: a link, a folder or a pipe."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return b""
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _paths(pid: str, started: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/{_PREFIX}{pid}-{started}" for folder in _FOLDERS)
+    # Containers may share these folders, and count processes for themselves.
+    name = f"{_PREFIX}{_numbers_of_namespaces()}-{pid}-{started}"
+    return tuple(f"{folder}/{name}" for folder in _FOLDERS)
+
+
+def _numbers_of_namespaces() -> str:
+    return "-".join(re.findall("[0-9]+", _namespaces()))
 
 
 def _namespaces() -> str:

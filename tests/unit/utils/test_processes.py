@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -118,17 +120,95 @@ def test_a_file_that_another_user_has_put_there_is_not_written(tmp_path):
     assert target.read_text() == "x"
 
 
-def test_marks_of_processes_that_ended_long_ago_are_removed():
+def others_first_mark():
+    """Do what another process does first: it makes a mark in a file of its own."""
+    processes._MARKS.begin()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(processes._paths(*processes._here()[:2])[0])
+    return this_process()
+
+
+def test_a_process_is_proven_to_have_ended_however_long_ago_it_made_its_last_mark():
+    """A lease is renewed for hours without another mark."""
+    process = ended()
+    os.utime(processes._paths(*process[:2])[0], (1, 1))
+    others_first_mark()
+    assert has_ended(process)
+    others_first_mark()
+    assert has_ended(process)
+
+
+def test_marks_are_removed_some_time_after_their_process_was_seen_to_have_ended():
     process = ended()
     path = processes._paths(*process[:2])[0]
-    this_process()
-    assert os.path.exists(path)  # a claim of it may be in force
-    processes._MARKS.begin()
-    os.unlink(processes._paths(*processes._here()[:2])[0])
+    mine = others_first_mark()
     os.utime(path, (1, 1))
-    this_process()
+    others_first_mark()
     assert not os.path.exists(path)
-    assert os.path.exists(processes._paths(*processes._here()[:2])[0])
+    assert os.path.exists(processes._paths(*mine[:2])[0])
+
+
+def test_marks_of_another_namespace_stay_while_their_process_may_be_alive(monkeypatch):
+    with monkeypatch.context() as there:
+        there.setattr(processes, "_namespaces", lambda: "pid:[1],time:[2]")
+        path = processes._paths("1", "1")[0]
+    with open(path, "w") as file:
+        file.write("mark\n")
+    old = time.time() - processes._STRANGE_S
+    os.utime(path, (old + 100, old + 100))
+    others_first_mark()
+    assert os.path.exists(path)
+    os.utime(path, (old - 100, old - 100))
+    others_first_mark()
+    assert not os.path.exists(path)
+
+
+def test_a_process_whose_marks_were_removed_makes_new_ones():
+    first = this_process()
+    os.unlink(processes._paths(*first[:2])[0])
+    assert is_this(this_process())
+    assert not is_this(first)
+
+
+def test_a_program_that_replaces_another_in_its_process_has_marks(tmp_path, monkeypatch):
+    folders = (str(tmp_path), str(tmp_path / "more"))
+    os.mkdir(folders[1])
+    monkeypatch.setattr(processes, "_FOLDERS", folders)
+    first = this_process()
+    processes._MARKS.begin()  # as after `exec`
+    second = this_process()
+    assert second[3]
+    assert is_this(first)
+    assert is_this(second)
+
+
+def test_a_mark_behind_one_that_was_cut_is_read():
+    process = this_process()
+    with open(processes._paths(*process[:2])[0], "a") as file:
+        file.write("cut")
+    assert is_this(this_process())
+
+
+def test_marks_can_be_read_by_other_users():
+    before = os.umask(0o077)
+    try:
+        process = this_process()
+    finally:
+        os.umask(before)
+    assert os.stat(processes._paths(*process[:2])[0]).st_mode & 0o777 == 0o644
+
+
+def test_a_folder_or_a_pipe_in_place_of_marks_proves_nothing_and_stays_closed():
+    process = ended()
+    path = processes._paths(*process[:2])[0]
+    os.unlink(path)
+    for make in (os.mkdir, os.mkfifo):
+        make(path)
+        opened = len(os.listdir("/proc/self/fd"))
+        assert not has_ended(process)
+        others_first_mark()
+        assert len(os.listdir("/proc/self/fd")) == opened
+        (os.rmdir if os.path.isdir(path) else os.unlink)(path)
 
 
 def test_a_process_that_is_hidden_may_be_alive(monkeypatch):
