@@ -18,7 +18,7 @@ import yaml
 
 import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.redaction import ending
+from ckptcore.redaction import bare_url, ending
 from ckptcore.utils import terminal
 from deployments import POOL
 from deployments.parameters import declared, flow_of, misfits
@@ -92,7 +92,9 @@ def _await_server(wait: float) -> None:
         except httpx.HTTPError as error:
             reason = str(error)
         if time.monotonic() > until:
-            raise UsageError(f"the Prefect server at {url} is not ready: {reason}", hint="start the server")
+            raise UsageError(
+                f"the Prefect server at {bare_url(url)} is not ready: {reason}", hint="start the server"
+            )
         time.sleep(0.5)
 
 

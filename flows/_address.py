@@ -18,10 +18,13 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.redaction import bare_url, redacted
+from ckptcore.redaction import bare_url, beginning, redacted
 from ckptcore.utils import terminal
 
+_MOST_TEXT = 500  # characters of a server's reason
 _HINT = "set PREFECT_API_URL, or the active profile's, to http://HOST:PORT/api"
+# Answers of a proxy, or of another server at this address; or without the right credentials.
+_NO_SERVER = frozenset({401, 403, 404, 405, 502, 503, 504})
 _START = "start it, or correct PREFECT_API_URL, which usually ends in /api"
 
 
@@ -37,7 +40,7 @@ def configured(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
         return "", ""  # no profiles, or none that Prefect itself could read
     name = env.get("PREFECT_PROFILE") or known.get("active")
     profiles = known.get("profiles")
-    profile = profiles.get(name) if isinstance(profiles, dict) else None
+    profile = profiles.get(name) if isinstance(profiles, dict) and isinstance(name, str) else None
     url = profile.get("PREFECT_API_URL") if isinstance(profile, dict) else None
     return (str(url), f"PREFECT_API_URL of the profile {name!r} in {path}") if url else ("", "")
 
@@ -49,7 +52,7 @@ def require_address(env: Mapping[str, str] = os.environ) -> None:
         return
     with suppress(ValueError):
         parts = urlsplit(url)
-        _ = parts.port  # it is parsed here
+        _ = parts.port, (parts.hostname or "").encode("idna")  # they are parsed here
         if parts.scheme in ("http", "https") and parts.hostname:
             return
     raise UsageError(f"{where} must be the URL of a Prefect server's API (got {_bare(url)!r})", hint=_HINT)
@@ -94,15 +97,20 @@ def unanswered(error: BaseException) -> UsageError | None:
     if not any(each.__class__.__module__.partition(".")[0] == "httpx" for each in chain):
         return None
     cause = chain[-1]
-    status = getattr(getattr(cause, "response", None), "status_code", None)
+    answer = getattr(cause, "response", None)
+    status = getattr(answer, "status_code", None)
     reason = f"HTTP {status}" if status is not None else str(cause) or type(cause).__name__
+    verb = "cannot reach"
     hint = _START
     if status in (401, 403):
         hint = "set PREFECT_API_AUTH_STRING or PREFECT_API_KEY as the server wants it"
+    elif status is not None and status not in _NO_SERVER:
+        verb, hint = "got an error from", "look for its reason in the server's log"
+        reason += f": {beginning(getattr(answer, 'text', ''), _MOST_TEXT)}"
     from prefect.settings import get_current_settings  # it was imported when its client failed
 
     url = get_current_settings().api.url or ""
-    return UsageError(f"cannot reach the Prefect server at {_bare(url)}: {redacted(reason)}", hint=hint)
+    return UsageError(f"{verb} the Prefect server at {_bare(url)}: {redacted(reason)}", hint=hint)
 
 
 def end_with(error: CkptError) -> NoReturn:

@@ -32,7 +32,7 @@ from ckptcore.utils.part_digest import hasher_like
 
 if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
-    from ckptcore.store.objects import ObjectSeen
+    from ckptcore.store.objects import ObjectClient, ObjectSeen
     from ckptcore.store.objects.uploaded import Uploaded
     from ckptcore.store.objects.uploads import AtKey, Uploads
 
@@ -384,17 +384,30 @@ def _copy(here: _Here, name: str, places: ObjectPlaces) -> None:
     if seen is None or (digest is not None and not has_digest(here.staging.files, staged, nbytes, (digest,))):
         raise here.staged_changed(name)
     try:
-        client.copy(source, target, match=seen.etag or None)
+        made = client.copy(source, target, match=seen.etag or None)
     except CkptError as error:
         if kind_of(error) is Kind.CHANGED:
             raise here.staged_changed(name) from error
-        if kind_of(error) is not Kind.UNSUPPORTED:
+        if kind_of(error) not in (Kind.UNSUPPORTED, Kind.INVALID):
             raise
-        client.copy(source, target)  # this store has no such condition
+        made = client.copy(source, target)  # this store has no such condition
     now = client.head(source)
     if now is None or now.etag != seen.etag:  # some stores take the condition, and ignore it
-        client.delete(target)
+        _remove_copy(client, target, made)
         raise here.staged_changed(name)
+
+
+def _remove_copy(client: ObjectClient, key: str, etag: str) -> None:
+    """Remove what was just copied to a key, and no object that another program has put there since."""
+    from ckptcore.store.objects.retry import Kind, kind_of
+
+    try:
+        client.delete(key, match=etag or None)
+    except CkptError as error:
+        if kind_of(error) is Kind.UNSUPPORTED:
+            client.delete(key)
+        elif kind_of(error) is not Kind.CHANGED:
+            raise
 
 
 def _complete(here: _Here, completing: Completing, name: str, beside: Callable[[], object] | None) -> None:

@@ -39,6 +39,7 @@ from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, re
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import some
+from ckptcore.utils.workers import finishing
 
 if TYPE_CHECKING:
     from ckptcore.conversion.staged_uploads import ObjectPlaces
@@ -184,10 +185,11 @@ class Staging:
                 lease.hurry()
                 raise
             finally:
-                if self.uploads is not None:
-                    self.uploads.wait()
-                self.lease = None
-                lease.release()
+                with finishing():
+                    if self.uploads is not None:
+                        self.uploads.wait()
+                    self.lease = None
+                    lease.release()
 
     @contextlib.contextmanager
     def _keeping(self) -> Iterator[None]:

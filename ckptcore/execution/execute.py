@@ -36,7 +36,7 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
 from ckptcore.store import BLOCK, FileWriter
 from ckptcore.store.ahead import ReadsAhead
-from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, run_jobs
+from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, finishing, run_jobs
 
 _log = logging.getLogger("ckptcore")
 _Task = tuple[FileWork, Job, Bytes]
@@ -160,8 +160,9 @@ class _Run:
         try:
             run_jobs(tasks, self._worker, threads=self._settings.threads, stop=self._buffers.close)
         except BaseException as error:  # also KeyboardInterrupt: the open files are discarded first
-            for work in self._open.values():
-                work.abort()
+            with finishing():
+                for work in self._open.values():
+                    work.abort()
             explained = self._explained(error)
             if explained is error:
                 raise

@@ -34,8 +34,8 @@ _HINT = (
 )
 _REPLACED = (
     "every file with tensors was written after {:%Y-%m-%d %H:%M} UTC, when they were recorded: if it was "
-    "saved here a second time, record that with `ckptcore catalog rebuild --digests`; if it was copied here, "
-    "copy it again from where it was written"
+    "copied here, copy it again from where it was written; if it was saved here a second time, record that "
+    "with `ckptcore catalog rebuild --digests`"
 )
 _OTHER_BYTES = frozenset({"digest-mismatch", "truncated-file", "oversized-file"})
 

@@ -132,7 +132,7 @@ class S3Store(FsspecStore):
         """Replace a small object whose bytes must stay if the new ones arrive altered.
 
         They are proven below the name ``draft``, which stays, and then copied by the store. A store that
-        does not copy gets them directly.
+        does not copy (some say so with 400 or 405) gets them directly.
 
         Raises:
             AlteredInTransit: The store did not get these bytes. The object is as it was, if the store copies.
@@ -144,7 +144,7 @@ class S3Store(FsspecStore):
         try:
             self.client.copy(self.prefix + draft, key, match=etag or None)
         except CkptError as error:
-            if kind_of(error) not in (Kind.UNSUPPORTED, Kind.DENIED):
+            if kind_of(error) not in (Kind.UNSUPPORTED, Kind.DENIED, Kind.INVALID):
                 raise
             self.client.put(key, data)
         if self.kept is not None:

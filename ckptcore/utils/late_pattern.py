@@ -23,5 +23,7 @@ else:
             self._compile = lambda: re.compile(expression, flags)
 
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # a copy or a pickle asks before there is anything to ask
+                raise AttributeError(name)
             made = self.__dict__[name] = getattr(self._compile(), name)  # `re` keeps what it has compiled
             return made

@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Generic, TypeVar
 
@@ -32,6 +33,16 @@ def failed() -> bool:
     """
     ask = _failed.get()
     return ask is not None and ask()
+
+
+@contextmanager
+def finishing() -> Iterator[None]:
+    """Do what must be done although the work has failed, such as ending a lease: `failed` is False."""
+    token = _failed.set(None)
+    try:
+        yield
+    finally:
+        _failed.reset(token)
 
 
 def run_jobs(

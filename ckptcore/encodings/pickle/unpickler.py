@@ -123,7 +123,8 @@ def _run(
     count, spent, far = meter(), size, Far()
     fresh: dict[Any, Any] | None = None  # the last new dict, until it becomes a record's state
     # Dicts that are the state of a record: Python copies the items, so that later ones are not the record's.
-    states: set[int] = set()
+    # They are kept: the id of one that is gone would be another's.
+    states: dict[int, Any] = {}
     quick = True  # until explicit memo numbers appear, which protocol 4 does not use
     append = stack.append
     while True:
@@ -197,8 +198,9 @@ def _run(
                     raise MalformedCheckpoint(f"{what} sets the state of a {target.kind} twice")
                 if type(target) is Record and not target.fields:
                     target.state = state
-                    if type(state) is dict:
-                        states.add(id(state))
+                    for each in state if type(state) is tuple else (state,):
+                        if type(each) is dict:
+                            states[id(each)] = each
                 else:
                     _build(target, state, table, what)
             elif op == 0x81 or op == 0x52:  # NEWOBJ

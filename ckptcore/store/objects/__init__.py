@@ -170,8 +170,12 @@ class ObjectClient(Protocol):
             checksum: Compared by the store; None to compute a CRC-32.
         """
 
-    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> None:
-        """Copy an object on the server, to a key of this bucket; ``bucket`` is that of the source."""
+    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> str:
+        """Copy an object on the server, to a key of this bucket; ``bucket`` is that of the source.
+
+        Returns:
+            The ETag of the copy; "" where the store does not say it.
+        """
 
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""

@@ -229,12 +229,13 @@ class S3Client:
         self._md5 = False
         return True
 
-    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> None:
-        """Copy an object on the server, to a key of this bucket."""
+    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> str:
+        """Copy an object on the server, to a key of this bucket; return the copy's ETag, or ""."""
         asked: dict[str, Any] = {"CopySource": {"Bucket": bucket or self.bucket, "Key": key}, "Key": target}
         if match:
             asked["CopySourceIfMatch"] = match
-        self._ask("copy_object", target, writing=True, **asked)
+        answer = self._ask("copy_object", target, writing=True, **asked)
+        return (answer.get("CopyObjectResult") or {}).get("ETag") or ""
 
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""

@@ -75,7 +75,16 @@ def test_a_malformed_address_is_one_error(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["nonsense", "ftp://h/api", "http://", "http://h:x/api", "http://h:99999/api"]
+    "url",
+    [
+        "nonsense",
+        "ftp://h/api",
+        "http://",
+        "http://h:x/api",
+        "http://h:99999/api",
+        "http://a..b/api",
+        f"http://{'a' * 64}/api",
+    ],
 )
 def test_what_is_no_address(url: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must be the URL of a Prefect server"):
@@ -108,11 +117,13 @@ def test_profiles_are_read_where_prefect_reads_them(tmp_path: Path) -> None:
     assert configured({"PREFECT_HOME": str(tmp_path / "empty")})[0] == ""
     path.rename(tmp_path / "profiles.toml")
     assert configured({"PREFECT_HOME": str(tmp_path)})[0] == one
+    (tmp_path / "profiles.toml").write_text('active = ["one"]\n[profiles.one]\nPREFECT_API_URL = "x"\n')
+    assert configured({"PREFECT_HOME": str(tmp_path)}) == ("", "")
 
 
 @pytest.mark.parametrize(
     ("module", "status"),
-    [("flows.convert", 0), ("flows.convert", 401), ("flows.convert", 404), ("flows.sweep", 503)],
+    [*(("flows.convert", status) for status in (0, 401, 404, 500)), ("flows.sweep", 503)],
 )
 def test_a_server_that_does_not_answer_is_one_error(module: str, status: int, tmp_path: Path) -> None:
     given = ["nowhere", str(tmp_path / "out")] if module == "flows.convert" else []
@@ -125,9 +136,11 @@ def test_a_server_that_does_not_answer_is_one_error(module: str, status: int, tm
     assert done.returncode == UsageError.exit_code, done.stderr
     assert "Traceback" not in done.stderr
     error, step = done.stderr.splitlines()[-2:]
-    assert error.startswith("usage: cannot reach the Prefect server at http://127.0.0.1:")
+    verb = "got an error from" if status == 500 else "cannot reach"
+    assert error.startswith(f"usage: {verb} the Prefect server at http://127.0.0.1:")
     assert (f"HTTP {status}" if status else "refused") in error or status == 0
-    assert step.startswith("next: set PREFECT_API_AUTH_STRING" if status == 401 else "next: start it, or")
+    steps = {401: "set PREFECT_API_AUTH_STRING", 500: "look for its reason"}
+    assert step.startswith(f"next: {steps.get(status, 'start it, or')}")
 
 
 def test_a_worker_and_a_deployment_say_that_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,16 @@ def tensors(source: str) -> bytes:
     return (Path(source) / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(params=[True, False], ids=["copies", "no copies"])
+NO_COPIES = [(501, "NotImplemented"), (405, "MethodNotAllowed"), (400, "InvalidRequest")]
+
+
+@pytest.fixture(params=[None, *NO_COPIES], ids=["copies", "501", "405", "400"])
 def server(request: pytest.FixtureRequest) -> Iterator[fault_s3.FaultyS3]:
     """A store that compares no checksum of what it gets."""
     with fault_s3.serving(min_part=PART, checks=False) as running:
-        if not request.param:
-            running.fault("CopyObject", times=EVER, status=501, code="NotImplemented")
+        if request.param is not None:
+            status, code = request.param
+            running.fault("CopyObject", times=EVER, status=status, code=code)
         yield running
 
 

@@ -16,7 +16,7 @@ import ckptcore
 from ckptcore.errors import DestinationUnwritable, StorageTrouble
 from ckptcore.planning.request import Settings
 from ckptcore.store.objects.retry import repeated
-from ckptcore.utils.workers import run_jobs
+from ckptcore.utils.workers import failed, finishing, run_jobs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # aiobotocore leaves its session to the exit
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 PART = 64 << 10
 EVER = 10**9
-SOON_S = 8.0  # far below the deadline of a request, far above what the requests take
+SOON_S = 20.0  # far below the deadline of a request, far above what the requests take
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +172,28 @@ def test_requests_behind_a_good_end_of_a_pool_are_repeated() -> None:
 def test_the_error_of_a_thread_alone_is_repeated_to_its_deadline() -> None:
     with pytest.raises(StorageTrouble, match="after"):
         repeated(lambda: (_ for _ in ()).throw(ConnectionResetError()), "s3://bucket/key", deadline=0.5)
+
+
+def test_what_ends_a_failed_job_is_still_repeated() -> None:
+    """A lease of one of several conversions is ended although another one has failed."""
+    began, tries = threading.Event(), []
+
+    def release() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise ConnectionError("for a moment")
+
+    def do(job: int) -> None:
+        if job == 0:
+            began.wait(20)
+            raise ValueError("the first error")
+        began.set()
+        while not failed():
+            time.sleep(0.01)
+        with finishing():
+            repeated(release, "s3://bucket/lease", writing=True)
+        assert failed()
+
+    with pytest.raises(ValueError, match="the first error"):
+        run_jobs(iter((0, 1)), lambda: do, threads=2)
+    assert len(tries) == 3

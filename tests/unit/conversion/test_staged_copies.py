@@ -33,11 +33,12 @@ def convert(source: str, **given: object) -> ckptcore.Result:
     return ckptcore.convert(source, "s3://bucket/models/out", verb="export", catalog=False, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("conditions", ["known", "refused"])
+@pytest.mark.parametrize("conditions", ["known", "NotImplemented", "InvalidArgument"])
 def test_a_staged_object_is_copied_as_it_was_proven(conditions: str, source: str, tmp_path: Path) -> None:
     with fault_s3.serving() as server:
-        if conditions == "refused":
-            server.fault("CopyObject", path="README", times=1, status=501, code="NotImplemented")
+        if conditions != "known":
+            status = 501 if conditions == "NotImplemented" else 400
+            server.fault("CopyObject", path="README", times=1, status=status, code=conditions)
         convert(source)
         assert server.count("CopyObject", path="out/README") == (1 if conditions == "known" else 2)
         found = server.below("bucket/")
@@ -60,3 +61,20 @@ def test_an_object_that_is_replaced_after_its_proof_is_not_published(
         convert(source)
         assert sorted(server.below("bucket/")) == ["models/out/README.md", "models/out/model.safetensors"]
         assert server.objects[README].data != b"other"
+
+
+def test_only_the_copy_itself_is_removed(source: str) -> None:
+    """Another program writes the name after the copy, whose source was replaced meanwhile."""
+    with fault_s3.serving() as server:
+
+        def replace() -> None:
+            server.put(STAGED, b"other")
+            server.put(README, b"another's")
+
+        def copying() -> None:
+            server.fault("HeadObject", path="files/README", action="", call=replace)
+
+        server.fault("CopyObject", path="out/README", action="", call=copying)
+        with pytest.raises(OutputMismatch, match="was changed since it was written"):
+            convert(source)
+        assert server.objects[README].data == b"another's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 import re
@@ -43,3 +44,7 @@ def test_every_expression_of_a_module_is_valid() -> None:
     assert len(found) > 30
     for late in found:
         assert isinstance(late.pattern, (str, bytes))
+
+
+def test_a_copy_matches() -> None:
+    assert copy.deepcopy(late_pattern("a")).match("a")
