@@ -198,7 +198,9 @@ def _run(
                     raise MalformedCheckpoint(f"{what} sets the state of a {target.kind} twice")
                 if type(target) is Record and not target.fields:
                     target.state = state
-                    for each in state if type(state) is tuple else (state,):
+                    # Of a pair the second dict has the slots (Lib/pickle.py, load_build).
+                    pair = type(state) is tuple and len(state) == 2
+                    for each in state if pair else (state,):
                         if type(each) is dict:
                             states[id(each)] = each
                 else:
