@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, field
 from typing import Any
 
-from ckptcore.conversion.staging import PARTS, PUBLISHING, Staging
+from ckptcore.conversion.staging import DRAFT, PUBLISHING, Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
@@ -23,7 +23,6 @@ from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
 from ckptcore.utils.dataclass import dataclass
 
 REPLACES = "replaces.json"
-_DRAFT = f"{PARTS[0]}/{PUBLISHING}"  # a record on its way, among what every version removes
 _RERUN = "run the same command again: it verifies the output, and records that"
 # Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.
 MOVING, REMOVING, PUTTING, DONE = "moving", "removing", "putting", "done"
@@ -152,7 +151,7 @@ def _put(root: Store, data: bytes, *, over: bool) -> None:
         from ckptcore.store.s3 import S3Store
 
         if isinstance(root, S3Store):
-            root.put_over(PUBLISHING, data, _DRAFT)
+            root.put_over(PUBLISHING, data, DRAFT)
             return
     root.put(PUBLISHING, data)
 

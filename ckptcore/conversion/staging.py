@@ -51,6 +51,7 @@ PUBLISHING = "publishing.json"  # written right before the move: records the pla
 REPLACED = "replaced"  # the old output that a new one replaced
 LOCK, PARTS = "lock", ("plan", "receipts", "files")
 RECORDS = ("request.json", "replaces.json", PUBLISHING)
+DRAFT = f"{PARTS[0]}/{PUBLISHING}"  # a record on its way, among what every version removes
 UPLOADS, LEASE = "uploads", "lease.json"  # on object stores: the journal of uploads, and the lock
 _REMOTE = late_pattern(
     rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
@@ -385,8 +386,10 @@ class Staging:
             return
         with contextlib.suppress(DestinationUnwritable):  # `remove` asks again, and says so
             names = self.places.staged_names()
-            # The journal removes its own at the same time; what it leaves is in the list at the end.
-            self._leftovers = [name for name in names if not name.startswith(f"{UPLOADS}/")]
+            # The journal removes its own at the same time; what it leaves is in the list at the end. The last
+            # record is written at the same time, too: its draft may not be in this list yet.
+            self._leftovers = [name for name in names if not name.startswith(f"{UPLOADS}/") and name != DRAFT]
+            self._leftovers.append(DRAFT)
 
     def _remove_remote(self) -> None:
         """Remove the staging prefix, if these credentials may: its output does not need it any more."""

@@ -51,11 +51,8 @@ def rename_new(old: Spot, new: Spot) -> None:
         FileExistsError: The new name exists.
         OSError: The move failed.
     """
-    failed = _renameat2(old, new, _NOREPLACE)
-    if failed == 0:
+    if _renamed(old, new):
         return
-    if failed not in (errno.ENOSYS, errno.EINVAL):
-        raise OSError(failed, os.strerror(failed))
     if new.look() is not None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     os.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
@@ -71,11 +68,8 @@ def rename_file_new(old: Spot, new: Spot) -> None:
         FileExistsError: The new name exists, or another process took it from the empty file.
         OSError: The move failed.
     """
-    failed = _renameat2(old, new, _NOREPLACE)
-    if failed == 0:
+    if _renamed(old, new):
         return
-    if failed not in (errno.ENOSYS, errno.EINVAL):
-        raise OSError(failed, os.strerror(failed))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with closing_fd(os.open(new.name, flags, 0o600, dir_fd=new.at)) as fd:
         made, seen = os.fstat(fd), new.look()
@@ -88,6 +82,14 @@ def rename_file_new(old: Spot, new: Spot) -> None:
             if seen is not None and os.path.samestat(made, seen) and not seen.st_size:
                 os.unlink(new.name, dir_fd=new.at)
             raise
+
+
+def _renamed(old: Spot, new: Spot) -> bool:
+    """Move a name, never over another; return False where the file system's rename cannot refuse to."""
+    failed = _renameat2(old, new, _NOREPLACE)
+    if failed not in (0, errno.ENOSYS, errno.EINVAL):
+        raise OSError(failed, os.strerror(failed))
+    return failed == 0
 
 
 def exchange(a: Spot, b: Spot) -> bool:
