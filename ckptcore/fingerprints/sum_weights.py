@@ -169,7 +169,7 @@ def row_factors(number: npt.NDArray[np.int64]) -> tuple[Qwords, Qwords]:
         return rows[0], rows[1]
     found = np.empty((2, *number.shape), np.uint64)
     pages = number // ROW
-    for each in distinct(pages).tolist():
+    for each in distinct(pages.reshape(-1)).tolist():
         here = pages == each
         found[:, here] = page("row", each)[:, number[here] - each * ROW]
     return found[0], found[1]

@@ -137,6 +137,51 @@ def test_the_first_construction_stays() -> None:
     assert map_digest([], [], []) == NOTHING_DONE
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_boxes_that_reach_over_pages_of_row_multipliers(data: st.DataObject) -> None:
+    """Multipliers of rows are made for 4,096 rows (128 MiB) at a time: a box may begin and end anywhere."""
+    shape, box = data.draw(
+        st.sampled_from(
+            [
+                ((50_000, 40_000), Box((4090, 7), (40, 3))),  # two rows per index, a few columns
+                ((50_000, 40_000), Box((2040, 32_760), (4200, 16))),  # both rows of an index, three pages
+                ((9, 900, 40_000), Box((1, 300, 8), (3, 590, 8))),  # two dims before the cut one
+                ((151_936, 1024), Box((65_528, 0), (30, 1024))),  # several indices per row
+                ((151_936, 1024), Box((65_528, 100), (30, 5))),
+                ((151_937, 3, 341), Box((131_060, 1, 3), (200, 2, 9))),
+            ]
+        )
+    )
+    bits = np.zeros((*box.shape, 1), np.uint8)
+    expected = [0, 0]
+    for _ in range(8):  # by the definition, of the few elements that are not zero
+        at = tuple(data.draw(st.integers(0, n - 1)) for n in box.shape)
+        if not bits[at]:
+            bits[at] = value = data.draw(st.integers(1, 255))
+            place = tuple(o + i for o, i in zip(box.offset, at, strict=True))
+            for lane, weight in enumerate(_weights(shape, place)):
+                expected[lane] += weight * value
+    assert box_sum("uint8", shape, box, bits.reshape(-1)) == (expected[0] & MASK, expected[1] & MASK)
+
+
+def _weights(shape: Shape, place: tuple[int, ...]) -> tuple[int, int]:
+    """What one more in an element of one byte adds to both lanes: by the definition, in Python integers."""
+    inner, dim = 1, len(shape) - 1
+    while dim > 0 and inner * shape[dim] <= ROW * 8:
+        inner, dim = inner * shape[dim], dim - 1
+    segment = min(shape[dim], ROW * 8 // inner)
+    if 8 < segment < shape[dim]:
+        segment -= segment % 8
+    before = int(np.ravel_multi_index(place[:dim], shape[:dim])) if dim else 0
+    behind = int(np.ravel_multi_index((0, *place[dim + 1 :]), (1, *shape[dim + 1 :])))
+    row = before * -(-shape[dim] // segment) + place[dim] // segment
+    word, byte = divmod(place[dim] % segment * inner + behind, 8)
+    odd = [random("row", lane, row) | 1 for lane in range(2)]
+    one, two = (random("word", lane, word) * odd[lane] for lane in range(2))
+    return one << 8 * byte, two << 8 * (7 - byte)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_one_bit_and_two_elements_show(data: st.DataObject) -> None:
