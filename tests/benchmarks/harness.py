@@ -37,7 +37,11 @@ INTERPRETERS = {
 
 
 class CommandError(Exception):
-    """A benchmarked command failed, or there is no room for it."""
+    """A benchmarked command failed."""
+
+
+class NoRoom(Exception):
+    """This machine has too little memory or disk space for a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,8 @@ def checkpoint(bench: Bench, place: str, source: str) -> Iterator[Path]:
     memory_free = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0])
     made = folder.with_name(f"{source}.made")  # a folder without it is incomplete
     if not made.exists() and (free < need or memory_free * 1024 < memory_need):
-        raise CommandError(
-            f"cannot make {source}: it needs {show_size(need)} of {place} and {show_size(memory_need)} of "
+        raise NoRoom(
+            f"not run: {source} needs {show_size(need)} of {place} and {show_size(memory_need)} of "
             f"memory (got {show_size(free)} and {show_size(memory_free * 1024)})"
         )
     try:

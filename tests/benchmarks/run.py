@@ -35,6 +35,7 @@ from harness import (
     INTERPRETERS,
     Bench,
     CommandError,
+    NoRoom,
     call,
     checkpoint,
     folders,
@@ -74,7 +75,7 @@ class Outcome:
         line: Name of the line.
         measured: The figures, as text.
         bound: The bound, as text.
-        ok: None where the bound is not judged (in quick mode fixed costs dominate).
+        ok: None where the bound is not judged: in quick mode, or on a machine that is too small.
         data: The raw figures, for --json.
     """
 
@@ -260,10 +261,10 @@ def outcomes(bench: Bench, lines: Sequence[Line]) -> Iterator[Outcome]:
                     except CommandError as error:
                         yield Outcome(line.name, str(error), "runs", ok=False)
                     done.add(line.name)
-        except CommandError as error:
+        except (CommandError, NoRoom) as error:
             for line in group:
                 if line.name not in done:
-                    yield Outcome(line.name, str(error), "runs", ok=False)
+                    yield Outcome(line.name, str(error), "runs", None if isinstance(error, NoRoom) else False)
 
 
 def _outcomes(bench: Bench, line: Line, source: Path) -> Iterator[Outcome]:
@@ -287,6 +288,23 @@ def show(rows: Sequence[Outcome]) -> None:
     for row in rows:
         table.add_row(row.line, row.measured, row.bound, verdicts[row.ok])
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def report(rows: Sequence[Outcome], runs: int, load: tuple[float, ...], path: Path | None) -> None:
+    """Print the table and what the machine is; write all figures to ``path``, if given."""
+    show(rows)
+    machine = {
+        "cpus": os.cpu_count(),
+        "machine": platform.platform(),
+        "python": platform.python_version(),
+        "load_before": load,
+        "load_after": os.getloadavg(),
+        "runs": runs,
+    }
+    say(", ".join(f"{key} {value}" for key, value in machine.items()))
+    if path is not None:
+        figures = {"machine": machine, "lines": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(figures, indent=1))
 
 
 def arguments() -> argparse.Namespace:
@@ -346,22 +364,13 @@ def main() -> int:
         except CommandError as error:
             say(str(error))
             return 1
-        load = os.getloadavg()
-        rows = list(outcomes(bench, lines))
-        rows += spreads(bench, rows)
-    show(rows)
-    machine = {
-        "cpus": os.cpu_count(),
-        "machine": platform.platform(),
-        "python": platform.python_version(),
-        "load_before": load,
-        "load_after": os.getloadavg(),
-        "runs": bench.runs,
-    }
-    say(", ".join(f"{key} {value}" for key, value in machine.items()))
-    if args.json:
-        lines_json = [asdict(row) for row in rows]
-        args.json.write_text(json.dumps({"machine": machine, "lines": lines_json}, indent=1))
+        load, rows = os.getloadavg(), list[Outcome]()
+        try:
+            for row in outcomes(bench, lines):
+                rows.append(row)
+            rows += spreads(bench, rows)
+        finally:  # an interrupted run tells what it measured
+            report(rows, bench.runs, load, args.json)
     return 1 if any(row.ok is False for row in rows) else 0
 
 

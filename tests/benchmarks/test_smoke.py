@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,42 @@ def test_a_race_that_needs_more_cores_says_so(monkeypatch: pytest.MonkeyPatch) -
     (row,) = run.race(bench, many, Path("none"))
     assert row.ok is None
     assert row.measured.startswith("not run: it needs 10000 CPU cores (got ")
+
+
+def test_a_source_without_room_is_not_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import harness
+    import lines
+    import run
+
+    def small(path: Any) -> Any:
+        return SimpleNamespace(free=1 << 20)
+
+    monkeypatch.setattr(harness.shutil, "disk_usage", small)
+    places = {"ram": tmp_path, "disk": tmp_path}
+    bench = harness.Bench(Path("none"), places, runs=1, scale=1, judged=True, keep=False, env={})
+    rows = list(run.outcomes(bench, [line for line in lines.LINES if line.source == "row-2gb"]))
+    assert len(rows) > 3
+    assert {row.ok for row in rows} == {None}
+    assert all(row.measured.startswith("not run: row-2gb needs ") for row in rows)
+
+
+def test_an_interrupted_run_tells_what_it_measured(tmp_path: Path) -> None:
+    argv = [sys.executable, str(HERE / "run.py"), "--quick", "--json", str(tmp_path / "figures.json")]
+    argv += ["--ram", str(tmp_path / "ram"), "--disk", str(tmp_path / "disk")]
+    argv += ["--only", "^memory/row-2gb/(safetensors/workers-1|torch_save)"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        measured = (said for said in running.stderr if said.startswith("memory/"))
+        assert next(measured)
+        assert next(measured)  # the first is a row of the table by now
+        running.send_signal(signal.SIGTERM)
+        table, _ = running.communicate(timeout=60)
+    assert running.returncode == 143
+    assert "memory/row-2gb/safetensors" in table
+    rows = json.loads((tmp_path / "figures.json").read_text())["lines"]
+    assert rows[0]["line"] == "memory/row-2gb/safetensors/workers-1"
+    assert not any((tmp_path / "ram").iterdir())
 
 
 def quick_run(folder: Path, only: str) -> list[dict[str, Any]]:
