@@ -14,6 +14,7 @@ import typer
 from ckptcore.cli import render as show
 from ckptcore.cli.options import ANSWER, RUN, SAVE, WAIT, Dst, Output, Srcs, declared, help_of, takes
 from ckptcore.cli.render_operations import already, waits
+from ckptcore.errors import UsageError
 from ckptcore.planning.options import (
     CONTENT,
     MEANS,
@@ -29,6 +30,7 @@ from ckptcore.planning.options import (
     read_rules,
 )
 from ckptcore.store import is_s3, reads_s3
+from ckptcore.store.place import identify
 
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
@@ -148,6 +150,11 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
     """Convert and print the result. given: the arguments of the command that are not in the request."""
     from ckptcore.conversion.pipeline import convert
 
+    if identify(request.destination).family == "memory":
+        raise UsageError(
+            f"{request.destination} would end with this command: it is in the command's memory",
+            hint="give a folder or an object store; memory:// is for programs that call ckptcore.convert",
+        )
     options, wait = Options.of(given), given.get("wait")
     announcement = announced(options.meta)
     with show.progress() as progress:

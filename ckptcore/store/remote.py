@@ -42,6 +42,11 @@ class FsspecStore:
         import fsspec
 
         url = self.url
+        if "::" in url and url.lower().startswith(("s3://", "s3a://")):
+            raise UsageError(
+                redacted_of(f"cannot open {url!r}: S3 cannot come first in a chain of file systems", url),
+                hint="a key with two colons in it has no URL: copy the object to another key",
+            )
         try:
             # Listings are cached by default; then another writer's file would stay invisible.
             fs, root = fsspec.url_to_fs(url, use_listings_cache=False)

@@ -33,6 +33,8 @@ def source(tmp_path: Path) -> Path:
         (("reshard", "none", "out.ckpt", "--to", "dcp", *MESH), "do not write one file"),
         (("plan", "none", "out", "--sharding", "rules"), "--sharding needs --mesh"),
         (("plan", "none", "out", "--sharding", "large", *MESH), "has more than 1048576 bytes"),
+        (("reshard", "none", "memory://out", *MESH), "would end with this command"),
+        (("export", "none", "MEMORY://out"), "would end with this command"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_source_is_read(

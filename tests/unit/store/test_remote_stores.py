@@ -11,7 +11,7 @@ import pytest
 from paths import FIXTURES
 
 import ckptcore
-from ckptcore.errors import DestinationExists, SourceUnreadable, StorageTrouble
+from ckptcore.errors import DestinationExists, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import open_store
 
 SAMPLE = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
@@ -90,6 +90,12 @@ def test_single_file_and_deep_check(root: str) -> None:
 def test_a_missing_folder_is_an_error_with_a_message(root: str) -> None:
     with pytest.raises(SourceUnreadable, match="does not exist"):
         ckptcore.open(f"{root}/nothing")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/key::part", "s3a://bucket/key::file:///tmp"])
+def test_s3_first_in_a_chain_is_refused_before_a_request(url: str) -> None:
+    with pytest.raises(UsageError, match="S3 cannot come first in a chain"):
+        open_store(url)
 
 
 def test_reads_are_exact_or_an_error(root: str) -> None:
