@@ -1,8 +1,8 @@
 """Copy the elements of a box from a payload into a tile, within a buffer.
 
 One recursive rule serves every layout. The box's elements span a range of the payload. If that
-range is hardly larger than its elements and fits the buffer, it is read at once and copied
-with strides; otherwise the box is cut along its widest-strided dim.
+range is hardly larger than its elements, or has no gap of a page, and fits the buffer, it is read at once and
+copied with strides; otherwise the box is cut along its widest-strided dim.
 `ckptcore.reading.interleave.Interleaver` handles copies that need no buffer.
 """
 
@@ -24,7 +24,7 @@ from ckptcore.utils.row_wise import every
 
 Bytes = npt.NDArray[np.uint8]
 _OVERREAD = 4
-_SMALL = 4096  # bytes: reading a page costs no more than reading an element
+_PAGE = 4096  # bytes: reading a page costs no more than reading an element
 # Element-wide integers: copies move bits, whatever they mean.
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -161,13 +161,15 @@ def _descend(
         wanted = buffer[(first - begin) * itemsize :][: _span(shape, strides) * itemsize]
         _assign(tile, wanted, shape, strides, way.dtype, payload.flags)
         return
-    span, count = _span(shape, strides), prod(shape)
+    span = _span(shape, strides)
     dim = max((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: strides[d])
     # As many steps along that dim as fit the buffer, or one by one where gaps are wide.
     inner = span - (shape[dim] - 1) * strides[dim]
     room = len(way.scratch) // itemsize
     step = max(1, min(shape[dim] - 1, (room - inner) // max(strides[dim], 1)))
-    if step * strides[dim] + inner > _OVERREAD * (count // shape[dim]) * (step + 1):
+    if not _is_dense(
+        step * strides[dim] + inner, (*shape[:dim], step + 1, *shape[dim + 1 :]), strides, itemsize
+    ):
         step = 1
     for at in range(0, shape[dim], step):
         n = min(step, shape[dim] - at)
@@ -197,18 +199,34 @@ def range_of(
             up to a checksum.
 
     Returns:
-        (begin, end, the box's first element); None if it does not fit ``room`` or reads much more than the
-        box.
+        (begin, end, the box's first element); None if it does not fit ``room`` or has large gaps.
     """
     first = sum(map(mul, offset, strides))
-    span, count = _span(shape, strides), prod(shape)
-    if span * itemsize > room or (span > _OVERREAD * count and span * itemsize > _SMALL):
+    span = _span(shape, strides)
+    if span * itemsize > room or not _is_dense(span, shape, strides, itemsize):
         return None
     if rows and shape:
         begin, end = _element_range(offset, shape, strides)
-        if end - begin <= min(_OVERREAD * count, room // itemsize):
+        if end - begin <= room // itemsize and _is_dense(end - begin, shape, strides, itemsize):
             return begin, end, first
     return first, first + span, first
+
+
+def _is_dense(length: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Report whether a range of ``length`` elements is read at once rather than the runs of a box in it.
+
+    It is where no gap is larger than a page: a read of each run would touch the same pages, at the cost of
+    a call for each.
+    """
+    if length <= _OVERREAD * prod(shape):
+        return True
+    inner = 1  # elements from the first to the last of the dims so far, both included
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1:
+            if (stride - inner) * itemsize > _PAGE:
+                return False
+            inner += (n - 1) * stride
+    return (length - inner) * itemsize <= _PAGE
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -6,6 +6,7 @@ import zlib
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,42 @@ def test_any_box_of_any_permutation(data: st.DataObject) -> None:
     into.flush()
     assert (tile == values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]).all()
     assert all(zlib.crc32(raw[at : at + n]) == crc for at, n, crc in ranges)
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "want", "few"),
+    [
+        ((40_000, 5), (0, 1), Box((0, 2), (40_000, 1)), True),  # a column of many
+        ((40_000, 64), (0, 1), Box((9, 8), (39_000, 8)), True),  # a shard of the last dim
+        ((64, 90, 200), (2, 1, 0), Box((7, 0, 0), (1, 90, 200)), True),  # one of 64 experts, stored innermost
+        ((12, 50_000), (0, 1), Box((0, 70), (12, 80)), False),  # runs in pages of their own
+    ],
+)
+@pytest.mark.parametrize("verified", [True, False])
+def test_runs_on_one_page_are_read_together(
+    shape: tuple[int, ...], order: tuple[int, ...], want: Box, few: bool, verified: bool
+) -> None:
+    """A read of each run took hours for tensors of gigabytes."""
+    values = np.random.default_rng(0).integers(0, 1 << 16, shape, np.uint16)
+    stored = np.ascontiguousarray(values.transpose(order))
+    strides = tuple(stored.strides[order.index(d)] // 2 for d in range(len(shape)))
+    reads: list[int] = []
+
+    def read_into(at: int, into: memoryview) -> None:
+        reads.append(len(into))
+        into[:] = stored.reshape(-1).view(np.uint8)[at : at + len(into)].data
+
+    plain = list(order) == sorted(order)
+    payload = Payload(read_into, None, 0, None if plain else strides, 0, 0, stored.nbytes, None)
+    tile = np.zeros(want.shape, np.uint16)
+    into = Interleaver(tile, want, "bfloat16", np.empty(1 << 20, np.uint8))
+    into.put(payload, Box.full(shape), want, (lambda *_: None) if verified else None)
+    into.flush()
+    assert (tile == values[tuple(slice(o, e) for o, e in zip(want.offset, want.end, strict=True))]).all()
+    if few:
+        assert len(reads) < 20
+    else:
+        assert sum(reads) == tile.nbytes
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
