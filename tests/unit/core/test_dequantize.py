@@ -23,9 +23,9 @@ def test_boxes_of_more_groups_than_a_step(rows: int, groups: int) -> None:
     for begin, end in ((0, columns), (31, columns), (0, columns - 1), (columns // 2, columns // 2 + 1)):
         box = Box((rows // 3, begin), (rows - rows // 3, end - begin))
         inputs = []
-        for whole, need in zip((blocks, scales), function.needs(box, ()), strict=True):
+        for complete, need in zip((blocks, scales), function.needs(box, ()), strict=True):
             place = tuple(slice(a, b) for a, b in zip(need.offset, need.end, strict=True))
-            inputs.append(whole[place].contiguous())
+            inputs.append(complete[place].contiguous())
         found = torch.full(box.shape, 7.0, dtype=wanted.dtype)
         function.fill(torch, box, inputs, (), found)
         assert torch.equal(found, wanted[rows // 3 :, begin:end])
