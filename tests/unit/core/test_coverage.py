@@ -136,3 +136,22 @@ def test_equal_boxes_of_a_tensor(rows: list[tuple[int, int, int]]) -> None:
         if first.setdefault(key, row) != row and key[2]:
             wanted.append((first[key], row))
     assert sorted(module.equal_boxes(manifest)) == sorted(wanted)
+
+
+@pytest.mark.parametrize("chunks", [4096, 4097, 6000])
+def test_a_hole_among_very_many_chunks_is_a_hole(chunks: int) -> None:
+    """Also where there are too many to tell its place, and to compare all."""
+    rows: list[Piece] = [((n,), (1,)) for n in range(chunks + 1) if n != 77]
+    (found,) = coverage(manifest_of([((chunks + 1,), rows)]))
+    assert (found.code, found.fqn) == ("hole", "t0")
+    assert f"1 of {chunks + 1} elements are in no file" in found.message
+    assert ("[77:78]" in found.message) is (chunks <= 4096)
+
+
+def test_holes_of_very_many_tensors_are_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_EXPLAINED", 2)
+    pieces: list[Piece] = [((0, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 0), (0, 2)), ((3, 0), (1, 2))]
+    twice: list[Piece] = [((0, 0), (3, 2)), ((1, 0), (3, 2))]
+    found = coverage(manifest_of([*[((4, 2), pieces)] * 3, ((4, 2), twice)]))
+    assert [f.code for f in found] == ["hole", "hole", "hole", "overlap"]
+    assert all("2 of 8 elements are in no file" in f.message for f in found[:3])
