@@ -7,7 +7,8 @@ are compared exactly, whatever a map splits, merges, permutes or reshapes:
 1. A run of an item that both sides contain is accounted for: without a map, that is all of them.
 2. The rest is marked element by element, in windows: +1 for the source, -1 for the mapped tensors.
 
-Peak memory: a few int64 columns as long as the number of chunks, and 64 MiB.
+Peak memory: a few int64 columns as long as the number of chunks, and 64 MiB; 128 MiB where an element may be
+in more than 32,767 places, as those of expanded views.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from dataclasses import field
+from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +31,8 @@ from ckptcore.utils.distinct_values import among
 
 _WINDOW = 1 << 23  # elements that are marked at a time
 _TILE = 1 << 20  # elements whose addresses are computed at a time
-Marks = npt.NDArray[np.int16]
+_MANY = 1 << 15  # marks of one element that int16 cannot count
+Marks = npt.NDArray[Any]  # int16 or int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,11 @@ class _Tile:
     copy: bool
 
     @property
+    def most(self) -> int:
+        """Return how many of the elements can have one address."""
+        return 1 if self.simple else prod(self.shape)
+
+    @property
     def last(self) -> int:
         return self.start + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
@@ -216,9 +225,10 @@ def _mark_leftover(
 ) -> None:
     """Count the elements of one item's tiles that the two sides do not share."""
     for begin in sorted({w for t in (*have, *want) for w in _windows(t)}):
-        marks = np.zeros(_WINDOW, np.int16)
         mine = [t for t in have if begin in _windows(t)]
         theirs = [t for t in want if begin in _windows(t)]
+        most = max(sum(tile.most for tile in tiles) for tiles in (mine, theirs))
+        marks: Marks = np.zeros(_WINDOW, np.int16 if most < _MANY else np.int64)
         for tiles, by in ((mine, 1), (theirs, -1)):
             for tile in tiles:
                 _add(marks, begin, tile, by)
@@ -246,7 +256,7 @@ def _add(marks: Marks, begin: int, tile: _Tile, by: int) -> None:
         view += by
         return
     for places in _addresses_in_window(tile, begin):
-        np.add.at(marks, places, np.int16(by))
+        np.add.at(marks, places, marks.dtype.type(by))
 
 
 def _seen(marks: Marks, begin: int, tile: _Tile) -> Marks:

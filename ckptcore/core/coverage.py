@@ -51,7 +51,7 @@ def coverage(manifest: Manifest) -> list[Finding]:
         elif not _covers(lo, shape, want[t]):
             explained += 1
             close = explained <= _MAX_EXPLAINED
-            found += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], b - a)]
+            found += _explain(manifest, t, lo, shape) if close else [_untiled(tensors[t], lo, shape)]
     return found
 
 
@@ -240,7 +240,7 @@ def _explain(manifest: Manifest, tensor: int, lo: Ints, shape: Ints) -> list[Fin
         more = f" and {len(holes) - _MAX_LISTED} more" if len(holes) > _MAX_LISTED else ""
         found.append(_hole(spec, missing, f"{listed}{more}"))
     if not found:  # too many boxes to find the wrong one, but the volumes do not add up
-        found.append(_untiled(spec, len(boxes)))
+        found.append(_untiled(spec, lo, shape))
     return found
 
 
@@ -249,8 +249,13 @@ def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
     return finding("hole", "coverage", message, fqn=spec.fqn)
 
 
-def _untiled(spec: TensorSpec, chunks: int) -> Finding:
-    message = f"{spec.fqn}: {count(chunks, 'chunk')} cannot tile {list(spec.shape)}"
+def _untiled(spec: TensorSpec, lo: Ints, shape: Ints) -> Finding:
+    """Return the finding on chunks that do not tile a tensor, without their places."""
+    boxes = distinct(np.concatenate([lo, shape], axis=1)[every(shape > 0)])
+    held = _volume(boxes[:, lo.shape[1] :])
+    if held < spec.numel:  # no fewer are missing, wherever the chunks are
+        return _hole(spec, spec.numel - held, f"its {count(len(boxes), 'chunk')} have {held}")
+    message = f"{spec.fqn}: {count(len(boxes), 'chunk')} cannot tile {list(spec.shape)}"
     return finding("overlap", "coverage", message, fqn=spec.fqn)
 
 
@@ -268,11 +273,11 @@ def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
 
 
 def _holes(full: Box, boxes: list[Box]) -> list[Box]:
-    left = [full] if full.numel else []
-    for box in boxes[:_MAX_PAIRWISE]:
-        left = [part for piece in left for part in piece.subtract(box)]
     if len(boxes) > _MAX_PAIRWISE:
         return []
+    left = [full] if full.numel else []
+    for box in boxes:
+        left = [part for piece in left for part in piece.subtract(box)]
     return left
 
 

@@ -48,14 +48,14 @@ def _made(cls: type, settings: dict[str, bool]) -> type:
         compared = [f for f in fields if f.compare]
         values = _getter([f.name for f in compared])
         methods["__eq__"] = _eq(values)
-        hashed = [f.name for f in compared if f.hash is not False]
-        methods["__hash__"] = _hash(values if len(hashed) == len(compared) else _getter(hashed))
+        hashed = [f for f in fields if (f.compare if f.hash is None else f.hash)]
+        methods["__hash__"] = _hash(values if hashed == compared else _getter([f.name for f in hashed]))
         if not frozen:
             methods["__hash__"] = None
     if frozen:
         methods |= _frozen(cls, frozenset(f.name for f in fields))
     if frozen and settings.get("slots", False):
-        methods |= _pickled([f.name for f in fields])
+        methods |= _pickled()
     if "__eq__" in own and vars(cls)["__hash__"] is None:  # Python has set it, not the class
         own.discard("__hash__")
     for name, method in methods.items():
@@ -81,8 +81,13 @@ class _Init:
 
 def _init(cls: type) -> FunctionType:
     """Compile ``__init__``: as the library writes it, with names that no field can have."""
-    fields = [f for f in dataclasses.fields(cls) if f.init or f.default_factory is not dataclasses.MISSING]
-    settings = vars(cls)["__dataclass_params__"]
+    settings, absent = vars(cls)["__dataclass_params__"], dataclasses.MISSING
+    slots = "__slots__" in vars(cls)  # then a default is no attribute of the class
+    fields = [
+        f
+        for f in dataclasses.fields(cls)
+        if f.init or f.default_factory is not absent or (slots and f.default is not absent)
+    ]
     known: dict[str, Any] = {"_dataclass_set": object.__setattr__, "_dataclass_absent": _ABSENT}
     ordered = list[str]()
     keywords = list[str]()
@@ -90,9 +95,10 @@ def _init(cls: type) -> FunctionType:
     for n, field in enumerate(fields):
         name, value = field.name, field.name
         default = ""
-        if field.default is not dataclasses.MISSING:
+        if field.default is not absent:
             known[f"_dataclass_{n}"], default = field.default, f"=_dataclass_{n}"
-        elif field.default_factory is not dataclasses.MISSING:
+            value = name if field.init else f"_dataclass_{n}"
+        elif field.default_factory is not absent:
             known[f"_dataclass_{n}"], default = field.default_factory, "=_dataclass_absent"
             value = f"_dataclass_{n}()"
             if field.init:
@@ -170,12 +176,13 @@ def _frozen(cls: Any, names: frozenset[str]) -> dict[str, Callable[..., None]]:
     return {"__setattr__": __setattr__, "__delattr__": __delattr__}
 
 
-def _pickled(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+def _pickled() -> dict[str, Callable[..., Any]]:
+    # The fields of the value's own class: one below may have more.
     def __getstate__(self: Any) -> list[Any]:
-        return [getattr(self, name) for name in names]
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
     def __setstate__(self: Any, state: Sequence[Any]) -> None:
-        for name, value in zip(names, state, strict=True):
-            object.__setattr__(self, name, value)
+        for field, value in zip(dataclasses.fields(self), state, strict=True):
+            object.__setattr__(self, field.name, value)
 
     return {"__getstate__": __getstate__, "__setstate__": __setstate__}

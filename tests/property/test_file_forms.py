@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.formats.base import Arrangement, FileLayout, Slot
+from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot
 from ckptcore.formats.dcp.writer import arrange_folder
 from ckptcore.planning import file_forms
 from ckptcore.planning.file_forms import Forms, SortOrder
@@ -183,3 +184,23 @@ def test_orders(columns: list[list[int]]) -> None:
         numbers, inverse = np.unique(used, return_inverse=True)
         assert (kept.tolist(), number.tolist()) == (numbers.tolist(), inverse.tolist())
         assert order.sort(used).tolist() == np.argsort(used, kind="stable").tolist()
+
+
+def test_more_files_than_are_remembered() -> None:
+    """Files of other tensors, starts and texts than those of the last 32 and 64, forwards and backwards."""
+    builder, rng = Builder(), random.Random(4)
+    file = builder.file("data", 1 << 30)
+    for n in range(6):
+        tensor = builder.tensor(TensorSpec(f"t.{n}", "uint8", (8,)))
+        for at in range(8):
+            builder.chunk(tensor, (at,), (1,), builder.plain_item(file, 512 * n + 64 * at, 64, Envelope.RAW))
+    manifest, files = builder.build("test", "nowhere", {}), list[FileLayout]()
+    for n in range(70):
+        tensors = tuple(sorted(rng.sample(range(6), rng.randint(1, 6))))
+        slots = tuple(Slot(k, 9 * k + n % 2) for k in range(len(tensors)))
+        boxes = tuple(Box((rng.randint(0, 3),), (rng.randint(1, 4),)) for _ in tensors)
+        files.append(FileLayout(f"f-{n}", 99, tensors, slots, (Literal(0, b"%d" % (n % 40)),), boxes=boxes))
+    files += reversed(files)
+    for n, plan in enumerate(file_plans(files, manifest, manifest.tensors, None, {})):
+        alone = next(file_plans([files[n]], manifest, manifest.tensors, None, {}))
+        assert plan.dumped == replace(alone, index=n).dumped

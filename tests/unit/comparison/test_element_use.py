@@ -95,3 +95,16 @@ def test_equals_a_count_of_every_address(monkeypatch: pytest.MonkeyPatch, seed: 
     found = element_use(SOURCE, lay(*tensors, OTHER), KEPT)
     assert found.unused.get("qkv", 0) == int((used == 0).sum())
     assert bool(found.repeated) == bool((used > 1).any())
+
+
+@pytest.mark.parametrize("count", [32_767, 32_768, 40_000, 65_536, 70_000])
+def test_an_element_is_in_very_many_places(count: int) -> None:
+    """An expanded view is one element many times: it is lost, or taken as often, however many times."""
+    expanded = ("expanded", (count,), [((0,), (count,), 1, View(0, (0,)))])
+    source = lay(FUSED, expanded)
+    kept = {"qkv", "expanded"}
+    assert element_use(source, lay(FUSED), kept) == Use({"expanded": count}, {}, {"expanded": count})
+    assert element_use(source, source, kept) == Use({}, {})
+    assert element_use(lay(FUSED), source, {"qkv"}) == Use({}, {"expanded": count})
+    alone = ("one", (1,), [((0,), (1,), 1, None)])
+    assert element_use(lay(FUSED, alone), source, {"qkv", "one"}) == Use({}, {"expanded": count})

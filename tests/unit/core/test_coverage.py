@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptcore.core import coverage as module
 from ckptcore.core.coverage import coverage, repeated, replicas
 from ckptcore.core.manifest import Envelope, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
@@ -102,3 +104,54 @@ def test_a_hole_is_reported_with_its_place() -> None:
     assert found.code == "hole"
     assert "8 of 32 elements" in found.message
     assert "[3:5, 0:4]" in found.message
+
+
+@pytest.mark.parametrize("size", [1 << 30, 1 << 31, 1 << 32, 1 << 49])
+def test_volumes_that_int64_does_not_hold(size: int) -> None:
+    shape, half = (size, size >> 10, 4), size // 2
+    first, second = ((0, 0, 0), (half, size >> 10, 4)), ((half, 0, 0), (half, size >> 10, 2))
+    assert coverage(manifest_of([(shape, [first, second, ((half, 0, 2), (half, size >> 10, 2))])])) == []
+    for others in ([], [((half, 0, 1), (half, size >> 10, 2))]):  # a hole, and as many elements as there are
+        assert coverage(manifest_of([(shape, [first, second, *others])])) != []
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 5, 9])
+def test_boxes_that_no_plane_separates(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four boxes around one, compared pairwise, as many at a time as there are, or fewer."""
+    monkeypatch.setattr(module, "_MAX_PAIRWISE", most)
+    around = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
+    assert coverage(manifest_of([((3, 3), [*around, ((1, 1), (1, 1))])])) == []
+    for wrong in (((1, 1), (1, 2)), ((0, 1), (1, 1))):
+        assert coverage(manifest_of([((3, 3), [*around, wrong])])) != []
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 2)), max_size=9))
+def test_equal_boxes_of_a_tensor(rows: list[tuple[int, int, int]]) -> None:
+    """In any order, with empty boxes; the first of equal ones counts."""
+    manifest = manifest_of([((4,), [((o,), (n,)) for t, o, n in rows if t == k]) for k in range(2)])
+    first: dict[tuple[int, int, int], int] = {}
+    wanted = []
+    for row, key in enumerate(sorted(rows, key=lambda r: r[0])):
+        if first.setdefault(key, row) != row and key[2]:
+            wanted.append((first[key], row))
+    assert sorted(module.equal_boxes(manifest)) == sorted(wanted)
+
+
+@pytest.mark.parametrize("chunks", [4096, 4097, 6000])
+def test_a_hole_among_very_many_chunks_is_a_hole(chunks: int) -> None:
+    """Also where there are too many to tell its place, and to compare all."""
+    rows: list[Piece] = [((n,), (1,)) for n in range(chunks + 1) if n != 77]
+    (found,) = coverage(manifest_of([((chunks + 1,), rows)]))
+    assert (found.code, found.fqn) == ("hole", "t0")
+    assert f"1 of {chunks + 1} elements are in no file" in found.message
+    assert ("[77:78]" in found.message) is (chunks <= 4096)
+
+
+def test_holes_of_very_many_tensors_are_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_EXPLAINED", 2)
+    pieces: list[Piece] = [((0, 0), (2, 2)), ((0, 0), (2, 2)), ((2, 0), (0, 2)), ((3, 0), (1, 2))]
+    twice: list[Piece] = [((0, 0), (3, 2)), ((1, 0), (3, 2))]
+    found = coverage(manifest_of([*[((4, 2), pieces)] * 3, ((4, 2), twice)]))
+    assert [f.code for f in found] == ["hole", "hole", "hole", "overlap"]
+    assert all("2 of 8 elements are in no file" in f.message for f in found[:3])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.encodings.pickle.columns import Texts
 from ckptcore.encodings.pickle.record_runs import RecordRuns
 from ckptcore.encodings.pickle.unpickler import Columns, loads
 from ckptcore.errors import MalformedCheckpoint
@@ -291,3 +294,42 @@ def test_frames_that_begin_inside_a_repeated_run(one_by_one: Callable[[], None])
     assert outcomes() == quick
     assert None in quick
     assert quick[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        ("record_runs", "_MOST", 65),
+        ("record_runs", "_USUAL", 1),
+        ("record_runs", "_REPEATS", 1),
+        ("record_runs", "_REPEATED", 64),
+        ("record_runs", "_BEGINNING", 2),
+        ("columns", "_BYTES", 2000),
+        ("columns", "_MOST_FRAMES", 1),
+        ("columns", "_QUICK", 2),
+        ("records", "_ALIKE", 1),
+    ],
+)
+def test_bounds_change_no_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, value: int
+) -> None:
+    """Real metadata reaches each of them; here they are small."""
+    shapes = {f"layers.{n}": ((120, 7), (), (300, 2, 3), (120,))[n % 4] for n in range(9)}
+    data = pickle.dumps(metadata_of(120, shapes), protocol=4)
+    wanted = digest(tmp_path / "at", data)
+    monkeypatch.setattr(import_module(f"ckptcore.encodings.pickle.{module}"), name, value)
+    assert digest(tmp_path / "at", data) == wanted
+
+
+@pytest.mark.parametrize("quick", [1, 40, 1 << 16])
+def test_texts_beyond_those_found_by_hash(monkeypatch: pytest.MonkeyPatch, quick: int) -> None:
+    monkeypatch.setattr(import_module("ckptcore.encodings.pickle.columns"), "_QUICK", quick)
+    names = ["", "\0", "\0\0", "x" * 255, "x" * 254, "\u00fc" * 127]
+    names += [f"{n}." + "w" * (n % 250) for n in range(300)]
+    texts = Texts()
+    for batch in (names[:9], names, names[::-1], [f"{n}" for n in range(300)], names[::7]):
+        raw = [name.encode() for name in batch]
+        length = np.array([len(each) for each in raw], np.int64)
+        found = texts.find(b"".join(raw) + bytes(256), np.cumsum(length) - length, length)
+        assert [texts.values[n] for n in found.tolist()] == batch
+    assert len(set(texts.values)) == len(texts.values)

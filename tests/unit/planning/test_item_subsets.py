@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from ckptcore.checking.check import _by_place
 from ckptcore.core.manifest import Items, StoredFile, items_table
 from ckptcore.planning.file_forms import SortOrder
+from ckptcore.planning.file_plan import place_keys
 from ckptcore.planning.reads import ItemSubsets, subset_files
 
 COUNT = 600
@@ -51,3 +53,23 @@ def test_files_of_items(used: list[int]) -> None:
     assert list(kept) == [files[n] for n in sorted(set(used))]
     assert [kept[n] for n in moved.file.tolist()] == [files[n] for n in used]
     assert moved.file.dtype == np.int64
+
+
+@pytest.mark.parametrize("top", [8, 1 << 31, 1 << 60, (1 << 61) - 1, 1 << 61, (1 << 62) - 2])
+def test_places_in_order(top: int) -> None:
+    """One number has file and first byte, as long as both fit into it."""
+    rng = np.random.default_rng(top % 89)
+    for _ in range(20):
+        starts = np.where(rng.random(30) < 0.3, top - rng.integers(0, 3, 30), rng.integers(0, 9, 30))
+        rows = zip(
+            rng.integers(0, 3, 30).tolist(), starts.tolist(), rng.integers(1, 4, 30).tolist(), strict=True
+        )
+        items = items_table([(*row, 0, 0, -1) for row in rows])
+        keys = place_keys(items)
+        assert (keys is None) == ((int(items.file.max()) + 1) * (int(items.start.max()) + 1) >= 1 << 62)
+        if keys is not None:
+            wanted = np.lexsort((items.start, items.file))
+            assert np.argsort(keys, kind="stable").tolist() == wanted.tolist()
+        order = _by_place(items.file, items.start, items.length)
+        places = list(zip(items.file, items.start, items.length, strict=True))
+        assert [places[n] for n in order] == sorted(places)

@@ -147,6 +147,13 @@ def test_large_plans_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [p.dumped for p in first] == [p.dumped for p in second] == [p.dumped for p in kept.files]
 
 
+def test_a_digest_that_is_computed_beside_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hollow(tmp_path / "src", 4)
+    plan = compose(request(source), ckptcore.open(str(source))).plan
+    monkeypatch.setattr(import_module("ckptcore.planning.plan"), "_LARGE", 1)
+    assert compose(request(source), ckptcore.open(str(source))).plan == plan
+
+
 def test_a_plan_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hollow(tmp_path / "src", 8)
     manifest = ckptcore.open(str(source))

@@ -98,6 +98,21 @@ def declare(make: Any) -> dict[str, type]:
 
         d: int = 0
 
+    @make(slots=True)
+    class Fixed:
+        """With fields that are no arguments."""
+
+        a: int
+        b: int = field(default=4, init=False)
+
+    @make(frozen=True, slots=True)
+    class Hashed:
+        """With fields that are hashed and not compared, and the other way round."""
+
+        a: int
+        b: int = field(default=1, hash=True, compare=False)
+        c: list[int] = field(default_factory=list, hash=False)
+
     return {name: kind for name, kind in locals().items() if isinstance(kind, type)}
 
 
@@ -119,6 +134,10 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("Row", (float("nan"),), {}),
     ("Empty", (), {}),
     ("Below", (1,), {"d": 4}),
+    ("Fixed", (1,), {}),
+    ("Fixed", (1, 2), {}),
+    ("Hashed", (1,), {"b": 2}),
+    ("Hashed", (1,), {"c": [3]}),
 ]
 
 
@@ -191,11 +210,17 @@ def test_copies_are_equal() -> None:
             assert (a, b) == (1, (2, 3))
 
 
-def test_a_class_of_the_library_may_have_one_of_ours_as_its_base() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Below(Copied):
-        c: int = 0
+@dataclasses.dataclass(frozen=True)
+class Below(Copied):
+    """A class of the library below one of ours."""
 
+    c: int = 0
+
+
+def test_a_class_of_the_library_may_have_one_of_ours_as_its_base() -> None:
+    value = Below(1, (2,), 3)
+    for each in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert (each.a, each.b, each.c) == (1, (2,), 3)
     assert Below(1, (2,), 3) == Below(1, (4,), 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Below(1).c = 2  # type: ignore[misc]
