@@ -252,9 +252,9 @@ def _hole(spec: TensorSpec, missing: int, where: str) -> Finding:
 def _untiled(spec: TensorSpec, lo: Ints, shape: Ints) -> Finding:
     """Return the finding on chunks that do not tile a tensor, without their places."""
     boxes = distinct(np.concatenate([lo, shape], axis=1)[every(shape > 0)])
-    held = _volume(boxes[:, lo.shape[1] :])
-    if held < spec.numel:  # no fewer are missing, wherever the chunks are
-        return _hole(spec, spec.numel - held, f"its {count(len(boxes), 'chunk')} have {held}")
+    volume = _volume(boxes[:, lo.shape[1] :])
+    if volume < spec.numel:  # no fewer are missing, wherever the chunks are
+        return _hole(spec, spec.numel - volume, f"its {count(len(boxes), 'chunk')} have {volume}")
     message = f"{spec.fqn}: {count(len(boxes), 'chunk')} cannot tile {list(spec.shape)}"
     return finding("overlap", "coverage", message, fqn=spec.fqn)
 

@@ -164,7 +164,7 @@ def test_an_interrupted_run_tells_what_it_measured(tmp_path: Path) -> None:
     argv += ["--only", "^memory/row-2gb/(safetensors/workers-1|torch_save)"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
-        measured = (said for said in running.stderr if said.startswith("memory/"))
+        measured = (line for line in running.stderr if line.startswith("memory/"))
         assert next(measured)
         assert next(measured)  # the first is a row of the table by now
         running.send_signal(signal.SIGTERM)

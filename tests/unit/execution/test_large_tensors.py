@@ -23,14 +23,14 @@ def test_shards_across_pages_of_row_multipliers(tmp_path: Path, workers: int, ra
     tensor = torch.zeros(SHAPE, dtype=torch.uint8)
     tensor.view(-1)[::7919].copy_(torch.arange(tensor.numel())[::7919] % 251 + 1)
     tensor[EDGE - 5 : EDGE + 5] = torch.arange(30_000) % 253
-    source, sharded, whole = (
-        str(tmp_path / n) for n in ("model.safetensors", "sharded", "whole.safetensors")
+    source, sharded, single = (
+        str(tmp_path / n) for n in ("model.safetensors", "sharded", "single.safetensors")
     )
     save_file({"embed": tensor}, source)
     settings = Settings(workers=workers, fingerprint=True)
     made = ckptcore.convert(
         source, sharded, verb="reshard", to="dcp", mesh=f"fsdp={ranks}", settings=settings
     )
-    back = ckptcore.convert(sharded, whole, settings=settings)
-    assert torch.equal(load_file(whole)["embed"], tensor)
+    back = ckptcore.convert(sharded, single, settings=settings)
+    assert torch.equal(load_file(single)["embed"], tensor)
     assert made.fingerprint == back.fingerprint == ckptcore.fingerprint(source).fingerprint
