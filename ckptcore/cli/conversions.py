@@ -30,7 +30,6 @@ from ckptcore.planning.options import (
     read_rules,
 )
 from ckptcore.store import is_s3, reads_s3
-from ckptcore.store.place import identify
 
 if TYPE_CHECKING:
     from ckptcore.conversion.pipeline import Progress, Result
@@ -150,7 +149,7 @@ def _convert(request: Request, given: dict[str, Any]) -> None:
     """Convert and print the result. given: the arguments of the command that are not in the request."""
     from ckptcore.conversion.pipeline import convert
 
-    if identify(request.destination).family == "memory":
+    if request.destination.lower().startswith("memory://"):
         raise UsageError(
             f"{request.destination} would end with this command: it is in the command's memory",
             hint="give a folder or an object store; memory:// is for programs that call ckptcore.convert",
