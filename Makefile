@@ -88,6 +88,7 @@ check-migrations:
 check-docs:
 	@$(python) tests/architecture/readme_tables.py --check
 	@$(python) tests/architecture/rooms.py --check
+	@$(python) tests/architecture/walks.py --check
 	@$(python) tests/architecture/words.py --check
 
 bench: $(stamp)

@@ -2,8 +2,8 @@
 
 Runs a real conversion under a profiler hook. A function is a *stay* of a walk when the value that is followed
 is among its arguments: the request with what becomes of it (prepared, composed, plan), or a buffer of bytes.
-A *crossing* is a step from one file to another between two stays. `--write` draws both walks to
-`docs/pictures/`; the figures are printed.
+A *crossing* is a step from one file to another between two stays. The figures are printed. `make docs` draws
+both walks to `docs/pictures/` and writes the figures into DESIGN.md; `make check` fails when either drifted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 import sys
 import tempfile
 import threading
@@ -56,12 +57,18 @@ class Walk:
         return [file for file, _ in groupby(self.stays, lambda stay: stay.file)]
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """Stays, crossings, and the crossings back into a file."""
+        return len(self.stays), len(self.files) - 1, len(self.files) - len(set(self.files))
+
+    @property
     def figures(self) -> str:
         """Stays, functions, files and crossings in a sentence."""
+        stays, crossings, back = self.counts
         functions, files = len(set(self.stays)), len(set(self.files))
         return (
-            f"{len(self.stays)} stays in {functions} functions of {files} files, "
-            f"{len(self.files) - 1} crossings, {len(self.files) - files} of them back into a file"
+            f"{stays} stays in {functions} functions of {files} files, "
+            f"{crossings} crossings, {back} of them back into a file"
         )
 
 
@@ -97,7 +104,7 @@ def consolidate(name: str, folder: Path) -> None:
 
     catalog = f"sqlite:///{folder / 'catalog.db'}"
     command = ["consolidate", str(SOURCE), str(folder / "model.safetensors"), "--catalog", catalog]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         program()([*command, "--output", "json", *ONLY[name]], standalone_mode=False)
 
 
@@ -123,21 +130,49 @@ def picture(walk: Walk) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def pages(walks: Sequence[Walk], root: Path) -> dict[Path, str]:
+    """The files that show the walks, as they should read: both pictures, and DESIGN.md with today's figures.
+
+    Raises ValueError when DESIGN.md has no row, or more than one, for a picture.
+    """
+    made = {root / "docs" / "pictures" / f"walk-{walk.name}.svg": picture(walk) for walk in walks}
+    design = root / "DESIGN.md"
+    text = design.read_text(encoding="utf-8")
+    for walk, drawn in zip(walks, made, strict=True):
+        row = rf"(\({re.escape(str(drawn.relative_to(root)))}\) \|).*"
+        text, rows = re.subn(row, rf"\1 {' | '.join(map(str, walk.counts))} |", text)
+        if rows != 1:
+            raise ValueError(f"{design.name} must have one row for {drawn.name} (got {rows})")
+    return {**made, design: text}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="draw both walks to docs/pictures/")
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the folder of the pages")
     parser.add_argument("--stays", action="store_true", help="print every stay")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="draw both walks and fill their figures in")
+    action.add_argument("--check", action="store_true", help="exit with 1 when a picture or a figure drifted")
     arguments = parser.parse_args()
+    walks = []
     for name in FOLLOWED:
         with tempfile.TemporaryDirectory() as folder:
-            walk = record(name, partial(consolidate, name, Path(folder)), ROOT / "ckptcore")
-        print(f"{name}: {walk.figures}")
+            walks.append(record(name, partial(consolidate, name, Path(folder)), ROOT / "ckptcore"))
+    for walk in walks:
+        if not arguments.check:
+            print(f"{walk.name}: {walk.figures}")
         for stay in walk.stays if arguments.stays else ():
             print(f"  {stay.file}: {stay.function}")
+    drifted = 0
+    for page, wanted in pages(walks, arguments.root).items() if arguments.write or arguments.check else ():
+        if page.read_text(encoding="utf-8") == wanted:
+            continue
         if arguments.write:
-            target = ROOT / "docs" / "pictures" / f"walk-{name}.svg"
-            target.write_text(picture(walk), encoding="utf-8")
-    return 0
+            page.write_text(wanted, encoding="utf-8")
+        else:
+            print(f"{page.name}: a walk of a conversion drifted; run `make docs`", file=sys.stderr)
+            drifted = 1
+    return drifted
 
 
 if __name__ == "__main__":
