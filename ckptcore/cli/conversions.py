@@ -89,7 +89,7 @@ def plan(
 ) -> None:
     """Show what a conversion would do, and write nothing.
 
-    Reports bytes, files, renames, casts, drops and the expected peak memory.
+    Reports bytes, files, renames, casts, drops and the most memory that a run should take.
     """
     from ckptcore.checking.examine import inspect as read
     from ckptcore.conversion.destination import refuse_existing

@@ -170,7 +170,7 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, *, as_json: boo
     out.print(
         f"reads {show_size(p.bytes_in)} in {count(p.requests, 'request')}, "
         f"writes {show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
-        f"peak memory about {show_size(peak)}"
+        f"peak memory at most {show_size(peak)}"
     )
     if costs:
         out.print(

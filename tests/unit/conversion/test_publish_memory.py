@@ -1,7 +1,10 @@
-"""Test that finishing keeps only a few plans in memory, however many files there are."""
+"""Test what a conversion takes: finishing keeps a few plans, and no process takes more than `plan` said."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptcore
@@ -43,3 +47,41 @@ def test_plans_are_not_in_memory_all_at_once(fingerprint: bool, tmp_path: Path) 
         )
     assert len(alive) >= 8
     assert max(alive) <= 6  # of the one that is loaded, and of those that loops still have hold of
+
+
+# The high-water mark of the process's own memory; `getrusage` counts what its parent had before it.
+MEASURED = """
+import sys
+from ckptcore.cli.main import program
+program()(sys.argv[1:], standalone_mode=False)
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "torch_needed"),
+    [
+        (torch.randn(1024, 4096), [], False),
+        (torch.randn(1024, 4096), ["--dtype", "fp16"], True),
+        (torch.randn(1024, 2048, dtype=torch.complex64).conj(), [], True),
+    ],
+    ids=["rows", "cast by torch", "conjugate bits"],
+)
+def test_no_process_takes_more_than_its_plan_says(
+    stored: torch.Tensor, options: list[str], torch_needed: bool, tmp_path: Path
+) -> None:
+    dcp.save({"w": stored}, checkpoint_id=tmp_path / "ckpt")
+    way = [str(tmp_path / "ckpt"), str(tmp_path / "out.safetensors"), *options]
+    way += ["--memory", "1MiB", "--workers", "2", "--output", "json"]
+
+    def run(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", MEASURED, *arguments], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    most = json.loads(run("plan", *way)[0])["peak_memory"]
+    taken = int(run("consolidate", *way, "--catalog", f"sqlite:///{tmp_path / 'catalog.db'}")[-1]) << 10
+    assert taken <= most
+    assert not torch_needed or most < 1.3 * taken  # the figure is not merely large
