@@ -10,13 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
 from ckptcore.core.box import Box, flat_start
 from ckptcore.core.coverage import replicas
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Manifest, view_of
+from ckptcore.core.manifest import Manifest, is_row_major, view_of
 from ckptcore.errors import (
     CkptError,
     DamagedCheckpoint,
@@ -289,7 +290,7 @@ class _Scan:
 
         kind = getattr(torch, spec.dtype)
         nan = inf = 0
-        for _, block in self._tiles(payload, row, 0):
+        for _, block in self._tiles(payload, row, 0, as_stored=True):
             values = torch.from_numpy(block).view(kind)
             values = values.float() if dtype.itemsize == 1 else values
             bad = values.numel() - int(torch.isfinite(values).sum())
@@ -302,12 +303,21 @@ class _Scan:
                 seen[0] += nan
                 seen[1] += inf
 
-    def _tiles(self, payload: Payload, row: int, slot: int) -> Iterator[tuple[Box, Bytes]]:
-        """Yield the elements of a chunk, row-major, a block at a time, whatever their layout in storage."""
+    def _tiles(
+        self, payload: Payload, row: int, slot: int, *, as_stored: bool = False
+    ) -> Iterator[tuple[Box, Bytes]]:
+        """Yield the elements of a chunk a block at a time, row-major or with dims ordered as stored."""
         manifest, chunks = self.manifest, self.manifest.chunks
         spec = manifest.tensors[int(chunks.tensor[row])]
         rank, itemsize = len(spec.shape), BY_NAME[spec.dtype].itemsize
         chunk_box = Box(tuple(chunks.lo[row, :rank].tolist()), tuple(chunks.shape[row, :rank].tolist()))
+        if as_stored and payload.strides:
+            placed = sorted(
+                zip(payload.strides, chunk_box.offset, chunk_box.shape, strict=True), reverse=True
+            )
+            steps, offset, shape = (tuple(column) for column in zip(*placed, strict=True))
+            chunk_box = Box(offset, shape)
+            payload = replace(payload, strides=None if is_row_major(shape, steps) else steps)
         for box in chunk_box.tiles(_BLOCK // itemsize):
             buffer = np.frombuffer(self._buffers(_BLOCK)[slot], np.uint8)
             tile = tile_view(buffer, box.shape, spec.dtype)

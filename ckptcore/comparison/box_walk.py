@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.tiles import Budget
 from ckptcore.reading.box_reader import BoxReader
+from ckptcore.reading.gather import Spread
 from ckptcore.utils.workers import ProgressMeter, run_jobs
+
+
+class Side(Protocol):
+    """A checkpoint that is read."""
+
+    def spread(self, row: int, reader: BoxReader) -> Spread:
+        """Return how a tensor is stored."""
 
 
 class OpenTensor:
@@ -23,13 +31,26 @@ class OpenTensor:
 
     Args:
         spec: Its dtype and shape.
-        across: How many of its chunks a box can cross (`ckptcore.reading.gather.beside`).
-        readers: One for each side; closed after the last box.
+        sides: The checkpoints that have it.
+        rows: Its number in each.
+        readers: One for each side, there when the walk comes to it; closed after the last box.
     """
 
-    def __init__(self, spec: TensorSpec, across: int, readers: Sequence[BoxReader]) -> None:
-        self.spec, self.across, self.readers = spec, across, readers
+    def __init__(
+        self, spec: TensorSpec, sides: Sequence[Side], rows: Sequence[int], readers: Sequence[BoxReader] = ()
+    ) -> None:
+        self.spec, self.readers = spec, readers
+        self._sides, self._rows = sides, rows
         self.under_way = 1  # the walk itself, and every box
+
+    def step(self, budget: Budget) -> int:
+        """Return the bytes of its boxes."""
+        spec = self.spec
+        if spec.nbytes <= budget.usual:
+            return budget.usual
+        stored = zip(self._sides, self._rows, self.readers, strict=True)
+        width = BY_NAME[spec.dtype].itemsize
+        return max(budget.step(side.spread(row, reader), spec.shape, width) for side, row, reader in stored)
 
     def close(self) -> None:
         """Close the readers."""
@@ -73,7 +94,7 @@ def walk_boxes(
             with lock:
                 under_way.add(each)
             spec = each.spec
-            for box in Box.full(spec.shape).tiles(budget.step(each.across) // BY_NAME[spec.dtype].itemsize):
+            for box in Box.full(spec.shape).tiles(each.step(budget) // BY_NAME[spec.dtype].itemsize):
                 with lock:
                     each.under_way += 1
                 yield each, box

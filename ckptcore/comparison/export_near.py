@@ -87,7 +87,7 @@ class _SummedPair(OpenTensor):
     def __init__(self, name: str, sides: tuple[Opened, Opened], rows: tuple[int, int]) -> None:
         specs = [s.manifest.tensors[r] for s, r in zip(sides, rows, strict=True)]
         widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
-        super().__init__(widest, max(s.beside(r) for s, r in zip(sides, rows, strict=True)), ())
+        super().__init__(widest, sides, rows)
         self.name, self.sides, self.rows = name, sides, rows
         self.specs: Sequence[TensorSpec] = specs
         self.lock, self.sums = threading.Lock(), np.zeros(3)

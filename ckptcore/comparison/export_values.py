@@ -123,8 +123,7 @@ class _ComparedPair(OpenTensor):
     def __init__(self, pair: Beside) -> None:
         specs = pair.specs
         widest = max(specs, key=lambda s: BY_NAME[s.dtype].itemsize)
-        across = max(side.beside(row) for side, row in zip(pair.sides, pair.rows, strict=True))
-        super().__init__(widest, across, ())
+        super().__init__(widest, pair.sides, pair.rows)
         self.pair, self.specs, self.lock = pair, specs, threading.Lock()
         self.differing = 0
         self.first: tuple[int, ...] | None = None

@@ -177,7 +177,7 @@ class _Summed(OpenTensor):
     """A tensor while its boxes are read and summed. row: its row in the manifest."""
 
     def __init__(self, opened: Opened, row: int) -> None:
-        super().__init__(opened.manifest.tensors[row], opened.beside(row), [opened.reader(row)])
+        super().__init__(opened.manifest.tensors[row], [opened], [row], [opened.reader(row)])
         self.row = row
 
 

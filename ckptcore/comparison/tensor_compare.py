@@ -28,8 +28,9 @@ from ckptcore.planning.request import Settings
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
-from ckptcore.reading.gather import beside, tile_view
+from ckptcore.reading.gather import Spread, spread, tile_view
 from ckptcore.store import open_source_store
+from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
@@ -82,9 +83,10 @@ class Opened:
             self.records.finish()
             require_same(self._noted, self.store)
 
-    def beside(self, row: int) -> int:
-        """Return how many chunks of a tensor a box can cross (`ckptcore.reading.gather.beside`)."""
-        return beside(self.manifest.chunks, row, len(self.manifest.tensors[row].shape))
+    def spread(self, row: int, reader: BoxReader) -> Spread:
+        """Return how a tensor is stored; over a network, as far as that is known without a request."""
+        strides = None if isinstance(self.store, ReadsAhead) else reader.strides
+        return spread(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), strides)
 
 
 def walk(
@@ -134,9 +136,8 @@ class _Pair(OpenTensor):
     """A pair while it is read, and its result."""
 
     def __init__(self, pair: Pair, sides: tuple[Opened, Opened]) -> None:
-        both = list(zip(sides, pair.rows, strict=True))
-        across = max(side.beside(row) for side, row in both)
-        super().__init__(pair.a, across, [side.reader(row) for side, row in both])
+        readers = [side.reader(row) for side, row in zip(sides, pair.rows, strict=True)]
+        super().__init__(pair.a, sides, pair.rows, readers)
         self.pair, self.differing = pair, 0
         self.first: tuple[int, bytes, bytes] | None = None  # row-major position, both elements
 

@@ -76,7 +76,7 @@ __all__ = [
 ]
 _log = logging.getLogger("ckptcore")
 # Resident before any buffer, on a CPU and with a device. Both have torch in them: whether a stored view needs
-# it (a conjugate, dims in another order) is known when its item is read. Without it, 70 MiB are usual.
+# it (a conjugate does) is known when its item is read. Without it, 70 MiB are usual.
 _BASE_MEMORY = {"cpu": 260 << 20, "device": 420 << 20}
 
 

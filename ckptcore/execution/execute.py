@@ -245,9 +245,12 @@ class _Run:
         plan = run.load(index)
         run.require_unchanged(plan)
         writer = compare_writer(run, plan) if self._compare else open_writer(run, plan, self._part)
-        part = self._part
-        cut = jobs(plan, self._budget) if part is None else jobs_of(part, plan, self._budget)
-        return self._begun(plan, writer), cut
+        work, part = self._begun(plan, writer), self._part
+        if part is not None:
+            return work, jobs_of(part, plan, self._budget)
+        # Over a network, a look into each item would be a request that everything else waits for.
+        near = not isinstance(run.source, ReadsAhead)
+        return work, jobs(plan, self._budget, work.strides if near else None)
 
     def _begun(self, plan: FilePlan, writer: FileWriter) -> FileWork:
         work = FileWork(plan, self._run.source, self._records, writer, self._settings, self._part)

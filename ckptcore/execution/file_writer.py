@@ -84,6 +84,7 @@ class FileWork:
         self.plan, self.part = plan, part
         self._source, self._records, self.writer = source, records, writer
         self._tensors = TensorFiller(plan, source, settings, records)
+        self.strides = self._tensors.strides
         self._began = time.perf_counter()
         self._patched = any(x.crc_at for x in plan.literals)
         # Uploads have a digest of their parts, which their writer computes.

@@ -60,6 +60,10 @@ class TensorFiller:
         """Return what the file adds to the fingerprint of each tensor, packed; None when they are off."""
         return pack(self._sums) if self._sums is not None else None
 
+    def strides(self, tensor: int, row: int) -> tuple[int, ...] | None:
+        """Return the strides, elements, of a chunk of a tensor as its item has them; None when row-major."""
+        return self._chunks.strides(self._stored(tensor), row)
+
     def fill(self, part: TensorPart, target: Bytes, own: Workspace, *, counts: bool = True) -> None:
         """Write the bytes of a part, as in the output file, into ``target``.
 

@@ -8,7 +8,8 @@ rows. Jobs come in file order and tile the file exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.reading.gather import beside
+from ckptcore.reading.gather import Spread, spread
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import products
 
@@ -28,8 +29,11 @@ from ckptcore.utils.row_wise import products
 # stay in cache, and the same memory for any number of workers.
 TILES = 4 << 20
 _READ = 256 << 10  # bytes that strided chunks should give all workers' tiles, if the budget allows it
+_RUN = 4 << 10  # bytes that a read should have where dims are stored in another order: a page
 _MIN_TILE = 64 << 10
 _MAX_TILE = 256 << 20
+
+Strides = Callable[[int, int], "tuple[int, ...] | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,28 @@ class Budget:
         """Return the bytes of a step without special needs."""
         return min(self.tile, max(TILES // self.threads, 1 << 20))
 
-    def step(self, across: int) -> int:
-        """Return the bytes of a step with ``across`` chunks side by side, enough for a large read of each."""
-        return min(self.tile, max(self.usual, across * max(_READ // self.threads, 64 << 10)))
+    def step(self, spread: Spread, shape: tuple[int, ...], width: int) -> int:
+        """Return the bytes of a step of a tensor: enough for a large read of each chunk that it crosses.
+
+        Where dims are stored in another order, a step of more rows has longer runs in storage.
+
+        Args:
+            spread: How the tensor is stored.
+            shape: Of the box that is cut into steps.
+            width: Bytes of an element.
+        """
+        step = min(self.tile, max(self.usual, spread.across * max(_READ // self.threads, 64 << 10)))
+        if spread.strides is None:
+            return step
+        box = Box.full(shape)
+
+        def run(nbytes: int) -> int:
+            return spread.run(next(box.tiles(nbytes // width)).shape)
+
+        least = min(_RUN // width, run(self.tile))
+        while run(step) < least:
+            step = min(2 * step, self.tile)
+        return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +126,19 @@ class Job:
     parts: tuple[tuple[int, LiteralPart | TensorPart], ...]
 
 
-def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
-    """Yield the jobs of a file, none larger than a tile of the budget."""
+def jobs(plan: FilePlan, budget: Budget, strides: Strides | None = None) -> Iterator[Job]:
+    """Yield the jobs of a file, none larger than a tile of the budget.
+
+    Args:
+        plan: Plan of the file.
+        budget: Bounds a job.
+        strides: Finds the strides of a chunk of a tensor, by their numbers, that only its item says. Other
+            processes that cut the same file must give the same.
+    """
     parts: list[tuple[int, LiteralPart | TensorPart]] = []
     start = size = sequence = 0
     usual = budget.usual
-    for part in _parts_of_file(plan, budget):
+    for part in _parts_of_file(plan, budget, strides):
         if parts and size + part.nbytes > usual:
             yield Job(sequence, start, size, tuple(parts))
             start, sequence, size, parts = start + size, sequence + 1, 0, []
@@ -118,7 +148,9 @@ def jobs(plan: FilePlan, budget: Budget) -> Iterator[Job]:
         yield Job(sequence, start, size, tuple(parts))
 
 
-def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | TensorPart]:
+def _parts_of_file(
+    plan: FilePlan, budget: Budget, strides: Strides | None
+) -> Iterator[LiteralPart | TensorPart]:
     """Yield every part, in file order."""
     usual, columns, count = budget.usual, plan.columns, len(plan.known.start)
     starts = np.concatenate((plan.known.start, columns.start))
@@ -140,7 +172,8 @@ def _parts_of_file(plan: FilePlan, budget: Budget) -> Iterator[LiteralPart | Ten
         tensor = plan.tensors[n]
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
-        limit = budget.step(beside(plan.reads, n, len(tensor.shape)))
+        of_item = None if strides is None else partial(strides, n)
+        limit = budget.step(spread(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
         if n in plan.derived:
             limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)
         for box in tensor.box.tiles(limit // widest):

@@ -61,6 +61,10 @@ class BoxReader:
         else:
             self._chunks.read(self._tensor, want, tile, scratch)
 
+    def strides(self, row: int) -> tuple[int, ...] | None:
+        """Return the strides, elements, of a chunk as its item has them; None when it is row-major."""
+        return self._chunks.strides(self._tensor, row)
+
     def close(self) -> None:
         """Drop every chunk."""
         self._chunks.close()

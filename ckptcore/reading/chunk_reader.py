@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks
-from ckptcore.errors import DamagedCheckpoint, finding
+from ckptcore.errors import CkptError, DamagedCheckpoint, finding
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import require_equal
 from ckptcore.reading.gather import Bytes, Overlap, RemoteTile, index_of, overlaps, tile_view
@@ -141,6 +142,17 @@ class ChunkReader:
         if found is not fresh:
             fresh[1].close()
         return found
+
+    def strides(self, tensor: ChunkedTensor, row: int) -> tuple[int, ...] | None:
+        """Return the strides, elements, of a chunk as its item has them; None when it is row-major.
+
+        The chunk stays open, as for a read. None, too, for one that cannot be read: its read says why.
+        """
+        shape = self._table.chunks.shape[row, : len(self._table.asked(tensor).shape)]
+        chunk = Box((0,) * len(shape), tuple(shape.tolist()))
+        with suppress(CkptError):
+            return self.find(tensor, Overlap(row, chunk, chunk))[1].strides
+        return None
 
     def done(self, tensor: ChunkedTensor, each: Overlap) -> None:
         """Count elements that were read, and drop a chunk after its last element."""

@@ -2,13 +2,15 @@
 
 One recursive rule serves every layout. The box's elements span a range of the payload. If that
 range is hardly larger than its elements, or has no gap of a page, and fits the buffer, it is read at once and
-copied with strides; otherwise the box is cut along its widest-strided dim.
+copied with strides; otherwise the box is cut along its widest-strided dim. Where each slice of that dim is
+one range, many are read side by side and copied together.
 `ckptcore.reading.interleave.Interleaver` handles copies that need no buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from math import prod
 from operator import mul, sub
 from typing import Any, NamedTuple, Protocol
@@ -18,13 +20,16 @@ import numpy.typing as npt
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, row_major
+from ckptcore.core.manifest import CONJ, NEG, SWAPPED, Chunks, is_row_major, row_major, view_of
 from ckptcore.reading.payload import Payload, Seen
 from ckptcore.utils.row_wise import every
 
 Bytes = npt.NDArray[np.uint8]
 _OVERREAD = 4
 _PAGE = 4096  # bytes: reading a page costs no more than reading an element
+LINE = 64  # bytes of a cache line
+_SIDE = 128  # elements of a block's side, while dims change their order
+SLOTS = 1 << 21  # bytes read before a copy, so that they are still in a core's cache
 # Element-wide integers: copies move bits, whatever they mean.
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -86,16 +91,57 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
             yield Overlap(row, box, common)
 
 
-def beside(chunks: Chunks, tensor: int, rank: int) -> int:
-    """Count the chunks of a tensor of this rank that are side by side; 0 when none are.
+class Spread(NamedTuple):
+    """How far the elements of a tensor's rows are apart in storage: what the size of its tiles depends on.
 
-    Chunks that start in one first row are side by side. Each of them should get a large enough read per tile.
+    Attributes:
+        across: Chunks side by side; 0 when none are. Those that start in one first row are. Each of them
+            should get a large enough read per tile.
+        shape: Extents of the first chunk.
+        strides: Its strides, elements; None when it is row-major, or unknown before its item is read.
+    """
+
+    across: int
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] | None = None
+
+    def run(self, tile: tuple[int, ...]) -> int:
+        """Count the elements of a tile of this shape that follow each other in storage."""
+        assert self.strides is not None  # the caller has checked
+        run = 1
+        for stride, taken, full in sorted(zip(self.strides, tile, self.shape, strict=True)):
+            if full == 1 or stride == 0:
+                continue
+            if stride != run:
+                break
+            run *= min(taken, full)
+            if taken < full:
+                break
+        return run
+
+
+def spread(
+    chunks: Chunks, tensor: int, rank: int, strides: Callable[[int], tuple[int, ...] | None] | None = None
+) -> Spread:
+    """Return how a tensor of this rank, by its number, is stored.
+
+    Args:
+        chunks: Chunks of all tensors.
+        tensor: The number.
+        rank: Its rank.
+        strides: Finds the strides of a chunk, by its row, that are not in the columns.
     """
     first, last = int(chunks.first[tensor]), int(chunks.first[tensor + 1])
-    if last - first < 2:
-        return 0
-    across = int(np.unique(chunks.lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
-    return 0 if across == 1 else across
+    across = 0
+    if last - first > 1:
+        most = int(np.unique(chunks.lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
+        across = 0 if most == 1 else most
+    if first == last or rank < 2:
+        return Spread(across)
+    shape = tuple(chunks.shape[first, :rank].tolist())
+    view = view_of(chunks, first, rank)
+    found = view.strides if view is not None else strides(first) if strides is not None else None
+    return Spread(across) if is_row_major(shape, found) else Spread(across, shape, found)
 
 
 def gather(
@@ -171,12 +217,57 @@ def _descend(
         step * strides[dim] + inner, (*shape[:dim], step + 1, *shape[dim + 1 :]), strides, itemsize
     ):
         step = 1
+    if step == 1:
+        one = (*shape[:dim], 1, *shape[dim + 1 :])
+        slices = range_of(offset, one, strides, itemsize, len(way.scratch), rows=False)
+        if slices is not None:
+            _fill_slices(way, slices[0], inner, shape, dim, tile)
+            return
     for at in range(0, shape[dim], step):
         n = min(step, shape[dim] - at)
         part_offset = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
         part_shape = (*shape[:dim], n, *shape[dim + 1 :])
         index = (slice(None),) * dim + (slice(at, at + n),)
         _descend(way, part_offset, part_shape, tile[index])
+
+
+def _fill_slices(
+    way: _Way, begin: int, span: int, shape: tuple[int, ...], dim: int, tile: npt.NDArray[Any] | RemoteTile
+) -> None:
+    """Copy a box whose slices along ``dim`` are a range each, as many at a time as fit a core's cache.
+
+    Args:
+        way: Where the slices are.
+        begin: First element of the first slice.
+        span: Elements from the first to the last of a slice, both included.
+        shape: Extent of the box.
+        dim: The dim.
+        tile: A view of exactly that shape.
+    """
+    payload, itemsize = way.payload, way.itemsize
+    pitch = slot_pitch(span * itemsize) // itemsize
+    room = min(len(way.scratch), SLOTS) // itemsize
+    count = 1 + max(room - span, 0) // pitch
+    strides = (*way.strides[:dim], pitch, *way.strides[dim + 1 :])
+    for at in range(0, shape[dim], count):
+        n = min(count, shape[dim] - at)
+        buffer = way.scratch[: ((n - 1) * pitch + span) * itemsize]
+        for i in range(n):
+            slot = buffer[i * pitch * itemsize :][: span * itemsize]
+            payload.fill(
+                payload.start + (begin + (at + i) * way.strides[dim]) * itemsize, slot.data, way.seen
+            )
+        part = (*shape[:dim], n, *shape[dim + 1 :])
+        index = (slice(None),) * dim + (slice(at, at + n),)
+        _assign(tile[index], buffer, part, strides, way.dtype, payload.flags)
+
+
+def slot_pitch(nbytes: int) -> int:
+    """Count the bytes from slot to slot: whole cache lines and one more.
+
+    The extra line keeps slots from competing for the same cache sets.
+    """
+    return -(-nbytes // LINE) * LINE + LINE
 
 
 def range_of(
@@ -263,22 +354,37 @@ def _assign(
     source: npt.NDArray[Any] = np.ndarray(
         shape, unit, buffer=buffer.data, strides=tuple(s * itemsize for s in strides)
     )
-    last = next((d for d in reversed(range(len(shape))) if shape[d] > 1), None)
-    if flags & (CONJ | NEG) or (last is not None and strides[last] != 1):
+    if flags & (CONJ | NEG):
         _assign_torch(tile, source, dtype, flags)
     else:
+        _assign_blocks(tile, source, itemsize)
+
+
+def _assign_blocks(tile: npt.NDArray[Any], source: npt.NDArray[Any], itemsize: int) -> None:
+    """Copy in blocks that fit a core's cache where tile and source have different innermost dims.
+
+    Whole rows would touch another cache line with each element: that takes five times as long.
+    """
+    dims = [d for d in range(tile.ndim) if tile.shape[d] > 1]
+    inner = min(dims, key=lambda d: abs(source.strides[d]), default=0)
+    if not dims or inner == dims[-1]:
         tile[...] = source
+        return
+    side = _SIDE if itemsize <= 4 else _SIDE // 2
+    room, extents = side * side, [1] * tile.ndim
+    for d in (dims[-1], *sorted(dims[:-1], key=lambda d: source.strides[d])):
+        extents[d] = min(tile.shape[d], room, side) if d in (dims[-1], inner) else min(tile.shape[d], room)
+        room = max(room // extents[d], 1)
+    for begin in product(*(range(0, n, step) for n, step in zip(tile.shape, extents, strict=True))):
+        block = tuple(slice(b, b + step) for b, step in zip(begin, extents, strict=True))
+        tile[block] = source[block]
 
 
 def _assign_torch(tile: npt.NDArray[Any], source: npt.NDArray[Any], dtype: str, flags: int) -> None:
-    """Transpose (numpy takes 17 times as long), conjugate or negate with torch."""
+    """Conjugate or negate with torch."""
     import torch
 
     kind = getattr(torch, dtype)
-    if not flags & (CONJ | NEG):  # only bits move: any dtype of the width will do
-        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
-            BY_NAME[dtype].itemsize
-        ]
     target, values = _as_torch(torch, tile, kind), _as_torch(torch, source, kind)
     if flags & CONJ:
         values = values.conj()

@@ -17,13 +17,22 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import row_major
-from ckptcore.reading.gather import UNITS, Bytes, RemoteTile, gather, index_of, range_of, run_start
+from ckptcore.reading.gather import (
+    LINE,
+    SLOTS,
+    UNITS,
+    Bytes,
+    RemoteTile,
+    gather,
+    index_of,
+    range_of,
+    run_start,
+    slot_pitch,
+)
 from ckptcore.reading.payload import Payload, Seen
 from ckptcore.utils.dataclass import dataclass
 
 _RUN = 256  # bytes in a row of the tile; longer runs are as fast alone
-_LINE = 64  # bytes of a cache line
-_SLOTS = 1 << 21  # bytes read before a copy, so that they are still in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class Interleaver:
         if not self._follows(like, want):
             self.flush()
             self._like, self._first = like, want
-        start = self._count * _pitch(like)
+        start = self._count * slot_pitch(like.nbytes)
         slot = self._scratch[start : start + like.nbytes]
         at = payload.start + begin * self._itemsize
         payload.fill(at, slot.data, seen)
@@ -107,7 +116,7 @@ class Interleaver:
             UNITS[self._itemsize],
             self._scratch.data,
             like.lead * self._itemsize,
-            (_pitch(like), *(s * self._itemsize for s in like.strides)),
+            (slot_pitch(like.nbytes), *(s * self._itemsize for s in like.strides)),
         )
         joined = Box(self._first.offset, (*shape[:d], count * shape[d], *shape[d + 1 :]))
         target = self._part(joined)
@@ -126,7 +135,7 @@ class Interleaver:
         if not self._narrow(want):
             return None
         inside = want.within(chunk)
-        room = min(len(self._scratch), _SLOTS) // 2 - 2 * _LINE  # a slot leaves room for another
+        room = min(len(self._scratch), SLOTS) // 2 - 2 * LINE  # a slot leaves room for another
         return range_of(inside.offset, inside.shape, row_major(chunk.shape), self._itemsize, room, rows)
 
     def _narrow(self, want: Box) -> bool:
@@ -143,7 +152,7 @@ class Interleaver:
     def _follows(self, like: _Like, want: Box) -> bool:
         """Report whether the next slot is beside the last one, has its layout, and fits."""
         count = self._count
-        if like != self._like or (count + 1) * _pitch(like) > min(len(self._scratch), _SLOTS):
+        if like != self._like or (count + 1) * slot_pitch(like.nbytes) > min(len(self._scratch), SLOTS):
             return False
         steps = [
             (d, b - a) for d, (a, b) in enumerate(zip(self._first.offset, want.offset, strict=True)) if a != b
@@ -152,11 +161,3 @@ class Interleaver:
             return False
         self._dim = steps[0][0]
         return steps[0][1] == count * like.shape[self._dim]
-
-
-def _pitch(like: _Like) -> int:
-    """Count the bytes from slot to slot: whole cache lines and one more.
-
-    The extra line keeps slots from competing for the same cache sets.
-    """
-    return -(-like.nbytes // _LINE) * _LINE + _LINE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.core.box import Box
+from ckptcore.core.dtype import BY_NAME
+from ckptcore.reading import gather
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import CrcPieces, combine
@@ -23,9 +26,10 @@ def payload_of(raw: bytes, start: int, strides: tuple[int, ...] | None) -> Paylo
     return Payload(read_into, None, start, strides, 0, start, len(raw) - start, None)
 
 
-@settings(max_examples=400, deadline=None)  # torch is imported by the first transpose
-@given(st.data())
-def test_any_box_of_any_permutation(data: st.DataObject) -> None:
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from([0, 64, 4096]), st.sampled_from([1, 4]), st.sampled_from([2, 128]))
+def test_any_box_of_any_permutation(data: st.DataObject, page: int, overread: int, side: int) -> None:
+    """Pages of nothing keep runs apart, as in large tensors: they are read side by side."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     order = data.draw(st.permutations(range(len(shape))))
     padding = data.draw(st.integers(0, 5))
@@ -43,11 +47,37 @@ def test_any_box_of_any_permutation(data: st.DataObject) -> None:
     scratch = np.empty(data.draw(st.sampled_from([2, 4, 16, 64, 4096])), np.uint8)
     ranges: list[tuple[int, int, int]] = []
     want = Box(offset, extent)
-    into = Interleaver(tile, want, "bfloat16", scratch)
-    into.put(payload, Box.full(shape), want, lambda *r: ranges.append(r))
-    into.flush()
+    with mock.patch.multiple(gather, _PAGE=page, _OVERREAD=overread, _SIDE=side):
+        into = Interleaver(tile, want, "bfloat16", scratch)
+        into.put(payload, Box.full(shape), want, lambda *r: ranges.append(r))
+        into.flush()
     assert (tile == values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]).all()
     assert all(zlib.crc32(raw[at : at + n]) == crc for at, n, crc in ranges)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64", "complex128"])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((300, 290), (1, 0)),
+        ((1, 300, 1, 290), (3, 0, 2, 1)),
+        ((70, 5, 140), (2, 1, 0)),
+        ((3, 200, 150), (0, 2, 1)),
+        ((20_000, 2, 2), (2, 1, 0)),
+        ((2, 3, 20_000), (2, 0, 1)),
+    ],
+)
+def test_dims_in_another_order_are_copied_in_blocks(
+    shape: tuple[int, ...], order: tuple[int, ...], dtype: str
+) -> None:
+    unit = gather.UNITS[BY_NAME[dtype].itemsize]
+    values = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(unit).itemsize), np.uint8)
+    values = values.view(unit)[..., 0]
+    stored = np.ascontiguousarray(values.transpose(order))
+    strides = tuple(stored.strides[order.index(d)] // stored.itemsize for d in range(len(shape)))
+    tile = np.zeros(shape, unit)
+    gather._assign(tile, stored.reshape(-1).view(np.uint8), shape, strides, dtype, 0)
+    assert tile.tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize(
