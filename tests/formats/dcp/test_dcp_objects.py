@@ -250,11 +250,11 @@ def test_objects_apart_or_beside_each_other(
             length = rng.choice((0, 5, 30, 60, 100, 101, 150))
             items[f"{name}.{at}.{len(items)}"] = Item(number, at, length, Envelope.RAW)
             at += max(length + rng.choice((-20, 0, 0, 9, 10, 11, 40)), 1)
-    reads: list[int] = []
+    reads: list[tuple[str, int, int]] = []
 
     class Noted(LocalStore):
         def read(self, path: str, start: int, length: int) -> bytes:
-            reads.append(length)
+            reads.append((path, start, length))
             return super().read(path, start, length)
 
     found = list(_dcpobjects._read_all(Noted(tmp_path), names, items))
@@ -264,5 +264,9 @@ def test_objects_apart_or_beside_each_other(
         assert (data is None) == (item.length > 100)
         if data is not None:
             assert data == raw[names[item.file]][item.start : item.start + item.length]
-    assert max(reads) <= 100
+    assert max(length for _, _, length in reads) <= 100
     assert len(reads) < len(items)
+    used = {(names[i.file], at) for i in items.values() for at in range(i.start, i.start + i.length)}
+    for path, start, length in reads:
+        marks = "".join("x" if (path, at) in used else "." for at in range(start, start + length))
+        assert "." * 11 not in marks
