@@ -190,16 +190,17 @@ def test_more_files_than_are_remembered() -> None:
     """Files of other tensors, starts and texts than those of the last 32 and 64, forwards and backwards."""
     builder, rng = Builder(), random.Random(4)
     file = builder.file("data", 1 << 30)
-    for n in range(6):
+    for n in range(8):
         tensor = builder.tensor(TensorSpec(f"t.{n}", "uint8", (8,)))
         for at in range(8):
             builder.chunk(tensor, (at,), (1,), builder.plain_item(file, 512 * n + 64 * at, 64, Envelope.RAW))
     manifest, files = builder.build("test", "nowhere", {}), list[FileLayout]()
-    for n in range(70):
-        tensors = tuple(sorted(rng.sample(range(6), rng.randint(1, 6))))
+    for n in range(100):
+        tensors = tuple(sorted(rng.sample(range(8), rng.randint(1, 8))))
         slots = tuple(Slot(k, 9 * k + n % 2) for k in range(len(tensors)))
         boxes = tuple(Box((rng.randint(0, 3),), (rng.randint(1, 4),)) for _ in tensors)
         files.append(FileLayout(f"f-{n}", 99, tensors, slots, (Literal(0, b"%d" % (n % 40)),), boxes=boxes))
+    assert len({layout.tensors for layout in files}) > file_forms._FORMS
     files += reversed(files)
     for n, plan in enumerate(file_plans(files, manifest, manifest.tensors, None, {})):
         alone = next(file_plans([files[n]], manifest, manifest.tensors, None, {}))

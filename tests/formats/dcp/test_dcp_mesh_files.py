@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from paths import JOBS
 from safetensors import deserialize
 from samples import FIXTURES, Tensors, differences, read_torch, tensors_of, value
@@ -161,3 +162,15 @@ def test_a_tensor_that_no_rank_has_is_refused(tmp_path: Path) -> None:
         convert(asked, catalog_url=False, topology=nowhere)
     assert "all 3 elements of b (got 0)" in caught.value.message
     assert not (tmp_path / "out").exists()
+
+
+def test_more_ranks_than_layouts_that_are_kept(tmp_path: Path) -> None:
+    """Each of the first ranks has other tensors than all others, and a tensor has a chunk of every rank."""
+    tensors = {f"w.{n}": torch.arange(n + 2.0) for n in range(50)}
+    tensors["rows"] = torch.arange(300.0).reshape(100, 3)
+    written = reshard(saved(tmp_path, tensors), tmp_path / "out", "fsdp=100")
+    stored = FileSystemReader(written).read_metadata().state_dict_metadata
+    assert [c.offsets[0] for c in stored["rows"].chunks] == list(range(100))
+    state = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(state, checkpoint_id=written, no_dist=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckptcore
+from ckptcore.core.manifest import Envelope, Item
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.encodings import codecs as _codecs
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.dcp import objects as _dcpobjects
 from ckptcore.store import open_store
+from ckptcore.store.local import LocalStore
 
 
 def saved(folder: Path, state: dict[str, Any], *, zstd: bool = False) -> Path:
@@ -229,3 +232,41 @@ def test_an_unknown_codec(tmp_path: Path) -> None:
         _codecs.decode_small("lz4", b"x", 10, "x")
     with pytest.raises(MalformedCheckpoint, match="unknown codec 'lz4'"):
         both(b"x", 10, tmp_path, "lz4")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_objects_apart_or_beside_each_other(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read at once ends at a gap, and where it would be too long."""
+    monkeypatch.setattr(_dcpobjects, "_GAP", 10)
+    monkeypatch.setattr(_dcpobjects, "_RANGE", 100)
+    rng, names, items = random.Random(seed), ["a", "b"], dict[str, Item]()
+    raw = {name: bytes(rng.randrange(256) for _ in range(2000)) for name in names}
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(raw[name])
+        at = 0
+        while at < 1800:
+            length = rng.choice((0, 5, 30, 60, 100, 101, 150))
+            items[f"{name}.{at}.{len(items)}"] = Item(number, at, length, Envelope.RAW)
+            at += max(length + rng.choice((-20, 0, 0, 9, 10, 11, 40)), 1)
+    reads: list[tuple[str, int, int]] = []
+
+    class Noted(LocalStore):
+        def read(self, path: str, start: int, length: int) -> bytes:
+            reads.append((path, start, length))
+            return super().read(path, start, length)
+
+    found = list(_dcpobjects._read_all(Noted(tmp_path), names, items))
+    assert sorted(key for key, _, _ in found) == sorted(items)
+    for key, item, data in found:
+        assert item == items[key]
+        assert (data is None) == (item.length > 100)
+        if data is not None:
+            assert data == raw[names[item.file]][item.start : item.start + item.length]
+    assert max(length for _, _, length in reads) <= 100
+    assert len(reads) < len(items)
+    used = {(names[i.file], at) for i in items.values() for at in range(i.start, i.start + i.length)}
+    for path, start, length in reads:
+        marks = "".join("x" if (path, at) in used else "." for at in range(start, start + length))
+        assert "." * 11 not in marks

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import ckptcore
 from ckptcore.core.object_tree import decode
+from ckptcore.encodings.torchzip import reader
 from ckptcore.errors import (
     DamagedCheckpoint,
     MalformedCheckpoint,
@@ -183,3 +184,14 @@ def test_a_flipped_byte_in_the_pickle(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(DamagedCheckpoint):
         ckptcore.open(str(path))
+
+
+@pytest.mark.parametrize("nbytes", [20, 1000])  # of a tensor: a file that is read entirely, and a larger one
+def test_a_file_of_many_records(tmp_path: Path, nbytes: int) -> None:
+    """Of a large file its head and its tail are read, and then what is asked for."""
+    tensors = {f"w.{n}": torch.arange(nbytes) + n for n in range(150)}
+    torch.save(tensors, tmp_path / "model.pt")
+    assert ((tmp_path / "model.pt").stat().st_size > reader._SMALL_FILE) == (nbytes == 1000)
+    manifest = ckptcore.open(str(tmp_path / "model.pt"))
+    assert [t.fqn for t in manifest.tensors] == list(tensors)
+    assert all(torch.equal(ckptcore.read(manifest, name), tensor) for name, tensor in tensors.items())

@@ -97,7 +97,9 @@ def steps(lines):
     return [(s.depth, s.source.uri, s.conversion.verb, s.derived.uri) for s in lines]
 
 
-def test_lineage_both_ways(catalog, chain):
+@pytest.mark.parametrize("most", [1, 2, 10_000])  # ids in one statement
+def test_lineage_both_ways(catalog, chain, monkeypatch, most):
+    monkeypatch.setattr("ckptcore.catalog.lineage._MOST_IDS", most)
     found = catalog.lineage("/out/model")
     assert found.checkpoint.uri == "/out/model"
     assert steps(found.ancestors) == [(1, "/runs/a/step-1", "export", "/out/model")]

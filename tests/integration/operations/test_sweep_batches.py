@@ -13,9 +13,12 @@ import pytest
 from checkpoints import save
 from paths import ROOT
 from safetensors.torch import load_file
+from sqlalchemy import select
 
 from ckptcore.catalog import claims
 from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.models import Sighting
+from ckptcore.catalog.sightings import Condition
 from ckptcore.conversion import batch, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
@@ -251,6 +254,19 @@ def test_what_may_meet_is_not_in_one_batch():
     ]
     assert list(batches(items, range(8))) == [[0, 1], [2], [3], [4], [5], [6, 7]]
     assert list(batches(items[:2] + items[6:], range(4), most=3)) == [[0, 1, 2], [3]]
+    many = [item(f"/out/{n}", SMALL) for n in range(2 * batch.MOST + 1)]
+    assert [len(b) for b in batches(many, range(len(many)))] == [batch.MOST, batch.MOST, 1]
+
+
+@pytest.mark.parametrize("noted", [1, 2, COUNT, COUNT + 1])
+def test_states_are_recorded_few_at_a_time(catalog, url, steps, runs, monkeypatch, noted):
+    monkeypatch.setattr("ckptcore.operations.sweep._NOTED", noted)
+    items = swept(catalog, url)
+    assert standings(items) == ["made"] * COUNT
+    with catalog.reading() as conn:
+        rows = conn.execute(select(Sighting.uri, Sighting.state)).all()
+    state = Condition.COMPLETE.value
+    assert sorted(map(tuple, rows)) == [(str(runs / f"llama/step-{n}"), state) for n in range(COUNT)]
 
 
 def test_a_batch_collects_the_garbage_of_the_one_before(catalog):

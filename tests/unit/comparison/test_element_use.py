@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -83,18 +85,45 @@ def test_equals_a_count_of_every_address(monkeypatch: pytest.MonkeyPatch, seed: 
     monkeypatch.setattr(module, "_WINDOW", 7)
     monkeypatch.setattr(module, "_TILE", 5)
     rng = np.random.default_rng(seed)
-    tensors, used = [], np.zeros(24, np.int64)
+    tensors, used, places = [], np.zeros(24, np.int64), dict[str, list[int]]()
     for n in range(4):
         shape = tuple(int(k) for k in rng.integers(1, 4, size=int(rng.integers(1, 4))))
         stride = tuple(int(k) for k in rng.integers(0, 5, size=len(shape)))
         reach = sum((k - 1) * s for k, s in zip(shape, stride, strict=True))
         start = int(rng.integers(0, 24 - reach))
         tensors.append((f"t{n}", shape, [((0,) * len(shape), shape, 0, View(start * 4, stride))]))
-        for index in np.ndindex(*shape):
-            used[start + sum(i * s for i, s in zip(index, stride, strict=True))] += 1
+        at = [start + sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)]
+        places[f"t{n}"] = at
+        np.add.at(used, at, 1)
     found = element_use(SOURCE, lay(*tensors, OTHER), KEPT)
     assert found.unused.get("qkv", 0) == int((used == 0).sum())
-    assert bool(found.repeated) == bool((used > 1).any())
+    repeated = {name: int((used[at] > 1).sum()) for name, at in places.items()}
+    assert found.repeated == {name: count for name, count in repeated.items() if count}
+
+
+@pytest.mark.parametrize("where", ["first window", "both windows", "last window"])
+def test_a_row_of_a_tensor_larger_than_a_window(where: str) -> None:
+    """A tensor of 9 million elements: split, transposed, and with a row that is lost or taken twice."""
+    side = 3000
+    assert module._TILE < module._WINDOW < side * side
+    edge = module._WINDOW // side  # the row that the windows share
+    row = {"first window": 0, "both windows": edge, "last window": side - 10}[where]
+
+    def rows(name: str, begin: int, count: int, down: bool = False) -> tuple[str, Any, list[Chunk]]:
+        shape, stride = ((side, count), (1, side)) if down else ((count, side), (side, 1))
+        return name, shape, [((0, 0), shape, 0, View(begin * side * 4, stride))]
+
+    source = lay(("m", (side, side), [((0, 0), (side, side), 0, None)]), items=1, numel=side * side)
+
+    def use(*parts: tuple[str, Any, list[Chunk]]) -> Use:
+        return element_use(source, lay(*parts, items=1, numel=side * side), {"m"})
+
+    turned = rows("upper", 0, edge + 1, down=True), rows("lower", edge + 1, side - edge - 1)
+    assert use(*turned) == Use({}, {})
+    twice = {"upper" if row <= edge else "lower": side, "twice": side}
+    assert use(*turned, rows("twice", row, 1)) == Use({}, twice)
+    lost = rows("upper", 0, row), rows("lower", row + 1, side - row - 1, down=True)
+    assert use(*(part for part in lost if part[1][0])) == Use({"m": side}, {})
 
 
 @pytest.mark.parametrize("count", [32_767, 32_768, 40_000, 65_536, 70_000])

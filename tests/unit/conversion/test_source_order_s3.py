@@ -16,6 +16,8 @@ from ckptcore.conversion.request_costs import request_costs
 from ckptcore.errors import CkptError
 from ckptcore.planning.compose import compose
 from ckptcore.planning.request import Request, Settings
+from ckptcore.store.ahead import ExpectedReads
+from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.objects.uploads import PartBuffers
 
 pytestmark = [
@@ -142,3 +144,23 @@ def test_an_interrupted_run_goes_on(server: fault_s3.FaultyS3, wanted: dict[str,
     assert written(server) == wanted
     assert server.uploads == {}
     assert server.count("PUT", "partNumber") < sum(map(len, wanted.values())) / (64 * KIB) - sent / 2
+
+
+@pytest.mark.parametrize("rows", [0, 100, 300])  # of 257; a file has 64
+def test_more_ranges_than_are_declared_are_read_as_they_come(
+    server: fault_s3.FaultyS3, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr("ckptcore.execution.expected_reads._MOST_ROWS", rows)
+    declared: list[int] = []
+    expect = FolderReader.expect
+
+    def noted(self: FolderReader, reads: ExpectedReads, memory: int) -> None:
+        declared.append(len(reads))
+        expect(self, reads, memory)
+
+    monkeypatch.setattr(FolderReader, "expect", noted)
+    result = convert("s3://bucket/src", "s3://bucket/out")
+    assert written(server) == wanted
+    assert sum(file.unverified for file in result.files) == 0
+    assert max(declared) <= rows
+    assert bool(max(declared)) == bool(rows)

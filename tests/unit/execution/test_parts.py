@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from ckptcore.conversion.pipeline import (
     FilePart,
@@ -27,6 +29,7 @@ from ckptcore.conversion.pipeline import (
     prepare,
 )
 from ckptcore.errors import Busy, OutputMismatch, UsageError
+from ckptcore.execution import join_parts
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_store
 from ckptcore.utils import crc32 as crc
@@ -75,6 +78,28 @@ def test_parts_in_any_order_are_the_file(source: Path, tmp_path: Path, name: str
     assert replace(joined, path="", seconds=0) == replace(undivided.files[0], path="", seconds=0)
     assert written.fingerprint == undivided.fingerprint is not None
     assert not list((tmp_path / f".other-{name}.ckptcore" / "receipts").glob("*-*-*"))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 64, join_parts._BLOCK])
+def test_parts_of_several_blocks_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Checksums that are filled in may cross from one block, or one part, to the next."""
+    rows = 11 if block < join_parts._BLOCK else 20_000
+    tensors = {f"w.{n}": torch.arange(rows * 60.0).reshape(rows, 60) + n for n in range(2)}
+    save_file(tensors, tmp_path / "source.safetensors")
+    request = Request(str(tmp_path / "source.safetensors"), str(tmp_path / "one.pt"))
+    wanted = convert(request, SETTINGS, catalog_url=False).files[0]
+    plan = prepared(tmp_path / "source.safetensors", tmp_path / "joined.pt")
+    for part in parts(plan, 0, wanted.nbytes * 3 // 5, SETTINGS):
+        execute_part(plan, part, SETTINGS)
+    monkeypatch.setattr(join_parts, "_BLOCK", block)
+    joined = join(plan, 0)
+    finish(plan)
+    assert (tmp_path / "joined.pt").read_bytes() == (tmp_path / "one.pt").read_bytes()
+    assert joined.digest == wanted.digest == blake3((tmp_path / "one.pt").read_bytes()).hexdigest()
+    found = torch.load(tmp_path / "joined.pt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_finished_parts_are_kept_and_damaged_ones_are_not(source: Path, tmp_path: Path) -> None:

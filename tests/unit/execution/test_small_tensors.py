@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pieces import numbered, write_dcp
 from safetensors import safe_open
 
 from ckptcore import Box, convert
 from ckptcore.errors import CkptError, DamagedCheckpoint
+from ckptcore.execution import small_tensors
 from ckptcore.execution.small_tensors import SmallTensors
 from ckptcore.planning.file_plan import PlannedTensor
 from ckptcore.planning.request import Settings
@@ -43,6 +46,12 @@ def state() -> dict[str, tuple[Any, list[Box]]]:
     large = numbered((128, 128), start=7)
     made[NAME(81)] = (large, full(large))
     return made
+
+
+def saved(tensor: Any) -> bytes:
+    with io.BytesIO() as file:
+        torch.save(tensor, file)
+        return file.getvalue()
 
 
 @pytest.fixture
@@ -166,3 +175,33 @@ def test_no_small_tensor_becomes_an_object(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(PlannedTensor, "__init__", noted)
     convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to="safetensors")
     assert not made
+
+
+@pytest.mark.parametrize("extra", [0, small_tensors._FEWEST - 1, small_tensors._FEWEST])
+def test_more_than_a_buffer_takes_at_once(tmp_path: Path, counted: list[int], extra: int) -> None:
+    """A scalar of 4 bytes is an item of a KiB: one job has more items than the buffer of 64 KiB holds."""
+    item = len(saved(numbered(())))
+    together = (64 << 10) // item
+    assert small_tensors._FEWEST < together < 64
+    count = 3 * together + extra
+    tensors = {NAME(n): numbered((), start=n) for n in range(count)}
+    write_dcp(tmp_path / "ckpt", {name: (tensor, full(tensor)) for name, tensor in tensors.items()}, files=1)
+    settings = Settings(memory=1 << 20, workers=4)
+    convert(str(tmp_path / "ckpt"), str(tmp_path / "out.safetensors"), settings=settings)
+    alone = extra if extra < small_tensors._FEWEST else 0
+    assert set(counted) == {count - alone}  # once more for a source that was written a moment ago
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert all(file.get_tensor(name).equal(tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(("side", "together"), [(80, True), (90, False)])  # items of 27 and of 34 KiB
+def test_larger_items_are_read_one_by_one(
+    tmp_path: Path, counted: list[int], side: int, together: bool
+) -> None:
+    tensors = {NAME(n): numbered((side, side), start=n) for n in range(9)}
+    assert (len(saved(tensors[NAME(0)])) <= small_tensors._LARGEST) == together
+    write_dcp(tmp_path / "ckpt", {name: (tensor, full(tensor)) for name, tensor in tensors.items()}, files=1)
+    convert(str(tmp_path / "ckpt"), str(tmp_path / "out.safetensors"))
+    assert set(counted) == ({9} if together else set())
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert all(file.get_tensor(name).equal(tensor) for name, tensor in tensors.items())

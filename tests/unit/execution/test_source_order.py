@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ckptcore.core.manifest import Chunks, Items, StoredFile
+from ckptcore.execution import source_order
 from ckptcore.execution.expected_reads import row_reads, schedule_reads
 from ckptcore.execution.source_order import cut_pieces, follow_source, ordered_jobs
 from ckptcore.execution.tiles import Budget
@@ -148,11 +149,16 @@ def test_a_model_of_820_gb_from_1024_files(layers: int, gib: int) -> None:
     assert parts <= 1.3 * nbytes / (16 * MIB)
 
 
-def test_pieces_tile_every_file_in_the_order_of_the_source() -> None:
-    model = llama(3, 64, 96, 2, 130) | {"scalar": ()}
+@pytest.mark.parametrize(("layers", "chunk"), [(3, source_order._CHUNK), (3, 7), (70, source_order._CHUNK)])
+def test_pieces_tile_every_file_in_the_order_of_the_source(
+    monkeypatch: pytest.MonkeyPatch, layers: int, chunk: int
+) -> None:
+    monkeypatch.setattr(source_order, "_CHUNK", chunk)
+    model = llama(layers, 64, 96, 2, 130) | {"scalar": ()}
     plans = file_plans({n: s or (1,) for n, s in model.items()}, 7, 60_000)
     pieces = [cut_pieces(p, row_reads(p)) for p in plans]
     order, timed = follow_source(pieces, 9_000)
+    assert (len(order) > chunk) == (layers > 3 or chunk == 7)
     covered: dict[int, list[tuple[int, int]]] = {}
     ended: set[int] = set()
     for index, job, last in ordered_jobs(order, plans.__getitem__, Budget(4096)):

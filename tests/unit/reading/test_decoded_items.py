@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from ckptcore.encodings import codecs
 from ckptcore.reading import payload
 
 
+@pytest.mark.parametrize("kept", [payload._MOST_KEPT, 1])
 @pytest.mark.parametrize("in_memory", [8 << 20, 0])
 def test_an_item_of_many_views_is_decoded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int, kept: int
 ) -> None:
     layers = 24
     state = {
@@ -40,6 +42,8 @@ def test_an_item_of_many_views_is_decoded_once(
     read = codecs._decoded
     monkeypatch.setattr(codecs, "_decoded", lambda *a: decoded.append(a) or read(*a))
     monkeypatch.setattr(payload, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(payload, "_LEAST", min(kept, payload._LEAST))
+    monkeypatch.setattr(payload, "_MOST_KEPT", kept)
     numbers = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
     (tmp_path / "ckpt/config.json").write_text(json.dumps(numbers))  # evidence for the map, and not carried
     settings = ckptcore.Settings(workers=1)
@@ -48,6 +52,36 @@ def test_an_item_of_many_views_is_decoded_once(
     )
     made = ckptcore.open(str(tmp_path / "out"))
     assert len(made.tensors) == 3 + 9 * layers
-    name = "model.layers.23.mlp.up_proj.weight"
-    assert torch.equal(ckptcore.read(made, name), state["decoder.layers.mlp.linear_fc1.weight"][23, 12:])
-    assert len(decoded) <= 2 * len(state)  # as they are read, and when records are proven
+    for n in range(layers):
+        up, down = (f"model.layers.{n}.mlp.{name}_proj.weight" for name in ("up", "down"))
+        assert torch.equal(ckptcore.read(made, up), state["decoder.layers.mlp.linear_fc1.weight"][n, 12:])
+        assert torch.equal(ckptcore.read(made, down), state["decoder.layers.mlp.linear_fc2.weight"][n])
+    once = len(decoded) <= 2 * len(state)  # as they are read, and when records are proven
+    assert once == (kept > 1)
+
+
+class Item:
+    """A decoded item without bytes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+@pytest.mark.parametrize(
+    ("length", "most"),
+    [
+        (1, payload._MOST_KEPT),  # as many as may be kept
+        (payload._KEPT_BYTES // 5, 5),  # as many as their bytes allow
+        (payload._KEPT_BYTES + 1, payload._LEAST),  # some, however large
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_items_that_were_used_last_are_kept(length: int, most: int, seed: int) -> None:
+    rng, items, expected = random.Random(seed), payload.DecodedItems(), list[int]()
+    for _ in range(400):
+        index = rng.randrange(most + 3)
+        made: list[int] = []
+        found = items.of(index, lambda made=made: made.append(1) or Item(length))  # type: ignore[misc,return-value]
+        assert found.length == length
+        assert bool(made) == (index not in expected)
+        expected = [*(n for n in expected if n != index), index][-most:]

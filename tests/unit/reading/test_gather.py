@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import partitions, shapes
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
+from ckptcore.core.manifest import Chunks
 from ckptcore.reading import gather
+from ckptcore.reading.gather import overlaps
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload
 from ckptcore.utils.crc32 import CrcPieces, combine
@@ -114,6 +117,24 @@ def test_runs_on_one_page_are_read_together(
         assert len(reads) < 20
     else:
         assert sum(reads) == tile.nbytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_chunks_that_share_elements(data: st.DataObject) -> None:
+    """Of few and of many chunks, before and behind those of other tensors."""
+    shape = data.draw(shapes)
+    boxes = data.draw(partitions(shape, pieces=20))
+    rank, before = len(shape), data.draw(st.integers(0, 3))
+    table = np.zeros((2, before + len(boxes) + 1, max(rank, 2)), np.int64)
+    for n, box in enumerate(boxes):
+        table[0, before + n, :rank], table[1, before + n, :rank] = box.offset, box.shape
+    first = np.array([0, before, before + len(boxes), before + len(boxes) + 1])
+    chunks = Chunks(first, table[0], table[1], np.arange(table.shape[1]))
+    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    want = Box(offset, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
+    shared = [(before + n, box, box.intersect(want)) for n, box in enumerate(boxes)]
+    assert [tuple(each) for each in overlaps(chunks, 1, want)] == [s for s in shared if s[2] is not None]
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))

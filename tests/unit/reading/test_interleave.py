@@ -100,3 +100,30 @@ def test_short_runs_are_copied_together(width: int, together: bool, monkeypatch:
     assert (tile == values).all()
     assert len(alone) == (0 if together else 16)
     assert [c.reads for c in chunks] == [[(8, 128 * width, zlib.crc32(c.raw[8:]))] for c in chunks]
+
+
+@pytest.mark.parametrize("room", [1 << 18, 1 << 20, 2 * interleave._SLOTS])
+@pytest.mark.parametrize("width", [32, 128, 129])  # the last are runs of more bytes than are copied together
+def test_as_many_slots_as_fit(room: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots end where the buffer does, or where a core's cache does: then all are copied, and it goes on."""
+    rows, count = 256, 80
+    values = np.random.default_rng(0).integers(0, 1 << 16, (rows, count * width), np.uint16)
+    tile = np.zeros(values.shape, np.uint16)
+    into = Interleaver(tile, Box.full(values.shape), "bfloat16", np.empty(room, np.uint8))
+    copies: list[int] = []
+    flush = Interleaver.flush
+
+    def noted(self: Interleaver) -> None:
+        copies.append(self._count)
+        flush(self)
+
+    monkeypatch.setattr(Interleaver, "flush", noted)
+    for n in range(count):
+        chunk = Stored(values, Box((0, n * width), (rows, width)), 8)
+        into.put(chunk.payload, chunk.box, chunk.box, None)
+    into.flush()
+    assert (tile == values).all()
+    pitch = rows * width * 2 + interleave._LINE
+    together = min(room, interleave._SLOTS) // pitch if 2 * width <= interleave._RUN else 0
+    assert max(copies) == min(together, count)
+    assert len([n for n in copies if n]) == (-(-count // together) if together else 0)

@@ -22,6 +22,7 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.store.objects import Checksum
+from ckptcore.store.objects import ledger as ledgers
 from ckptcore.store.objects.checksums import checksum_of, combined, kept_checksums
 from ckptcore.store.objects.ledger import Ledger
 from ckptcore.store.objects.retry import (
@@ -162,8 +163,10 @@ def test_only_checksums_of_complete_objects_count() -> None:
     assert [c.algorithm for c in found] == ["CRC32", "SHA256"]
 
 
+@pytest.mark.parametrize("step", [ledgers._STEP, 700])  # bytes that are received at a time
 @pytest.mark.parametrize("name", ["CRC64NVME", "CRC32C", "CRC32", "SHA256"])
-def test_the_ledger_proves_and_disproves(name: str) -> None:
+def test_the_ledger_proves_and_disproves(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "_STEP", step)
     data = bytearray(hashlib.shake_256(b"x").digest(10_000))
     kept = (checksum_of(name, bytes(data)),)
     received: list[tuple[int, int]] = []
@@ -183,13 +186,38 @@ def test_the_ledger_proves_and_disproves(name: str) -> None:
         return found
 
     assert ledger().proves("f", 10_000, kept, receive, "f")
-    assert (0, 2000) in received  # the head was never received before
+    assert (0, min(step, 2000)) in received  # the head was never received before
+    assert max(n for _, n in received) <= step
     assert not ledger().proves("f", 10_000, (), receive, "f")
     with pytest.raises(StorageTrouble, match="differ"):
         ledger(7000).proves("f", 10_000, kept, receive, "f")
     data[100] ^= 1
     with pytest.raises(DamagedCheckpoint, match=name):
         ledger().proves("f", 10_000, kept, receive, "f")
+
+
+@pytest.mark.parametrize("have", [2000, 4999, 5000, 9000])
+@pytest.mark.parametrize("cheap", [ledgers._CHEAP, 1000])
+def test_more_than_was_read_is_not_received_for_a_proof(
+    have: int, cheap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to half of a file is, and any part of a file that is not large."""
+    monkeypatch.setattr(ledgers, "_CHEAP", cheap)
+    data = hashlib.shake_256(b"x").digest(10_000)
+    received = 0
+
+    def receive(start: int, into: memoryview) -> None:
+        nonlocal received
+        received += len(into)
+        into[:] = data[start : start + len(into)]
+
+    kept = (checksum_of("CRC32", data),)
+    ledger = Ledger()
+    ledger.prefer("f", kept)
+    ledger.add("f", 0, memoryview(data)[:have], "f")
+    proven = ledger.proves("f", len(data), kept, receive, "f")
+    assert proven == (have >= 5000 or cheap > 1000)
+    assert received == (len(data) - have if proven else 0)
 
 
 def test_what_comes_twice_must_be_equal() -> None:
