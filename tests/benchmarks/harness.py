@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 # Peers that need their own environment: placeholder in a command -> the environment variable with the path
-# of their Python interpreter.
+# of their Python interpreter. OLMo-core 0.1 has no `unshard_checkpoint`: 3.0.0 has been measured.
 INTERPRETERS = {
     "DEEPSPEED": "CKPTCORE_PEER_DEEPSPEED",
     "LIGHTNING": "CKPTCORE_PEER_LIGHTNING",
@@ -165,6 +165,6 @@ def folders(roots: dict[str, Path], scale: int, keep: bool) -> Iterator[dict[str
             folder.mkdir(parents=True, exist_ok=True)
         yield places
     finally:
-        for folder in places.values():
+        for folder in set(places.values()):  # one root may be named for both
             if not keep:
                 shutil.rmtree(folder)

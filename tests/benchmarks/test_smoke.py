@@ -197,6 +197,16 @@ def test_a_line_is_measured_and_verified_and_leaves_nothing(tmp_path: Path) -> N
     assert row["data"]["peak_bytes"] > 50 << 20
 
 
+def test_one_folder_may_be_the_root_of_two_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import harness
+
+    with harness.folders({"disk": tmp_path, "ram": tmp_path}, 1, keep=False) as places:
+        assert places["disk"] == places["ram"]
+        assert places["disk"].is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.soak
 def test_a_quick_run_measures_verifies_and_leaves_nothing(tmp_path: Path) -> None:
     rows = quick_run(

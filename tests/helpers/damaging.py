@@ -71,6 +71,13 @@ if "olmo_core" not in sys.modules and importlib.util.find_spec("olmo_core") is N
     _stand_in("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo", *_place)
 
 
+def let_torch_read_olmo() -> None:
+    """Give the places of OLMo-core, installed or a stand-in, the field that torch's reader asks for."""
+    places: Any = importlib.import_module("olmo_core.distributed.checkpoint.filesystem")._StorageInfo
+    if not hasattr(places, "transform_descriptors"):
+        places.transform_descriptors = None  # nothing is compressed
+
+
 @dataclass
 class Folder:
     """A private copy of a checkpoint folder. others: other checkpoints to take files from.
