@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckptcore.core.box import Box
 from ckptcore.reading import interleave
+from ckptcore.reading.gather import LINE, SLOTS
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload
 
@@ -102,7 +103,7 @@ def test_short_runs_are_copied_together(width: int, together: bool, monkeypatch:
     assert [c.reads for c in chunks] == [[(8, 128 * width, zlib.crc32(c.raw[8:]))] for c in chunks]
 
 
-@pytest.mark.parametrize("room", [1 << 18, 1 << 20, 2 * interleave._SLOTS])
+@pytest.mark.parametrize("room", [1 << 18, 1 << 20, 2 * SLOTS])
 @pytest.mark.parametrize("width", [32, 128, 129])  # the last are runs of more bytes than are copied together
 def test_as_many_slots_as_fit(room: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots end where the buffer does, or where a core's cache does: then all are copied, and it goes on."""
@@ -123,7 +124,7 @@ def test_as_many_slots_as_fit(room: int, width: int, monkeypatch: pytest.MonkeyP
         into.put(chunk.payload, chunk.box, chunk.box, None)
     into.flush()
     assert (tile == values).all()
-    pitch = rows * width * 2 + interleave._LINE
-    together = min(room, interleave._SLOTS) // pitch if 2 * width <= interleave._RUN else 0
+    pitch = rows * width * 2 + LINE
+    together = min(room, SLOTS) // pitch if 2 * width <= interleave._RUN else 0
     assert max(copies) == min(together, count)
     assert len([n for n in copies if n]) == (-(-count // together) if together else 0)
