@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.conversion.request_costs import request_costs
 from ckptcore.errors import CkptError
+from ckptcore.execution import expected_reads
 from ckptcore.planning.compose import compose
 from ckptcore.planning.request import Request, Settings
+from ckptcore.reading.checksums import Records
 from ckptcore.store.ahead import ExpectedReads
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.objects.uploads import PartBuffers
@@ -159,8 +161,13 @@ def test_more_ranges_than_are_declared_are_read_as_they_come(
         expect(self, reads, memory)
 
     monkeypatch.setattr(FolderReader, "expect", noted)
+    awaited: list[int] = []
+    monkeypatch.setattr(expected_reads, "bare_files", lambda items, files: {f.path for f in files})
+    monkeypatch.setattr(Records, "await_proof", lambda self, numbers: awaited.extend(numbers))
     result = convert("s3://bucket/src", "s3://bucket/out")
     assert written(server) == wanted
     assert sum(file.unverified for file in result.files) == 0
+    assert len(awaited) <= rows  # the store's checksums prove only what was declared
+    assert bool(awaited) == (rows > 64)
     assert max(declared) <= rows
     assert bool(max(declared)) == bool(rows)
