@@ -30,7 +30,6 @@ from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
 from ckptcore.reading.gather import Spread, spread, tile_view
 from ckptcore.store import open_source_store
-from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
@@ -84,9 +83,8 @@ class Opened:
             require_same(self._noted, self.store)
 
     def spread(self, row: int, reader: BoxReader) -> Spread:
-        """Return how a tensor is stored; over a network, as far as that is known without a request."""
-        strides = None if isinstance(self.store, ReadsAhead) else reader.strides
-        return spread(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), strides)
+        """Return how a tensor is stored."""
+        return spread(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), reader.strides)
 
 
 def walk(

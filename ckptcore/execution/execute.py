@@ -248,9 +248,7 @@ class _Run:
         work, part = self._begun(plan, writer), self._part
         if part is not None:
             return work, jobs_of(part, plan, self._budget)
-        # Over a network, a look into each item would be a request that everything else waits for.
-        near = not isinstance(run.source, ReadsAhead)
-        return work, jobs(plan, self._budget, work.strides if near else None)
+        return work, jobs(plan, self._budget, work.strides)
 
     def _begun(self, plan: FilePlan, writer: FileWriter) -> FileWork:
         work = FileWork(plan, self._run.source, self._records, writer, self._settings, self._part)
