@@ -415,6 +415,7 @@ LINES: tuple[Line, ...] = (
     _shape("many-small", 5.0),
     _shape("many-small-8way"),
     _shape("1024-way"),
+    _shape("transposed-2gb", 1.5),
     *_peaks("row-0.5gb", "ram", _BOTH, equal=True),
     *_peaks("row-2gb", "ram", _BOTH, equal=True),
     *_peaks("row-8gb", "disk", _BOTH, equal=True),

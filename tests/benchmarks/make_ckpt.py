@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class Source:
         layout: A key of `LAYOUTS`: the trainer whose folder it is.
         moments: Whether AdamW's float32 state follows the model.
         groups: Ranks that shard one tensor, where they are fewer than all: expert parallelism.
+        transposed: Whether matrices are stored column by column.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,6 +60,7 @@ class Source:
     layout: str = "dcp"
     moments: bool = False
     groups: tuple[range | None, ...] = ()
+    transposed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +214,7 @@ SOURCES: dict[str, Callable[[int], Source]] = {
     "row-8gb": _llama_8b(17, "bf16", 0),
     "col-2gb": _llama_1b(14, "bf16", 1),
     "col-4gb": _llama_3b(18, "bf16", 1),
+    "transposed-2gb": lambda s: replace(_llama_1b(14, "bf16", 0)(s), transposed=True),
     "lightning-2gb": _llama_1b(14, "bf16", 0, "lightning"),
     "olmo-2gb": _llama_1b(14, "bf16", 0, "olmo"),
     "verl-2gb": _llama_1b(14, "bf16", 0, "verl"),
@@ -297,7 +300,10 @@ def _state_dict(source: Source, rank: int, mesh: Any) -> dict[str, Any]:
     for index, (name, _) in enumerate(source.tensors):
         dim = source.sharded_dim(index)
         placement = Replicate() if dim is None else Shard(dim)
-        model[name] = DTensor.from_local(shard(source, index, rank), mesh, [placement], run_check=False)
+        local = shard(source, index, rank)
+        if source.transposed and local.ndim == 2:
+            local = local.t().contiguous().t()
+        model[name] = DTensor.from_local(local, mesh, [placement], run_check=False)
     optim = {name: model.pop(name) for name in list(model) if source.moments and name.startswith("optim.")}
     return {"model": model, **optim}
 
