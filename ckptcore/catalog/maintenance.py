@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sqlalchemy import and_, func, or_, select, update
+from sqlalchemy import and_, func, or_, select, union, update
 
 from ckptcore.catalog import retirements
 from ckptcore.catalog.checkpoints import note_findings
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
+_THERE = tuple(state for state in _ALIVE if state != State.GONE.value)
 _AT_ONCE = 500  # values in one statement
 _STALE = timedelta(days=1)  # a conversion that "runs" for longer was killed and left no record
 
@@ -47,6 +48,14 @@ class Ties:
     aliases: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
+
+    def with_those(self, other: Ties, note: str = "") -> Ties:
+        """Return these reasons and others, each of those once and with a note behind it."""
+        mine = (self.tags, self.aliases, self.holds, self.readers)
+        theirs = (other.tags, other.aliases, other.holds, other.readers)
+        return Ties(
+            *((*a, *(f"{x}{note}" for x in b if x not in a)) for a, b in zip(mine, theirs, strict=True))
+        )
 
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:
@@ -221,13 +230,13 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
     reading = grouped(
         select(public, Conversion.uuid)
         .join(Conversion, Conversion.source_uri == Checkpoint.uri)
-        .where(Conversion.state == Outcome.RUNNING.value, Conversion.started_at > now - _STALE)
+        .where(*_running(now))
         .order_by(Conversion.id)
     )
     claimed = grouped(
         select(public, Claim.owner)
         .join(Claim, Claim.source_uri == Checkpoint.uri)
-        .where(Claim.state == TAKEN, Claim.due_at > now)
+        .where(*_claimed(now))
         .order_by(Claim.id)
     )
     return {
@@ -241,6 +250,33 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
     }
 
 
+def tied(conn: Connection, now: datetime) -> dict[str, Ties]:
+    """Return the URI of everything that must stay at this moment, and why."""
+    on_hold = select(Hold.checkpoint_id).where(*in_force(now))
+    kept = union(on_hold, select(Tag.checkpoint_id), select(Alias.checkpoint_id))
+    rows = select(Checkpoint.uuid, Checkpoint.uri).where(
+        Checkpoint.id.in_(kept), Checkpoint.state.in_(_ALIVE)
+    )
+    uris = {row.uuid: row.uri for row in conn.execute(rows.order_by(Checkpoint.id))}
+    every = [(uris[public], found) for public, found in ties(conn, now, list(uris)).items()]
+    reading = select(Conversion.source_uri, Conversion.uuid).where(*_running(now))
+    every += [(uri, Ties(readers=(reader,))) for uri, reader in conn.execute(reading)]
+    claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now))
+    every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
+    joined: dict[str, Ties] = {}
+    for uri, found in every:
+        joined[uri] = joined.get(uri, Ties()).with_those(found)
+    return joined
+
+
+def _running(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    return Conversion.state == Outcome.RUNNING.value, Conversion.started_at > now - _STALE
+
+
+def _claimed(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    return Claim.state == TAKEN, Claim.due_at > now
+
+
 def _at_work(owners: Iterable[str]) -> Iterator[str]:
     """Yield the owners of claims, without those whose process is known to have ended."""
     for owner, process in map(read_owner, owners):
@@ -248,14 +284,17 @@ def _at_work(owners: Iterable[str]) -> Iterator[str]:
             yield owner
 
 
-def retired_into(conn: Connection, uri: str) -> tuple[tuple[CheckpointRow, CheckpointRow], ...]:
+def retired_into(
+    conn: Connection, uri: str, others: Iterable[str] = ()
+) -> tuple[tuple[CheckpointRow, CheckpointRow], ...]:
     """Return (source, child) of each source that `retire` deleted and whose child a location contains.
 
-    A child is contained if it is at the normal URI, inside it, or around it, and something should be there.
+    A child is contained if it is at the normal URI, inside it, or around it, or at one of ``others``, and
+    something should be there.
     """
     below = Checkpoint.uri.startswith(uri.rstrip("/") + "/", autoescape=True)
-    there = or_(Checkpoint.uri.in_([uri, *parents(uri)]), below)
-    wanted = checkpoint_rows().where(there, Checkpoint.state.in_(set(_ALIVE) - {State.GONE.value}))
+    there = or_(Checkpoint.uri.in_([uri, *parents(uri), *others]), below)
+    wanted = checkpoint_rows().where(there, Checkpoint.state.in_(_THERE))
     found = []
     for row in conn.execute(wanted.order_by(Checkpoint.id)).all():
         for conversion in conversions_of(conn, row.id, Direction.OUT):
@@ -264,6 +303,25 @@ def retired_into(conn: Connection, uri: str) -> tuple[tuple[CheckpointRow, Check
                 deleted = (source for source in read if source.state == State.DELETED.value)
                 found += [(source, checkpoint_row(row)) for source in deleted]
     return tuple(found)
+
+
+def relied_on(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of all checkpoints that were made from a source which `retire` deleted."""
+    deleted = (
+        select(ConversionIO.conversion_id)
+        .join(Checkpoint)
+        .where(ConversionIO.direction == Direction.IN.value, Checkpoint.state == State.DELETED.value)
+    )
+    wanted = (
+        select(Checkpoint.uri)
+        .join(ConversionIO)
+        .where(
+            ConversionIO.conversion_id.in_(deleted),
+            ConversionIO.direction == Direction.OUT.value,
+            Checkpoint.state.in_(_THERE),
+        )
+    )
+    return tuple(conn.execute(wanted.distinct().order_by(Checkpoint.uri)).scalars())
 
 
 def with_fingerprints(conn: Connection, prints: Iterable[str]) -> tuple[CheckpointRow, ...]:

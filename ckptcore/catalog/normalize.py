@@ -60,6 +60,8 @@ def normal_uri(uri: str) -> str:
     's3://bucket/run/step-10'
     >>> normal_uri("file:///nowhere/at/all/")
     '/nowhere/at/all'
+    >>> normal_uri("file://localhost/nowhere"), normal_uri("~/runs") == os.path.expanduser("~/runs")
+    ('/nowhere', True)
     >>> normal_uri("merged://[s3://me:secret@b/n1/,/nowhere/n0/]")
     'merged://[/nowhere/n0,s3://b/n1]'
     """
@@ -69,8 +71,12 @@ def normal_uri(uri: str) -> str:
     scheme, found, rest = uri.partition("://")
     if not found or scheme in ("file", "local"):
         path = rest if found else uri
+        if found and path.startswith("localhost/"):  # this machine, as `ckptcore.store.local_path` has it
+            path = path.removeprefix("localhost")
         try:
-            return storable(os.path.realpath(os.path.expanduser(path)))
+            # Stores open a name with ~ as it is: where one is there, it is that, and not the home folder.
+            expanded = path if os.path.lexists(path) else os.path.expanduser(path)
+            return storable(os.path.realpath(expanded))
         except ValueError:  # no file can have a name with a NUL, or with a surrogate that means no byte
             return storable(path)
     return storable(bare_url(f"{scheme}://{rest}").rstrip("/"))

@@ -56,7 +56,7 @@ from ckptcore.naming.rename import Mapped
 from ckptcore.planning.compose import digest_of_map
 from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
-from ckptcore.planning.hub_files import ADAPTER, CONFIG
+from ckptcore.planning.hub_files import ADAPTER, CONFIG, INDEX
 from ckptcore.planning.request import Settings
 from ckptcore.store.listing import folder_at
 from ckptcore.utils.dataclass import dataclass
@@ -267,7 +267,10 @@ def _defects(export: OpenExport) -> list[Problem]:
     if export.stored.origin.get("file"):
         return problems
     used = {file.path for file in export.stored.files}
-    beside = [n for n in folder_at(export.stored.root).files if n.endswith(".safetensors") and n not in used]
+    there = folder_at(export.stored.root).files
+    if INDEX not in there and sum(name.endswith(".safetensors") for name in used) > 1:
+        problems.append(Problem(INDEX, "is missing, and loaders open no model of several files without it"))
+    beside = [n for n in there if n.endswith(".safetensors") and n not in used]
     return problems + [
         Problem(n, "is not part of the export, and loaders may read it instead") for n in beside
     ]

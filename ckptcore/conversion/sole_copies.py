@@ -16,7 +16,7 @@ from ckptcore.checking.examine import inspect
 from ckptcore.conversion.foreign_files import inodes_of
 from ckptcore.errors import CatalogError, CkptError, DestinationExists
 from ckptcore.store.inventory import Inventory
-from ckptcore.store.place import Relation, identify, relation
+from ckptcore.store.place import Relation, Spellings, identify, relation
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -46,7 +46,10 @@ def require_other_copies(destination: str, there: Inventory, catalog_url: str | 
         raise
     with opened as catalog:
         with catalog.reading() as conn:
-            found = tending.retired_into(conn, normal_uri(destination))
+            uri = normal_uri(destination)
+            # A link, a mount or another scheme leads to it, too.
+            children = Spellings(tending.relied_on(conn))
+            found = tending.retired_into(conn, uri, {*children.of(uri), *children.inside(uri)})
         for source, child in found:
             if _is_elsewhere(catalog, source, child, destination, there):
                 continue

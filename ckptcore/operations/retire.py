@@ -37,6 +37,7 @@ from ckptcore.operations.child_proof import (
     require_proven,
 )
 from ckptcore.operations.interrupted_retire import finish_interrupted
+from ckptcore.operations.place_ties import ties_of_places
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.removal_record import drop_record, put_record
 from ckptcore.operations.replacement import Allowed, Replacement, find_replacement, require_as_converted
@@ -250,7 +251,7 @@ def plan(
                 hint="only checkpoints below a watched root are ever deleted",
             )
         rules = {row.id: _rules(row, above, of_root) or (policy, allowed or Allowed()) for row in rows}
-        ties = tending.ties(conn, now, [row.id for row in rows])
+        ties = ties_of_places(conn, now, rows)
         entries = [_retention_entry(row, ties[row.id]) for row in rows]
         own = {public: rule for public, (rule, _) in rules.items()}
         steps = None
@@ -513,7 +514,7 @@ def _root_above(above: Iterable[roots.RootRow], source: CheckpointRow) -> str:
 
 def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
     """Raise `Conflict` if a user wants to keep it now, or it is not below a watched root."""
-    ties = tending.ties(conn, now, [source.id])[source.id]
+    ties = ties_of_places(conn, now, [source])[source.id]
     why: Sequence[str] = (*user_reasons(_retention_entry(source, ties)),)
     if why:
         raise Conflict(f"{why[0]}, meanwhile")

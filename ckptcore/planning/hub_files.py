@@ -25,6 +25,7 @@ from ckptcore.utils.units import show_size
 
 NONE = "none"  # as --config or --tokenizer: take none, not even one in the source
 CONFIG, ADAPTER, CARD = "config.json", "adapter_config.json", "README.md"
+INDEX = "model.safetensors.index.json"  # of a model in several files
 MODEL, TOKENIZER, LEGAL, PEFT = "model", "tokenizer", "legal", "peft"
 # Role -> names of files, as globs. A slash is a folder of its own; no other folder is searched.
 FILES: Mapping[str, tuple[str, ...]] = {

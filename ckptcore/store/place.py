@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from urllib.parse import unquote, urlsplit
 
@@ -134,6 +134,59 @@ def relation(a: Location, b: Location) -> Relation:
 def overlaps(a: Location, b: Location) -> bool:
     """Report whether the two are one place, or one of them is inside the other."""
     return relation(a, b) is not Relation.APART
+
+
+class Spellings:
+    """Many URLs, to find those that may lead to one place under other names.
+
+    A catalog of many rows asks the file system about few of them, and about each once.
+    """
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        self._identify = functools.cache(identify)
+        self._through: dict[str, list[str]] = {}
+        self._ending: dict[str, list[str]] = {}
+        self._folders: dict[str, list[str]] = {}
+        for url in dict.fromkeys(urls):
+            for root in roots_of(url) or (url,):
+                names = _names(root)
+                self._folders.setdefault(root.rpartition("/")[0], []).append(url)
+                self._ending.setdefault(names[-1] if names else "", []).append(url)
+                for name in set(names):
+                    self._through.setdefault(name, []).append(url)
+
+    def of(self, url: str) -> dict[str, Relation]:
+        """Return the other URLs that may refer to this place, to a part of it, or around it.
+
+        Only those are compared where the path of one has the last name of the other. What is missed is a
+        link or a mount that gives the outer place itself another name.
+
+        Returns:
+            URL -> how its place relates to that of ``url``.
+        """
+        names = _names(url)
+        near = self._through.get(names[-1], ()) if names else ()
+        near = [*near, *(each for name in ("", *names) for each in self._ending.get(name, ()))]
+        others = [each for each in dict.fromkeys(near) if each != url]
+        here = identify(url) if others else None
+        found = {} if here is None else {each: relation(self._identify(each), here) for each in others}
+        return {each: how for each, how in found.items() if how is not Relation.APART}
+
+    def inside(self, url: str) -> tuple[str, ...]:
+        """Return the URLs inside this place, whatever its name: their folders are compared."""
+        here, within = identify(url), (Relation.SAME, Relation.INSIDE)
+        found = [
+            urls
+            for above, urls in self._folders.items()
+            if above and relation(identify(above), here) in within
+        ]
+        return tuple(dict.fromkeys(each for urls in found for each in urls))
+
+
+def _names(url: str) -> list[str]:
+    """Return the folders of a URL's path, with its bucket."""
+    path = url.partition("://")[2] if "://" in url else url
+    return [unquote(name) for name in path.split("/") if name]
 
 
 def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:

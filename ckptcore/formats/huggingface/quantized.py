@@ -10,12 +10,12 @@ Two pairs are recognised by name, dtype and shape, as by torch's QuantizedHuggin
 The weight is read as the float32 tensor that the formula gives, under its own name, and the scale is no
 longer a tensor (see `ckptcore.core.dequantize`). With ``--keep-quantized`` such a folder is read as plain
 safetensors: stored weights and scales. A pair that does not fit its formula is an error, because its stored
-values alone are not the weights.
+values alone are not the weights; so is a weight without a scale where others have one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ckptcore.core.dequantize import FUNCTIONS
@@ -69,6 +69,7 @@ def read(source: Source) -> Manifest:
             unfit.append(_unfit(inputs, fn, params))
             continue
         made[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
+    unfit += (_scaleless(t) for t in stored.tensors if t.fqn not in made and _needs_scale(t, specs))
     origin = {**stored.origin, "dequantised": len(made)}
     if block != _BLOCK:
         origin["weight_block_size"] = list(block)
@@ -135,6 +136,25 @@ def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Fi
         "coverage",
         f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
         f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: they do not fit {fn} with one scale{per}",
+        fqn=weight.fqn,
+    )
+
+
+def _needs_scale(tensor: TensorSpec, names: Collection[str]) -> bool:
+    """Report whether a tensor looks like the weights here that have a scale, and no tensor is its scale.
+
+    A lost scale leaves no other trace: the weight alone is complete, and wrong by its factors.
+    """
+    alike = tensor.fqn.endswith(".weight") and tensor.dtype.startswith("float8") and len(tensor.shape) == 2
+    return alike and not any(f"{tensor.fqn}_{kind}" in names for kind in ("scale_inv", "scale"))
+
+
+def _scaleless(weight: TensorSpec) -> Finding:
+    return finding(
+        "unfit-quantization",
+        "coverage",
+        f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and unlike others it has no scale "
+        f"{weight.fqn}_scale_inv",
         fqn=weight.fqn,
     )
 

@@ -205,13 +205,17 @@ def _misplaced(files: Sequence[RankFile], tp: int, etp: int) -> Iterator[Finding
 
 
 def _copies(files: Sequence[RankFile]) -> Iterator[Finding]:
-    """Yield findings for copies of another rank's file: each rank has its own random state at least."""
+    """Yield findings for copies of another rank's file: each rank has its own random state at least.
+
+    A tool that stacks layers twice writes equal stages, without a random state.
+    """
     seen: dict[Any, RankFile] = {}
     for file in files:
         records = [r[1:] for _, r in sorted(file.objects.storages.items())]
         if not any(length for length, _ in records) or any(crc is None for length, crc in records if length):
             continue
-        first = seen.setdefault((file.pp, tuple(records)), file)
+        stage = None if file.tree.get("rng_state") else file.pp
+        first = seen.setdefault((stage, tuple(records)), file)
         if first is not file and first.tree == file.tree:
             message = f"{file.path} and {first.path} have equal contents: one is a copy of the other"
             yield finding("item-mismatch", "files", message, file=file.path)

@@ -310,6 +310,7 @@ def test_pairs_that_do_not_fit_are_refused(cli: Cli, tmp_path: Path) -> None:
         "wide": made | {"l.weight": torch.ones(300, 200, dtype=torch.bfloat16)},
         "integers": made | {"l.weight_scale_inv": torch.ones(3, 2, dtype=torch.int32)},
         "groups": mxfp4(2, 3) | {"m_scales": torch.ones(2, 4, dtype=torch.uint8)},
+        "lost-scale": made | {"k.weight": made["l.weight"].clone()},
         "half": mxfp4(2, 3) | {"m_blocks": torch.ones(2, 3, 8, dtype=torch.uint8)},
     }
     for name, tensors in odd.items():

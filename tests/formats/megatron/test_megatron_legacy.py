@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,24 @@ def test_swapped_folders_of_tensor_ranks(recorded: str, wrong: bool, tmp_path: P
     (base / "kept").rename(base / "mp_rank_01_000")
     found = [f.file for f in ckptcore.open(str(tmp_path)).findings if f.code == "item-mismatch"]
     assert len(found) == (2 if wrong else 0)
+
+
+@pytest.mark.parametrize("states", [True, False])
+def test_a_stage_in_the_folders_of_another(states: bool, tmp_path: Path) -> None:
+    """Its layers would count twice, and what only the other stage has would be gone.
+
+    Without random states it may be a model whose layers were stacked twice.
+    """
+
+    def edit(tree: dict[str, Any], rank: tuple[int, int, int]) -> None:
+        tree["rng_state"] = [{"torch_rng_state": torch.tensor([*rank, 7], dtype=torch.uint8)}]
+        if not states:
+            del tree["rng_state"]
+
+    base = save(Case(tp=2, pp=2), tmp_path, edit)
+    assert not [f for f in ckptcore.open(str(tmp_path)).findings if f.code == "item-mismatch"]
+    for tensor in (0, 1):
+        shutil.rmtree(base / f"mp_rank_0{tensor}_001")
+        shutil.copytree(base / f"mp_rank_0{tensor}_000", base / f"mp_rank_0{tensor}_001")
+    found = [f.file for f in ckptcore.open(str(tmp_path)).findings if f.code == "item-mismatch"]
+    assert found == [f"mp_rank_0{t}_001/model_optim_rng.pt" for t in (0, 1) if states]

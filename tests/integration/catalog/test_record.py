@@ -406,3 +406,17 @@ def test_findings_of_the_output_are_recorded_against_it(catalog, facts, convert)
     assert [f.code for f in catalog.show(public).findings] == ["not-loadable"]
     assert [f.code for f in catalog.show("/runs/a/step-7").findings] == ["stray-file"]
     assert catalog.show(public).checkpoint.state == "present"
+
+
+def test_the_uri_of_a_row_is_the_place_that_was_read(catalog, tmp_path, monkeypatch):
+    """RFC 8089 allows localhost in a file's URL, and a folder may be called ~."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/of-nobody")
+    (tmp_path / "~" / "out").mkdir(parents=True)
+    for given, place in (
+        (f"file://localhost{tmp_path}/a", f"{tmp_path}/a"),
+        ("~/out", f"{tmp_path}/~/out"),
+        ("~/elsewhere", "/home/of-nobody/elsewhere"),
+    ):
+        begin(catalog, given)
+        assert catalog.conversions()[0].destination_uri == place

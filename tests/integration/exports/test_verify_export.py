@@ -158,6 +158,18 @@ def test_a_file_of_several_that_is_gone(llama: Path, tmp_path: Path) -> None:
     assert verdicts(proof)["fingerprints"] == "ok"  # of all others
 
 
+def test_an_index_that_is_gone(llama: Path, tmp_path: Path) -> None:
+    """All values are there, and transformers opens none of them."""
+    options = {"verb": "export", "config": str(llama / "config"), "max_file_size": 8192}
+    ckptcore.convert(str(llama / "ckpt"), str(tmp_path / "hf"), **options)
+    assert ckptcore.verify_export(str(tmp_path / "hf")).verdict == "ok"
+    (tmp_path / "hf/model.safetensors.index.json").unlink()
+    proof = ckptcore.verify_export(str(tmp_path / "hf"))
+    assert (proof.verdict, names(proof, "elements")) == ("failed", ["model.safetensors.index.json"])
+    with pytest.raises(OSError, match="no file named"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+
+
 def test_a_permuted_projection_is_far_from_a_related_folder(
     llama: Path, export: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptcore.errors import UsageError
-from ckptcore.store.place import Relation, identify, overlaps, relation
+from ckptcore.store.place import Relation, Spellings, identify, overlaps, relation
 
 SAME = [
     ("s3://b/run", "s3://b/run/"),
@@ -128,3 +128,33 @@ def test_no_urls(url: str) -> None:
 @pytest.mark.parametrize("url", ["://", "s3://", "a::", "::a", "x://[::1", "s3://%", "file://", "b::c::/d"])
 def test_odd_urls_are_places(url: str) -> None:
     assert identify(url).spots
+
+
+def test_spellings_among_many_urls(tmp_path: Path) -> None:
+    """Only what may be the place, inside it or around it is found, and its own URL is not."""
+    (tmp_path / "new" / "step-1").mkdir(parents=True)
+    (tmp_path / "old").symlink_to("new")
+    urls = (
+        "s3://b/run/step-1",
+        "s3a://b/run/step-1",
+        "s3a://b/run",
+        "s3://b//run/step%2D1/x",
+        "s3://c/run/step-1",
+    )
+    merged = "merged://[s3a://b/run/step-1,/nowhere/a]"
+    known = Spellings([*urls, merged, str(tmp_path / "old/step-1"), str(tmp_path / "new/step-2")])
+    assert known.of("s3://b/run/step-1") == {
+        "s3a://b/run/step-1": Relation.SAME,
+        "s3a://b/run": Relation.AROUND,
+        "s3://b//run/step%2D1/x": Relation.INSIDE,
+        merged: Relation.SAME,
+    }
+    assert known.of(str(tmp_path / "new/step-1")) == {str(tmp_path / "old/step-1"): Relation.SAME}
+    assert Spellings([]).of("/a") == {}
+    assert Spellings(["s3a://b", "/"]).of("s3://b/x") == {"s3a://b": Relation.AROUND}
+    (tmp_path / "other").symlink_to("new")
+    assert known.inside(str(tmp_path / "other")) == (
+        str(tmp_path / "old/step-1"),
+        str(tmp_path / "new/step-2"),
+    )
+    assert Spellings(["a"]).inside("/") == ()

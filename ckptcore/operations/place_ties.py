@@ -1,0 +1,37 @@
+"""Find why sources must stay, also where that is recorded under another name of their place.
+
+A link, a second mount and another scheme of a URL give one checkpoint two rows. A hold, a tag, an alias or a
+conversion that reads is of one of them; what is deleted is both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog.maintenance import Ties
+from ckptcore.catalog.types import CheckpointRow
+from ckptcore.store.place import Relation, Spellings
+
+
+def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> dict[str, Ties]:
+    """Return why each of these checkpoints must stay at this moment, by public id.
+
+    Args:
+        conn: The transaction.
+        now: The time.
+        rows: The checkpoints.
+
+    Raises:
+        UsageError: One of them is not in the catalog.
+    """
+    found = tending.ties(conn, now, [row.id for row in rows])
+    tied = tending.tied(conn, now)
+    spellings = Spellings(tied)
+    for row in rows:
+        for other, how in spellings.of(row.uri).items():
+            if how is not Relation.AROUND:  # what contains it under its own name is no reason, either
+                found[row.id] = found[row.id].with_those(tied[other], f" (as {other})")
+    return found

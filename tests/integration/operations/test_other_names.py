@@ -1,0 +1,95 @@
+"""What a catalog records about a place counts under every name of it: links, and other schemes of a URL."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from checkpoints import save
+
+from ckptcore.catalog import aliases, claims, holds
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.conversion.pipeline import convert
+from ckptcore.errors import DestinationExists
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.planning.request import Request, Settings
+
+MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
+
+
+def converted(url, source, target, **options):
+    return convert(Request(str(source), str(target), **options), MEANS, None, url)
+
+
+@pytest.fixture
+def moved(catalog, url, runs, watch, tmp_path):
+    """A run of two steps that was converted, then moved behind a link, and converted again from there."""
+    watch()
+    for step in (1, 2):
+        save(runs / f"llama/step-{step}", step)
+        converted(url, runs / f"llama/step-{step}", tmp_path / f"out/step-{step}")
+    return tmp_path / "disk" / "runs"
+
+
+def move_behind_a_link(catalog, url, runs, moved):
+    moved.parent.mkdir()
+    runs.rename(moved)
+    runs.symlink_to(moved)
+    with catalog.writing() as conn:
+        roots.add(conn, datetime.now(UTC), "moved", str(moved))
+    for step in (1, 2):
+        converted(url, moved / f"llama/step-{step}", moved.parent / f"out/step-{step}")
+
+
+def fates(catalog, *, yes):
+    return {i.source.uri: i for i in retire(catalog, Policy(1), "moved", yes=yes).items}
+
+
+def test_a_hold_counts_under_another_name(catalog, url, runs, moved):
+    with catalog.writing() as conn:
+        holds.place(conn, datetime.now(UTC), str(runs / "llama/step-1"), "audit")
+    move_behind_a_link(catalog, url, runs, moved)
+    for yes in (False, True):
+        item = fates(catalog, yes=yes)[str(moved / "llama/step-1")]
+        assert item.fate.value == "kept"
+        assert item.why == (f"held: audit (as {runs}/llama/step-1)",)
+    assert (moved / "llama/step-1/.metadata").exists()
+
+
+def test_an_alias_and_a_tag_count_under_another_name(catalog, url, runs, moved):
+    step, now = str(runs / "llama/step-1"), datetime.now(UTC)
+    catalog.tag(step, "keep", "yes")
+    with catalog.writing() as conn:
+        holds.place(conn, now, step, "audit", until=now + timedelta(hours=1))
+        aliases.set_alias(conn, now, "best", step)
+    move_behind_a_link(catalog, url, runs, moved)
+    (*why,) = fates(catalog, yes=True)[str(moved / "llama/step-1")].why
+    assert [reason.partition(" (as ")[0] for reason in why] == ["tagged keep", "alias best", "held: audit"]
+
+
+def test_a_conversion_that_reads_counts_under_another_name(catalog, url, runs, moved):
+    key = claims.Key("0" * 64, "/elsewhere", "1" * 64)
+    with catalog.writing() as conn:
+        claims.take(conn, datetime.now(UTC), key, str(runs / "llama/step-1"), "host 1 abc")
+    move_behind_a_link(catalog, url, runs, moved)
+    item = fates(catalog, yes=True)[str(moved / "llama/step-1")]
+    assert item.fate.value == "kept"
+    assert "reads it" in item.why[0]
+
+
+def test_without_a_tie_it_goes(catalog, url, runs, moved):
+    move_behind_a_link(catalog, url, runs, moved)
+    assert fates(catalog, yes=True)[str(moved / "llama/step-1")].fate.value == "deleted"
+
+
+def test_the_only_copy_is_not_replaced_under_another_name(catalog, url, runs, moved, tmp_path):
+    assert [i.fate.value for i in retire(catalog, Policy(1), yes=True).items] == ["deleted", "kept"]
+    (tmp_path / "out").rename(tmp_path / "large")
+    (tmp_path / "out").symlink_to(tmp_path / "large")
+    before = (tmp_path / "large/step-1/model.safetensors").read_bytes()
+    with pytest.raises(DestinationExists, match="only proven copy"):
+        converted(url, runs / "llama/step-2", tmp_path / "large/step-1", overwrite=True)
+    with pytest.raises(DestinationExists, match="only proven copy"):
+        converted(url, runs / "llama/step-2", tmp_path / "large", overwrite=True, overwrite_foreign=True)
+    assert (tmp_path / "large/step-1/model.safetensors").read_bytes() == before
