@@ -9,6 +9,7 @@ one range, many are read side by side and copied together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
@@ -219,9 +220,9 @@ def _descend(
         step = 1
     if step == 1:
         one = (*shape[:dim], 1, *shape[dim + 1 :])
-        slices = range_of(offset, one, strides, itemsize, len(way.scratch), rows=False)
-        if slices is not None:
-            _fill_slices(way, slices[0], inner, shape, dim, tile)
+        first_slice = range_of(offset, one, strides, itemsize, len(way.scratch), rows)
+        if first_slice is not None:
+            _fill_slices(way, first_slice, shape, dim, tile)
             return
     for at in range(0, shape[dim], step):
         n = min(step, shape[dim] - at)
@@ -232,19 +233,24 @@ def _descend(
 
 
 def _fill_slices(
-    way: _Way, begin: int, span: int, shape: tuple[int, ...], dim: int, tile: npt.NDArray[Any] | RemoteTile
+    way: _Way,
+    first_slice: tuple[int, int, int],
+    shape: tuple[int, ...],
+    dim: int,
+    tile: npt.NDArray[Any] | RemoteTile,
 ) -> None:
     """Copy a box whose slices along ``dim`` are a range each, as many at a time as fit a core's cache.
 
     Args:
         way: Where the slices are.
-        begin: First element of the first slice.
-        span: Elements from the first to the last of a slice, both included.
+        first_slice: Result of `range_of` for the first one.
         shape: Extent of the box.
         dim: The dim.
         tile: A view of exactly that shape.
     """
     payload, itemsize = way.payload, way.itemsize
+    begin, end, first = first_slice
+    span, lead = end - begin, (first - begin) * itemsize
     pitch = slot_pitch(span * itemsize) // itemsize
     room = min(len(way.scratch), SLOTS) // itemsize
     count = 1 + max(room - span, 0) // pitch
@@ -259,7 +265,8 @@ def _fill_slices(
             )
         part = (*shape[:dim], n, *shape[dim + 1 :])
         index = (slice(None),) * dim + (slice(at, at + n),)
-        _assign(tile[index], buffer, part, strides, way.dtype, payload.flags)
+        wanted = buffer[lead:][: _span(part, strides) * itemsize]
+        _assign(tile[index], wanted, part, strides, way.dtype, payload.flags)
 
 
 def slot_pitch(nbytes: int) -> int:
@@ -366,13 +373,14 @@ def _assign_blocks(tile: npt.NDArray[Any], source: npt.NDArray[Any], itemsize: i
     Whole rows would touch another cache line with each element: that takes five times as long.
     """
     dims = [d for d in range(tile.ndim) if tile.shape[d] > 1]
-    inner = min(dims, key=lambda d: abs(source.strides[d]), default=0)
-    if not dims or inner == dims[-1]:
+    moved = [d for d in dims if source.strides[d]]  # the others repeat what is there
+    inner = min(moved, key=lambda d: source.strides[d], default=0)
+    if not moved or inner == moved[-1]:
         tile[...] = source
         return
     side = _SIDE if itemsize <= 4 else _SIDE // 2
     room, extents = side * side, [1] * tile.ndim
-    for d in (dims[-1], *sorted(dims[:-1], key=lambda d: source.strides[d])):
+    for d in (dims[-1], *sorted(dims[:-1], key=lambda d: source.strides[d] or sys.maxsize)):
         extents[d] = min(tile.shape[d], room, side) if d in (dims[-1], inner) else min(tile.shape[d], room)
         room = max(room // extents[d], 1)
     for begin in product(*(range(0, n, step) for n, step in zip(tile.shape, extents, strict=True))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -117,6 +118,60 @@ def test_runs_on_one_page_are_read_together(
         assert len(reads) < 20
     else:
         assert sum(reads) == tile.nbytes
+
+
+@pytest.mark.parametrize(
+    ("wants", "room"),
+    [
+        ([Box((0, 0, c), (6, 300, 200)) for c in (0, 200)], 300 << 10),  # a slice takes most of the buffer
+        ([Box((0, b, c), (6, 60, 200)) for b in range(0, 300, 60) for c in (0, 200)], 1 << 20),  # wide gaps
+    ],
+)
+def test_rows_cut_in_slices_add_up_to_the_record(wants: list[Box], room: int) -> None:
+    """Shards of the last dim read complete rows: the record need not be read once more for its checksum."""
+    values = np.random.default_rng(0).integers(0, 1 << 16, (6, 300, 400), np.uint16)
+    raw = values.tobytes()
+    payload, pieces, found = payload_of(raw, 0, None), CrcPieces(len(raw)), list[int | None]()
+    for want in wants:
+        tile = np.zeros(want.shape, np.uint16)
+        into = Interleaver(tile, want, "bfloat16", np.empty(room, np.uint8))
+        into.put(payload, Box.full(values.shape), want, lambda *r: found.append(pieces.add(*r)))
+        into.flush()
+        box = tuple(slice(o, e) for o, e in zip(want.offset, want.end, strict=True))
+        assert (tile == values[box]).all()
+    assert [f for f in found if f is not None] == [zlib.crc32(raw)]
+
+
+class Copies(np.ndarray[Any, Any]):
+    """An array that counts the copies into it."""
+
+    count = 0
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        type(self).count += 1
+        super().__setitem__(index, value)
+
+
+@pytest.mark.parametrize(
+    ("strides", "copies"),
+    [
+        ((0, 0, 1), 1),  # one row for all
+        ((512, 0, 1), 1),  # rows that are repeated
+        ((1, 0, 0), 1),  # each element repeated
+        ((0, 0, 0), 1),
+        ((0, 1, 256), 200 * 2 * 4),  # a repeated transpose: each block is square
+    ],
+)
+def test_repeated_elements_are_copied_in_long_rows(strides: tuple[int, int, int], copies: int) -> None:
+    shape = (200, 256, 512)
+    source = np.lib.stride_tricks.as_strided(
+        np.arange(1 << 17).astype(np.uint16), shape, tuple(2 * s for s in strides)
+    )
+    tile = np.zeros(shape, np.uint16).view(Copies)
+    Copies.count = 0
+    gather._assign_blocks(tile, source, 2)
+    assert Copies.count == copies
+    assert np.array_equal(tile, source)
 
 
 @settings(max_examples=100, deadline=None)
