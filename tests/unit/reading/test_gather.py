@@ -15,7 +15,7 @@ from pieces import partitions, shapes
 
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Chunks
+from ckptcore.core.manifest import CONJ, NEG, Chunks
 from ckptcore.reading import gather
 from ckptcore.reading.gather import overlaps
 from ckptcore.reading.interleave import Interleaver
@@ -81,6 +81,24 @@ def test_dims_in_another_order_are_copied_in_blocks(
     strides = tuple(stored.strides[order.index(d)] // stored.itemsize for d in range(len(shape)))
     tile = np.zeros(shape, unit)
     gather._assign(tile, stored.reshape(-1).view(np.uint8), shape, strides, dtype, 0)
+    assert tile.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("lead", [0, 8])
+@pytest.mark.parametrize("flags", [CONJ, NEG, CONJ | NEG])
+@pytest.mark.parametrize("turned", [False, True])
+def test_signs_of_complex128_at_any_address(lead: int, flags: int, turned: bool) -> None:
+    """Torch ends the process with a fault where they are not at a multiple of 16 bytes."""
+    stored = np.random.default_rng(0).integers(0, 256, 33 * 17 * 16, np.uint8)
+    room = np.zeros(len(stored) + 16, np.uint8)
+    skew = (lead - room.ctypes.data) % 16
+    tile = room[skew : skew + len(stored)].view(np.complex128).reshape(33, 17)
+    strides = (1, 33) if turned else (17, 1)
+    gather._assign(tile, stored.copy(), (33, 17), strides, "complex128", flags)
+    halves = stored.view(np.uint64).reshape(-1, 2).copy()
+    halves[:, 1] ^= np.uint64(0 if flags == CONJ | NEG else 1 << 63)
+    halves[:, 0] ^= np.uint64(1 << 63 if flags & NEG else 0)
+    values = halves.reshape(17, 33, 2).swapaxes(0, 1) if turned else halves
     assert tile.tobytes() == values.tobytes()
 
 
