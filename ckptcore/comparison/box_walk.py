@@ -15,14 +15,14 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.execution.tiles import Budget
 from ckptcore.reading.box_reader import BoxReader
-from ckptcore.reading.gather import Spread
+from ckptcore.reading.gather import StoredOrder
 from ckptcore.utils.workers import ProgressMeter, run_jobs
 
 
-class Side(Protocol):
+class _Readable(Protocol):
     """A checkpoint that is read."""
 
-    def spread(self, row: int, reader: BoxReader) -> Spread:
+    def stored_order(self, row: int, reader: BoxReader) -> StoredOrder:
         """Return how a tensor is stored."""
 
 
@@ -37,7 +37,11 @@ class OpenTensor:
     """
 
     def __init__(
-        self, spec: TensorSpec, sides: Sequence[Side], rows: Sequence[int], readers: Sequence[BoxReader] = ()
+        self,
+        spec: TensorSpec,
+        sides: Sequence[_Readable],
+        rows: Sequence[int],
+        readers: Sequence[BoxReader] = (),
     ) -> None:
         self.spec, self.readers = spec, readers
         self._sides, self._rows = sides, rows
@@ -50,7 +54,9 @@ class OpenTensor:
             return budget.usual
         stored = zip(self._sides, self._rows, self.readers, strict=True)
         width = BY_NAME[spec.dtype].itemsize
-        return max(budget.step(side.spread(row, reader), spec.shape, width) for side, row, reader in stored)
+        return max(
+            budget.step(side.stored_order(row, reader), spec.shape, width) for side, row, reader in stored
+        )
 
     def close(self) -> None:
         """Close the readers."""

@@ -28,7 +28,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import differing
-from ckptcore.reading.gather import Spread, spread, tile_view
+from ckptcore.reading.gather import StoredOrder, stored_order, tile_view
 from ckptcore.store import open_source_store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
@@ -82,9 +82,9 @@ class Opened:
             self.records.finish()
             require_same(self._noted, self.store)
 
-    def spread(self, row: int, reader: BoxReader) -> Spread:
+    def stored_order(self, row: int, reader: BoxReader) -> StoredOrder:
         """Return how a tensor is stored."""
-        return spread(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), reader.strides)
+        return stored_order(self.manifest.chunks, row, len(self.manifest.tensors[row].shape), reader.strides)
 
 
 def walk(

@@ -22,7 +22,7 @@ from ckptcore.core.box import Box, flat_start
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.execution.tiles import Budget, Job, LiteralPart, TensorPart
 from ckptcore.planning.file_plan import FilePlan
-from ckptcore.reading.gather import spread
+from ckptcore.reading.gather import stored_order
 from ckptcore.store.ahead import Ints
 from ckptcore.store.objects.part_plan import plan_parts
 from ckptcore.utils.dataclass import dataclass
@@ -365,7 +365,7 @@ class _FileJobs:
         widest = max(itemsize, BY_NAME[planned.source_dtype].itemsize)
         limit = self._limits.get(tensor)
         if limit is None:
-            stored = spread(self._plan.reads, tensor, len(planned.shape))
+            stored = stored_order(self._plan.reads, tensor, len(planned.shape))
             limit = self._budget.step(stored, planned.shape, widest)
             self._limits[tensor] = limit
         o, s = planned.offset, planned.shape

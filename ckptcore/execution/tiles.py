@@ -21,7 +21,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import BudgetTooSmall
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
-from ckptcore.reading.gather import Spread, spread
+from ckptcore.reading.gather import StoredOrder, stored_order
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.row_wise import products
 
@@ -69,23 +69,23 @@ class Budget:
         """Return the bytes of a step without special needs."""
         return min(self.tile, max(TILES // self.threads, 1 << 20))
 
-    def step(self, spread: Spread, shape: tuple[int, ...], width: int) -> int:
+    def step(self, order: StoredOrder, shape: tuple[int, ...], width: int) -> int:
         """Return the bytes of a step of a tensor: enough for a large read of each chunk that it crosses.
 
         Where dims are stored in another order, a step of more rows has longer runs in storage.
 
         Args:
-            spread: How the tensor is stored.
+            order: How the tensor is stored.
             shape: Of the box that is cut into steps.
             width: Bytes of an element.
         """
-        step = min(self.tile, max(self.usual, spread.across * max(_READ // self.threads, 64 << 10)))
-        if spread.strides is None:
+        step = min(self.tile, max(self.usual, order.across * max(_READ // self.threads, 64 << 10)))
+        if order.strides is None:
             return step
         box = Box.full(shape)
 
         def run(nbytes: int) -> int:
-            return spread.run(next(box.tiles(nbytes // width)).shape)
+            return order.run(next(box.tiles(nbytes // width)).shape)
 
         least = min(_RUN // width, run(self.tile))
         while run(step) < least:
@@ -173,7 +173,7 @@ def _parts_of_file(
         itemsize = BY_NAME[tensor.dtype].itemsize
         widest = max(itemsize, BY_NAME[tensor.source_dtype].itemsize)
         of_item = None if strides is None else partial(strides, n)
-        limit = budget.step(spread(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
+        limit = budget.step(stored_order(plan.reads, n, len(tensor.shape), of_item), tensor.shape, widest)
         if n in plan.derived:
             limit = min(limit, (budget.tile - 64) // (widest + _input_bytes(plan, n)) * widest)
         for box in tensor.box.tiles(limit // widest):

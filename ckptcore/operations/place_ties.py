@@ -1,7 +1,8 @@
 """Find why sources must stay, also where that is recorded under another name of their place.
 
 A link, a second mount and another scheme of a URL give one checkpoint two rows. A hold, a tag, an alias or a
-conversion that reads is of one of them; what is deleted is both.
+conversion that reads is of one of them; what is deleted is both. A module of its own, between the catalog,
+which knows no file systems, and the deletion.
 """
 
 from __future__ import annotations

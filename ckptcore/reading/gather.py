@@ -92,7 +92,7 @@ def overlaps(chunks: Chunks, tensor: int, want: Box) -> Iterator[Overlap]:
             yield Overlap(row, box, common)
 
 
-class Spread(NamedTuple):
+class StoredOrder(NamedTuple):
     """How far the elements of a tensor's rows are apart in storage: what the size of its tiles depends on.
 
     Attributes:
@@ -121,9 +121,9 @@ class Spread(NamedTuple):
         return run
 
 
-def spread(
+def stored_order(
     chunks: Chunks, tensor: int, rank: int, strides: Callable[[int], tuple[int, ...] | None] | None = None
-) -> Spread:
+) -> StoredOrder:
     """Return how a tensor of this rank, by its number, is stored.
 
     Args:
@@ -138,11 +138,11 @@ def spread(
         most = int(np.unique(chunks.lo[first:last, 0], return_counts=True)[1].max()) if rank else last - first
         across = 0 if most == 1 else most
     if first == last or rank < 2:
-        return Spread(across)
+        return StoredOrder(across)
     shape = tuple(chunks.shape[first, :rank].tolist())
     view = view_of(chunks, first, rank)
     found = view.strides if view is not None else strides(first) if strides is not None else None
-    return Spread(across) if is_row_major(shape, found) else Spread(across, shape, found)
+    return StoredOrder(across) if is_row_major(shape, found) else StoredOrder(across, shape, found)
 
 
 def gather(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ckptcore
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Settings
-from ckptcore.reading.gather import Spread
+from ckptcore.reading.gather import StoredOrder
 from ckptcore.reading.payload import Payload
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -70,6 +70,6 @@ def test_reads_are_as_long_as_pages(view: str, kind: str, workers: int, tmp_path
 )
 def test_rows_of_a_tile(shape: tuple[int, int], strides: tuple[int, int], rows: int) -> None:
     budget = Budget.of(Settings(memory=512 << 20, workers=2))
-    step = budget.step(Spread(0, shape, strides), shape, 4)
+    step = budget.step(StoredOrder(0, shape, strides), shape, 4)
     assert step <= budget.tile
     assert step // (4 * shape[1]) == rows
