@@ -147,7 +147,8 @@ class Spellings:
         self._through: dict[str, list[str]] = {}
         self._ending: dict[str, list[str]] = {}
         self._folders: dict[str, list[str]] = {}
-        for url in dict.fromkeys(urls):
+        self._urls = tuple(dict.fromkeys(urls))
+        for url in self._urls:
             for root in roots_of(url) or (url,):
                 names = _names(root)
                 self._folders.setdefault(root.rpartition("/")[0], []).append(url)
@@ -155,11 +156,15 @@ class Spellings:
                 for name in set(names):
                     self._through.setdefault(name, []).append(url)
 
-    def of(self, url: str) -> dict[str, Relation]:
+    def of(self, url: str, *, every: bool = False) -> dict[str, Relation]:
         """Return the other URLs that may refer to this place, to a part of it, or around it.
 
         Only those are compared where the path of one has the last name of the other. What is missed is a
         link or a mount that gives the outer place itself another name.
+
+        Args:
+            url: The place.
+            every: Whether all are compared, so that nothing is missed.
 
         Returns:
             URL -> how its place relates to that of ``url``.
@@ -167,7 +172,7 @@ class Spellings:
         names = _names(url)
         near = self._through.get(names[-1], ()) if names else ()
         near = [*near, *(each for name in ("", *names) for each in self._ending.get(name, ()))]
-        others = [each for each in dict.fromkeys(near) if each != url]
+        others = [each for each in (self._urls if every else dict.fromkeys(near)) if each != url]
         here = identify(url) if others else None
         found = {} if here is None else {each: relation(self._identify(each), here) for each in others}
         return {each: how for each, how in found.items() if how is not Relation.APART}

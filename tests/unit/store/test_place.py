@@ -158,3 +158,10 @@ def test_spellings_among_many_urls(tmp_path: Path) -> None:
         str(tmp_path / "new/step-2"),
     )
     assert Spellings(["a"]).inside("/") == ()
+
+
+def test_a_link_that_renames_the_place_itself_is_found_among_all(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "best").symlink_to(tmp_path / "step-1")
+    spellings = Spellings([str(tmp_path / "best"), str(tmp_path / "other")])
+    assert spellings.of(str(tmp_path / "step-1"), every=True) == {str(tmp_path / "best"): Relation.SAME}
