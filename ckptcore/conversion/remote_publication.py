@@ -362,7 +362,7 @@ def _write(here: _Here, name: str, now: Entry | None) -> None:
         here.staging.files.copy_to(name or here.staging.name, store, inner)
         return
     if here.publication.puts[name][0] > IN_ONE:  # the store copies what is larger
-        _copy(here, name, places)
+        _copy(here, name, places, now)
         return
     data, key = here.staged(name), places.key_of(name)
     try:
@@ -373,7 +373,7 @@ def _write(here: _Here, name: str, now: Entry | None) -> None:
         places.client.put(key, data)  # this store has no such condition
 
 
-def _copy(here: _Here, name: str, places: ObjectPlaces) -> None:
+def _copy(here: _Here, name: str, places: ObjectPlaces, now: Entry | None) -> None:
     """Copy a staged file to its place inside the store: the version that is proven, and no other one."""
     from ckptcore.store.objects.retry import Kind, kind_of
 
@@ -384,17 +384,36 @@ def _copy(here: _Here, name: str, places: ObjectPlaces) -> None:
     if seen is None or (digest is not None and not has_digest(here.staging.files, staged, nbytes, (digest,))):
         raise here.staged_changed(name)
     try:
-        made = client.copy(source, target, match=seen.etag or None)
+        made = _copied(client, source, target, seen.etag or None, now)
     except CkptError as error:
-        if kind_of(error) is Kind.CHANGED:
-            raise here.staged_changed(name) from error
-        if kind_of(error) not in (Kind.UNSUPPORTED, Kind.INVALID):
-            raise
-        made = client.copy(source, target)  # this store has no such condition
-    now = client.head(source)
-    if now is None or now.etag != seen.etag:  # some stores take the condition, and ignore it
+        if kind_of(error) not in (Kind.CHANGED, Kind.MISSING) or _is_now(client, source, seen.etag):
+            raise  # also where the name has another object by now
+        raise here.staged_changed(name) from error
+    if not _is_now(client, source, seen.etag):  # some stores take the condition, and ignore it
         _remove_copy(client, target, made)
         raise here.staged_changed(name)
+
+
+def _copied(client: ObjectClient, source: str, target: str, match: str | None, now: Entry | None) -> str:
+    """Copy an object with the conditions that the store knows; return the copy's ETag."""
+    from ckptcore.store.objects.retry import Kind, kind_of
+
+    replaces = None if now is None else _etag(now)
+    for copy in (
+        partial(client.copy, match=match, create=now is None, replaces=replaces),
+        partial(client.copy, match=match),
+    ):
+        try:
+            return copy(source, target)
+        except CkptError as error:
+            if kind_of(error) not in (Kind.UNSUPPORTED, Kind.INVALID):
+                raise
+    return client.copy(source, target)
+
+
+def _is_now(client: ObjectClient, key: str, etag: str) -> bool:
+    seen = client.head(key)
+    return seen is not None and seen.etag == etag
 
 
 def _remove_copy(client: ObjectClient, key: str, etag: str) -> None:

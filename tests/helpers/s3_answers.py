@@ -218,6 +218,7 @@ class S3Answers:
             match = asked.headers.get("x-amz-copy-source-if-match")
             if self.matches and match is not None and match.strip('"') != there.etag:
                 raise error(412, "PreconditionFailed")
+            self._require_conditions(asked, complete=False)
             self.objects[asked.path] = Stored(there.data, there.etag, dict(there.meta))
             raise _xml(f"<CopyObjectResult><ETag>&quot;{there.etag}&quot;</ETag></CopyObjectResult>")
         self._received(asked)

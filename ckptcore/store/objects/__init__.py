@@ -170,8 +170,25 @@ class ObjectClient(Protocol):
             checksum: Compared by the store; None to compute a CRC-32.
         """
 
-    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> str:
-        """Copy an object on the server, to a key of this bucket; ``bucket`` is that of the source.
+    def copy(
+        self,
+        key: str,
+        target: str,
+        *,
+        match: str | None = None,
+        bucket: str | None = None,
+        create: bool = False,
+        replaces: str | None = None,
+    ) -> str:
+        """Copy an object on the server, to a key of this bucket.
+
+        Args:
+            key: The object to copy.
+            target: Where the copy goes.
+            match: Copy only the object with this ETag, where the store knows that condition.
+            bucket: The bucket of the object to copy; None for this one.
+            create: Refuse to replace an object (kind CHANGED), where the store knows that condition.
+            replaces: Replace only the object with this ETag, where the store knows that condition.
 
         Returns:
             The ETag of the copy; "" where the store does not say it.

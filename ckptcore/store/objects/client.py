@@ -229,9 +229,20 @@ class S3Client:
         self._md5 = False
         return True
 
-    def copy(self, key: str, target: str, *, match: str | None = None, bucket: str | None = None) -> str:
+    def copy(
+        self,
+        key: str,
+        target: str,
+        *,
+        match: str | None = None,
+        bucket: str | None = None,
+        create: bool = False,
+        replaces: str | None = None,
+    ) -> str:
         """Copy an object on the server, to a key of this bucket; return the copy's ETag, or ""."""
         asked: dict[str, Any] = {"CopySource": {"Bucket": bucket or self.bucket, "Key": key}, "Key": target}
+        # Conditions on the target: S3 knows them since October 2025, and older botocores do not send them.
+        asked |= _conditions(create, replaces)
         if match:
             asked["CopySourceIfMatch"] = match
         answer = self._ask("copy_object", target, writing=True, **asked)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptcore
 import ckptcore.store.s3  # it takes the limit when it is imported
-from ckptcore.errors import OutputMismatch
+from ckptcore.errors import DestinationExists, OutputMismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of aiobotocore
 README, STAGED = "bucket/models/out/README.md", "bucket/models/.out.ckptcore/files/README.md"
@@ -61,6 +61,19 @@ def test_an_object_that_is_replaced_after_its_proof_is_not_published(
         convert(source)
         assert sorted(server.below("bucket/")) == ["models/out/README.md", "models/out/model.safetensors"]
         assert server.objects[README].data != b"other"
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["new name", "overwrite"])
+def test_what_appears_right_before_the_copy_stays(replaced: bool, source: str) -> None:
+    with fault_s3.serving() as server:
+        if replaced:
+            convert(source)
+        server.fault(
+            "CopyObject", path="out/README", action="", call=lambda: server.put(README, b"another's")
+        )
+        with pytest.raises(DestinationExists, match=r"out/README\.md was written meanwhile"):
+            convert(source, overwrite=replaced, overwrite_in_place=replaced)
+        assert server.objects[README].data == b"another's"
 
 
 def test_only_the_copy_itself_is_removed(source: str) -> None:
