@@ -129,7 +129,8 @@ def postgres() -> Iterator[postgresql.Server]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Whatever a test runs without naming a catalog: it is not the user's."""
+    """Whatever a test runs without naming a catalog: it is not the user's. No answer is kept, either."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPTCORE_CACHE", "")
         patch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path_factory.mktemp("catalog") / "catalog.sqlite"))
         yield

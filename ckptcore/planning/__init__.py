@@ -13,6 +13,6 @@ formats arrange; it knows nothing of execution, of the catalog and of where a pl
                    files beside an export's weights: find, read, write
     zero_tensors   dropped tensors that must be zero
     file_planner, file_forms, reads, nesting, config_folder, meta_model, transformers_conversion,
-    transformers_process
+    transformers_process, kept_answers
                    how a plan is made
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
-from ckptcore.planning import transformers_process
+from ckptcore.planning.kept_answers import ask_once
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
@@ -88,7 +88,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
     require_possible(config.form, f"--config {config.url}", found.values())
     asked = {"config": config.form, "tensors": found}
-    answer = transformers_process.ask("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
+    answer = ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
     if "rejected" in answer:
         raise UsageError(
             f"--config {config.url}: transformers builds no model from config.json: {answer['rejected']}",

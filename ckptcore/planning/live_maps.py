@@ -30,8 +30,8 @@ from ckptcore.naming.maps.matching import match, require_fit
 from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.rename import Mapped
 from ckptcore.naming.worlds import HUB
-from ckptcore.planning import transformers_process
 from ckptcore.planning.config_folder import require_possible
+from ckptcore.planning.kept_answers import ask_once
 from ckptcore.planning.meta_model import built
 from ckptcore.planning.name_maps import MappedNames, NameMap, composed, lacking
 from ckptcore.planning.stored_configs import stored_configs
@@ -157,7 +157,7 @@ def family_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int,
             )
         return None
     require_possible(config, kind, tensors.values())
-    reply = transformers_process.ask("ckptcore.planning.live_maps", config, seconds=_SECONDS)
+    reply = ask_once("ckptcore.planning.live_maps", config, seconds=_SECONDS)
     if "error" in reply:
         if any(map(_is_fused, tensors)):
             raise UsageError(

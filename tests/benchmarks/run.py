@@ -325,11 +325,14 @@ def arguments() -> argparse.Namespace:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of the commands: a catalog of their own, and modules compiled once.
+    """Return the environment of the commands: a catalog and a cache of their own, and modules compiled once.
 
     Installed packages are compiled; a checkout is not, where this variable is set.
     """
-    env = os.environ | {"CKPTCORE_CATALOG_URL": f"sqlite:///{folder}/catalog.db"}
+    env = os.environ | {
+        "CKPTCORE_CATALOG_URL": f"sqlite:///{folder}/catalog.db",
+        "CKPTCORE_CACHE": str(folder / "cache"),  # after the first round, as after the first export of a run
+    }
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
 

@@ -18,6 +18,7 @@ from ckptcore.catalog import open_catalog
 from ckptcore.conversion import pipeline
 from ckptcore.errors import AmbiguousModel, NameMismatch, UsageError
 from ckptcore.operations.export_target import options_digest
+from ckptcore.planning import transformers_process
 from ckptcore.planning.model_card import is_untouched, provenance
 from ckptcore.planning.request import Request
 from ckptcore.store import open_store
@@ -260,6 +261,23 @@ def test_a_found_config_that_does_not_fit_stops_the_export(source: Path, tmp_pat
         export(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert "not-loadable" in codes(export(source, tmp_path / "out", config="none"))
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_a_second_export_has_the_answer_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("CKPTCORE_CACHE", str(tmp_path / "cache"))
+    source = FIXTURES / "torch/verl_fsdp2_4r/ckpt"
+    wrong = {"rename": [("model.norm.", "model.other.")]}
+    export(source, tmp_path / "first")
+    with pytest.raises(NameMismatch) as first:
+        export(source, tmp_path / "wrong", **wrong)
+    monkeypatch.setattr(transformers_process, "ask", lambda *_, **__: pytest.fail("asked again"))
+    export(source, tmp_path / "second")
+    assert beside(tmp_path / "second") == beside(tmp_path / "first")
+    with pytest.raises(NameMismatch) as second:
+        export(source, tmp_path / "wrong", **wrong)
+    assert second.value.as_dict() == first.value.as_dict()
 
 
 @pytest.mark.usefixtures("asked_here")

@@ -1,0 +1,136 @@
+"""Keep answers of transformers on disk, so that an equal question is not asked again.
+
+To import transformers and to build a model without weights takes 4 s, and all exports of a run ask the same.
+An answer is a file in the user's cache folder. Its name is a digest of what the answer depends on: the
+question, ckptcore's own code, the interpreter, and the installed libraries, whose folder changes with every
+installation. Errors are not kept. Where something may differ without a trace (a library in a development
+tree, a file that another user may write), transformers is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from blake3 import blake3
+
+from ckptcore.planning import transformers_process
+from ckptcore.planning.transformers_process import Answer
+from ckptcore.utils.late_pattern import late_pattern
+
+VARIABLE = "CKPTCORE_CACHE"
+_LIBRARIES = ("transformers", "torch")
+_SETTINGS = ("TRANSFORMERS_", "USE_")  # begin the names of variables that transformers reads
+_FAILED = {"error", "unknown", "rejected"}  # keys of answers that another attempt may change
+_FOLDER = "answers-of-transformers"
+_OURS = late_pattern(r"[0-9a-f]{64}\.(?:json|[0-9]+\.draft)")  # names of files, below that folder
+_MOST_BYTES = 4 << 20  # of a file
+_MOST_FILES = 256
+
+
+def ask_once(module: str, asked: object, *, seconds: float | None) -> Answer:
+    """Ask as `transformers_process.ask`, unless the answer is kept; keep it, if it is no failure."""
+    place = _place(module, asked)
+    kept = None if place is None else _kept(place)
+    if kept is not None:
+        return kept
+    answer = transformers_process.ask(module, asked, seconds=seconds)
+    if place is not None and not _FAILED & answer.keys():
+        with suppress(OSError):  # a full disk, a read-only home: the next command asks again
+            _keep(place, answer)
+    return answer
+
+
+def _place(module: str, asked: object) -> Path | None:
+    """Return the file of an answer; None where none is kept."""
+    folder = _folder()
+    if folder is None:
+        return None
+    try:
+        depends = [module, asked, sys.version, sys.executable, *_settings(), *_installed(), *_code()]
+    except (FileNotFoundError, NotADirectoryError):  # not installed as files, or by no known installer
+        return None
+    return folder / f"{blake3(json.dumps(depends).encode()).hexdigest()}.json"
+
+
+def _folder() -> Path | None:
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return Path(given) / _FOLDER if given else None
+    import platformdirs
+
+    return platformdirs.user_cache_path("ckptcore") / _FOLDER
+
+
+def _settings() -> list[tuple[str, str]]:
+    return sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS))
+
+
+def _installed() -> Iterator[object]:
+    """Yield where the libraries are and which they are; raise `FileNotFoundError` where that is not certain.
+
+    An installer adds and removes entries of the folder with all packages, which changes its time.
+    """
+    for library in _LIBRARIES:
+        spec = importlib.util.find_spec(library)
+        origin = "" if spec is None or spec.origin is None else spec.origin
+        packages = Path(origin).parent.parent
+        records = sorted(p.name for p in packages.glob(f"{library}-*.dist-info"))
+        if len(records) != 1:
+            raise FileNotFoundError(f"{origin} has no record of its installation")
+        yield [origin, records, packages.stat().st_mtime_ns, Path(origin).stat().st_mtime_ns]
+
+
+def _code() -> Iterator[object]:
+    """Yield names, sizes and times of the modules that ask, answer and compare."""
+    for folder in (Path(__file__).parent, Path(__file__).parent.parent / "naming"):
+        yield from _files(folder)
+
+
+def _files(folder: Path) -> Iterable[object]:
+    with os.scandir(folder) as entries:
+        found = sorted(entries, key=lambda each: each.name)
+    for entry in found:
+        if entry.is_dir():
+            yield from _files(Path(entry.path))
+        elif entry.name.endswith(".py"):
+            yield [entry.path, entry.stat().st_size, entry.stat().st_mtime_ns]
+
+
+def _kept(place: Path) -> Answer | None:
+    """Return the answer in a file, if this user wrote it, nobody else may write it, and it is complete."""
+    try:
+        with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+            if about.st_uid != os.geteuid() or about.st_size > _MOST_BYTES:
+                return None
+            digest, _, text = file.read().partition(b"\n")
+    except OSError:
+        return None
+    if digest != blake3(text).hexdigest().encode():
+        return None
+    answer: Answer = json.loads(text)
+    return answer
+
+
+def _keep(place: Path, answer: Answer) -> None:
+    text = json.dumps(answer).encode()
+    data = b"%s\n%s" % (blake3(text).hexdigest().encode(), text)
+    if len(data) > _MOST_BYTES:
+        return
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = place.with_suffix(f".{os.getpid()}.draft")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(data)
+    draft.replace(place)
+    ours = [path for path in place.parent.iterdir() if _OURS.fullmatch(path.name)]
+    for old in sorted(ours, key=lambda each: each.stat().st_mtime_ns)[:-_MOST_FILES]:
+        old.unlink(missing_ok=True)
