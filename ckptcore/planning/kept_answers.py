@@ -65,7 +65,8 @@ def _folder() -> Path | None:
         return Path(given) / _FOLDER if given else None
     import platformdirs
 
-    return platformdirs.user_cache_path("ckptcore") / _FOLDER
+    folder = platformdirs.user_cache_path("ckptcore")
+    return folder / _FOLDER if folder.is_absolute() else None  # a user without a home has none
 
 
 def _settings() -> list[tuple[str, str]]:

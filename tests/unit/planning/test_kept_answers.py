@@ -157,6 +157,16 @@ def test_without_a_folder_every_question_is_asked(
     assert [count(), count()] == [1, 2]
 
 
+def test_a_user_without_a_home_keeps_nothing(
+    count: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CKPTCORE_CACHE")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: Path("~/.cache/ckptcore"))
+    assert [count(), count()] == [1, 2]
+    assert not (tmp_path / "~").exists()
+
+
 def test_the_oldest_are_removed_and_no_file_of_others(
     count: Callable[..., int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
