@@ -53,9 +53,9 @@ class Ties:
         """Return these reasons and others, each of those once and with a note behind it."""
         mine = (self.tags, self.aliases, self.holds, self.readers)
         theirs = (other.tags, other.aliases, other.holds, other.readers)
-        return Ties(
-            *((*a, *(f"{x}{note}" for x in b if x not in a)) for a, b in zip(mine, theirs, strict=True))
-        )
+        new = [(set(a), b) for a, b in zip(mine, theirs, strict=True)]
+        more = [tuple(f"{x}{note}" for x in b if x not in known) for known, b in new]
+        return Ties(*((*a, *b) for a, b in zip(mine, more, strict=True)))
 
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:
@@ -345,8 +345,7 @@ def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the URIs of other existing checkpoints with files inside this one's folder."""
     top = uri.rstrip("/") + "/"
-    below = Checkpoint.uri.startswith(top, autoescape=True)
-    merged = Checkpoint.uri.startswith("merged://", autoescape=True)
+    below, merged = _below(conn, uri), _below(conn, "merged:")
     rows = conn.execute(
         select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
     )
