@@ -267,6 +267,8 @@ def plan(
             continue
         try:
             _root_above(above, row)
+            if local_path(row.uri) is not None:
+                require_no_mount(row.uri)
             replacement = find_replacement(catalog, row, rules[row.id][1], take=take, means=means)
         except CkptError as error:
             replacement = Replacement(None, None, f"{error.code}: {error.message}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -131,6 +133,33 @@ def test_a_checkpoint_inside_another_keeps_it_in_the_plan_as_in_the_deletion(
     assert found[0] == found[1]
     assert found[0][0] == "kept"
     assert inner.joinpath(".metadata").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_folder_that_is_mounted_in_a_step_keeps_it_in_the_plan_as_in_the_deletion(
+    catalog, url, runs, watch, tmp_path
+):
+    watch()
+    away, inner = tmp_path / "away", runs / "llama/step-1/logs"
+    for number in (1, 2):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    away.mkdir()
+    inner.mkdir()
+    bind = ["mount", "--bind", str(away), str(inner)]
+    if subprocess.run(bind, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        allowed = Allowed(loss=("logs", "logs/*"))
+        fates = [
+            i.fate.value
+            for yes in (False, True)
+            for i in retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+            if i.source.uri.endswith("step-1")
+        ]
+    finally:
+        subprocess.run(["umount", str(inner)], check=True)
+    assert fates == ["unsafe", "unsafe"]
 
 
 def test_without_a_tie_it_goes(catalog, url, runs, moved):
