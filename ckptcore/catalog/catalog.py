@@ -137,6 +137,9 @@ class Catalog:
 
     def end_interrupted(self) -> tuple[str, ...]:
         """End the conversions whose process is known to have ended, and return their ids."""
+        with self.reading() as conn:
+            if not conversions.interrupted(conn):  # as a rule: no writer waits for this
+                return ()
         with self.writing() as conn:
             return conversions.end_interrupted(conn, _now())
 

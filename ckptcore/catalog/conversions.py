@@ -67,16 +67,20 @@ def begin_conversion(
 
 def end_interrupted(conn: Connection, now: datetime) -> tuple[str, ...]:
     """End the conversions whose process is known to have ended; return their ids."""
+    ended = interrupted(conn)
+    _end(conn, now, Conversion.uuid.in_(ended), "the process ended unexpectedly")
+    return ended
+
+
+def interrupted(conn: Connection) -> tuple[str, ...]:
+    """Return the ids of conversions that are recorded as running, but whose process has ended."""
     running = (
-        select(Conversion.id, Conversion.uuid, ConversionProcess.process)
+        select(Conversion.uuid, ConversionProcess.process)
         .join(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
         .where(Conversion.state == Outcome.RUNNING.value)
         .order_by(Conversion.id)
     )
-    ended = [row for row in conn.execute(running) if has_ended(row.process.split(" "))]
-    for row in ended:
-        _end(conn, now, Conversion.id == row.id, "the process ended unexpectedly")
-    return tuple(row.uuid for row in ended)
+    return tuple(row.uuid for row in conn.execute(running) if has_ended(row.process.split(" ")))
 
 
 def succeed(
