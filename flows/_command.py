@@ -21,6 +21,7 @@ from prefect.context import SyncClientContext
 
 from ckptcore.__main__ import leave
 from ckptcore.cli.options import typer_type
+from ckptcore.cli.plain_values import FilledCommand
 from ckptcore.conversion.destination import require_no_credentials
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, Interrupted, UsageError
@@ -111,7 +112,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     )
     command.__doc__ = (flow.fn.__doc__ or "").partition("\n\nArgs:")[0]
     app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
+    app.command(cls=FilledCommand)(command)
     try:
         code = app(args=list(arguments), prog_name=prog, standalone_mode=False)
         if not found:  # the help text was printed

@@ -28,6 +28,7 @@ from ckptcore.operations.sweep import (
     SweepItem,
     Swept,
     convert_ready,
+    end_interrupted,
     forget_events,
     watched,
 )
@@ -74,6 +75,7 @@ def sweep(
                 note(root.name, closed(root), closed(done), catalog, dry_run)
                 found += done
             if not dry_run:
+                end_interrupted(known)
                 forget_events(known)
     except CkptError as error:
         return failed(error)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
 from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
-from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
@@ -32,6 +31,7 @@ from ckptcore.catalog.types import (
     Origin,
 )
 from ckptcore.errors import LEVELS, Finding, UsageError, current_level
+from ckptcore.utils.processes import this_process
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -126,12 +126,22 @@ class Catalog:
                 verb=verb,
                 tool_version=tool_version,
                 flow_run_id=flow_run_id,
+                process=this_process(),
             )
 
     def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
+        process = this_process()
         with self.writing() as conn:
-            return tuple(conversions.begin_conversion(conn, _now(), **row) for row in rows)
+            return tuple(conversions.begin_conversion(conn, _now(), process=process, **row) for row in rows)
+
+    def end_interrupted(self) -> tuple[str, ...]:
+        """End the conversions whose process is known to have ended, and return their ids."""
+        with self.reading() as conn:
+            if not conversions.interrupted(conn):  # as a rule: no writer waits for this
+                return ()
+        with self.writing() as conn:
+            return conversions.end_interrupted(conn, _now())
 
     def succeed_each(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Record several published outputs in one transaction that is on disk when this returns.
@@ -287,7 +297,7 @@ class Catalog:
     def at(self, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
         """Return the current or last checkpoint at a URI with its files, or None if none was recorded."""
         with self.reading() as conn:
-            return query.at(conn, normal_uri(uri))
+            return query.at(conn, uri)
 
     def lineage(self, ref: str, *, up: bool = True, down: bool = True) -> Lineage:
         """Return all ancestors (`up`) and descendants (`down`) of a checkpoint."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, select, update
 
 from ckptcore.catalog.models import Claim
-from ckptcore.catalog.normalize import clean, normal_uri, storable
+from ckptcore.catalog.normalize import clean, normal_uri, same_places, storable
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.processes import has_ended, this_process
 
@@ -101,17 +101,22 @@ def take(
         "taken_at": now,
         "due_at": now + lease,
     }
+    elsewhere = select(Claim.__table__).where(*_is(key), Claim.destination_uri != values["destination_uri"])
+    for row in conn.execute(elsewhere):  # under another scheme of the same place
+        there = _claim_row(row)
+        if _is_settled(there, now, owner, retry=retry):
+            return there
     insert: Any = import_module(f"sqlalchemy.dialects.{conn.dialect.name}").insert
     columns = [Claim.source_digest, Claim.destination_uri, Claim.options_digest]
     made = conn.execute(
         insert(Claim).values(values).on_conflict_do_nothing(index_elements=columns).returning(Claim.id)
     ).first()
-    row = conn.execute(select(Claim.__table__).where(*_is(key)).with_for_update()).one()
+    mine = (*_is(key), Claim.destination_uri == values["destination_uri"])
+    row = conn.execute(select(Claim.__table__).where(*mine).with_for_update()).one()
     if made is not None:
         return _claim_row(row, mine=True)
     there = _claim_row(row)
-    busy = there.owner != storable(owner) and there.is_in_use(now)
-    if busy or (row.state == DONE and not retry):
+    if _is_settled(there, now, owner, retry=retry):
         return there
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
     conn.execute(update(Claim).where(Claim.id == row.id).values(values))
@@ -148,13 +153,13 @@ def drop(conn: Connection, claim: ClaimRow) -> bool:
 
 def current(conn: Connection, key: Key) -> ClaimRow | None:
     """Return a claim, or None if it was never taken."""
-    row = conn.execute(select(Claim.__table__).where(*_is(key))).first()
+    row = conn.execute(select(Claim.__table__).where(*_is(key)).order_by(Claim.taken_at.desc())).first()
     return None if row is None else _claim_row(row)
 
 
 def of_destination(conn: Connection, destination: str) -> tuple[ClaimRow, ...]:
     """Return every claim on a destination, newest first."""
-    wanted = select(Claim.__table__).where(Claim.destination_uri == normal_uri(destination))
+    wanted = select(Claim.__table__).where(Claim.destination_uri.in_(same_places(destination)))
     return tuple(_claim_row(row) for row in conn.execute(wanted.order_by(Claim.id.desc())))
 
 
@@ -167,9 +172,15 @@ def read_owner(text: str) -> tuple[str, tuple[str, ...]]:
 def _is(key: Key) -> tuple[Any, ...]:
     return (
         Claim.source_digest == key.source_digest,
-        Claim.destination_uri == normal_uri(key.destination),
+        Claim.destination_uri.in_(same_places(key.destination)),
         Claim.options_digest == key.options_digest,
     )
+
+
+def _is_settled(there: ClaimRow, now: datetime, owner: str, *, retry: bool) -> bool:
+    """Return whether a claim is not to be taken: another worker has it, or it is done."""
+    busy = there.owner != storable(owner) and there.is_in_use(now)
+    return busy or (there.state == DONE and not retry)
 
 
 def _owned(claim: ClaimRow) -> tuple[Any, ...]:

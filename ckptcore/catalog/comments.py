@@ -101,6 +101,13 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "export_verified_at": "Time of the last check.",
         },
     ),
+    "conversion_process": (
+        "The process of a conversion that runs, where it is known: one that has ended runs nothing.",
+        {
+            "conversion_id": "Conversion.",
+            "process": "Pid, start time, namespaces, and boot id with a mark, separated by spaces.",
+        },
+    ),
     "conversion_io": (
         "An edge of lineage: a checkpoint that a conversion read or wrote.",
         {"conversion_id": "Conversion.", "checkpoint_id": "Checkpoint.", "direction": "in or out."},

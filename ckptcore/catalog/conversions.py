@@ -7,23 +7,24 @@ then changing it is safe.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import and_, delete, func, insert, select, update
 
 from ckptcore.catalog import training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
-from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
-from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
+from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
+from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
 from ckptcore.catalog.query import current_first
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
+from ckptcore.utils.processes import has_ended
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
 # Codes of findings about the output, not the source.
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
@@ -39,11 +40,13 @@ def begin_conversion(
     verb: str,
     tool_version: str,
     flow_run_id: str | None,
+    process: Sequence[str] = (),
 ) -> str:
-    """Insert a running conversion and return its id."""
+    """Insert a running conversion and return its id. process: that runs it, () if it ends at once."""
     new = str(uuid.uuid4())
-    conn.execute(
-        insert(Conversion).values(
+    row = conn.execute(
+        insert(Conversion)
+        .values(
             uuid=new,
             verb=verb,
             state=Outcome.RUNNING.value,
@@ -55,8 +58,29 @@ def begin_conversion(
             started_at=now,
             timings="{}",
         )
-    )
+        .returning(Conversion.id)
+    ).scalar_one()
+    if all(process) and process:
+        conn.execute(insert(ConversionProcess).values(conversion_id=row, process=" ".join(process)))
     return new
+
+
+def end_interrupted(conn: Connection, now: datetime) -> tuple[str, ...]:
+    """End the conversions whose process is known to have ended; return their ids."""
+    ended = interrupted(conn)
+    _end(conn, now, Conversion.uuid.in_(ended), "the process ended unexpectedly")
+    return ended
+
+
+def interrupted(conn: Connection) -> tuple[str, ...]:
+    """Return the ids of conversions that are recorded as running, but whose process has ended."""
+    running = (
+        select(Conversion.uuid, ConversionProcess.process)
+        .join(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
+        .where(Conversion.state == Outcome.RUNNING.value)
+        .order_by(Conversion.id)
+    )
+    return tuple(row.uuid for row in conn.execute(running) if has_ended(row.process.split(" ")))
 
 
 def succeed(
@@ -110,20 +134,9 @@ def succeed(
     )
     # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
     # published there: an earlier one that still "runs" is gone.
-    conn.execute(
-        update(Conversion)
-        .where(
-            Conversion.destination_uri == row.destination_uri,
-            Conversion.state == Outcome.RUNNING.value,
-            Conversion.id < row.id,
-        )
-        .values(
-            state=Outcome.FAILED.value,
-            ended_at=now,
-            error_code="interrupted",
-            error_message=f"the process ended unexpectedly; {conversion} wrote the destination",
-        )
-    )
+    earlier = and_(Conversion.destination_uri == row.destination_uri, Conversion.id < row.id)
+    _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
+    _forget_process(conn, Conversion.id == row.id)
     return derived_uuid
 
 
@@ -155,6 +168,7 @@ def fail(
         .where(Conversion.id == row.id)
         .values(state=Outcome.FAILED.value, ended_at=now, error_code=code, error_message=clean(message))
     )
+    _forget_process(conn, Conversion.id == row.id)
 
 
 def record_validation(
@@ -182,7 +196,7 @@ def adopt(
     """
     made = conn.execute(select(Checkpoint.id, Checkpoint.uri).where(Checkpoint.uuid == derived)).one()
     same = Checkpoint.manifest_digest == hex_digest(source_digest)
-    there = Checkpoint.uri == normal_uri(source_uri)
+    there = Checkpoint.uri.in_(same_places(source_uri))
     source = conn.execute(
         select(Checkpoint.id, Checkpoint.uri)
         .where(same, Checkpoint.id != made.id)
@@ -237,6 +251,21 @@ def _adopted(conn: Connection, now: datetime, made: Any, source: Any, verb: str,
     conn.execute(update(Checkpoint).where(Checkpoint.id == made.id).values(changes))
     _inherit(conn, now, source.id, made.id)
     return str(source.uri)
+
+
+def _end(conn: Connection, now: datetime, which: ColumnElement[bool], why: str) -> None:
+    """End conversions that run, as interrupted."""
+    running = and_(which, Conversion.state == Outcome.RUNNING.value)
+    _forget_process(conn, running)
+    values = {"state": Outcome.FAILED.value, "ended_at": now}
+    conn.execute(
+        update(Conversion).where(running).values(values | {"error_code": "interrupted", "error_message": why})
+    )
+
+
+def _forget_process(conn: Connection, which: ColumnElement[bool]) -> None:
+    ended = select(Conversion.id).where(which)
+    conn.execute(delete(ConversionProcess).where(ConversionProcess.conversion_id.in_(ended)))
 
 
 def _conversion(conn: Connection, conversion: str) -> Any:

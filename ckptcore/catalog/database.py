@@ -30,12 +30,12 @@ from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
 _RELEASED = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
-REVISIONS = (*_RELEASED, "0010", "0011", "0012", "0013")
+REVISIONS = (*_RELEASED, "0010", "0011", "0012", "0013", "0014")
 HEAD = REVISIONS[-1]
 # Older schemas with the tables that `query.py` reads: they are read as they are, and written once upgraded.
 # What they lack (training facts, the audit) is read as empty: `is_behind`.
-READABLE = frozenset({"0009", "0010", "0011", "0012"})
-_ONLY_INDEXES = frozenset({"0012"})  # of these, the ones that lack no table and no column of one
+READABLE = frozenset({"0009", "0010", "0011", "0012", "0013"})
+_ONLY_PROCESSES = frozenset({"0012", "0013"})  # of these, the ones that lack no other table: `has_processes`
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable
@@ -141,9 +141,14 @@ def connect(url: str, *, create: bool) -> Engine:
 
 
 def is_behind(connection: Connection) -> bool:
-    """Return whether a catalog is of an older schema, which lacks the newest tables."""
+    """Return whether a catalog is of an older schema, without training facts, retirements and the audit."""
     behind = connection.get_execution_options().get(BEHIND)
-    return behind is not None and behind not in _ONLY_INDEXES
+    return behind is not None and behind not in _ONLY_PROCESSES
+
+
+def has_processes(connection: Connection) -> bool:
+    """Return whether a catalog has the table of the processes of running conversions."""
+    return connection.get_execution_options().get(BEHIND) is None
 
 
 def require_writable(engine: Engine) -> None:

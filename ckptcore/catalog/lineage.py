@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import select
 
 from ckptcore.catalog.models import Checkpoint, CheckpointFile, Conversion, ConversionIO, Tensor
-from ckptcore.catalog.normalize import hex_digest, normal_uri, parents
+from ckptcore.catalog.normalize import hex_digest, parents, same_places
 from ckptcore.catalog.query import (
     begins,
     checkpoint_row,
@@ -50,7 +50,7 @@ def which(conn: Connection, what: str) -> list[Origin]:
     found: list[Origin] = []
     if is_digest(what):
         found = _by_digest(conn, hex_digest(what))
-    return found or _by_place(conn, normal_uri(what))
+    return found or _by_place(conn, same_places(what))
 
 
 def with_fingerprint(conn: Connection, fingerprint: str) -> list[Origin]:
@@ -121,15 +121,16 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
     return [_origin_of(conn, row.id, _file_row(row)) for row in conn.execute(wanted).all()]
 
 
-def _by_place(conn: Connection, uri: str) -> list[Origin]:
+def _by_place(conn: Connection, uris: Sequence[str]) -> list[Origin]:
     here = select(Checkpoint.id, Checkpoint.uri, Checkpoint.state).order_by(*current_first())
-    exact = conn.execute(here.where(Checkpoint.uri == uri)).first()
+    exact = conn.execute(here.where(Checkpoint.uri.in_(uris))).first()
     if exact is not None:
-        return [_origin_of(conn, exact.id, _only_file(conn, exact.id, uri))]
-    above = conn.execute(here.where(Checkpoint.uri.in_(parents(uri)))).all()
+        return [_origin_of(conn, exact.id, _only_file(conn, exact.id, exact.uri))]
+    path = {above: uri[len(above) :].lstrip("/") for uri in uris for above in parents(uri)}
+    found = conn.execute(here.where(Checkpoint.uri.in_(path))).all()
     # The innermost folder first; within it, the current checkpoint before replaced ones.
-    for row in sorted(above, key=lambda row: (-len(row.uri), row.state == State.REPLACED)):
-        inside = uri[len(row.uri) :].lstrip("/")
+    for row in sorted(found, key=lambda row: (len(path[row.uri]), row.state == State.REPLACED)):
+        inside = path[row.uri]
         file = conn.execute(
             select(CheckpointFile).where(
                 CheckpointFile.checkpoint_id == row.id, CheckpointFile.path == inside

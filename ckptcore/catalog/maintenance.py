@@ -14,9 +14,20 @@ from sqlalchemy import and_, func, or_, select, union, update
 from ckptcore.catalog import retirements
 from ckptcore.catalog.checkpoints import note_findings
 from ckptcore.catalog.claims import TAKEN, read_owner
+from ckptcore.catalog.database import has_processes
 from ckptcore.catalog.holds import in_force
-from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
-from ckptcore.catalog.normalize import parents
+from ckptcore.catalog.models import (
+    Alias,
+    Checkpoint,
+    Claim,
+    Conversion,
+    ConversionIO,
+    ConversionProcess,
+    Hold,
+    Tag,
+    TrainingRun,
+)
+from ckptcore.catalog.normalize import parents, same_places
 from ckptcore.catalog.query import (
     checkpoint_row,
     checkpoint_rows,
@@ -53,9 +64,9 @@ class Ties:
         """Return these reasons and others, each of those once and with a note behind it."""
         mine = (self.tags, self.aliases, self.holds, self.readers)
         theirs = (other.tags, other.aliases, other.holds, other.readers)
-        return Ties(
-            *((*a, *(f"{x}{note}" for x in b if x not in a)) for a, b in zip(mine, theirs, strict=True))
-        )
+        new = [(set(a), b) for a, b in zip(mine, theirs, strict=True)]
+        more = [tuple(f"{x}{note}" for x in b if x not in known) for known, b in new]
+        return Ties(*((*a, *b) for a, b in zip(mine, more, strict=True)))
 
 
 def due(conn: Connection) -> tuple[CheckpointRow, ...]:
@@ -227,10 +238,11 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
         .where(*in_force(now))
         .order_by(Hold.id)
     )
+    ended = _ended(conn, now)
     reading = grouped(
         select(public, Conversion.uuid)
         .join(Conversion, Conversion.source_uri == Checkpoint.uri)
-        .where(*_running(now))
+        .where(*_running(now), Conversion.id.not_in(ended))
         .order_by(Conversion.id)
     )
     claimed = grouped(
@@ -259,7 +271,8 @@ def tied(conn: Connection, now: datetime) -> dict[str, Ties]:
     )
     uris = {row.uuid: row.uri for row in conn.execute(rows.order_by(Checkpoint.id))}
     every = [(uris[public], found) for public, found in ties(conn, now, list(uris)).items()]
-    reading = select(Conversion.source_uri, Conversion.uuid).where(*_running(now))
+    alive = (*_running(now), Conversion.id.not_in(_ended(conn, now)))
+    reading = select(Conversion.source_uri, Conversion.uuid).where(*alive)
     every += [(uri, Ties(readers=(reader,))) for uri, reader in conn.execute(reading)]
     claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now))
     every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
@@ -271,6 +284,14 @@ def tied(conn: Connection, now: datetime) -> dict[str, Ties]:
 
 def _running(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return Conversion.state == Outcome.RUNNING.value, Conversion.started_at > now - _STALE
+
+
+def _ended(conn: Connection, now: datetime) -> list[int]:
+    """Return the row ids of conversions that are recorded as running, but whose process has ended."""
+    if not has_processes(conn):
+        return []
+    recorded = select(Conversion.id, ConversionProcess.process).join(ConversionProcess).where(*_running(now))
+    return [row for row, process in conn.execute(recorded) if has_ended(process.split(" "))]
 
 
 def _claimed(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -333,11 +354,10 @@ def with_fingerprints(conn: Connection, prints: Iterable[str]) -> tuple[Checkpoi
 
 
 def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
-    """Return the ids of conversions that are now writing to a normal URI, or to a folder around it."""
+    """Return the ids of conversions that are now writing to a URI, or to a folder around it."""
+    here = [place for each in same_places(uri) for place in (each, *parents(each))]
     writing = select(Conversion.uuid).where(
-        Conversion.destination_uri.in_([uri, *parents(uri)]),
-        Conversion.state == Outcome.RUNNING.value,
-        Conversion.started_at > now - _STALE,
+        Conversion.destination_uri.in_(here), *_running(now), Conversion.id.not_in(_ended(conn, now))
     )
     return tuple(conn.execute(writing).scalars())
 
@@ -345,8 +365,7 @@ def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the URIs of other existing checkpoints with files inside this one's folder."""
     top = uri.rstrip("/") + "/"
-    below = Checkpoint.uri.startswith(top, autoescape=True)
-    merged = Checkpoint.uri.startswith("merged://", autoescape=True)
+    below, merged = _below(conn, uri), _below(conn, "merged:")
     rows = conn.execute(
         select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
     )

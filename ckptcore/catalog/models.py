@@ -264,6 +264,15 @@ class Conversion(Base):
     export_verified_at: Column[datetime | None]
 
 
+class ConversionProcess(Base):
+    """The process of a conversion that runs, where it is known; see `ckptcore.utils.processes`."""
+
+    __tablename__ = "conversion_process"
+
+    conversion_id: Column[int] = column(ForeignKey("conversion.id"), primary_key=True)
+    process: Column[str]
+
+
 class ConversionIO(Base):
     """A checkpoint that a conversion read (in) or wrote (out): an edge of lineage."""
 

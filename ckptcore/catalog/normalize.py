@@ -13,6 +13,9 @@ from typing import Any
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.utils.merged_url import is_merged, merged_url, split_merged
 
+# Schemes of one file system of fsspec, which takes the options of all of them.
+_ONE_STORE = (("s3", "s3a"), ("gs", "gcs"), ("abfs", "abfss", "az"))
+
 
 def storable(text: str) -> str:
     r"""Return `text` with lone surrogates (file names that are not UTF-8) and NULs as escapes.
@@ -80,6 +83,21 @@ def normal_uri(uri: str) -> str:
         except ValueError:  # no file can have a name with a NUL, or with a surrogate that means no byte
             return storable(path)
     return storable(bare_url(f"{scheme}://{rest}").rstrip("/"))
+
+
+def same_places(uri: str) -> tuple[str, ...]:
+    """Return the normal spelling of a location, and those with other schemes that open the same place.
+
+    A row keeps the spelling that it was recorded with, and is found under each. Two slashes in a row are
+    another key of an object store.
+
+    >>> same_places("s3a://bucket/run/"), same_places("/nowhere")
+    (('s3a://bucket/run', 's3://bucket/run'), ('/nowhere',))
+    """
+    uri = normal_uri(uri)
+    scheme, found, rest = uri.partition("://")
+    others = next((each for each in _ONE_STORE if scheme in each), ()) if found and "::" not in uri else ()
+    return uri, *(f"{other}://{rest}" for other in others if other != scheme)
 
 
 def parents(uri: str) -> list[str]:

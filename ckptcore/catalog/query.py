@@ -20,7 +20,7 @@ from ckptcore.catalog.models import (
     Tensor,
     TrainingRun,
 )
-from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.normalize import same_places
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
@@ -76,16 +76,17 @@ def show(conn: Connection, ref: str, tensors: bool) -> CheckpointDetail | Conver
 
 
 def at(conn: Connection, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
-    """Return the current or last checkpoint at a normal URI with its files, or None."""
-    there = checkpoint_rows().where(Checkpoint.uri == uri).order_by(*current_first())
+    """Return the current or last checkpoint at a URI with its files, or None."""
+    there = checkpoint_rows().where(Checkpoint.uri.in_(same_places(uri))).order_by(*current_first())
     row = conn.execute(there).first()
     return None if row is None else (checkpoint_row(row), _files_of(conn, row.id))
 
 
 def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
-    """Return the files of every checkpoint that is, or was, recorded at a normal URI."""
+    """Return the files of every checkpoint that is, or was, recorded at a URI."""
     rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
-    return tuple(FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(rows.where(Checkpoint.uri == uri)))
+    here = rows.where(Checkpoint.uri.in_(same_places(uri)))
+    return tuple(FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(here))
 
 
 def resolve_checkpoint(conn: Connection, ref: str) -> int:
@@ -136,7 +137,7 @@ def resolve(conn: Connection, ref: str) -> tuple[type[Checkpoint | Conversion], 
     if named is not None:
         return Checkpoint, named
     row = conn.execute(
-        select(Checkpoint.id).where(Checkpoint.uri == normal_uri(ref)).order_by(*current_first())
+        select(Checkpoint.id).where(Checkpoint.uri.in_(same_places(ref))).order_by(*current_first())
     ).first()
     if row is None:
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import select
 
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO
-from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.normalize import same_places
 from ckptcore.catalog.query import conversion_row, conversions_of, current_first, unloadable
 from ckptcore.catalog.types import ConversionRow, Direction, Outcome
 
@@ -26,13 +26,13 @@ def outputs_of_run(conn: Connection, flow_run_id: str | None) -> list[dict[str, 
 
 def output_at(conn: Connection, destination: str, source: str) -> list[dict[str, Any]]:
     """Return the current checkpoint at a place as such an output, if it was made from this source."""
-    there = select(Checkpoint.id).where(Checkpoint.uri == normal_uri(destination)).order_by(*current_first())
-    row = conn.execute(there).first()
+    there = select(Checkpoint.id).where(Checkpoint.uri.in_(same_places(destination)))
+    row = conn.execute(there.order_by(*current_first())).first()
     if row is None:
         return []
-    wanted = normal_uri(source)
+    wanted = same_places(source)
     for made in conversions_of(conn, row.id, Direction.OUT):
-        if made.state == Outcome.SUCCEEDED.value and made.source_uri == wanted:
+        if made.state == Outcome.SUCCEEDED.value and made.source_uri in wanted:
             return [_output(conn, made)]
     return []
 

@@ -110,7 +110,7 @@ def _noting(flag: str, present: str) -> Callable[[Any], Any]:
     def note(value: Any) -> Any:
         if value:
             note_former(flag, f"--{present.replace('_', '-')}")
-        return value or None
+        return value if value or value == "" else None  # an empty text is refused, and not forgotten
 
     return note
 

@@ -4,6 +4,9 @@ typer converts every argument and option of a command with an adapter of pydanti
 given: importing pydantic and building the adapters takes longer than `ckptcore inspect` of a small checkpoint
 (decision 108 in DESIGN.md). Texts, lists of texts, choices and plain numbers need none. Every other value,
 and every value that is wrong, goes to typer, whose messages stay.
+
+An empty text is refused: it is what a shell makes of a variable that is not set, and not a wish for the
+default.
 """
 
 from __future__ import annotations
@@ -11,15 +14,28 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
 from ckptcore.utils.late_pattern import late_pattern
 
 _UNSURE = object()
 _NUMBER = late_pattern("[0-9]{1,18}")
+# Names in the model's own tree, a name that must be new, and nobody.
+_MAY_BE_EMPTY = frozenset({"model_prefix", "expect", "owner"})
 
 
-class PlainCommand(TyperCommand):
+class FilledCommand(TyperCommand):
+    """A command that refuses empty texts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments of a command line; raise typer's error for an empty one."""
+        rest = super().parse_args(ctx, args)
+        _require_filled(self, ctx)
+        return rest
+
+
+class PlainCommand(FilledCommand):
     """A command whose plain values are converted without pydantic."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -30,9 +46,24 @@ class PlainCommand(TyperCommand):
 class PlainGroup(TyperGroup):
     """A group of commands whose own plain values are converted without pydantic."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the group's own arguments; raise typer's error for an empty one."""
+        rest = super().parse_args(ctx, args)
+        _require_filled(self, ctx)
+        return rest
+
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with the one of ``--help``."""
         return _without_adapters(super().get_params(ctx))
+
+
+def _require_filled(command: Any, ctx: Any) -> None:
+    """Raise typer's error for a parameter that was given as an empty text."""
+    for param in command.get_params(ctx):
+        given, source = ctx.params.get(param.name), ctx.get_parameter_source(param.name)
+        empty = given == "" or (isinstance(given, list | tuple) and "" in given)
+        if empty and source is not None and source.name != "DEFAULT" and param.name not in _MAY_BE_EMPTY:
+            raise BadParameter("must not be empty", ctx=ctx, param=param)
 
 
 def _without_adapters(params: list[Any]) -> list[Any]:

@@ -136,7 +136,6 @@ def _proofs(
 def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, int, str]]:
     """Return (path, bytes, digest) of the files that the catalog records at a place."""
     from ckptcore.catalog import open_catalog
-    from ckptcore.catalog.normalize import normal_uri
     from ckptcore.catalog.query import files_at
 
     try:
@@ -146,7 +145,7 @@ def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, i
             return []
         raise
     with opened as known, known.reading() as conn:
-        rows = files_at(conn, normal_uri(destination))
+        rows = files_at(conn, destination)
     return [(row.path, row.nbytes, row.digest) for row in rows if row.digest]
 
 

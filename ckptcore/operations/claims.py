@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from ckptcore.catalog import claims
 from ckptcore.catalog.claims import ClaimRow, Key
-from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.normalize import same_places
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, UsageError, ended_by
 from ckptcore.execution.source_stamps import take as take_stamps
@@ -69,9 +69,9 @@ def made_from(catalog: Catalog, destination: str, source: str, digest: str) -> b
         origins = catalog.which(destination)
     except UsageError:  # the catalog does not know it
         return False
-    wanted = normal_uri(source)
+    wanted = same_places(source)
     return any(
-        row.uri == wanted and row.manifest_digest == digest for origin in origins for row in origin.sources
+        row.uri in wanted and row.manifest_digest == digest for origin in origins for row in origin.sources
     )
 
 
@@ -80,7 +80,9 @@ def rewritten(catalog: Catalog, key: Key, source: str) -> bool:
     with catalog.reading() as conn:
         there = claims.of_destination(conn, key.destination)
     return any(
-        c.state == claims.DONE and c.source == normal_uri(source) and c.key.source_digest != key.source_digest
+        c.state == claims.DONE
+        and c.source in same_places(source)
+        and c.key.source_digest != key.source_digest
         for c in there
     )
 

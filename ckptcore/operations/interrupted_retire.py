@@ -140,8 +140,11 @@ def _known_source(catalog: Catalog, record: RemovalRecord) -> CheckpointRow:
     known, there = (catalog.show(name, tensors=False) for name in (record.checkpoint, record.uri))
     if not isinstance(known, CheckpointDetail) or not isinstance(there, CheckpointDetail):
         raise UsageError(f"{record.checkpoint} is not a checkpoint in this catalog")
-    row = known.checkpoint
-    if (row.id, row.uri) != (record.checkpoint, record.uri) or there.checkpoint.id != row.id:
+    row, latest = known.checkpoint, there.checkpoint
+    # Under another scheme, one content has a row of its own.
+    twin = latest.uri != row.uri and latest.manifest_digest == row.manifest_digest
+    twin = twin and latest.content_digest == row.content_digest
+    if (row.id, row.uri) != (record.checkpoint, record.uri) or not (latest.id == row.id or twin):
         raise UsageError(f"{record.uri} is another checkpoint in this catalog than in the record")
     return row
 

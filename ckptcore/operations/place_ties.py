@@ -32,8 +32,7 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
     tied = tending.tied(conn, now)
     spellings = Spellings(tied)
     for row in rows:
-        # All are compared right before one is deleted.
-        for other, how in spellings.of(row.uri, every=len(rows) == 1).items():
+        for other, how in spellings.of(row.uri).items():
             if how is not Relation.AROUND:  # what contains it under its own name is no reason, either
                 found[row.id] = found[row.id].with_those(tied[other], f" (as {other})")
     return found

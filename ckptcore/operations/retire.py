@@ -267,11 +267,18 @@ def plan(
             continue
         try:
             _root_above(above, row)
+            if local_path(row.uri) is not None:
+                require_no_mount(row.uri)
             replacement = find_replacement(catalog, row, rules[row.id][1], take=take, means=means)
         except CkptError as error:
             replacement = Replacement(None, None, f"{error.code}: {error.message}")
         if replacement.child is None:
             yield Retired(row, Fate.UNSAFE, (replacement.why,), replacement)
+            continue
+        with catalog.reading() as conn:
+            inside = _inside(conn, row)
+        if inside:
+            yield Retired(row, Fate.KEPT, (inside,), replacement)
         else:
             what = "it" if not replacement.part else "its model part"
             why = (*verdict.why, f"{replacement.child.uri} replaces {what}")
@@ -518,13 +525,18 @@ def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
     why: Sequence[str] = (*user_reasons(_retention_entry(source, ties)),)
     if why:
         raise Conflict(f"{why[0]}, meanwhile")
-    others = tending.inside(conn, source.uri)
-    if others:
-        raise Conflict(f"{others[0]} is inside it")
+    if inside := _inside(conn, source):
+        raise Conflict(inside)
     try:
         _root_above(roots.every(conn), source)
     except UsageError as error:
         raise Conflict(error.message) from error
+
+
+def _inside(conn: Any, source: CheckpointRow) -> str:
+    """Return why a source must stay because of another checkpoint in its folder; empty if none is there."""
+    others = tending.inside(conn, source.uri)
+    return f"{others[0]} is inside it" if others else ""
 
 
 def _remove_remote(uri: str, store: Store, stamps: Mapping[str, str | None]) -> None:

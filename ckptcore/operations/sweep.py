@@ -179,6 +179,7 @@ def sweep(
         if not dry_run:
             note_swept(catalog, root, here)
     if not dry_run:
+        end_interrupted(catalog)
         forget_events(catalog)
     return Swept(tuple(found), dry_run, strict)
 
@@ -187,6 +188,13 @@ def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
     """Return the roots of these names, or all that are not paused. Raise `UsageError` for unknown names."""
     with catalog.reading() as conn:
         return tuple(roots.get(conn, n) for n in names) if names else roots.every(conn, enabled=True)
+
+
+def end_interrupted(catalog: Catalog) -> None:
+    """End the rows of conversions whose process was killed on this machine."""
+    ended = catalog.end_interrupted()
+    if ended:
+        _log.info("%d conversions ended without a word; their process is gone", len(ended))
 
 
 def forget_events(catalog: Catalog) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ckptcore.store import local_path
@@ -99,17 +101,7 @@ def identify(url: str) -> Location:
     Raises:
         UsageError: It is not a URL.
     """
-    if roots := roots_of(url):
-        return Location(url, "merged", "", frozenset(), parts=tuple(map(identify, roots)))
-    last = next((part for part in reversed(url.split("::")) if part), "")
-    path = local_path(last)
-    scheme, sign, rest = last.partition("://")
-    if path is not None or scheme.lower() in ("file", "local"):
-        return _local_location(url, os.fspath(path) if path is not None else rest)
-    assert sign
-    scheme = scheme.lower()
-    family = _FAMILIES.get(scheme, scheme)
-    return Location(url, family, _endpoint(scheme, family, rest), frozenset(_spots(family, rest)))
+    return _identified(url, _Look())
 
 
 def relation(a: Location, b: Location) -> Relation:
@@ -139,59 +131,174 @@ def overlaps(a: Location, b: Location) -> bool:
 class Spellings:
     """Many URLs, to find those that may lead to one place under other names.
 
-    A catalog of many rows asks the file system about few of them, and about each once.
+    All of them are compared, by an index of their places: a link may give any place any name. The file
+    system is asked once about each of them, when the first place is compared, and about each folder above.
     """
 
     def __init__(self, urls: Iterable[str]) -> None:
-        self._identify = functools.cache(identify)
-        self._through: dict[str, list[str]] = {}
-        self._ending: dict[str, list[str]] = {}
-        self._folders: dict[str, list[str]] = {}
         self._urls = tuple(dict.fromkeys(urls))
-        for url in self._urls:
-            for root in roots_of(url) or (url,):
-                names = _names(root)
-                self._folders.setdefault(root.rpartition("/")[0], []).append(url)
-                self._ending.setdefault(names[-1] if names else "", []).append(url)
-                for name in set(names):
-                    self._through.setdefault(name, []).append(url)
+        self._look = _Look()
 
-    def of(self, url: str, *, every: bool = False) -> dict[str, Relation]:
+    def of(self, url: str) -> dict[str, Relation]:
         """Return the other URLs that may refer to this place, to a part of it, or around it.
-
-        Only those are compared where the path of one has the last name of the other. What is missed is a
-        link or a mount that gives the outer place itself another name.
 
         Args:
             url: The place.
-            every: Whether all are compared, so that nothing is missed.
 
         Returns:
-            URL -> how its place relates to that of ``url``.
+            URL -> how its place relates to that of ``url``, in the order of the URLs.
         """
-        names = _names(url)
-        near = self._through.get(names[-1], ()) if names else ()
-        near = [*near, *(each for name in ("", *names) for each in self._ending.get(name, ()))]
-        others = [each for each in (self._urls if every else dict.fromkeys(near)) if each != url]
-        here = identify(url) if others else None
-        found = {} if here is None else {each: relation(self._identify(each), here) for each in others}
+        if not self._urls or self._urls == (url,):
+            return {}
+        here = _identified(url, self._look)
+        near = ((self._urls[n], self._index.places[n]) for n in self._index.near(here))
+        found = {each: relation(place, here) for each, place in near if each != url}
         return {each: how for each, how in found.items() if how is not Relation.APART}
 
     def inside(self, url: str) -> tuple[str, ...]:
         """Return the URLs inside this place, whatever its name: their folders are compared."""
-        here, within = identify(url), (Relation.SAME, Relation.INSIDE)
+        here, within = _identified(url, self._look), (Relation.SAME, Relation.INSIDE)
+        folders: dict[str, list[str]] = {}
+        for each in self._urls:
+            for root in roots_of(each) or (each,):
+                folders.setdefault(root.rpartition("/")[0], []).append(each)
         found = [
             urls
-            for above, urls in self._folders.items()
-            if above and relation(identify(above), here) in within
+            for above, urls in folders.items()
+            if above and relation(_identified(above, self._look), here) in within
         ]
         return tuple(dict.fromkeys(each for urls in found for each in urls))
 
+    @functools.cached_property
+    def _index(self) -> _Index:
+        return _Index([_identified(url, self._look) for url in self._urls])
 
-def _names(url: str) -> list[str]:
-    """Return the folders of a URL's path, with its bucket."""
-    path = url.partition("://")[2] if "://" in url else url
-    return [unquote(name) for name in path.split("/") if name]
+
+def _identified(url: str, look: _Look) -> Location:
+    if roots := roots_of(url):
+        parts = tuple(_identified(root, look) for root in roots)
+        return Location(url, "merged", "", frozenset(), parts=parts)
+    last = next((part for part in reversed(url.split("::")) if part), "")
+    path = local_path(last)
+    scheme, sign, rest = last.partition("://")
+    if path is not None or scheme.lower() in ("file", "local"):
+        return _local_location(url, os.fspath(path) if path is not None else rest, look)
+    assert sign
+    scheme = scheme.lower()
+    family = _FAMILIES.get(scheme, scheme)
+    return Location(url, family, _endpoint(scheme, family, rest), frozenset(_spots(family, rest)))
+
+
+class _Index:
+    """Places by where they are, and by all that is around them."""
+
+    def __init__(self, places: Sequence[Location]) -> None:
+        self.places = places
+        self._at: dict[Any, list[int]] = {}
+        self._below: dict[Any, list[int]] = {}
+        self._anywhere: list[int] = []
+        for n, place in enumerate(places):
+            itself, above, anywhere = _marks(place)
+            for mark in itself:
+                self._at.setdefault(mark, []).append(n)
+            for mark in itself | above:
+                self._below.setdefault(mark, []).append(n)
+            if anywhere:
+                self._anywhere.append(n)
+
+    def near(self, here: Location) -> list[int]:
+        """Return the positions of all places that may relate to one, and of few others."""
+        itself, above, anywhere = _marks(here)
+        if anywhere:
+            return list(range(len(self.places)))
+        found = set(self._anywhere)
+        for mark in itself:
+            found.update(self._below.get(mark, ()))
+        for mark in itself | above:
+            found.update(self._at.get(mark, ()))
+        return sorted(found)
+
+
+def _marks(place: Location) -> tuple[set[Any], set[Any], bool]:
+    """Return marks of a place itself, those of all that is around it, and whether its bucket is unknown.
+
+    Two places relate only if a mark of one itself is among all marks of the other.
+    """
+    itself, above, anywhere = set[Any](), set[Any](), False
+    if place.parts:
+        for part in place.parts:
+            of_itself, around, unknown = _marks(part)
+            itself, above, anywhere = itself | of_itself, above | around, anywhere or unknown
+        return itself, above, anywhere
+    for bucket, path in place.spots:
+        itself.add((bucket, path))
+        above.update((bucket, path[:n]) for n in range(len(path)))
+        anywhere = anywhere or bucket == _ANY
+    itself.update(place.trail[: int(place.exists)])
+    above.update(place.trail)
+    return itself, above, anywhere
+
+
+class _Look:
+    """One look at the file system: a folder that many places share is asked about once."""
+
+    def __init__(self) -> None:
+        self._real = {"/": "/"}
+        self._trails: dict[str, tuple[tuple[int, int], ...]] = {}
+        self._there: dict[str, bool] = {}
+        self._devices: dict[str, tuple[str, str]] = {}
+
+    @functools.cached_property
+    def _points(self) -> dict[str, tuple[str, str]]:
+        # The last one of a point counts.
+        return {point: (device, os.path.normpath(root)) for device, root, point in mounts()}
+
+    def real(self, path: str) -> str:
+        """Return the real path, as `os.path.realpath` does."""
+        if not path.startswith("/") or path.startswith("//") or os.path.normpath(path) != path:
+            return os.path.realpath(path)
+        for each in _until(path, self._real):
+            full = os.path.join(self._real[os.path.dirname(each)], os.path.basename(each))
+            try:
+                linked = stat.S_ISLNK(os.lstat(full).st_mode)
+            except (OSError, ValueError):  # missing, or not accessible: the path itself is compared
+                linked = False
+            self._real[each] = os.path.realpath(full) if linked else full
+        return self._real[path]
+
+    def trail(self, real: str) -> tuple[tuple[tuple[int, int], ...], bool]:
+        """Return (device, inode) of a real path and of the folders above; whether the first is its own."""
+        for each in _until(real, self._trails):
+            above = self._trails[os.path.dirname(each)] if each != "/" else ()
+            try:
+                seen = os.stat(each)
+            except (OSError, ValueError):
+                self._trails[each], self._there[each] = above, False
+            else:
+                self._trails[each], self._there[each] = ((seen.st_dev, seen.st_ino), *above), True
+        return self._trails[real], self._there[real]
+
+    def on_device(self, real: str) -> tuple[str, str]:
+        """Return (device, path in its file system) of a real path: the same for all mounts of it."""
+        for each in _until(real, self._devices):
+            device, inner = self._points.get(each) or ("", "/")
+            if each not in self._points and each != "/":
+                device, inner = self._devices[os.path.dirname(each)]
+                inner = os.path.join(inner, os.path.basename(each))
+            self._devices[each] = device, inner
+        device, inner = self._devices[real]
+        return f"device {device}", inner
+
+
+def _until(path: str, known: Mapping[str, object]) -> list[str]:
+    """Return a path and the folders above it up to a known one, outermost first."""
+    found = []
+    while path not in known:
+        found.append(path)
+        if path == "/":
+            break
+        path = os.path.dirname(path)
+    return found[::-1]
 
 
 def _of_paths(a: tuple[str, ...], b: tuple[str, ...]) -> Relation:
@@ -209,34 +316,12 @@ def _may_meet(a: Location, b: Location, one: str, other: str) -> bool:
     return bool(same) and not (known and a.endpoint != b.endpoint) and (one == other or _ANY in (one, other))
 
 
-def _local_location(url: str, path: str) -> Location:
-    real = os.path.realpath(path)
-    device, inner = _on_device(real)
+def _local_location(url: str, path: str, look: _Look) -> Location:
+    real = look.real(path)
+    device, inner = look.on_device(real)
     spots = {("", _components(real)), (device, _components(inner))}
-    trail: list[tuple[int, int]] = []
-    at, exists = real, False
-    while True:
-        try:
-            seen = os.stat(at)
-        except (OSError, ValueError):  # missing, or not accessible: the path itself is compared
-            pass
-        else:
-            exists = exists or at == real
-            trail.append((seen.st_dev, seen.st_ino))
-        if at == os.path.dirname(at):
-            break
-        at = os.path.dirname(at)
-    return Location(url, "file", "", frozenset(spots), tuple(trail), exists)
-
-
-def _on_device(real: str) -> tuple[str, str]:
-    """Return (device, path in its file system) of a real path: the same for all mounts of it."""
-    best = ("", "/", "/")
-    for device, root, point in mounts():
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[2]):
-            best = (device, root, point)
-    inner = os.path.relpath(real, best[2])
-    return f"device {best[0]}", os.path.normpath(os.path.join(best[1], inner))
+    trail, exists = look.trail(real)
+    return Location(url, "file", "", frozenset(spots), trail, exists)
 
 
 def mounts() -> tuple[tuple[str, str, str], ...]:

@@ -245,6 +245,15 @@ def _guarded_parser() -> type[ArgumentParser]:
     from argparse import ArgumentParser
 
     class Guarded(ArgumentParser):
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            given = sys.argv[1:] if args is None else list(args)
+            for name, value in zip(["", *given], given, strict=False):
+                # What a shell makes of a variable that is not set is not a wish for the default.
+                if value == "" or (value.startswith("--") and value.endswith("=")):
+                    where = value[:-1] or (name if name.startswith("-") else "")
+                    self.error(f"argument {where}: must not be empty" if where else "an argument is empty")
+            return super().parse_known_args(given, namespace)
+
         def error(self, message: str) -> NoReturn:
             block(f"{self.format_usage()}{self.prog}: error: {message}", err=True, indent="")
             self.exit(2)

@@ -139,10 +139,11 @@ AT = {
         INSERT INTO retirement VALUES (1, 'u2', 'model part', 'f', 4, NOW);
         INSERT INTO given_up VALUES (1, 'optim.state.w.exp_avg', 'optimizer', 8)""",
     "0013": "",
+    "0014": "INSERT INTO conversion_process VALUES (1, '1 2 pid:[1] boot:mark')",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0013", "67886621aa8aa19a52e73f325c0d7847af39a0da09f565080ad9107b3fe7729b")
+VIEWS_OF = ("0014", "67886621aa8aa19a52e73f325c0d7847af39a0da09f565080ad9107b3fe7729b")
 
 
 def test_views_change_with_a_revision_only():

@@ -281,3 +281,13 @@ def test_a_form_shows_choices_and_limits() -> None:
     assert {"minimum": 1, "type": "integer"} in properties["workers"]["anyOf"]
     assert re.fullmatch(properties["device"]["pattern"], "cuda:1")
     assert parameter_schema(flow_of("reshard")).model_dump()["properties"]["serialization"]["enum"]
+
+
+def test_an_empty_text_is_no_wish_for_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.convert import convert as flow
+
+    for option in ("--to", "--catalog", "--config"):
+        with pytest.raises(SystemExit) as ended:
+            parse(flow, ["a", "b", option, ""])
+        assert ended.value.code == 2
+        assert f"Invalid value for '{option}': must not be empty" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +13,7 @@ from ckptcore.catalog import aliases, claims, holds
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DestinationExists
+from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
@@ -78,6 +81,87 @@ def test_a_conversion_that_reads_counts_under_another_name(catalog, url, runs, m
     assert "reads it" in item.why[0]
 
 
+@pytest.mark.parametrize("tie", ["hold", "alias", "tag", "reader"])
+def test_a_link_with_another_name_than_the_step_counts_in_the_plan_as_in_the_deletion(
+    catalog, url, runs, watch, tmp_path, tie
+):
+    """A row of `latest`, which is a link to a step by now, is a row of that step."""
+    watch()
+    latest, step, now = runs / "llama/latest", runs / "llama/step-1", datetime.now(UTC)
+    save(latest, 1)
+    converted(url, latest, tmp_path / "out/latest")
+    with catalog.writing() as conn:
+        if tie == "hold":
+            holds.place(conn, now, str(latest), "audit")
+        elif tie == "alias":
+            aliases.set_alias(conn, now, "best", str(latest))
+        elif tie == "reader":
+            claims.take(conn, now, claims.Key("0" * 64, "/elsewhere", "1" * 64), str(latest), "host 1 abc")
+    if tie == "tag":
+        catalog.tag(str(latest), "keep", "yes")
+    latest.rename(step)
+    latest.symlink_to(step)
+    save(runs / "llama/step-2", 2)
+    for number in (1, 2):
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    found = []
+    for yes in (False, True):
+        (item,) = (i for i in retire(catalog, Policy(1), yes=yes).items if i.source.uri == str(step))
+        found.append((item.fate.value, item.why))
+    assert found[0] == found[1]
+    assert found[0][0] == "kept"
+    assert f" (as {latest})" in found[0][1][0]
+    assert (step / ".metadata").exists()
+
+
+def test_a_checkpoint_inside_another_keeps_it_in_the_plan_as_in_the_deletion(
+    catalog, url, runs, watch, tmp_path
+):
+    watch()
+    for number in (1, 2):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    inner = runs / "llama/step-1/adapter"
+    save(inner, 3)
+    converted(url, inner, tmp_path / "out/adapter")
+    allowed = Allowed(loss=("adapter/*", "adapter"))
+    found = []
+    for yes in (False, True):
+        items = retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+        (item,) = (i for i in items if i.source.uri == str(runs / "llama/step-1"))
+        found.append((item.fate.value, item.why))
+    assert found[0] == found[1]
+    assert found[0][0] == "kept"
+    assert inner.joinpath(".metadata").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_folder_that_is_mounted_in_a_step_keeps_it_in_the_plan_as_in_the_deletion(
+    catalog, url, runs, watch, tmp_path
+):
+    watch()
+    away, inner = tmp_path / "away", runs / "llama/step-1/logs"
+    for number in (1, 2):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    away.mkdir()
+    inner.mkdir()
+    bind = ["mount", "--bind", str(away), str(inner)]
+    if subprocess.run(bind, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        allowed = Allowed(loss=("logs", "logs/*"))
+        fates = [
+            i.fate.value
+            for yes in (False, True)
+            for i in retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+            if i.source.uri.endswith("step-1")
+        ]
+    finally:
+        subprocess.run(["umount", str(inner)], check=True)
+    assert fates == ["unsafe", "unsafe"]
+
+
 def test_without_a_tie_it_goes(catalog, url, runs, moved):
     move_behind_a_link(catalog, url, runs, moved)
     assert fates(catalog, yes=True)[str(moved / "llama/step-1")].fate.value == "deleted"
@@ -93,3 +177,20 @@ def test_the_only_copy_is_not_replaced_under_another_name(catalog, url, runs, mo
     with pytest.raises(DestinationExists, match="only proven copy"):
         converted(url, runs / "llama/step-2", tmp_path / "large", overwrite=True, overwrite_foreign=True)
     assert (tmp_path / "large/step-1/model.safetensors").read_bytes() == before
+
+
+def test_the_only_copy_is_not_replaced_where_a_link_with_its_name_leads_to_it(
+    catalog, url, runs, watch, tmp_path
+):
+    watch()
+    best, step = tmp_path / "out/best", tmp_path / "out/step-1"
+    for number, place in ((1, best), (2, tmp_path / "out/step-2")):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", place)
+    assert [i.fate.value for i in retire(catalog, Policy(1), yes=True).items] == ["deleted", "kept"]
+    best.rename(step)
+    best.symlink_to(step)
+    before = (step / "model.safetensors").read_bytes()
+    with pytest.raises(DestinationExists, match="only proven copy"):
+        converted(url, runs / "llama/step-2", step, overwrite=True)
+    assert (step / "model.safetensors").read_bytes() == before

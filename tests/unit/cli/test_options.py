@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.core
@@ -18,6 +20,7 @@ from ckptcore.cli.main import program
 from ckptcore.cli.main import run as main
 from ckptcore.errors import Finding, error_classes, finding
 from ckptcore.operations.sweep import Swept
+from ckptcore.utils import terminal
 
 WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
     --include
@@ -287,3 +290,60 @@ def test_version() -> None:
     )
     assert done.stdout.split() == ["ckptcore", ckptcore.__version__]
     assert not done.stderr
+
+
+def _parameters(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for parameter in command.params:
+        yield path, parameter
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _parameters(inner, *path, name)
+
+
+# Names in the model's own tree, a name that must be new, and nobody.
+_EMPTY_MEANS = {"model_prefix", "expect", "owner"}
+_SAMPLES = {("reshard",), ("add",)}  # all of their parameters are tried, and each name of the others once
+
+
+def test_an_empty_text_is_refused_by_every_option_and_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is what a shell makes of a variable that is not set: never the default."""
+    checked = set()
+    complete = typer.main.get_command(program())
+    for path, parameter in _parameters(complete):
+        seen = parameter.name in checked and path[-1:] not in _SAMPLES
+        if seen or getattr(parameter, "is_flag", False) or parameter.name in _EMPTY_MEANS:
+            continue
+        command: Any = complete
+        for name in path:
+            command = command.commands[name]
+        given: list[str] = []
+        for other in command.params:  # in the order of the command's arguments
+            empty = other.name == parameter.name
+            if other.param_type_name == "argument":
+                given += [""] if empty else ["x"] * other.required
+            elif empty or other.required:
+                given += [other.opts[0], "" if empty else "x"]
+        assert main([*path, *given]) == 2, (path, given)
+        message = capsys.readouterr().err
+        assert "must not be empty" in message or parameter.name not in ("to", "mesh", "catalog")
+        checked.add(parameter.name)
+    assert {"to", "mesh", "catalog", "sharding", "config", "save", "record", "settle", "src"} <= checked
+
+
+def test_an_empty_model_prefix_and_an_empty_owner_mean_something() -> None:
+    assert main(["diff", "/nowhere/a", "/nowhere/b", "--model-prefix", ""]) == 8
+    assert (
+        main(["catalog", "hold", "place", "x", "--reason", "y", "--owner", "", "--catalog", "/nowhere/c"])
+        != 2
+    )
+
+
+def test_services_refuse_an_empty_text(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = terminal.parser("service", None)
+    parser.add_argument("--catalog")
+    parser.add_argument("place", nargs="?")
+    for given in (["--catalog", ""], ["--catalog="], [""]):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(given)
+        assert ended.value.code == 2
+    assert "argument --catalog: must not be empty" in capsys.readouterr().err
+    assert parser.parse_args(["--catalog", "c", "p"]).catalog == "c"

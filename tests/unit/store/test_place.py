@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from ckptcore.errors import UsageError
+from ckptcore.store import place
 from ckptcore.store.place import Relation, Spellings, identify, overlaps, relation
 
 SAME = [
@@ -164,4 +166,65 @@ def test_a_link_that_renames_the_place_itself_is_found_among_all(tmp_path: Path)
     (tmp_path / "step-1").mkdir()
     (tmp_path / "best").symlink_to(tmp_path / "step-1")
     spellings = Spellings([str(tmp_path / "best"), str(tmp_path / "other")])
-    assert spellings.of(str(tmp_path / "step-1"), every=True) == {str(tmp_path / "best"): Relation.SAME}
+    assert spellings.of(str(tmp_path / "step-1")) == {str(tmp_path / "best"): Relation.SAME}
+
+
+def test_the_index_finds_what_a_comparison_of_all_finds(tmp_path: Path) -> None:
+    (tmp_path / "run/step-1/inner").mkdir(parents=True)
+    (tmp_path / "run/loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "latest").symlink_to("link/step-1")
+    (tmp_path / "file").write_text("x")
+    os.link(tmp_path / "file", tmp_path / "twin")
+    names = ["run", "run/step-1", "run/step-1/inner", "link/step-1/inner", "latest", "latest/inner/new", "."]
+    names += [
+        "file",
+        "twin",
+        "file/x",
+        "run/loop",
+        "run/loop/x",
+        "run//step-1/",
+        "link/../run",
+        "run/step-10",
+    ]
+    urls = [f"{tmp_path}/{name}" for name in names] + [
+        os.path.relpath(tmp_path / "latest"),
+        "/",
+        "~",
+        "s3://b",
+    ]
+    urls += [url for pair in (*SAME, *APART) for url in pair]
+    urls += [f"{url}/step-1" for url in urls if "?" not in url]
+    urls += [f"merged://[{tmp_path}/latest,s3a://b/run]", f"merged://[{tmp_path}/run,/nowhere]/step-1"]
+    random.Random(1).shuffle(urls)
+    known = Spellings(urls)
+    for url in urls:
+        here = identify(url)
+        found = {each: relation(identify(each), here) for each in urls if each != url}
+        assert known.of(url) == {each: how for each, how in found.items() if how is not Relation.APART}
+
+
+def test_many_places_of_one_name_are_few_comparisons_and_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = [f"{tmp_path}/run-{n}/step-300" for n in range(200)]
+    for url in urls:
+        os.makedirs(url)
+    counts = dict.fromkeys(("relation", "stat", "lstat", "mounts"), 0)
+    for module, name in ((place, "relation"), (place, "mounts"), (os, "stat"), (os, "lstat")):
+        original = getattr(module, name)
+
+        def counted(
+            *given: object, _name: str = name, _original: object = original, **more: object
+        ) -> object:
+            counts[_name] += 1
+            return _original(*given, **more)  # type: ignore[operator]
+
+        monkeypatch.setattr(module, name, counted)
+    known = Spellings(urls)
+    for url in urls:
+        assert known.of(url) == {}
+    assert counts["mounts"] == 1
+    assert counts["relation"] <= len(urls)
+    assert counts["stat"] <= 2 * len(urls) + 50  # each and its run, once
+    assert counts["lstat"] <= 2 * len(urls) + 50

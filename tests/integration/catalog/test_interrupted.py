@@ -1,0 +1,111 @@
+"""A conversion whose process has ended holds nothing, where that can be proven; otherwise for a day."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from ckptcore.catalog import maintenance, open_catalog
+from ckptcore.catalog.migrate import migrate, migrating
+from ckptcore.utils import processes
+
+BEGIN_AND_END = """
+import sys
+from ckptcore.catalog import open_catalog
+with open_catalog(sys.argv[1]) as catalog:
+    ends = {"source_uri": "/s", "destination_uri": "/out/new"}
+    print(catalog.begin({}, **ends, verb="consolidate", tool_version="1"))
+"""
+
+
+@pytest.fixture
+def source(convert, facts, catalog):
+    """The id of a source that was converted before."""
+    convert(facts("/s"), facts("/out/other", content="c"))
+    return catalog.show("/s").checkpoint.id
+
+
+@pytest.fixture
+def killed(source, url, forks, finish):
+    """The id of a conversion whose process ended without a word."""
+    [[line]] = [output.split() for output in finish(forks(BEGIN_AND_END, url))]
+    return line
+
+
+def begin(catalog, uri="/s"):
+    return catalog.begin({}, source_uri=uri, destination_uri="/out/new", verb="consolidate", tool_version="1")
+
+
+def readers(catalog, source, now=None):
+    now = now or datetime.now(UTC)
+    with catalog.reading() as conn:
+        mine = maintenance.ties(conn, now, [source])[source].readers
+        every = maintenance.tied(conn, now).get("/s", maintenance.Ties()).readers
+        assert mine == every
+        assert set(maintenance.replacing(conn, now, "/out/new")) == set(mine)
+        return mine
+
+
+def test_a_conversion_of_a_process_that_has_ended_keeps_neither_source_nor_destination(
+    catalog, source, killed
+):
+    assert catalog.show(killed).conversion.state == "running"
+    assert readers(catalog, source) == ()
+    now = begin(catalog)
+    assert readers(catalog, source) == (now,)
+
+
+def test_it_is_kept_where_its_end_cannot_be_proven(catalog, source, killed, monkeypatch):
+    here = processes._here()
+    for elsewhere in ((*here[:3], "another boot"), (*here[:2], "pid:[1]", here[3]), ("", "", "", "")):
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "_here", lambda found=elsewhere: found)
+            assert readers(catalog, source) == (killed,)
+    assert readers(catalog, source) == ()
+    with catalog.writing() as conn:  # as a version before this one began it
+        conn.exec_driver_sql("DELETE FROM conversion_process")
+    assert readers(catalog, source) == (killed,)
+    assert readers(catalog, source, datetime.now(UTC) + timedelta(days=2)) == ()
+
+
+def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):
+    alive = begin(catalog)
+    assert catalog.end_interrupted() == (killed,)
+    row = catalog.show(killed).conversion
+    assert (row.state, row.error_code) == ("failed", "interrupted")
+    assert "ended" in row.error_message
+    assert row.ended_at is not None
+    assert catalog.show(alive).conversion.state == "running"
+    assert catalog.end_interrupted() == ()
+    assert readers(catalog, source) == (alive,)
+
+
+def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts):
+    def recorded():
+        with catalog.reading() as conn:
+            return conn.exec_driver_sql("SELECT count(*) FROM conversion_process").scalar()
+
+    convert(facts("/s"), facts("/out", content="c"))
+    assert recorded() == 0
+    running = begin(catalog)
+    assert recorded() == 1
+    catalog.fail(running, code="busy", message="no")
+    assert recorded() == 0
+    begin(catalog)
+    convert(facts("/s"), facts("/out/new", content="c"))  # it published there: no other one can run
+    assert recorded() == 0
+
+
+def test_a_catalog_of_an_older_schema_is_read(bare):
+    migrate(bare, "0013")
+    started = datetime(2026, 1, 1, tzinfo=UTC)
+    with migrating(bare) as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO conversion (id, uuid, verb, state, source_uri, destination_uri, request,"
+            " tool_version, started_at, timings) VALUES (1, 'c1', 'export', 'running', '/s', '/b', '{}', '1',"
+            " '2026-01-01 00:00:00+00:00', '{}')"
+        )
+    with open_catalog(bare, create=False) as catalog, catalog.reading() as conn:
+        assert maintenance.tied(conn, started)["/s"].readers == ("c1",)
+        assert maintenance.replacing(conn, started, "/b") == ("c1",)

@@ -1,0 +1,84 @@
+"""A URL has one row's facts under every scheme that opens the same place; others stay apart."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from ckptcore.catalog import claims, maintenance
+from ckptcore.catalog.query import files_at
+from ckptcore.catalog.run_outputs import output_at
+from ckptcore.errors import UsageError
+from ckptcore.operations.claims import made_from, rewritten
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+PAIRS = [("s3://b/run", "s3a://b/run/"), ("gcs://b/run", "gs://b/run"), ("az://c/run", "abfss://c/run")]
+
+
+@pytest.mark.parametrize(("here", "there"), PAIRS)
+def test_a_checkpoint_is_found_under_each_scheme(catalog, convert, facts, here, there):
+    _, made = convert(facts(f"{here}/step-1"), facts(f"{here}/out", content="c"))
+    source = catalog.show(f"{here}/step-1").checkpoint
+    for uri in (here, there.rstrip("/")):
+        assert catalog.show(f"{uri}/step-1").checkpoint.id == source.id
+        assert catalog.show(f"{uri}/out").checkpoint.id == made
+        row, _ = catalog.at(f"{uri}/out")
+        assert row.id == made
+        assert [origin.checkpoint.id for origin in catalog.which(f"{uri}/out")] == [made]
+        [origin] = catalog.which(f"{uri}/out/{origin_file(catalog, made)}")
+        assert origin.checkpoint.id == made
+        assert made_from(catalog, f"{uri}/out", f"{uri}/step-1", source.manifest_digest)
+        with catalog.reading() as conn:
+            assert files_at(conn, f"{uri}/out")
+            assert output_at(conn, f"{uri}/out", f"{uri}/step-1")
+
+
+def origin_file(catalog, made):
+    return catalog.show(made).files[0].path
+
+
+@pytest.mark.parametrize(
+    "there",
+    ["s3n://b/run", "s3://b//run", "gs://b/run", "s3://B/run", "abfs://b/run", "simplecache::s3://b/run"],
+)
+def test_other_places_stay_apart(catalog, convert, facts, there):
+    """An S3 key with two slashes is another one, and no store opens s3n."""
+    convert(facts("s3://b/run"), facts("s3://b/out", content="c"))
+    with pytest.raises(UsageError):
+        catalog.show(there)
+
+
+def test_the_newest_of_two_rows_of_one_place_is_current(catalog, convert, facts):
+    convert(facts("s3a://b/run"), facts("/out/1", content="c"))
+    convert(facts("s3://b/run", manifest="m2"), facts("/out/2", content="c"))
+    assert catalog.show("s3a://b/run").checkpoint.manifest_digest.startswith("6d32")
+
+
+def test_an_output_is_claimed_once_under_all_schemes(catalog):
+    one, other = (claims.Key("d", f"{scheme}://b/out", "o") for scheme in ("s3", "s3a"))
+
+    def call(function, *given, **more):
+        with catalog.writing() as conn:
+            return function(conn, *given, **more)
+
+    first = call(claims.take, NOW, one, "s3://b/run", "a")
+    second = call(claims.take, NOW, other, "s3a://b/run", "b")
+    assert (first.mine, second.mine, second.id) == (True, False, first.id)
+    assert call(claims.current, other).id == first.id
+    assert call(claims.done, NOW, first)
+    assert not call(claims.take, NOW, other, "s3a://b/run", "b").mine
+    assert [c.id for c in call(claims.of_destination, other.destination)] == [first.id]
+    assert rewritten(catalog, claims.Key("d2", "s3a://b/out", "o"), "s3a://b/run")
+    retried = call(claims.take, NOW + timedelta(days=1), other, "s3a://b/run", "b", retry=True)
+    assert retried.mine
+    assert call(claims.current, one).id == retried.id
+
+
+def test_a_conversion_that_writes_is_seen_under_each_scheme(catalog):
+    given = {"verb": "consolidate", "tool_version": "1"}
+    running = catalog.begin({}, source_uri="s3://b/run", destination_uri="s3a://b/out", **given)
+    with catalog.reading() as conn:
+        for uri in ("s3://b/out", "s3a://b/out/folder", "s3://b/out/folder"):
+            assert maintenance.replacing(conn, datetime.now(UTC), uri) == (running,)
+        assert maintenance.replacing(conn, datetime.now(UTC), "gs://b/out") == ()
