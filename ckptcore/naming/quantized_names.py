@@ -1,0 +1,72 @@
+"""Find quantised tensors, and what they only mean something with, by name and dtype: in any format.
+
+A table of how libraries name them. The values of such a tensor are codes, and those beside it are factors,
+zero points or tables: a cast of one of them alone changes the weights, and nothing shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptcore.core.manifest import TensorSpec
+
+_CODES = frozenset(
+    {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8", "int32"}
+)
+# End of the name of a tensor of codes -> ends, in its place, of what the codes mean something with.
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    # fp8 of transformers, ModelOpt, compressed-tensors, EETQ; bitsandbytes in 4 bits
+    "": (
+        "_scale_inv",
+        "_scale",
+        "_scale_2",
+        "_scales",
+        "_zero_point",
+        ".absmax",
+        ".nested_absmax",
+        ".quant_map",
+        ".nested_quant_map",
+    ),
+    ".weight": (".SCB", ".scale_weight", ".pre_quant_scale"),  # bitsandbytes in 8 bits, ComfyUI, ModelOpt
+    "_blocks": ("_scales",),  # MXFP4
+    "_packed": ("_scale", "_global_scale", "_zero_point"),  # pack-quantized, NVFP4 of compressed-tensors
+    ".compressed": (".weight_scale",),  # sparse and quantised, of compressed-tensors
+    ".qweight": (".scales", ".qzeros"),  # GPTQ, AWQ
+    "._data": ("._scale", "._shift"),  # quanto
+    "_qdata": ("_scale", "_zero_point"),  # torchao
+}
+# Factors of what goes into a quantised module and comes out of it, or of caches of the module around it.
+_OF_MODULE = ("input_scale", "input_scale_ub", "input_global_scale", "activation_scale", "output_scale")
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
+
+
+def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
+    """Return for each quantised tensor the names of what its values mean something with."""
+    specs = {t.fqn: t for t in tensors}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, spec in specs.items():
+        if spec.dtype in _CODES:
+            beside = tuple(
+                other
+                for end, ends in _BESIDE.items()
+                if name.endswith(end)
+                for other in (name.removesuffix(end) + e for e in ends)
+                if other in specs
+            )
+            if beside:
+                found[name] = beside
+    return found
+
+
+def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
+    """Return for quantised tensors, and for all that belongs to them, another tensor of the same values."""
+    specs = {t.fqn: t for t in tensors}
+    found: dict[str, str] = {}
+    for name, beside in companions(specs.values()).items():
+        found[name] = beside[0]
+        module = name.rpartition(".")[0]
+        around = module.rpartition(".")[0]
+        others = [f"{module}.{n}" for n in (*_OF_MODULE, *_OF_CACHE)] + [f"{around}.{n}" for n in _OF_CACHE]
+        for other in (*beside, *(n for n in others if n in specs)):
+            found.setdefault(other, name)
+    return found
