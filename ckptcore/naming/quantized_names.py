@@ -34,10 +34,17 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
     ".qweight": (".scales", ".qzeros"),  # GPTQ, AWQ
     "._data": ("._scale", "._shift"),  # quanto
     "_qdata": ("_scale", "_zero_point"),  # torchao
+    ".state1": (".absmax1", ".qmap1"),  # optimizers of bitsandbytes
+    ".state2": (".absmax2", ".qmap2"),
 }
 # Factors of what goes into a quantised module and comes out of it, or of caches of the module around it.
 _OF_MODULE = ("input_scale", "input_scale_ub", "input_global_scale", "activation_scale", "output_scale")
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
+
+
+def is_code(dtype: str) -> bool:
+    """Report whether values of a dtype may be codes."""
+    return dtype in _CODES
 
 
 def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:

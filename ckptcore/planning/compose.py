@@ -40,6 +40,7 @@ from ckptcore.naming.rename import (
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
+from ckptcore.planning.casts import find_casts
 from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
@@ -160,12 +161,13 @@ def compose(
             *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
         ]
     require_zero(free, mapped.dropped)
-    casts = _dtypes(request, mapped.manifest)
+    cast = find_casts(request, manifest, mapped)
+    warnings += cast.findings
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
     warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
-    casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
+    casts = {moved.get(name, name): dtype for name, dtype in cast.dtypes.items()}
     target = Target(
         format,
         single,
@@ -233,12 +235,12 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     model = find_model(manifest, request.model_prefix)
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
-        return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
+        return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
     named = _named_tensors(request, manifest, model, beside.config)
     mapped = named.tied(manifest, request.tie)
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
-    return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
+    return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
 
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
@@ -489,32 +491,6 @@ def _named_tensors(
     bare = remap(manifest, **options)
     found = _in_world(request, manifest, bare, config) if model is not None else None
     return _Named(bare, options, found)
-
-
-def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
-    """Return name -> output dtype, where it differs from the stored one."""
-    general = dtypes.get(request.dtype) if request.dtype else None
-    if general is not None and not general.is_float:
-        raise UsageError(f"--dtype {request.dtype} is not a floating-point dtype")
-    exceptions = [(g, None if d == "keep" else dtypes.get(d)) for g, d in request.dtype_for]
-    for glob, _ in exceptions:
-        if not any(matches(t.fqn, [glob]) for t in manifest.tensors):
-            raise UsageError(f"--dtype-for {glob} matches nothing")
-    found: dict[str, str] = {}
-    for spec in manifest.tensors:
-        hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
-        wanted = hit[1]
-        if wanted is None or wanted.name == spec.dtype:
-            continue
-        if not dtypes.get(spec.dtype).is_float or not wanted.is_float:
-            if hit[0]:
-                raise UsageError(
-                    f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
-                    "only floating-point dtypes are cast"
-                )
-            continue
-        found[spec.fqn] = wanted.name
-    return found
 
 
 def _carried_objects(
