@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.subset import select
 
 _CODES = frozenset(
     {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8", "int32"}
@@ -40,6 +41,7 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
 # Factors of what goes into a quantised module and comes out of it, or of caches of the module around it.
 _OF_MODULE = ("input_scale", "input_scale_ub", "input_global_scale", "activation_scale", "output_scale")
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
+_UNUSED = "scale of activations: the weights beside it are written as values"
 
 
 def is_code(dtype: str) -> bool:
@@ -71,9 +73,27 @@ def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, beside in companions(specs.values()).items():
         found[name] = beside[0]
-        module = name.rpartition(".")[0]
-        around = module.rpartition(".")[0]
-        others = [f"{module}.{n}" for n in (*_OF_MODULE, *_OF_CACHE)] + [f"{around}.{n}" for n in _OF_CACHE]
-        for other in (*beside, *(n for n in others if n in specs)):
+        for other in (*beside, *(n for n in _of_activations(name) if n in specs)):
             found.setdefault(other, name)
     return found
+
+
+def without_activations(manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Return the manifest without factors that modules of computed weights no longer use, and (name, rule).
+
+    Without its quantised weights a model computes with its activations as they are.
+    """
+    computed = [manifest.tensors[t].fqn for t in manifest.derived]
+    names = {other for name in computed for other in _of_activations(name)}
+    rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in names]
+    if len(rows) == len(manifest.tensors):
+        return manifest, ()
+    gone = [t.fqn for t in manifest.tensors if t.fqn in names]
+    return select(manifest, rows), tuple((name, _UNUSED) for name in gone)
+
+
+def _of_activations(weight: str) -> list[str]:
+    """Return the names that factors of the activations around a weight may have."""
+    module = weight.rpartition(".")[0]
+    around = module.rpartition(".")[0]
+    return [f"{module}.{n}" for n in (*_OF_MODULE, *_OF_CACHE)] + [f"{around}.{n}" for n in _OF_CACHE]

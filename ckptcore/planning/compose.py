@@ -28,6 +28,7 @@ from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.peft import Adapter, adapted, adapter_config, dumped, find_adapter, holds_lora
+from ckptcore.naming.quantized_names import without_activations
 from ckptcore.naming.rename import (
     Dropped,
     Mapped,
@@ -144,9 +145,7 @@ def compose(
     layout = _output_layout(request, manifest, writer, adapter)
     carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if export else None
-    free, bound = (
-        without_bound(manifest, parse_mesh(request.mesh), request.keep_object) if reshard else (manifest, ())
-    )
+    free, bound = _without_unused(request, manifest)
     naming: NameMap | None = None
     if adapter is None or model is None:
         mapped, doubts, naming, beside = _fitted(request, free, model, beside)
@@ -236,11 +235,20 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
         return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
-    named = _named_tensors(request, manifest, model, beside.config)
-    mapped = named.tied(manifest, request.tie)
+    free, unused = _without_unused(request, manifest)
+    named = _named_tensors(request, free, model, beside.config)
+    mapped = named.tied(free, request.tie)
+    mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
     return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+
+
+def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Return the manifest without what nothing uses that loads the output, and (name, rule)."""
+    if request.verb == "reshard":
+        return without_bound(manifest, parse_mesh(request.mesh), request.keep_object)
+    return without_activations(manifest) if request.verb == "export" else (manifest, ())
 
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:

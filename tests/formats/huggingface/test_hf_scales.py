@@ -293,3 +293,22 @@ def test_a_scale_beside_plain_weights_is_no_evidence(cli: Cli, tmp_path: Path) -
     source = folder(tmp_path / "s", plain)
     assert cli("inspect", source, "--output", "json").json["format"] == "safetensors"
     assert written(cli, "consolidate", source, tmp_path / "o") == read_safetensors(source)
+
+
+def test_an_export_has_no_scales_of_activations(cli: Cli, tmp_path: Path) -> None:
+    """A model of values has no place for them; other outputs have all that is stored."""
+    made = {"m.k.weight": codes(30, 20), "m.k.weight_scale": scales(), "m.norm.weight": scales(3)}
+    beside = {f"m.k.{n}": scales() for n in ("input_scale", "k_scale", "logit_scale")} | {
+        "m.v_scale": scales()
+    }
+    source = folder(tmp_path / "s", made | beside)
+    flags = ["--config", "none", "--output", "json"]
+    done = cli("export", source, tmp_path / "o", *flags)
+    found = read_safetensors(tmp_path / "o")
+    assert (done.code, sorted(found)) == (0, ["m.k.logit_scale", "m.k.weight", "m.norm.weight"])
+    gone = sorted(name for name, rule in done.json["dropped"] if "activations" in rule)
+    assert gone == ["m.k.input_scale", "m.k.k_scale", "m.v_scale"]
+    assert cli("verify-export", tmp_path / "o", "--against", source).code in (0, 26)  # without a model
+    assert len(written(cli, "consolidate", source, tmp_path / "c")) == 6
+    kept = written(cli, "export", source, tmp_path / "k", *flags[:2], "--keep-quantized")
+    assert kept == read_safetensors(source)
