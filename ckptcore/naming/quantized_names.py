@@ -28,7 +28,8 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
         ".quant_map",
         ".nested_quant_map",
     ),
-    ".weight": (".SCB", ".scale_weight", ".pre_quant_scale"),  # bitsandbytes in 8 bits, ComfyUI, ModelOpt
+    # DeepSeek, bitsandbytes in 8 bits, ComfyUI, ModelOpt
+    ".weight": (".scale", ".SCB", ".scale_weight", ".pre_quant_scale"),
     "_blocks": ("_scales",),  # MXFP4
     "_packed": ("_scale", "_global_scale", "_zero_point"),  # pack-quantized, NVFP4 of compressed-tensors
     ".compressed": (".weight_scale",),  # sparse and quantised, of compressed-tensors

@@ -148,7 +148,7 @@ def _pairs(names: Iterable[str]) -> list[tuple[str, str, _Rule]]:
     """Return (weight, scale, rule) of every pair, found by name; those whose names are evidence first."""
     here = set(names)
     found = []
-    for name in sorted(here):
+    for name in sorted(n for n in here if "_scale" in n):  # as every rule has it
         for rule in _RULES:
             weight = name.removesuffix(rule.scale) + rule.weight
             if name.endswith(rule.scale) and weight in here:

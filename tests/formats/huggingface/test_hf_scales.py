@@ -312,3 +312,40 @@ def test_an_export_has_no_scales_of_activations(cli: Cli, tmp_path: Path) -> Non
     assert len(written(cli, "consolidate", source, tmp_path / "c")) == 6
     kept = written(cli, "export", source, tmp_path / "k", *flags[:2], "--keep-quantized")
     assert kept == read_safetensors(source)
+
+
+def test_transformers_opens_an_export_of_values(cli: Cli, tmp_path: Path) -> None:
+    """Of a model as compressed-tensors stores it, with scales of activations, and its config beside it."""
+    pytest.importorskip("transformers")
+    import torch
+    from tiny_llama import tiny_llama
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
+    stored, truth = dict[str, Any](), dict[str, Any]()
+    for name, tensor in model.state_dict().items():
+        stored[name] = truth[name] = tensor.clone()
+        if name.endswith("proj.weight"):
+            factors = (tensor.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
+            stored[name] = (tensor / factors).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = factors
+            stored[f"{name.removesuffix('weight')}input_scale"] = torch.ones(1, dtype=torch.bfloat16)
+            truth[name] = values(stored[name], factors).to(torch.bfloat16)
+    config = model.config.to_dict() | compressed("channel")
+    names = sorted(stored)
+    halves = [{n: stored[n] for n in names[k::2]} for k in range(2)]  # scales in another file
+    source = folder(tmp_path / "s", *halves, config=config)
+    done = cli("export", source, tmp_path / "o", "--dtype", "bf16", "--output", "json")
+    assert done.code == 0, done
+    assert not any("quant" in key for key in json.loads((tmp_path / "o" / "config.json").read_text()))
+    opened = AutoModelForCausalLM.from_pretrained(str(tmp_path / "o"), dtype=torch.bfloat16)
+    for name, tensor in opened.state_dict().items():
+        assert value(tensor) == value(truth[name]), name
+
+
+def test_configs_are_read_for_float8_alone(tmp_path: Path) -> None:
+    """One that cannot be read stops nothing else."""
+    import torch
+
+    plain = {"a.weight": torch.ones(3, 3), "b.weight": torch.ones(3, 3, dtype=torch.int8)}
+    assert ckptcore.open(str(folder(tmp_path / "s", plain, config="{"))).findings == ()

@@ -57,6 +57,7 @@ LIBRARIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "weight_scale_2": ("float32",),
         "input_scale": ("float32",),
     },
+    "DeepSeek": {"weight": ("float8_e4m3fn", 16, 16), "scale": ("float8_e8m0fnu", 1, 1)},
     "EETQ": {"weight": ("int8", 16, 16), "weight_scales": ("float16", 16)},
     "ComfyUI": {"weight": ("float8_e4m3fn", 16, 16), "scale_weight": ("float32",)},
     "quanto": {"weight._data": ("float8_e4m3fn", 16, 16), "weight._scale": ("float32", 16, 1)},
