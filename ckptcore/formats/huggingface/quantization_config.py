@@ -20,7 +20,7 @@ from ckptcore.utils.text import short_repr
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 KEEP = "carry the stored values with --keep-quantized"
 _MAX_CONFIG = 16 << 20
-_MAX_GLOBS = 1000
+_MAX_GLOBS, _MAX_SIZES = 1000, 32
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 
 
@@ -114,7 +114,7 @@ def _parsed(stated: dict[str, Any], label: str) -> QuantizationConfig:
         blocks += [] if size is None else [_block(size, label, "weight_block_size")]
     groups = stated.get("config_groups") or {}
     for group in groups.values():
-        weights = group.get("weights")
+        weights = group.get("weights") if isinstance(group, dict) else None  # or a list: a scheme by its name
         if weights is None:
             continue
         symmetric &= weights.get("symmetric") is not False
@@ -126,10 +126,17 @@ def _parsed(stated: dict[str, Any], label: str) -> QuantizationConfig:
             kind = "block"
         if kind is not None:
             strategies.add(str(kind))
-    names = [name for key in _IGNORED for name in stated.get(key) or [] if isinstance(name, str)]
+    lists = [stated[key] for key in _IGNORED if isinstance(stated.get(key), list)]
+    names = [name for found in lists for name in found if isinstance(name, str)]
     globs = [glob for glob in map(_glob, names) if glob]
     method = str(stated.get("quant_method") or "compressed-tensors")
     sizes = tuple(dict.fromkeys(blocks))
+    if len(sizes) > _MAX_SIZES:  # each is tried for every weight
+        raise MalformedCheckpoint(
+            f"{label} must have at most {_MAX_SIZES} sizes of blocks (got {len(sizes)})",
+            file=label,
+            hint=KEEP,
+        )
     return QuantizationConfig(
         method, sizes, frozenset(strategies), symmetric, frozenset(names), tuple(globs[:_MAX_GLOBS])
     )

@@ -332,6 +332,10 @@ def test_names_alone_are_no_evidence(cli: Cli, tmp_path: Path) -> None:
         '{"quantization_config": 3}',
         '{"quantization_config": {"weight_block_size": [0, 1]}}',
         '{"quantization_config": {"weight_block_size": "big"}}',
+        '{"quantization_config": {"config_groups": [1]}}',
+        '{"quantization_config": {"config_groups": {"g": {"weights": [1]}}}}',
+        '{"quantization_config": {"config_groups": {"g": {"weights": {"strategy": "block"}}}}}',
+        '{"compression_config": "big"}',
         "[" * 100_000,
     ],
 )

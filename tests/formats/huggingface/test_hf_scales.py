@@ -208,6 +208,10 @@ SAYS = {
     "compressed-tensors": compressed("channel"),
     "older": {"compression_config": compressed("channel")["quantization_config"]},
     "globs": quantization("modelopt", quant_algo="FP8", ignore=["*head*"]),
+    "schemes by name": quantization(
+        "compressed-tensors", config_groups={"FP8": ["Linear"]}, ignore=["lm_head"]
+    ),
+    "no lists": quantization("fp8", config_groups=None, modules_to_not_convert="ab", ignore=["lm_head", 3]),
     "expressions": quantization("compressed-tensors", ignore=["re:.*lm_head"]),
     "of the text model": {"text_config": compressed("channel")},
 }
