@@ -206,7 +206,9 @@ def test_on_a_gpu(cli: Cli, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     made, four = fp8(700, 1300, seed=3), mxfp4(9, 201, seed=4)
-    source = folder(tmp_path / "s", made | four)
+    scaled = {"r.weight": fp8(300, 200)["l.weight"], "r.weight_scale": torch.rand(300, 1)}
+    scaled |= {"t.weight": fp8(300, 200)["l.weight"], "t.weight_scale": torch.rand(())}
+    source = folder(tmp_path / "s", made | four | scaled)
     for dtype in ("fp32", "bf16"):
         here = consolidated(cli, source, tmp_path / dtype, "--dtype", dtype)
         done = ["--dtype", dtype, "--device", "cuda"]
