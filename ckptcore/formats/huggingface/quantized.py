@@ -59,16 +59,17 @@ _RULES = (
     _Rule("_scale", "", (*_FLOAT8, "int8")),
     _MXFP4,
 )
-# What a weight has beside its factors where it is not their product, by the end of the name.
-_FURTHER = (
-    ".weight_zero_point",
-    ".weight_g_idx",
-    ".weight_scale_2",
-    ".weight_global_scale",
-    ".pre_quant_scale",
-)
-_PACKED = (".weight_scale_2", ".weight_global_scale")  # those of 4-bit floats
+# What a weight has beside its factors where it is not their product: end of the name -> that of the weight.
+_FURTHER = {
+    "_zero_point": "",
+    "_g_idx": "",
+    "_scale_2": "",
+    "_global_scale": "",
+    ".pre_quant_scale": ".weight",
+}
+_PACKED = ("_scale_2", "_global_scale")  # of 4-bit floats
 _PER = {"scaled_rows": " per row", "mxfp4": " per group"}
+_Formula = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, params, shape of the weight
 _Made = tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]
 
 
@@ -80,6 +81,8 @@ def detect(source: Source) -> Evidence | None:
         headers: dict[str, Mapping[str, tuple[str, ...]]] = {}
         files = _file_of_tensor(source, headers)
         for weight, scale, rule in _pairs(files):
+            if rule.dtypes and any(weight + end in files for end in _PACKED):
+                continue
             if not rule.dtypes or _header_dtype(source, files[weight], weight, headers) in rule.dtypes:
                 because = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
                 return Evidence("hf_quantized", (because,), ("safetensors",))
@@ -93,28 +96,35 @@ def read(source: Source) -> Manifest:
     stored = read_folder(source, "hf_quantized")
     config = read_quantization(source)
     specs = {t.fqn: t for t in stored.tensors}
+    ends = tuple(_FURTHER)
+    more = [(n, end) for n in specs if n.endswith(ends) for end in _FURTHER if n.endswith(end)]
+    further = {name.removesuffix(end) + _FURTHER[end]: name for name, end in more}
     made: dict[str, _Made] = {}
     unfit: dict[str, Finding] = {}
     names: set[str] = set()  # of scales, without those of modules
+    formulas: dict[tuple[object, ...], _Formula] = {}  # of pairs of one form
     for weight, scale, rule in _pairs(specs):
-        inputs = specs[weight], specs[scale]
-        if rule.dtypes and inputs[0].dtype not in rule.dtypes:
+        one, other = specs[weight], specs[scale]
+        if rule.dtypes and one.dtype not in rule.dtypes:
             continue
         names.add(_last(scale))
-        why, fn, params = _formula(inputs, rule, specs, config)
+        form = (rule, one.dtype, one.shape, other.dtype, other.shape)
+        formula = formulas.get(form) or _formula((one, other), rule, config)
+        if weight in further:
+            formula = f"is more than the product with {scale}: {further[weight]} belongs to it"
         if weight in made or weight in unfit:
-            why = f"has {made.pop(weight)[2][1] if weight in made else 'another scale'} and {scale}"
-        if why:
-            unfit[weight] = _unfit(inputs[0], why)
+            formula = f"has {made.pop(weight)[2][1] if weight in made else 'another scale'} and {scale}"
+        if isinstance(formula, str):
+            unfit[weight] = _unfit(one, formula)
             continue
-        shape = FUNCTIONS[fn].shape(inputs, params)
-        assert shape is not None  # it fits
+        formulas[form] = formula
+        fn, params, shape = formula
         made[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
-    others = companions(stored.tensors)
+    others = companions(t for t in stored.tensors if t.fqn not in made)
     for weight, found in others.items():
-        if weight not in made and weight not in unfit:
+        if weight not in unfit:
             unfit[weight] = _unfit(specs[weight], f"belongs to {found[0]}: nothing decodes it here")
-    known = _with_scales(others)
+    known = _with_scales(others) | {name for _, _, pair, _ in made.values() for name in pair}
     alike = {*_FLOAT8, *(specs[weight].dtype for weight in made)} - {"uint8"}
     scaleless = _scaleless(stored.tensors, known, config, alike)
     findings = (*unfit.values(), *scaleless, *_orphans(stored, names, known))
@@ -168,30 +178,23 @@ def _header_dtype(
 
 
 def _formula(
-    inputs: tuple[TensorSpec, TensorSpec],
-    rule: _Rule,
-    specs: Mapping[str, TensorSpec],
-    config: QuantizationConfig,
-) -> tuple[str, str, tuple[int, ...]]:
-    """Return (why none fits, function, params) of a pair."""
+    inputs: tuple[TensorSpec, TensorSpec], rule: _Rule, config: QuantizationConfig
+) -> _Formula | str:
+    """Return the formula of a pair, or why none fits."""
     weight, scale = inputs
-    further = [n for end in _FURTHER if (n := weight.fqn.removesuffix(".weight") + end) in specs]
-    if further:
-        return f"is more than the product with {scale.fqn}: {further[0]} belongs to it", "", ()
     if weight.dtype == "int8" and not config.symmetric:
-        return f"has zero points by its config, and no {weight.fqn}_zero_point", "", ()
+        return f"has zero points by its config, and no {weight.fqn}_zero_point"
     forms = [*_forms(rule, scale, config)]
-    fits = [(fn, params) for fn, params in forms if FUNCTIONS[fn].shape(inputs, params) is not None]
+    shapes = [(fn, params, FUNCTIONS[fn].shape(inputs, params)) for fn, params in forms]
+    fits = [(fn, params, shape) for fn, params, shape in shapes if shape is not None]
     # Blocks of several sizes may give the same number of scales.
-    sizes = {tuple(map(min, params, weight.shape)) for fn, params in fits if fn == "fp8_block"}
+    sizes = {tuple(map(min, params, weight.shape)) for fn, params, _ in fits if fn == "fp8_block"}
     if fits and (len(sizes) < 2 or fits[0][0] != "fp8_block"):
-        return "", *fits[0]
-    per = [f"{fn} with one scale{_per(fn, params)}" for fn, params in forms]
-    does = "fits" if fits else "does not fit"
-    shapes = (
-        f"{scale.fqn} {scale.dtype} {list(scale.shape)} {does} {', '.join(per) or 'what is decoded here'}"
-    )
-    return f"is {weight.dtype} {list(weight.shape)}, and {shapes}", "", ()
+        return fits[0]
+    per = ", ".join(f"{fn} with one scale{_per(fn, params)}" for fn, params in forms)
+    does = f"{'fits' if fits else 'does not fit'} {per or 'what is decoded here'}"
+    of = f"{scale.fqn} {scale.dtype} {list(scale.shape)}"
+    return f"is {weight.dtype} {list(weight.shape)}, and {of} {does}"
 
 
 def _per(fn: str, params: tuple[int, ...]) -> str:
@@ -257,7 +260,7 @@ def _orphans(manifest: Manifest, names: set[str], used: set[str]) -> Iterator[Fi
         return  # it may be there
     reported = {f.fqn for f in manifest.findings}
     here = {t.fqn for t in manifest.tensors}
-    for name in sorted(n for n in here if _last(n) in names and n not in used):
+    for name in sorted(n for n in here - used if _last(n) in names):
         rule = next(r for r in _RULES if name.endswith(r.scale))
         weight = name.removesuffix(rule.scale) + rule.weight
         if weight not in here and weight not in reported:
