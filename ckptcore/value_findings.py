@@ -24,6 +24,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
+    "kept-quantized": (
+        "warning",
+        "a cast leaves quantised values and their scales as they are stored: alone they mean nothing",
+        "for other dtypes, dequantise them first, with what made them; `--dtype-for` casts scales",
+    ),
     "files-differ": (
         "error",
         "two folders of one source have a file of one name with different bytes",

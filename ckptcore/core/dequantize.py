@@ -8,6 +8,9 @@ cut into boxes changes no bit.
   (r, c), the block. out[i, j] = weight[i, j] * scale[i // r, j // c] in float32
   (torch/distributed/checkpoint/quantized_hf_storage.py, `_dequantize_tensor`; DeepSeek-V3's
   ``weight_scale_inv``).
+- ``scaled``, ``scaled_rows``: inputs weight [R, C] as above, scale with one element, or one per row ([R] or
+  [R, 1]); params (n,), the scale's number of dims. out = weight * scale in float32 (compressed-tensors,
+  `quantization/lifecycle/forward_helpers.py`, `_dequantize`; FbgemmFp8Linear of transformers).
 - ``mxfp4``: inputs blocks uint8 [..., G, 16], two 4-bit floats per byte, low nibble first; scales uint8
   [..., G]; out [..., 32 G] = value * 2 ** (scale - 127) in float32 (the same file,
   `_dequantize_tensor_mxfp4`; gpt-oss's ``*_blocks`` and ``*_scales``).
@@ -56,12 +59,16 @@ class Function:
 
 def _block_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
     weight, scale = inputs
-    if len(weight.shape) != 2 or len(params) != 2 or min(params) < 1:
-        return None
-    if BY_NAME[weight.dtype].itemsize != 1 or weight.dtype in ("uint8", "bool"):
+    if len(params) != 2 or min(params) < 1 or not _are_codes_and_factors(weight, scale):
         return None
     wanted = tuple(-(-n // b) for n, b in zip(weight.shape, params, strict=True))
-    return weight.shape if scale.shape == wanted and BY_NAME[scale.dtype].is_float else None
+    return weight.shape if scale.shape == wanted else None
+
+
+def _are_codes_and_factors(weight: TensorSpec, scale: TensorSpec) -> bool:
+    """Report whether these are a matrix of one-byte values, and floats."""
+    plain = BY_NAME[weight.dtype].itemsize == 1 and weight.dtype not in ("uint8", "bool")
+    return plain and len(weight.shape) == 2 and BY_NAME[scale.dtype].is_float
 
 
 def _block_needs(box: Box, params: Shape) -> tuple[Box, ...]:
@@ -81,6 +88,24 @@ def _fill_block(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out:
         end = (row // rows + n + 1) * rows - row
         factors = line.repeat_interleave(columns)[skipped : skipped + box.shape[1]]
         out[begin:end].mul_(factors)
+
+
+def _scaled_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    weight, scale = inputs
+    fits = _are_codes_and_factors(weight, scale) and params == (len(scale.shape),) and scale.numel == 1
+    return weight.shape if fits else None
+
+
+def _rows_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    weight, scale = inputs
+    if not _are_codes_and_factors(weight, scale) or params != (len(scale.shape),):
+        return None
+    return weight.shape if scale.shape in ((weight.shape[0],), (weight.shape[0], 1)) else None
+
+
+def _fill_scaled(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    # The scale has one element, or one per row of the box.
+    out.copy_(inputs[0]).mul_(inputs[1].to(out.dtype).reshape(-1, 1))
 
 
 def _fp4_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
@@ -133,6 +158,22 @@ FUNCTIONS: dict[str, Function] = {
         # A box has at most as many scales as elements.
         lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
         _fill_block,
+    ),
+    "scaled": Function(
+        "weights times one scale",
+        "float32",
+        _scaled_shape,
+        lambda box, params: (box, Box((0,) * params[0], (1,) * params[0])),
+        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+        _fill_scaled,
+    ),
+    "scaled_rows": Function(
+        "weights times the scale of their row",
+        "float32",
+        _rows_shape,
+        lambda box, params: (box, Box((box.offset[0], 0)[: params[0]], (box.shape[0], 1)[: params[0]])),
+        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+        _fill_scaled,
     ),
     "mxfp4": Function(
         "4-bit floats times the power of two of their group",

@@ -19,6 +19,7 @@ from ckptcore.errors import NameMismatch, UsageError
 from ckptcore.loading.live_state import LiveLeaf, LiveState, live_state
 from ckptcore.loading.live_tensors import on_memory, on_meta, pieces, require_cast
 from ckptcore.loading.plain_values import NotBuilt, built, find
+from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.reading.state_dict import Filler, require_cover, require_readable
 from ckptcore.store import open_source_store
 from ckptcore.utils.dataclass import dataclass
@@ -132,10 +133,27 @@ def _require_all(plan: _Plan, count: int, strict: bool) -> None:
         _log.warning("not loaded, because the checkpoint has no value for them: %s", ", ".join(left))
 
 
+def _require_values(manifest: Manifest, plan: _Plan) -> None:
+    """Require that no quantised values are cast without their scales."""
+    import torch
+
+    pairs = [(leaf, manifest.tensors[row]) for leaf, row in plan.tensors]
+    codes = [(x, t) for x, t in pairs if is_code(t.dtype) and x.value.dtype != getattr(torch, t.dtype)]
+    partners = bound(manifest.tensors) if codes else {}
+    for leaf, spec in codes:
+        if spec.fqn in partners:
+            raise UsageError(
+                f"cannot load {leaf.fqn} into a tensor of {leaf.value.dtype}: it is {spec.dtype}, and its "
+                f"values need {partners[spec.fqn]}",
+                hint="open the checkpoint without keep_quantized, if its weights are decoded here",
+            )
+
+
 def _require_fit(manifest: Manifest, plan: _Plan) -> None:
     """Require that everything can be filled, and that every element of it is in the checkpoint."""
     import torch
 
+    _require_values(manifest, plan)
     for leaf, row in plan.tensors:
         spec: TensorSpec = manifest.tensors[row]
         memory: Sequence[Any] = ()

@@ -28,6 +28,7 @@ from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.peft import Adapter, adapted, adapter_config, dumped, find_adapter, holds_lora
+from ckptcore.naming.quantized_names import without_activations
 from ckptcore.naming.rename import (
     Dropped,
     Mapped,
@@ -40,6 +41,7 @@ from ckptcore.naming.rename import (
 )
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
+from ckptcore.planning.casts import find_casts
 from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
@@ -143,9 +145,7 @@ def compose(
     layout = _output_layout(request, manifest, writer, adapter)
     carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if export else None
-    free, bound = (
-        without_bound(manifest, parse_mesh(request.mesh), request.keep_object) if reshard else (manifest, ())
-    )
+    free, bound = _without_unused(request, manifest)
     naming: NameMap | None = None
     if adapter is None or model is None:
         mapped, doubts, naming, beside = _fitted(request, free, model, beside)
@@ -160,12 +160,13 @@ def compose(
             *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
         ]
     require_zero(free, mapped.dropped)
-    casts = _dtypes(request, mapped.manifest)
+    cast = find_casts(request, manifest, mapped)
+    warnings += cast.findings
     objects, dropped, left_out = _carried_objects(request, free)
     warnings += left_out
     warnings += value_findings(layout, objects) + split_objects(layout, objects)
     mapped, objects, paths, moved = nest(layout, manifest, mapped, objects)
-    casts = {moved.get(name, name): dtype for name, dtype in casts.items()}
+    casts = {moved.get(name, name): dtype for name, dtype in cast.dtypes.items()}
     target = Target(
         format,
         single,
@@ -233,12 +234,21 @@ def map_export(request: Request, manifest: Manifest) -> MappedExport:
     model = find_model(manifest, request.model_prefix)
     if adapter is not None:
         mapped, _ = _adapter_alone(request, manifest, model, adapter, beside)
-        return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
-    named = _named_tensors(request, manifest, model, beside.config)
-    mapped = named.tied(manifest, request.tie)
+        return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+    free, unused = _without_unused(request, manifest)
+    named = _named_tensors(request, free, model, beside.config)
+    mapped = named.tied(free, request.tie)
+    mapped = replace(mapped, dropped=(*mapped.dropped, *(Dropped(name, rule) for name, rule in unused)))
     if not mapped.manifest.tensors:
         raise UsageError("no tensor is left", hint="look at --include, --exclude and --model-prefix")
-    return MappedExport(mapped, _dtypes(request, mapped.manifest), model)
+    return MappedExport(mapped, find_casts(request, manifest, mapped).dtypes, model)
+
+
+def _without_unused(request: Request, manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Return the manifest without what nothing uses that loads the output, and (name, rule)."""
+    if request.verb == "reshard":
+        return without_bound(manifest, parse_mesh(request.mesh), request.keep_object)
+    return without_activations(manifest) if request.verb == "export" else (manifest, ())
 
 
 def _files_beside(request: Request, manifest: Manifest) -> tuple[ModelFiles, Adapter | None]:
@@ -489,32 +499,6 @@ def _named_tensors(
     bare = remap(manifest, **options)
     found = _in_world(request, manifest, bare, config) if model is not None else None
     return _Named(bare, options, found)
-
-
-def _dtypes(request: Request, manifest: Manifest) -> dict[str, str]:
-    """Return name -> output dtype, where it differs from the stored one."""
-    general = dtypes.get(request.dtype) if request.dtype else None
-    if general is not None and not general.is_float:
-        raise UsageError(f"--dtype {request.dtype} is not a floating-point dtype")
-    exceptions = [(g, None if d == "keep" else dtypes.get(d)) for g, d in request.dtype_for]
-    for glob, _ in exceptions:
-        if not any(matches(t.fqn, [glob]) for t in manifest.tensors):
-            raise UsageError(f"--dtype-for {glob} matches nothing")
-    found: dict[str, str] = {}
-    for spec in manifest.tensors:
-        hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
-        wanted = hit[1]
-        if wanted is None or wanted.name == spec.dtype:
-            continue
-        if not dtypes.get(spec.dtype).is_float or not wanted.is_float:
-            if hit[0]:
-                raise UsageError(
-                    f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
-                    "only floating-point dtypes are cast"
-                )
-            continue
-        found[spec.fqn] = wanted.name
-    return found
 
 
 def _carried_objects(

@@ -22,6 +22,7 @@ from ckptcore.utils.text import listed, short_repr
 
 _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier ones the second
 # Fields that count modules: each module has a tensor of its own, or a row of one.
+_QUANTISATION = ("quantization_config", "compression_config")  # the second: older compressed-tensors
 _COUNTS = late_pattern(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
 _EXPERTS = late_pattern(r"experts?$")
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
@@ -52,7 +53,7 @@ class ConfigFolder:
         out = dict(self.content)
         config = json.loads(out["config.json"])
         changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _with_nested(config)) > 0
-        gone = plain and config.pop("quantization_config", None) is not None
+        gone = plain and sum(_drop_quantisation(part) for part in [*_with_nested(config)]) > 0
         if changed or gone:
             out["config.json"] = _dumped(config)
         return out
@@ -181,8 +182,13 @@ def _with_nested(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     yield config
     for name, part in config.items():
-        if isinstance(part, dict) and name.endswith("_config") and name != "quantization_config":
+        if isinstance(part, dict) and name.endswith("_config") and name not in _QUANTISATION:
             yield from _with_nested(part)
+
+
+def _drop_quantisation(part: dict[str, Any]) -> bool:
+    """Remove the quantisation from a part of a config; return whether it had one."""
+    return sum(part.pop(name, None) is not None for name in _QUANTISATION) > 0
 
 
 def _name_dtype(part: dict[str, Any], dtype: str) -> bool:

@@ -1,39 +1,76 @@
 """Read Hugging Face folders with quantised weights (hf_quantized) as the values of the weights.
 
-Two pairs are recognised by name, dtype and shape, as by torch's QuantizedHuggingFaceStorageReader
-(torch/distributed/checkpoint/quantized_hf_storage.py):
+Pairs are recognised by name, dtype and shape:
 
-- ``X.weight`` of a float8 dtype [R, C] and ``X.weight_scale_inv``, a scale per block. The block is
-  ``quantization_config.weight_block_size`` of config.json, else 128 x 128.
+- ``X`` of a float8 dtype or int8 [R, C] and its factors: ``X_scale_inv``, one per block (torch/distributed/
+  checkpoint/quantized_hf_storage.py), or ``X_scale``, one per tensor, row or block (compressed-tensors,
+  ModelOpt, fbgemm_fp8). config.json states the size of a block (`quantization_config`); that of
+  ``X_scale_inv`` is 128 x 128 where it does not.
 - ``X_blocks`` uint8 [..., G, 16] and ``X_scales`` uint8 [..., G]: MXFP4.
 
 The weight is read as the float32 tensor that the formula gives, under its own name, and the scale is no
 longer a tensor (see `ckptcore.core.dequantize`). With ``--keep-quantized`` such a folder is read as plain
 safetensors: stored weights and scales. A pair that does not fit its formula is an error, because its stored
-values alone are not the weights; so is a weight without a scale where others have one.
+values alone are not the weights; so is a weight without a scale, or a scale without its weight, where others
+have theirs, and a weight of which the config says that it has one (`lost_scales`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import derive
-from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
+from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
-from ckptcore.utils.text import short_repr
+from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
+from ckptcore.naming.quantized_names import companions
+from ckptcore.utils.dataclass import dataclass
 
-CONFIG = "config.json"
 _BLOCK = (128, 128)
-_MAX_CONFIG = 16 << 20
-# Suffix of a scale -> (suffix of its weight, function).
-_PAIRS = {".weight_scale_inv": (".weight", "fp8_block"), "_scales": ("_blocks", "mxfp4")}
-_KEEP = "carry the stored values with --keep-quantized"
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How the factors of a quantised weight are recognised.
+
+    Attributes:
+        scale: Suffix of their name.
+        weight: Suffix of the weight's name in its place.
+        dtypes: Of the weight; empty where the names alone are evidence.
+    """
+
+    scale: str
+    weight: str
+    dtypes: tuple[str, ...] = ()
+
+
+# The first rule that fits a name applies.
+_INVERSE = _Rule(".weight_scale_inv", ".weight")
+_MXFP4 = _Rule("_scales", "_blocks", ("uint8",))  # names ending so mean MXFP4 only with this dtype
+_RULES = (
+    _INVERSE,
+    _Rule("_scale_inv", "", (*_FLOAT8, "int8")),
+    _Rule("_scale", "", (*_FLOAT8, "int8")),
+    _MXFP4,
+)
+# What a weight has beside its factors where it is not their product: end of the name -> that of the weight.
+_FURTHER = {
+    "_zero_point": "",
+    "_g_idx": "",
+    "_scale_2": "",
+    "_global_scale": "",
+    ".pre_quant_scale": ".weight",
+}
+_PACKED = ("_scale_2", "_global_scale")  # of 4-bit floats
+_PER = {"scaled_rows": " per row", "mxfp4": " per group"}
+_Formula = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, params, shape of the weight
+_Made = tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]
 
 
 def detect(source: Source) -> Evidence | None:
@@ -41,10 +78,12 @@ def detect(source: Source) -> Evidence | None:
     if source.keep_quantized or recognised(source) is None:
         return None
     try:
-        files = _file_of_tensor(source)
-        for weight, scale, fn in _weights_with_scales(files):
-            # Names ending in _blocks and _scales mean MXFP4 only if their dtype is uint8.
-            if fn != "mxfp4" or _header_dtype(source, files[weight], weight) == "uint8":
+        headers: dict[str, Mapping[str, tuple[str, ...]]] = {}
+        files = _file_of_tensor(source, headers)
+        for weight, scale, rule in _pairs(files):
+            if rule.dtypes and any(weight + end in files for end in _PACKED):
+                continue
+            if not rule.dtypes or _header_dtype(source, files[weight], weight, headers) in rule.dtypes:
                 because = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
                 return Evidence("hf_quantized", (because,), ("safetensors",))
     except CkptError:
@@ -55,114 +94,189 @@ def detect(source: Source) -> Evidence | None:
 def read(source: Source) -> Manifest:
     """Read the manifest with quantised weights as float32; raise `MalformedCheckpoint` as `read_folder`."""
     stored = read_folder(source, "hf_quantized")
+    config = read_quantization(source)
     specs = {t.fqn: t for t in stored.tensors}
-    block = _block(source)
-    made: dict[str, tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]] = {}
-    unfit: list[Finding] = []
-    for weight, scale, fn in _weights_with_scales(specs):
-        inputs = specs[weight], specs[scale]
-        if fn == "mxfp4" and inputs[0].dtype != "uint8":
+    ends = tuple(_FURTHER)
+    more = [(n, end) for n in specs if n.endswith(ends) for end in _FURTHER if n.endswith(end)]
+    further = {name.removesuffix(end) + _FURTHER[end]: name for name, end in more}
+    made: dict[str, _Made] = {}
+    unfit: dict[str, Finding] = {}
+    names: set[str] = set()  # of scales, without those of modules
+    formulas: dict[tuple[object, ...], _Formula] = {}  # of pairs of one form
+    for weight, scale, rule in _pairs(specs):
+        one, other = specs[weight], specs[scale]
+        if rule.dtypes and one.dtype not in rule.dtypes:
             continue
-        params = block if fn == "fp8_block" else ()
-        shape = FUNCTIONS[fn].shape(inputs, params)
-        if shape is None:
-            unfit.append(_unfit(inputs, fn, params))
+        names.add(_last(scale))
+        form = (rule, one.dtype, one.shape, other.dtype, other.shape)
+        formula = formulas.get(form) or _formula((one, other), rule, config)
+        if weight in further:
+            formula = f"is more than the product with {scale}: {further[weight]} belongs to it"
+        if weight in made or weight in unfit:
+            formula = f"has {made.pop(weight)[2][1] if weight in made else 'another scale'} and {scale}"
+        if isinstance(formula, str):
+            unfit[weight] = _unfit(one, formula)
             continue
+        formulas[form] = formula
+        fn, params, shape = formula
         made[weight] = TensorSpec(weight, FUNCTIONS[fn].dtype, shape), fn, (weight, scale), params
-    unfit += (_scaleless(t) for t in stored.tensors if t.fqn not in made and _needs_scale(t, specs))
+    others = companions(t for t in stored.tensors if t.fqn not in made)
+    for weight, found in others.items():
+        if weight not in unfit:
+            unfit[weight] = _unfit(specs[weight], f"belongs to {found[0]}: nothing decodes it here")
+    known = _with_scales(others) | {name for _, _, pair, _ in made.values() for name in pair}
+    alike = {*_FLOAT8, *(specs[weight].dtype for weight in made)} - {"uint8"}
+    scaleless = _scaleless(stored.tensors, known, config, alike)
+    findings = (*unfit.values(), *scaleless, *_orphans(stored, names, known))
     origin = {**stored.origin, "dequantised": len(made)}
-    if block != _BLOCK:
-        origin["weight_block_size"] = list(block)
-    return derive(replace(stored, findings=(*stored.findings, *unfit), origin=origin), made)
+    sizes = sorted({params for _, fn, _, params in made.values() if fn == "fp8_block"} - {_BLOCK})
+    if sizes:
+        origin["weight_block_size"] = list(sizes[0])
+    return derive(replace(stored, findings=(*stored.findings, *findings), origin=origin), made)
 
 
-def _file_of_tensor(source: Source) -> dict[str, str]:
+def lost_scales(source: Source, manifest: Manifest) -> Manifest:
+    """Return a manifest of plain safetensors with findings where its config says that weights have scales."""
+    if source.keep_quantized or not any(t.dtype in _FLOAT8 for t in manifest.tensors):
+        return manifest  # no other file is read for it
+    known = _with_scales(companions(manifest.tensors))
+    found = _scaleless(manifest.tensors, known, read_quantization(source), ())
+    return replace(manifest, findings=(*manifest.findings, *found))
+
+
+def _file_of_tensor(source: Source, headers: dict[str, Mapping[str, tuple[str, ...]]]) -> dict[str, str]:
     """Return tensor -> file, from the index or from the files' headers."""
     if source.name is None and INDEX in source.listing:
         return weight_map(source)
-    there = [p for p in unindexed(source) if p in source.listing]
-    return {name: p for p in there for name in read_header(source.store, p, source.listing[p])[0]}
+    for path in unindexed(source):
+        if path in source.listing:
+            headers[path] = read_header(source.store, path, source.listing[path])[0]
+    return {name: path for path, names in headers.items() for name in names}
 
 
-def _weights_with_scales(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Return (weight, scale, function) of every pair, found by name."""
+def _pairs(names: Iterable[str]) -> list[tuple[str, str, _Rule]]:
+    """Return (weight, scale, rule) of every pair, found by name; those whose names are evidence first."""
     here = set(names)
     found = []
-    for name in sorted(here):
-        for suffix, (other, fn) in _PAIRS.items():
-            weight = name.removesuffix(suffix) + other
-            if name.endswith(suffix) and weight in here:
-                found.append((weight, name, fn))
-    return found
+    for name in sorted(n for n in here if "_scale" in n):  # as every rule has it
+        for rule in _RULES:
+            weight = name.removesuffix(rule.scale) + rule.weight
+            if name.endswith(rule.scale) and weight in here:
+                found.append((weight, name, rule))
+                break
+    return sorted(found, key=lambda pair: bool(pair[2].dtypes))
 
 
-def _header_dtype(source: Source, path: str, name: str) -> str:
-    if path not in source.listing:
-        return ""
-    tensors, _, _ = read_header(source.store, path, source.listing[path])
-    return str(tensors[name][0]) if name in tensors else ""
+def _header_dtype(
+    source: Source, path: str, name: str, headers: dict[str, Mapping[str, tuple[str, ...]]]
+) -> str:
+    """Return the dtype of a tensor; a file's header is read once."""
+    if path not in headers:
+        size = source.listing.get(path)
+        headers[path] = {} if size is None else read_header(source.store, path, size)[0]
+    return str(headers[path][name][0]) if name in headers[path] else ""
 
 
-def _block(source: Source) -> tuple[int, ...]:
-    """Return rows and columns of a block of weights that share a scale."""
-    size = source.listing.get(CONFIG) if source.name is None else None
-    if size is None:
-        return _BLOCK
-    if size > _MAX_CONFIG:
-        raise MalformedCheckpoint(
-            f"{CONFIG} must have at most {_MAX_CONFIG} bytes (got {size})", file=CONFIG, hint=_KEEP
-        )
-    try:
-        config = parse(source.store.read(CONFIG, 0, size), CONFIG)
-        block = (config.get("quantization_config") or {}).get("weight_block_size")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"cannot read {CONFIG}: {error}", file=CONFIG, hint=_KEEP) from error
-    if block is None:
-        return _BLOCK
-    if type(block) is not list or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
-        raise MalformedCheckpoint(
-            f"{CONFIG}: weight_block_size must be two positive integers (got {short_repr(block, 60)})",
-            file=CONFIG,
-            hint=_KEEP,
-        )
-    return tuple(block)
-
-
-def _unfit(inputs: Sequence[TensorSpec], fn: str, params: tuple[int, ...]) -> Finding:
+def _formula(
+    inputs: tuple[TensorSpec, TensorSpec], rule: _Rule, config: QuantizationConfig
+) -> _Formula | str:
+    """Return the formula of a pair, or why none fits."""
     weight, scale = inputs
-    per = f" per block of {params[0]} x {params[1]}" if params else ""
-    return finding(
-        "unfit-quantization",
-        "coverage",
-        f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and "
-        f"{scale.fqn} is {scale.dtype} {list(scale.shape)}: they do not fit {fn} with one scale{per}",
-        fqn=weight.fqn,
-    )
+    if weight.dtype == "int8" and not config.symmetric:
+        return f"has zero points by its config, and no {weight.fqn}_zero_point"
+    forms = [*_forms(rule, scale, config)]
+    shapes = [(fn, params, FUNCTIONS[fn].shape(inputs, params)) for fn, params in forms]
+    fits = [(fn, params, shape) for fn, params, shape in shapes if shape is not None]
+    # Blocks of several sizes may give the same number of scales.
+    sizes = {tuple(map(min, params, weight.shape)) for fn, params, _ in fits if fn == "fp8_block"}
+    if fits and (len(sizes) < 2 or fits[0][0] != "fp8_block"):
+        return fits[0]
+    per = ", ".join(f"{fn} with one scale{_per(fn, params)}" for fn, params in forms)
+    does = f"{'fits' if fits else 'does not fit'} {per or 'what is decoded here'}"
+    of = f"{scale.fqn} {scale.dtype} {list(scale.shape)}"
+    return f"is {weight.dtype} {list(weight.shape)}, and {of} {does}"
 
 
-def _needs_scale(tensor: TensorSpec, names: Collection[str]) -> bool:
-    """Report whether a tensor looks like the weights here that have a scale, and no tensor is its scale.
+def _per(fn: str, params: tuple[int, ...]) -> str:
+    return f" per block of {params[0]} x {params[1]}" if fn == "fp8_block" else _PER.get(fn, "")
+
+
+def _forms(
+    rule: _Rule, scale: TensorSpec, config: QuantizationConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (function, params) that a pair may have, by its names and its config."""
+    if rule is _MXFP4:
+        yield "mxfp4", ()
+        return
+    inverse = rule.scale.endswith("_inv")
+    strategies = config.strategies or ({"block"} if inverse else {"tensor", "channel"})
+    rank = (len(scale.shape),)
+    if "tensor" in strategies:
+        yield "scaled", rank
+    if "channel" in strategies:
+        yield "scaled_rows", rank
+    if "block" in strategies:
+        for block in config.blocks or ([_BLOCK] if inverse else []):
+            yield "fp8_block", block
+
+
+def _unfit(weight: TensorSpec, why: str) -> Finding:
+    return finding("unfit-quantization", "coverage", f"{weight.fqn} {why}", fqn=weight.fqn)
+
+
+def _scaleless(
+    tensors: Iterable[TensorSpec], known: Iterable[str], config: QuantizationConfig, alike: Collection[str]
+) -> Iterator[Finding]:
+    """Yield findings for weights that no tensor is a scale of.
 
     A lost scale leaves no other trace: the weight alone is complete, and wrong by its factors.
+
+    Args:
+        tensors: All tensors.
+        known: Names of quantised weights that have scales, and of their scales.
+        config: What the folder's config states.
+        alike: Dtypes of weights here that have scales.
     """
-    alike = tensor.fqn.endswith(".weight") and tensor.dtype.startswith("float8") and len(tensor.shape) == 2
-    return alike and not any(f"{tensor.fqn}_{kind}" in names for kind in ("scale_inv", "scale"))
+    stated = {*_FLOAT8} if config.method else set[str]()
+    if config.method == "compressed-tensors":
+        stated.add("int8")
+    done = {*known}
+    for tensor in tensors:
+        rank = len(tensor.shape)
+        by_config = tensor.dtype in stated and rank > 1
+        by_others = tensor.dtype in alike and rank == 2 and tensor.fqn.endswith(".weight")
+        if (by_config or by_others) and tensor.fqn not in done and not config.ignores(tensor.fqn):
+            by = "unlike others" if by_others else f"although its config states {config.method}"
+            yield _unfit(tensor, f"is {tensor.dtype} {list(tensor.shape)}, and {by} it has no scale")
 
 
-def _scaleless(weight: TensorSpec) -> Finding:
-    return finding(
-        "unfit-quantization",
-        "coverage",
-        f"{weight.fqn} is {weight.dtype} {list(weight.shape)}, and unlike others it has no scale "
-        f"{weight.fqn}_scale_inv",
-        fqn=weight.fqn,
-    )
+def _with_scales(weights: Mapping[str, Iterable[str]]) -> set[str]:
+    return {*weights, *(name for names in weights.values() for name in names)}
+
+
+def _orphans(manifest: Manifest, names: set[str], used: set[str]) -> Iterator[Finding]:
+    """Yield findings for scales, called like those of the pairs here, whose weight is not in the folder."""
+    if any(f.code == "missing-file" for f in manifest.findings):
+        return  # it may be there
+    reported = {f.fqn for f in manifest.findings}
+    here = {t.fqn for t in manifest.tensors}
+    for name in sorted(n for n in here - used if _last(n) in names):
+        rule = next(r for r in _RULES if name.endswith(r.scale))
+        weight = name.removesuffix(rule.scale) + rule.weight
+        if weight not in here and weight not in reported:
+            message = f"{name} scales {weight}, which is not in the folder"
+            yield finding("unfit-quantization", "coverage", message, fqn=name)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 FORMAT = Format(
     name="hf_quantized",
-    title="Hugging Face folder with quantised weights (fp8 blocks, MXFP4), read as float32",
-    recognised_by="`X.weight` with `X.weight_scale_inv`, or `X_blocks` with `X_scales`, in safetensors",
+    title="Hugging Face folder with quantised weights (float8, int8, MXFP4), read as float32",
+    recognised_by="`X.weight` with `X.weight_scale_inv` or `X.weight_scale`, or `X_blocks` with `X_scales`, "
+    "in safetensors",
     detect=detect,
     reader=Reader(read, objects=True),
 )

@@ -38,6 +38,7 @@ from ckptcore.formats.huggingface.folder import (
     read_folder,
     recognised,
 )
+from ckptcore.formats.huggingface.quantized import lost_scales
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -50,7 +51,7 @@ def detect(source: Source) -> Evidence | None:
 
 def read(source: Source) -> Manifest:
     """Read the manifest of a safetensors file or folder; raise `MalformedCheckpoint` as `read_folder`."""
-    return read_folder(source, "safetensors")
+    return lost_scales(source, read_folder(source, "safetensors"))
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:

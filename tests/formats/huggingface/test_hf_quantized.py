@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hf_folders import folder
 from samples import FIXTURES, differences, expected_tensors, read_safetensors, read_torch, tensors_of, value
 
 import ckptcore
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from driver import Cli
 
 SAMPLE = FIXTURES / "torch" / "hf_fp8_block"
-INDEX = "model.safetensors.index.json"
 
 
 def fp8(rows: int, columns: int, block: tuple[int, int] = (128, 128), seed: int = 0) -> dict[str, Any]:
@@ -39,22 +39,6 @@ def mxfp4(*shape: int, seed: int = 0) -> dict[str, Any]:
     maker = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=maker)
     return {"m_blocks": blocks, "m_scales": torch.randint(0, 256, shape, dtype=torch.uint8, generator=maker)}
-
-
-def folder(path: Path, *files: dict[str, Any], config: Any = None) -> Path:
-    """A Hugging Face folder with an index, a file for each dict."""
-    from safetensors.torch import save_file
-
-    path.mkdir()
-    places = {}
-    for number, tensors in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        save_file(tensors, path / name)
-        places |= dict.fromkeys(tensors, name)
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    if config is not None:
-        (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    return path
 
 
 def values_of_fp8(tensors: dict[str, Any], block: tuple[int, int] = (128, 128)) -> Any:
@@ -222,7 +206,9 @@ def test_on_a_gpu(cli: Cli, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     made, four = fp8(700, 1300, seed=3), mxfp4(9, 201, seed=4)
-    source = folder(tmp_path / "s", made | four)
+    scaled = {"r.weight": fp8(300, 200)["l.weight"], "r.weight_scale": torch.rand(300, 1)}
+    scaled |= {"t.weight": fp8(300, 200)["l.weight"], "t.weight_scale": torch.rand(())}
+    source = folder(tmp_path / "s", made | four | scaled)
     for dtype in ("fp32", "bf16"):
         here = consolidated(cli, source, tmp_path / dtype, "--dtype", dtype)
         done = ["--dtype", dtype, "--device", "cuda"]
@@ -348,6 +334,10 @@ def test_names_alone_are_no_evidence(cli: Cli, tmp_path: Path) -> None:
         '{"quantization_config": 3}',
         '{"quantization_config": {"weight_block_size": [0, 1]}}',
         '{"quantization_config": {"weight_block_size": "big"}}',
+        '{"quantization_config": {"config_groups": [1]}}',
+        '{"quantization_config": {"config_groups": {"g": {"weights": [1]}}}}',
+        '{"quantization_config": {"config_groups": {"g": {"weights": {"strategy": "block"}}}}}',
+        '{"compression_config": "big"}',
         "[" * 100_000,
     ],
 )

@@ -1,0 +1,100 @@
+"""Find quantised tensors, and what they only mean something with, by name and dtype: in any format.
+
+A table of how libraries name them. The values of such a tensor are codes, and those beside it are factors,
+zero points or tables: a cast of one of them alone changes the weights, and nothing shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.subset import select
+
+_CODES = frozenset(
+    {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8", "int32"}
+)
+# End of the name of a tensor of codes -> ends, in its place, of what the codes mean something with.
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    # fp8 of transformers, ModelOpt, compressed-tensors, EETQ; bitsandbytes in 4 bits
+    "": (
+        "_scale_inv",
+        "_scale",
+        "_scale_2",
+        "_scales",
+        "_zero_point",
+        ".absmax",
+        ".nested_absmax",
+        ".quant_map",
+        ".nested_quant_map",
+    ),
+    # DeepSeek, bitsandbytes in 8 bits, ComfyUI, ModelOpt
+    ".weight": (".scale", ".SCB", ".scale_weight", ".pre_quant_scale"),
+    "_blocks": ("_scales",),  # MXFP4
+    "_packed": ("_scale", "_global_scale", "_zero_point"),  # pack-quantized, NVFP4 of compressed-tensors
+    ".compressed": (".weight_scale",),  # sparse and quantised, of compressed-tensors
+    ".qweight": (".scales", ".qzeros"),  # GPTQ, AWQ
+    "._data": ("._scale", "._shift"),  # quanto
+    "_qdata": ("_scale", "_zero_point"),  # torchao
+    ".state1": (".absmax1", ".qmap1"),  # optimizers of bitsandbytes
+    ".state2": (".absmax2", ".qmap2"),
+}
+# Factors of what goes into a quantised module and comes out of it, or of caches of the module around it.
+_OF_MODULE = ("input_scale", "input_scale_ub", "input_global_scale", "activation_scale", "output_scale")
+_OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
+_UNUSED = "scale of activations: the weights beside it are written as values"
+
+
+def is_code(dtype: str) -> bool:
+    """Report whether values of a dtype may be codes."""
+    return dtype in _CODES
+
+
+def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
+    """Return for each quantised tensor the names of what its values mean something with."""
+    specs = {t.fqn: t for t in tensors}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, spec in specs.items():
+        if spec.dtype in _CODES:
+            beside = tuple(
+                other
+                for end, ends in _BESIDE.items()
+                if name.endswith(end)
+                for other in (name.removesuffix(end) + e for e in ends)
+                if other in specs
+            )
+            if beside:
+                found[name] = beside
+    return found
+
+
+def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
+    """Return for quantised tensors, and for all that belongs to them, another tensor of the same values."""
+    specs = {t.fqn: t for t in tensors}
+    found: dict[str, str] = {}
+    for name, beside in companions(specs.values()).items():
+        found[name] = beside[0]
+        for other in (*beside, *(n for n in _of_activations(name) if n in specs)):
+            found.setdefault(other, name)
+    return found
+
+
+def without_activations(manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Return the manifest without factors that modules of computed weights no longer use, and (name, rule).
+
+    Without its quantised weights a model computes with its activations as they are.
+    """
+    computed = [manifest.tensors[t].fqn for t in manifest.derived]
+    names = {other for name in computed for other in _of_activations(name)}
+    rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in names]
+    if len(rows) == len(manifest.tensors):
+        return manifest, ()
+    gone = [t.fqn for t in manifest.tensors if t.fqn in names]
+    return select(manifest, rows), tuple((name, _UNUSED) for name in gone)
+
+
+def _of_activations(weight: str) -> list[str]:
+    """Return the names that factors of the activations around a weight may have."""
+    module = weight.rpartition(".")[0]
+    around = module.rpartition(".")[0]
+    return [f"{module}.{n}" for n in (*_OF_MODULE, *_OF_CACHE)] + [f"{around}.{n}" for n in _OF_CACHE]

@@ -1,0 +1,104 @@
+"""Decide which tensors of an output are cast: ``--dtype``, its exceptions, and what is never cast.
+
+The values of quantised tensors are codes, which mean something with their scales only
+(`ckptcore.naming.quantized_names`). ``--dtype`` leaves both as they are stored, with a finding.
+"""
+
+from __future__ import annotations
+
+from ckptcore.core import dtype as dtypes
+from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.errors import Finding, UsageError, finding
+from ckptcore.naming.quantized_names import bound, is_code
+from ckptcore.naming.rename import Mapped, matches
+from ckptcore.planning.request import Request
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.text import count, some
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """The casts of an output.
+
+    Attributes:
+        dtypes: Name -> output dtype, where it differs from the stored one.
+        findings: What ``--dtype`` leaves as it is stored.
+    """
+
+    dtypes: dict[str, str]
+    findings: tuple[Finding, ...] = ()
+
+
+def find_casts(request: Request, source: Manifest, mapped: Mapped) -> Casts:
+    """Return the casts of the tensors of an output.
+
+    Args:
+        request: The output.
+        source: The checkpoint. What belongs to a tensor need not be part of the output.
+        mapped: The tensors under the output's names.
+
+    Raises:
+        UsageError: A cast is asked for that would not keep values.
+    """
+    general = dtypes.get(request.dtype) if request.dtype else None
+    if general is not None and not general.is_float:
+        raise UsageError(f"--dtype {request.dtype} is not a floating-point dtype")
+    exceptions = [(g, None if d == "keep" else dtypes.get(d)) for g, d in request.dtype_for]
+    tensors = mapped.manifest.tensors
+    for glob, _ in exceptions:
+        if not any(matches(t.fqn, [glob]) for t in tensors):
+            raise UsageError(f"--dtype-for {glob} matches nothing")
+    if general is None and not exceptions:
+        return Casts({})
+    partners = _partners(source, mapped)
+    found: dict[str, str] = {}
+    kept: list[str] = []
+    for spec in tensors:
+        hit = next(((True, d) for g, d in exceptions if matches(spec.fqn, [g])), (False, general))
+        wanted = hit[1]
+        if wanted is None or wanted.name == spec.dtype:
+            continue
+        if not dtypes.get(spec.dtype).is_float or not wanted.is_float:
+            if hit[0]:
+                raise UsageError(
+                    f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}; "
+                    "only floating-point dtypes are cast"
+                )
+            continue
+        code, partner = is_code(spec.dtype), partners.get(spec.fqn)
+        if hit[0] and code and partner is not None:
+            raise UsageError(
+                f"--dtype-for would cast {spec.fqn} from {spec.dtype} to {wanted.name}, without {partner}, "
+                "which its values need",
+                hint="leave it out of the globs",
+            )
+        if not hit[0] and (partner is not None or (code and request.keep_quantized)):
+            kept.append(spec.fqn)
+            continue
+        found[spec.fqn] = wanted.name
+    return Casts(found, (_kept(request, kept),) if kept else ())
+
+
+def _partners(source: Manifest, mapped: Mapped) -> dict[str, str]:
+    """Return output name -> stored name of a tensor that its values mean something with."""
+    stored = bound(_stored(source))
+    if not stored:
+        return {}
+    old = {new: (name,) for name, new in mapped.renamed} | {m.name: m.sources for m in mapped.made}
+    found = {
+        t.fqn: next((stored[n] for n in old.get(t.fqn, (t.fqn,)) if n in stored), None)
+        for t in mapped.manifest.tensors
+    }
+    return {name: partner for name, partner in found.items() if partner is not None}
+
+
+def _stored(source: Manifest) -> list[TensorSpec]:
+    """Return the tensors that are stored: computed ones have their values."""
+    return [t for n, t in enumerate(source.tensors) if n not in source.derived]
+
+
+def _kept(request: Request, names: list[str]) -> Finding:
+    message = (
+        f"--dtype {request.dtype} leaves {count(len(names), 'tensor')} of quantised values: {some(names)}"
+    )
+    return finding("kept-quantized", "coverage", message)
