@@ -9,7 +9,7 @@ twice, unless ranks may hold equal values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[s
         others = sorted({number for _, number in found} - {expert})
         if others:
             listed = ", ".join(map(str, others[:3]))
-            yield _mixed(f"{path} holds expert {listed}: it is in the place of another file", path)
+            yield mixed(f"{path} holds expert {listed}: it is in the place of another file", path)
         elif layer >= 0:
             for name, _ in found:
                 layers.setdefault(layer, {}).setdefault(name, []).append(path)
@@ -59,32 +59,12 @@ def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[s
                 text = (
                     f"{short_repr(name, 80)}, and other files of MoE layer {layer} of {short_repr(usual, 80)}"
                 )
-                yield from (_mixed(f"{p} holds an expert of {text}", p) for p in paths)
+                yield from (mixed(f"{p} holds an expert of {text}", p) for p in paths)
         if usual in owners:
             path = named[usual][0]
             text = f"{path} holds an expert of {short_repr(usual, 80)}, which is MoE layer {owners[usual]}"
-            yield _mixed(text, path)
+            yield mixed(text, path)
         owners.setdefault(usual, layer)
-
-
-def misplaced_layers(
-    files: Mapping[tuple[int, int], tuple[StatesFile, Set[str]]], listed: Iterable[str]
-) -> Iterator[Finding]:
-    """Yield findings for files of pipeline layers without parameters that are listed for the layer.
-
-    Args:
-        files: (layer, tensor-parallel rank) -> (file, its names in the model).
-        listed: Names that ``param_shapes`` has.
-    """
-    wanted: dict[str, set[str]] = {}
-    for name in listed:
-        wanted.setdefault(name.partition(".")[0], set()).add(name)
-    for (layer, _), (file, names) in files.items():
-        lost = min(wanted.get(str(layer), set()) - names, default=None)
-        if lost is not None:
-            yield _mixed(
-                f"{file.path} has no {short_repr(lost, 80)}: it is in the place of another file", file.path
-            )
 
 
 def misplaced_partitions(
@@ -105,7 +85,7 @@ def misplaced_partitions(
                 text = (
                     f"{file.path} has {key} {short_repr(own, 40)}, {model.path} has {short_repr(other, 40)}"
                 )
-                yield _mixed(text, file.path)
+                yield mixed(text, file.path)
     stages = {f.path: _stage(f) for f in partitions.values()}
     first = next(iter(stages), "")
     for path, stage in stages.items():
@@ -113,7 +93,7 @@ def misplaced_partitions(
             text = (
                 f"{path} has zero_stage {short_repr(stage, 20)}, {first} has {short_repr(stages[first], 20)}"
             )
-            yield _mixed(text, path)
+            yield mixed(text, path)
 
 
 def misplaced_first_ranks(files: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
@@ -122,7 +102,7 @@ def misplaced_first_ranks(files: Mapping[tuple[int, int], StatesFile]) -> Iterat
     if ties and (0, 0) in files and 0 not in ties:
         dp, file = next(iter(ties.items()))
         text = f"{file.path} lists tied parameters, which rank 0 does: it is in the place of rank {dp}'s file"
-        yield _mixed(text, file.path)
+        yield mixed(text, file.path)
 
 
 def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = None) -> Iterator[Finding]:
@@ -145,10 +125,11 @@ def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = 
         first = seen.setdefault(rows, file)
         if first is not file and _varies(source, file, max(stored.values(), key=lambda row: row[1])):
             text = f"{file.path} and {first.path} hold the same values: one is in the place of another file"
-            yield _mixed(text, file.path)
+            yield mixed(text, file.path)
 
 
-def _mixed(message: str, path: str) -> Finding:
+def mixed(message: str, path: str) -> Finding:
+    """Return the finding that a file is in the place of another."""
     hint = "copy the file again from the rank that wrote it, and keep its name"
     return finding("mixed-saves", "files", message, file=path, hint=hint)
 
