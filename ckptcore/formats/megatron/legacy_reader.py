@@ -23,6 +23,7 @@ from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.megatron.legacy import NAME
 from ckptcore.formats.megatron.legacy_merge import Merger, ModelChunk, model_of, unequal
 from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
+from ckptcore.formats.megatron.legacy_places import GROUP_RANKS, misplaced
 from ckptcore.formats.megatron.legacy_ranks import RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
 from ckptcore.formats.megatron.pickle_globals import read_megatron
@@ -32,7 +33,7 @@ from ckptcore.utils.text import count
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
 _OWN = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
-_PER_RANK = frozenset({"rank", "local_rank"})  # arguments that differ by rank
+_PER_RANK = frozenset({"rank", "local_rank", *GROUP_RANKS})  # arguments that differ by rank
 
 
 def read(source: Source) -> Manifest:
@@ -45,7 +46,7 @@ def read(source: Source) -> Manifest:
     ranks = read_ranks(source)
     model = model_of(ranks)
     builder = Builder()
-    builder.findings += [*ranks.findings, *unequal(model.chunks)]
+    builder.findings += [*ranks.findings, *misplaced(source, ranks, model), *unequal(model.chunks)]
     merger = Merger(builder, model)
     common: dict[str, tuple[RankFile, Any]] = {}
     for file in ranks.files:
