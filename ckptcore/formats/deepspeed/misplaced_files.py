@@ -97,11 +97,13 @@ def misplaced_partitions(
 
 
 def misplaced_first_ranks(files: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
-    """Yield findings for files of ZeRO-3 that list tied parameters where the first rank's file does not."""
-    ties = {dp: file for (dp, mp), file in files.items() if mp == 0 and dp >= 0 and _has_ties(file)}
-    if ties and (0, 0) in files and 0 not in ties:
-        dp, file = next(iter(ties.items()))
-        text = f"{file.path} lists tied parameters, which rank 0 does: it is in the place of rank {dp}'s file"
+    """Yield findings for files that list tied parameters where the first rank's file does not."""
+    ties = {rank: file for rank, file in files.items() if _has_ties(file)}
+    first = files.get((0, 0), files.get((-1, 0)))
+    if ties and first is not None and not _has_ties(first):
+        (dp, mp), file = next(iter(ties.items()))
+        rank = f"model-parallel rank {mp}" if dp < 0 or mp else f"rank {dp}"
+        text = f"{file.path} lists tied parameters, which rank 0 does: it is in the place of {rank}'s file"
         yield mixed(text, file.path)
 
 

@@ -3,7 +3,8 @@
 ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` (deepspeed/checkpoint/ds_to_universal.py). Of stages
 up to 2 each file is a dict with the logical tensor as ``param``. Of stage 3 it is a flat tensor, and only
 ``param_shapes`` of the model-state files gives its shape. Parameters without moments (frozen and tied ones,
-buffers) are copies of the module's, cast to float32: they are taken only where the module has none.
+buffers) are copies of the module's, cast to float32: they are taken only where the module has none. Those with moments are
+trained, and model-state files list them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ckptcore.utils.text import short_repr
 Shape = tuple[int, ...]
 _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
+_MAX_REPORTED = 20
 _OF_OPTIMIZER = frozenset({"optimizer_state_dict", "param_groups", "ds_version", "clip_grad", "loss_scaler"})
 _READ_THE_OTHER = (
     "read the save that it was made of, whose flat buffers are right, or make another folder of it: "
@@ -69,8 +71,17 @@ def add_universal(
                 finding("missing-file", "files", f"{path} is missing", fqn=target, file=path)
             )
             assembly.unread(target, f"{path} is missing", path)
+    surplus = 0
     for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
         moments = any(key not in (MASTER, _STEP) for key in states)
+        if trained and moments and name not in trained and surplus < _MAX_REPORTED:
+            surplus += 1
+            path = states.get(MASTER, min(states.values()))
+            message = (
+                f"{path} is of a parameter that no *_model_states.pt lists: one of them is of another save"
+            )
+            hint = "move away what is of another save, or copy the model-state files again"
+            assembly.builder.findings.append(finding("mixed-saves", "files", message, file=path, hint=hint))
         for key, path in states.items():
             target = f"{STATE}.{name}.{key}"
             if key == MASTER:

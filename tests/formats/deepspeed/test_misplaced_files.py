@@ -122,6 +122,21 @@ def test_the_first_rank_s_file_elsewhere_is_named(tmp_path: Path) -> None:
     assert mixed(folder) == {MODEL.format(2)}
 
 
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_first_model_parallel_rank_s_file_elsewhere_is_named(exchanged: bool, tmp_path: Path) -> None:
+    """Tensor ranks have files of like shapes; the first one alone lists tied parameters."""
+    files: dict[str, Any] = {}
+    for mp in (0, 1):
+        group = tensors({"embed": (8, 6), "up": (4, 6)}, mp)
+        ties = {"shared_params": {} if mp else {"head": "embed"}}
+        path = f"mp_rank_{mp ^ exchanged:02d}_model_states.pt"
+        module = {**group, "head": group["embed"]}
+        files[path] = model_states(1, 2, module=module, param_shapes=[shapes_of(group)], **ties)
+        files[f"zero_pp_rank_0_mp_rank_{mp ^ exchanged:02d}_optim_states.pt"] = partitions([group], 1)[0]
+    found = [f for f in ckptcore.open(str(save(tmp_path / "c", files))).findings if f.code == "mixed-saves"]
+    assert [f.file for f in found] == (["mp_rank_01_model_states.pt"] if exchanged else [])
+
+
 def test_parts_that_are_constant_may_be_equal(tmp_path: Path) -> None:
     """Of a model that was not trained yet, or parts that are padding."""
     files = zero3()
