@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ckptcore.core.object_tree import Named
 from ckptcore.encodings.pickle.torch_globals import storages_in
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
+from ckptcore.formats.megatron.seeds import WHAT, place_of, seed_reader
 from ckptcore.utils.distinct_values import distinct
 from ckptcore.utils.text import short_repr
 
@@ -107,6 +109,36 @@ def misplaced_first_ranks(files: Mapping[tuple[int, int], StatesFile]) -> Iterat
         yield mixed(text, file.path)
 
 
+def misplaced_trainer_ranks(source: Source, states: ModelStates) -> Iterator[Finding]:
+    """Yield findings for model-state files of other model-parallel ranks, by a trainer's state inside.
+
+    Megatron-DeepSpeed saves its arguments and random states beside the model. In a job's ranks tensor ranks
+    count fastest, then data-parallel ranks, then stages (deepspeed/runtime/pipe/topology.py).
+    """
+    dp, tp = states.world.dp, states.world.tp
+    files = states.firsts()
+    args = {mp: _arguments(file) for mp, file in files.items()}
+    ranks = {mp: args[mp].get("rank") for mp in files}
+    places = {mp // tp * dp * tp + mp % tp: mp for mp in files}
+    found: list[tuple[int, str]] = []
+    if len(files) > 1 and _same_values(ranks, places):
+        for mp, rank in ranks.items():
+            if places[rank] != mp:
+                found.append((mp, f"is from rank {rank}, which is model-parallel rank {places[rank]}"))
+    elif len(files) > 1:
+        seeded = {
+            mp: place_of(f.tree, args[mp].get("seed"), seed_reader(source, f.path, f.objects.storages))
+            for mp, f in files.items()
+        }
+        for dim, own in (("tp", {mp: mp % tp for mp in files}), ("pp", {mp: mp // tp for mp in files})):
+            each = {mp: getattr(place, dim) for mp, place in seeded.items()}
+            if _same_values(each, own.values()):
+                wrong = [mp for mp in files if each[mp] != own[mp]]
+                found += [(mp, f"has the random states of {WHAT[dim]} {each[mp]}") for mp in wrong]
+    for mp, text in found:
+        yield mixed(f"{files[mp].path} {text}: it is in the place of another file", files[mp].path)
+
+
 def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = None) -> Iterator[Finding]:
     """Yield findings for files of different ranks or layers that hold the same values.
 
@@ -134,6 +166,18 @@ def mixed(message: str, path: str) -> Finding:
     """Return the finding that a file is in the place of another."""
     hint = "copy the file again from the rank that wrote it, and keep its name"
     return finding("mixed-saves", "files", message, file=path, hint=hint)
+
+
+def _arguments(file: StatesFile) -> Mapping[str, Any]:
+    args = file.tree.get("args")
+    if isinstance(args, Named) and args.kind == "namespace":
+        args = args.value
+    return args if isinstance(args, Mapping) else {}
+
+
+def _same_values(found: Mapping[int, Any], wanted: Iterable[int]) -> bool:
+    values = list(found.values())
+    return all(type(v) is int for v in values) and set(values) == set(wanted)
 
 
 def _stage(file: StatesFile) -> Any:

@@ -31,6 +31,7 @@ from ckptcore.formats.deepspeed.misplaced_files import (
     misplaced_experts,
     misplaced_first_ranks,
     misplaced_partitions,
+    misplaced_trainer_ranks,
 )
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
@@ -475,6 +476,7 @@ class _Reader:
         of_zero3 = [file for (dp, _), file in models.items() if dp >= 0]
         yield from copied_files(self._source, of_zero3, "frozen_param_fragments")
         yield from misplaced_first_ranks(models)
+        yield from misplaced_trainer_ranks(self._source, self._states)
 
     def _note_stray(self) -> None:
         read = set(self._builder.file_names())

@@ -3,8 +3,8 @@
 ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` (deepspeed/checkpoint/ds_to_universal.py). Of stages
 up to 2 each file is a dict with the logical tensor as ``param``. Of stage 3 it is a flat tensor, and only
 ``param_shapes`` of the model-state files gives its shape. Parameters without moments (frozen and tied ones,
-buffers) are copies of the module's, cast to float32: they are taken only where the module has none. Those with moments are
-trained, and model-state files list them.
+buffers) are copies of the module's, cast to float32: they are taken only where the module has none. Those
+with moments are trained, and model-state files list them.
 """
 
 from __future__ import annotations

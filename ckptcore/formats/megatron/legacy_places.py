@@ -4,9 +4,7 @@ What names a file's rank, in this order; each kind of evidence counts where it f
 
 - ``rank`` of the arguments, the rank in the job. Tools that convert checkpoints write one into all files.
 - ranks in a group of the arguments, as forks of Megatron-LM record them.
-- seeds: the state of a random generator begins with its seed, which is ``seed`` of the arguments + 100 for
-  each stage, and for the generators of tensor and expert ranks something more
-  (megatron/training/initialize.py, `_set_random_seed`; megatron/core/tensor_parallel/random.py).
+- seeds of random states.
 - embeddings, which the first stage alone has; final norm and output layer, which the last one has.
 - numbers of layers of each stage, and which layers have experts, where the arguments give them.
 
@@ -19,27 +17,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any
 
-from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.legacy_merge import Model, ModelChunk
 from ckptcore.formats.megatron.legacy_ranks import RankFile, Ranks, arguments
 from ckptcore.formats.megatron.partition_rules import parse_name
 from ckptcore.formats.megatron.pipeline import layers_per_chunk
+from ckptcore.formats.megatron.seeds import WHAT, place_of, seed_reader
 
 GROUP_RANKS = {
     "tensor_model_parallel_rank": "tp",
     "pipeline_model_parallel_rank": "pp",
     "expert_model_parallel_rank": "ep",
 }
-_WHAT = {"tp": "tensor rank", "pp": "pipeline stage", "ep": "expert rank"}
-_STATE, _CPU, _TENSOR, _EXPERT = "rng_state", "torch_rng_state", "model-parallel-rng", "expert-parallel-rng"
-# Bytes of a generator's state -> where its seed is: of torch's CPU generator, of CUDA's today and formerly.
-_SEED_AT = {5056: 0, 16: 0, 816: 800}
-_BY_STAGE, _BY_EXPERT, _TENSOR_SEED, _EXPERT_SEED = 100, 100, 2718, 1024
 _FINAL = re.compile(r"^decoder\.final_(?:layer)?norm\.|^output_layer\.weight$")
 _Column = Mapping[int, RankFile]  # stage -> file, of one tensor and expert rank
 
@@ -101,20 +93,23 @@ def _by_group(ranks: Ranks) -> Iterator[Finding]:
             continue
         for file, rank in recorded:
             if type(rank) is int and rank != getattr(file, dim):
-                yield _mismatch(file, f"is of {_WHAT[dim]} {rank} by its arguments ({key})")
+                yield _mismatch(file, f"is of {WHAT[dim]} {rank} by its arguments ({key})")
 
 
 def _by_seed(source: Source, ranks: Ranks) -> Iterator[Finding]:
-    seeds = [_seeds(source, f) for f in ranks.files]
-    tensor = [_difference(s, _TENSOR, _CPU, _TENSOR_SEED) for s in seeds]
-    stage = [_step(_difference(s, _CPU, "seed", 0), _BY_STAGE, exact=True) for s in seeds]
-    expert = [_step(_difference(s, _EXPERT, _CPU, _EXPERT_SEED), _BY_EXPERT) for s in seeds]
-    for dim, found in (("tp", tensor), ("pp", stage), ("ep", expert)):
-        if any(n is None for n in found) or set(found) != {getattr(f, dim) for f in ranks.files}:
+    seeded = [
+        place_of(
+            f.tree, arguments(f.tree, f.path).get("seed"), seed_reader(source, f.path, f.objects.storages)
+        )
+        for f in ranks.files
+    ]
+    for dim, what in WHAT.items():
+        found = [getattr(s, dim) for s in seeded]
+        if None in found or set(found) != {getattr(f, dim) for f in ranks.files}:
             continue
         for file, n in zip(ranks.files, found, strict=True):
             if n != getattr(file, dim):
-                yield _mismatch(file, f"has the random states of {_WHAT[dim]} {n}")
+                yield _mismatch(file, f"has the random states of {what} {n}")
 
 
 def _by_ends(ranks: Ranks, model: Model) -> Iterator[Finding]:
@@ -171,47 +166,6 @@ def _mismatch(file: RankFile, text: str) -> Finding:
     hint = "copy the file again from the rank that wrote it, and keep the name of its folder"
     message = f"{file.path} {text}: it is in the place of another rank's file"
     return finding("item-mismatch", "files", message, file=file.path, hint=hint)
-
-
-# --- seeds ----------------------------------------------------------------------------------------
-
-
-def _seeds(source: Source, file: RankFile) -> dict[str, int]:
-    """Return the seeds of a file's generators, and the argument."""
-    states = file.tree.get(_STATE)
-    several = isinstance(states, list) and len(states) > 1  # of all data-parallel ranks, experts' ranks too
-    first: Any = states[0] if isinstance(states, list) and states else file.tree
-    trackers = first.get("rng_tracker_states") if isinstance(first, Mapping) else None
-    if not isinstance(trackers, Mapping):
-        trackers = {}
-    values = {
-        _CPU: first.get(_CPU) if isinstance(first, Mapping) else None,
-        _TENSOR: trackers.get(_TENSOR),
-        _EXPERT: None if several else trackers.get(_EXPERT),
-    }
-    found = {key: _seed(source, file, value) for key, value in values.items()}
-    found["seed"] = arguments(file.tree, file.path).get("seed")
-    return {key: seed for key, seed in found.items() if type(seed) is int}
-
-
-def _seed(source: Source, file: RankFile, value: Any) -> int | None:
-    if not isinstance(value, StoredView) or value.dtype != "uint8" or value.strides != (1,):
-        return None
-    at, storage = _SEED_AT.get(prod(value.shape)), file.objects.storages.get(value.key)
-    if at is None or storage is None or value.offset + at + 8 > storage[1]:
-        return None
-    raw = source.store.read(file.path, storage[0] + value.offset + at, 8)
-    return int.from_bytes(raw, "little")
-
-
-def _difference(seeds: Mapping[str, int], one: str, other: str, more: int) -> int | None:
-    return seeds[one] - seeds[other] - more if one in seeds and other in seeds else None
-
-
-def _step(difference: int | None, size: int, *, exact: bool = False) -> int | None:
-    if difference is None or (exact and difference % size):
-        return None
-    return difference // size
 
 
 # --- stages ---------------------------------------------------------------------------------------
