@@ -118,7 +118,7 @@ def misplaced_trainer_ranks(source: Source, states: ModelStates) -> Iterator[Fin
     dp, tp = states.world.dp, states.world.tp
     files = states.firsts()
     args = {mp: _arguments(file) for mp, file in files.items()}
-    ranks = {mp: args[mp].get("rank") for mp in files}
+    ranks: dict[int, Any] = {mp: args[mp].get("rank") for mp in files}
     places = {mp // tp * dp * tp + mp % tp: mp for mp in files}
     found: list[tuple[int, str]] = []
     if len(files) > 1 and _same_values(ranks, places):

@@ -1,8 +1,8 @@
 """Derive a rank's place from the seeds of its random states, for Megatron-LM and trainers made of it.
 
-The state of a random generator has its seed. Megatron-LM seeds torch with ``seed`` of the arguments, and 100 more
-for each stage; from that seed on it counts tensor and expert ranks for generators of their own on the device
-(megatron/training/initialize.py, `_set_random_seed`; megatron/core/tensor_parallel/random.py,
+The state of a random generator has its seed. Megatron-LM seeds torch with ``seed`` of the arguments, and 100
+more for each stage. From that seed on it counts tensor and expert ranks, for generators of their own on the
+device (megatron/training/initialize.py, `_set_random_seed`; megatron/core/tensor_parallel/random.py,
 `model_parallel_cuda_manual_seed`). A job that continues another one keeps the states, and may have another
 argument: a caller compares the places of all ranks.
 """

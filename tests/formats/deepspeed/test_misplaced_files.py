@@ -139,9 +139,7 @@ def test_the_first_model_parallel_rank_s_file_elsewhere_is_named(exchanged: bool
 
 @pytest.mark.parametrize("known", ["rank", "seed", "none"])
 @pytest.mark.parametrize(("one", "two"), [(0, 1), (0, 2), (1, 3)])
-def test_tensor_ranks_and_stages_of_megatron_deepspeed(
-    known: str, one: int, two: int, tmp_path: Path
-) -> None:
+def test_ranks_of_megatron_deepspeed(known: str, one: int, two: int, tmp_path: Path) -> None:
     """Two tensor ranks and two stages whose parameters have like shapes; the trainer's state is inside."""
     files: dict[str, Any] = {}
     for mp in range(4):
