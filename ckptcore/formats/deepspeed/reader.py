@@ -283,8 +283,8 @@ class _Reader:
         if self._universal:
             trained = {n for shapes in self._trained.values() for n in shapes}
             shapes = self._merged_shapes(placements)
-            weights = self._complete_weights()
-            add_universal(self._source, self._files, self._assembly, shapes, trained, target, weights)
+            complete = self._complete_weights()
+            add_universal(self._source, self._files, self._assembly, shapes, trained, target, complete)
             return
         partitions = read_partitions(self._source, self._files, self._states, self._trees)
         self._partitions = partitions
