@@ -135,7 +135,8 @@ class _Reader:
         if not self._files.universal or self._files.layers:
             builder.findings += missing_layers(states, self._files, self._trained)
             builder.findings += missing_tied_layers(self._trained, self._layers)
-            builder.findings += missing_shapes(states, self._layers)
+            if not self._files.experts:
+                builder.findings += missing_shapes(states, self._layers)
         placements = self._placements(parts)
         files = self._files
         partitioned = self._named and bool(files.optim or files.universal)

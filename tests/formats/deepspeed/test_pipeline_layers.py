@@ -120,6 +120,15 @@ def test_a_missing_tied_layer_is_noticed(tmp_path: Path) -> None:
     assert TIED in missing.message
 
 
+def test_flat_states_are_of_no_layer(tmp_path: Path) -> None:
+    value = tensors({"w": (4, 3)})["w"]
+    inner = {"state": {0: {"exp_avg": value.reshape(-1)}}, "param_groups": [{"params": [0]}]}
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": [value.reshape(-1)]}
+    tree = model_states(1, module=None, optimizer=optimizer, ds_config={})
+    folder = save(tmp_path / "ckpt", {MODEL.format(0): tree, LAYER.format(0): {"w": value.half()}})
+    assert ckptcore.check(ckptcore.open(str(folder)), "bytes").ok
+
+
 def test_a_missing_layer_is_noticed_by_the_optimizer_s_states(tmp_path: Path) -> None:
     """Without ZeRO no file lists parameters: a state has the shape of one that no layer has."""
     files: dict[str, Any] = {}
@@ -141,3 +150,9 @@ def test_a_missing_layer_is_noticed_by_the_optimizer_s_states(tmp_path: Path) ->
     (folder / LAYER.format(3)).unlink()
     (missing,) = found(folder, "missing-rank")
     assert "[4, 6]" in missing.message
+    # A parameter that is tied, or one of several layers that are alike: nothing tells which.
+    torch.save({"w": files[LAYER.format(3)]["w"]}, folder / LAYER.format(3))
+    other = {**files[MODEL.format(0)], "optimizer": files[MODEL.format(1)]["optimizer"]}
+    torch.save(other, folder / MODEL.format(0))
+    assert not found(folder, "missing-rank")
+    assert len(found(folder, "missing-part")) == 2
