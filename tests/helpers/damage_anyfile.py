@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 from damage_sites import Cut, Row, Rows, Tree, facts_at, put, record_data, safetensors_parts, zip_items
@@ -295,6 +296,26 @@ def rank_too_many(tree: Tree, rng: random.Random) -> Iterator[Cut]:
         copies = {p: new for p, new in copies.items() if new not in tree.kinds}
         if copies:
             yield Cut(f"rank {last + 1} in {folder}", partial(_duplicated, copies=copies))
+
+
+@TABLE
+def ranks_swapped(tree: Tree, rng: random.Random) -> Iterator[Cut]:
+    """Every file of two ranks under the other's number: what the files of one rank agree on stays so."""
+    for folder, ranks in by_rank(tree).items():
+        for one, other in combinations(sorted(ranks), 2):
+            pairs = [(p, _renumbered(p, one, other)) for p in ranks[one]]
+            pairs = [(a, b) for a, b in pairs if b in ranks[other] and _content(tree, a) != _content(tree, b)]
+            facts = [exchangeable(tree, a, b) for a, b in pairs]
+            if pairs:
+                known = frozenset().union(*facts) if all(facts) else frozenset()
+                yield Cut(
+                    f"ranks {one} and {other} in {folder}", partial(_exchanged, pairs=tuple(pairs)), known
+                )
+
+
+def _exchanged(root: Path, pairs: tuple[tuple[str, str], ...]) -> None:
+    for path, other in pairs:
+        _swapped(root, path, other)
 
 
 @TABLE

@@ -173,6 +173,12 @@ UNDETECTABLE: tuple[Blind, ...] = (
         "a converter writes one rank into the arguments of all",
         sometimes=True,
     ),
+    Blind("ranks-swapped", "like", "no file of the two ranks tells its rank, place or save", sometimes=True),
+    Blind("ranks-swapped", "zero", "ZeRO's files name no rank: values decide", sometimes=True),
+    Blind(
+        "ranks-swapped", "unranked", "a converter writes one rank into the arguments of all", sometimes=True
+    ),
+    Blind("ranks-swapped", "rankless", "a rank's random state does not tell its rank", sometimes=True),
     Blind("file-of-a-peer", "rankless", "a rank's random state does not tell its rank", sometimes=True),
     Blind(
         "file-of-another-checkpoint",

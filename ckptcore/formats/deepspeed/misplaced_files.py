@@ -9,16 +9,18 @@ twice, unless ranks may hold equal values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from ckptcore.core.object_tree import Named
 from ckptcore.encodings.pickle.torch_globals import storages_in
 from ckptcore.errors import Finding, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value
+from ckptcore.formats.megatron.seeds import WHAT, place_of, seed_reader
 from ckptcore.utils.distinct_values import distinct
 from ckptcore.utils.text import short_repr
 
@@ -47,7 +49,7 @@ def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[s
         others = sorted({number for _, number in found} - {expert})
         if others:
             listed = ", ".join(map(str, others[:3]))
-            yield _mixed(f"{path} holds expert {listed}: it is in the place of another file", path)
+            yield mixed(f"{path} holds expert {listed}: it is in the place of another file", path)
         elif layer >= 0:
             for name, _ in found:
                 layers.setdefault(layer, {}).setdefault(name, []).append(path)
@@ -59,32 +61,12 @@ def misplaced_experts(files: Mapping[tuple[int, int, int], tuple[str, Iterable[s
                 text = (
                     f"{short_repr(name, 80)}, and other files of MoE layer {layer} of {short_repr(usual, 80)}"
                 )
-                yield from (_mixed(f"{p} holds an expert of {text}", p) for p in paths)
+                yield from (mixed(f"{p} holds an expert of {text}", p) for p in paths)
         if usual in owners:
             path = named[usual][0]
             text = f"{path} holds an expert of {short_repr(usual, 80)}, which is MoE layer {owners[usual]}"
-            yield _mixed(text, path)
+            yield mixed(text, path)
         owners.setdefault(usual, layer)
-
-
-def misplaced_layers(
-    files: Mapping[tuple[int, int], tuple[StatesFile, Set[str]]], listed: Iterable[str]
-) -> Iterator[Finding]:
-    """Yield findings for files of pipeline layers without parameters that are listed for the layer.
-
-    Args:
-        files: (layer, tensor-parallel rank) -> (file, its names in the model).
-        listed: Names that ``param_shapes`` has.
-    """
-    wanted: dict[str, set[str]] = {}
-    for name in listed:
-        wanted.setdefault(name.partition(".")[0], set()).add(name)
-    for (layer, _), (file, names) in files.items():
-        lost = min(wanted.get(str(layer), set()) - names, default=None)
-        if lost is not None:
-            yield _mixed(
-                f"{file.path} has no {short_repr(lost, 80)}: it is in the place of another file", file.path
-            )
 
 
 def misplaced_partitions(
@@ -105,7 +87,7 @@ def misplaced_partitions(
                 text = (
                     f"{file.path} has {key} {short_repr(own, 40)}, {model.path} has {short_repr(other, 40)}"
                 )
-                yield _mixed(text, file.path)
+                yield mixed(text, file.path)
     stages = {f.path: _stage(f) for f in partitions.values()}
     first = next(iter(stages), "")
     for path, stage in stages.items():
@@ -113,16 +95,48 @@ def misplaced_partitions(
             text = (
                 f"{path} has zero_stage {short_repr(stage, 20)}, {first} has {short_repr(stages[first], 20)}"
             )
-            yield _mixed(text, path)
+            yield mixed(text, path)
 
 
 def misplaced_first_ranks(files: Mapping[tuple[int, int], StatesFile]) -> Iterator[Finding]:
-    """Yield findings for files of ZeRO-3 that list tied parameters where the first rank's file does not."""
-    ties = {dp: file for (dp, mp), file in files.items() if mp == 0 and dp >= 0 and _has_ties(file)}
-    if ties and (0, 0) in files and 0 not in ties:
-        dp, file = next(iter(ties.items()))
-        text = f"{file.path} lists tied parameters, which rank 0 does: it is in the place of rank {dp}'s file"
-        yield _mixed(text, file.path)
+    """Yield findings for files that list tied parameters where the first rank's file does not."""
+    ties = {rank: file for rank, file in files.items() if _has_ties(file)}
+    first = files.get((0, 0), files.get((-1, 0)))
+    if ties and first is not None and not _has_ties(first):
+        (dp, mp), file = next(iter(ties.items()))
+        rank = f"model-parallel rank {mp}" if dp < 0 or mp else f"rank {dp}"
+        text = f"{file.path} lists tied parameters, which rank 0 does: it is in the place of {rank}'s file"
+        yield mixed(text, file.path)
+
+
+def misplaced_trainer_ranks(source: Source, states: ModelStates) -> Iterator[Finding]:
+    """Yield findings for model-state files of other model-parallel ranks, by a trainer's state inside.
+
+    Megatron-DeepSpeed saves its arguments and random states beside the model. In a job's ranks tensor ranks
+    count fastest, then data-parallel ranks, then stages (deepspeed/runtime/pipe/topology.py).
+    """
+    dp, tp = states.world.dp, states.world.tp
+    files = states.firsts()
+    args = {mp: _arguments(file) for mp, file in files.items()}
+    ranks: dict[int, Any] = {mp: args[mp].get("rank") for mp in files}
+    places = {mp // tp * dp * tp + mp % tp: mp for mp in files}
+    found: list[tuple[int, str]] = []
+    if len(files) > 1 and _same_values(ranks, places):
+        for mp, rank in ranks.items():
+            if places[rank] != mp:
+                found.append((mp, f"is from rank {rank}, which is model-parallel rank {places[rank]}"))
+    elif len(files) > 1:
+        seeded = {
+            mp: place_of(f.tree, args[mp].get("seed"), seed_reader(source, f.path, f.objects.storages))
+            for mp, f in files.items()
+        }
+        for dim, own in (("tp", {mp: mp % tp for mp in files}), ("pp", {mp: mp // tp for mp in files})):
+            each = {mp: getattr(place, dim) for mp, place in seeded.items()}
+            if _same_values(each, own.values()):
+                wrong = [mp for mp in files if each[mp] != own[mp]]
+                found += [(mp, f"has the random states of {WHAT[dim]} {each[mp]}") for mp in wrong]
+    for mp, text in found:
+        yield mixed(f"{files[mp].path} {text}: it is in the place of another file", files[mp].path)
 
 
 def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = None) -> Iterator[Finding]:
@@ -145,12 +159,25 @@ def copied_files(source: Source, files: Iterable[StatesFile], key: str | None = 
         first = seen.setdefault(rows, file)
         if first is not file and _varies(source, file, max(stored.values(), key=lambda row: row[1])):
             text = f"{file.path} and {first.path} hold the same values: one is in the place of another file"
-            yield _mixed(text, file.path)
+            yield mixed(text, file.path)
 
 
-def _mixed(message: str, path: str) -> Finding:
+def mixed(message: str, path: str) -> Finding:
+    """Return the finding that a file is in the place of another."""
     hint = "copy the file again from the rank that wrote it, and keep its name"
     return finding("mixed-saves", "files", message, file=path, hint=hint)
+
+
+def _arguments(file: StatesFile) -> Mapping[str, Any]:
+    args = file.tree.get("args")
+    if isinstance(args, Named) and args.kind == "namespace":
+        args = args.value
+    return args if isinstance(args, Mapping) else {}
+
+
+def _same_values(found: Mapping[int, Any], wanted: Iterable[int]) -> bool:
+    values = list(found.values())
+    return all(type(v) is int for v in values) and set(values) == set(wanted)
 
 
 def _stage(file: StatesFile) -> Any:

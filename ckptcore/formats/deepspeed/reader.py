@@ -10,10 +10,8 @@ compared.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Set
 from math import prod
 from typing import Any
 
@@ -32,8 +30,8 @@ from ckptcore.formats.deepspeed.misplaced_files import (
     copied_files,
     misplaced_experts,
     misplaced_first_ranks,
-    misplaced_layers,
     misplaced_partitions,
+    misplaced_trainer_ranks,
 )
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
@@ -43,6 +41,15 @@ from ckptcore.formats.deepspeed.optimizer_states import (
     read_partitions,
 )
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile, read_file, shared_trees
+from ckptcore.formats.deepspeed.pipeline_layers import (
+    TIED,
+    LayerFile,
+    misplaced_layers,
+    missing_layers,
+    missing_shapes,
+    missing_tied_layers,
+    unlisted_layers,
+)
 from ckptcore.formats.deepspeed.rank_files import ModelStates, config_value, read_model_states
 from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, TensorParallel, Unmerged, same
 from ckptcore.formats.deepspeed.universal import add_universal
@@ -53,9 +60,6 @@ from ckptcore.utils.text import short_repr
 MODEL = "module."
 LOW_PRECISION = "lp/"  # no dot: it is no part that could be the model
 Shape = tuple[int, ...]
-_LAYER = re.compile(r"^[0-9]{1,7}\.")
-_TIED = re.compile(r"^tied_modules\.[^.]+\.(?P<rest>.+)$", re.DOTALL)
-_MAX_REPORTED = 20
 # Keys that record where values are: the manifest has this in its own form.
 LAYOUT_KEYS = frozenset(
     {
@@ -113,7 +117,7 @@ class _Reader:
         self._copies: list[tuple[str, FileTensor]] = []
         self._layer_names: set[str] = set()
         self._partitions: dict[tuple[int, int], StatesFile] = {}
-        self._layers: dict[tuple[int, int], tuple[StatesFile, set[str]]] = {}
+        self._layers: dict[tuple[int, int], LayerFile] = {}
         self._expert_keys: dict[tuple[int, int, int], tuple[str, list[str]]] = {}
         self._placeholders: dict[str, str] = {}
         # A folder that was converted in place keeps the buffers, which are the save itself.
@@ -125,9 +129,14 @@ class _Reader:
 
     def read(self) -> Manifest:
         builder, states = self._builder, self._states
-        builder.findings += [*states.findings, *self._missing_layers(), *self._missing_experts()]
+        builder.findings += [*states.findings, *self._missing_experts()]
         parts = list(self._parts())
         builder.findings += misplaced_experts(self._expert_keys)
+        if not self._files.universal or self._files.layers:
+            builder.findings += missing_layers(states, self._files, self._trained)
+            builder.findings += missing_tied_layers(self._trained, self._layers)
+            if not self._files.experts:
+                builder.findings += missing_shapes(states, self._layers)
         placements = self._placements(parts)
         files = self._files
         partitioned = self._named and bool(files.optim or files.universal)
@@ -148,7 +157,8 @@ class _Reader:
             )
         self._experts = {n for p in parts for n in p.values} if files.experts else set[str]()
         self._add_masters(placements, own)
-        ties = self._ties(parts, placements) if own else {}
+        every_tie = self._ties(parts, placements)
+        ties = every_tie if own else {}
         self._alias(ties)
         for part in parts:
             self._add_weights(part, placements, own)
@@ -161,7 +171,7 @@ class _Reader:
                     finding("rank-object", "files", message, fqn=name, file=stored.file.path)
                 )
         self._require_values()
-        builder.findings += self._misplaced(placements)
+        builder.findings += self._misplaced(placements, every_tie.keys())
         for file in states.files.values():
             self._add_objects(file)
         self._assembly.add_unused(self._opened)
@@ -188,7 +198,8 @@ class _Reader:
                 file = self._open(path)
                 values = {f"{layer}.{name}": value for name, value in _flat(file.tree, path).items()}
                 self._layer_names |= values.keys()
-                self._layers[layer, tp] = file, set(values)
+                shapes = {n: v.shape for n, v in values.items() if isinstance(v, StoredView)}
+                self._layers[layer, tp] = LayerFile(file, shapes, values.keys())
                 yield _Part(file, tp, values)
         for (layer, expert, mp), path in self._files.experts.items():
             if self._has_rank(mp < world.mp, path):
@@ -211,18 +222,6 @@ class _Reader:
             for name, value in _flat(module, file.path).items()
             if isinstance(value, StoredView) and 0 not in value.shape
         ]
-
-    def _missing_layers(self) -> Iterator[Finding]:
-        """Findings for pipeline layers whose parameters are listed, and whose file is missing."""
-        if not self._files.layers:
-            return
-        found = {int(n.partition(".")[0]) for s in self._trained.values() for n in s if _LAYER.match(n)}
-        wanted = ((layer, tp) for layer in sorted(found) for tp in range(self._states.world.tp))
-        for layer, tp in islice((w for w in wanted if w not in self._files.layers), _MAX_REPORTED):
-            suffix = f"-model_{tp:02d}" if self._states.world.tp > 1 else ""
-            path = f"layer_{layer:02d}{suffix}-model_states.pt"
-            message = f"{path} is missing: parameters of this layer are listed"
-            yield finding("missing-rank", "files", message, file=path)
 
     def _missing_experts(self) -> Iterator[Finding]:
         """Findings for experts whose file is missing: ``num_experts`` has how many each MoE layer has."""
@@ -285,7 +284,8 @@ class _Reader:
         if self._universal:
             trained = {n for shapes in self._trained.values() for n in shapes}
             shapes = self._merged_shapes(placements)
-            add_universal(self._source, self._files, self._assembly, shapes, trained, target)
+            complete = self._complete_weights()
+            add_universal(self._source, self._files, self._assembly, shapes, trained, target, complete)
             return
         partitions = read_partitions(self._source, self._files, self._states, self._trees)
         self._partitions = partitions
@@ -318,6 +318,15 @@ class _Reader:
             file = self._open(path)
             for key, value in file.tree.items():
                 self._assembly.tree(file).add(f"optimizer/{path.removesuffix('.pt')}.{key}", value)
+
+    def _complete_weights(self) -> dict[str, FileTensor]:
+        """Return the weights in model-state files, where no rank has a part of one."""
+        return {
+            name: FileTensor(file, value)
+            for (dp, _), file in self._states.files.items()
+            if dp < 0 and self._states.world.tp == 1
+            for name, value in self._trainable(file).items()
+        }
 
     def _add_unnamed(self, files: Mapping[int, StatesFile]) -> None:
         """Keep buffers of which nothing names the parameters as the ranks have them."""
@@ -372,7 +381,7 @@ class _Reader:
         listed = self._master_names()
         tied: dict[str, list[str]] = {}
         for name in listed:
-            if found := _TIED.match(name):
+            if found := TIED.match(name):
                 tied.setdefault(found["rest"], []).append(name)
         for name in self._layer_names - listed - self._buffers:
             owners = tied.get(name.partition(".")[2], [])
@@ -454,14 +463,19 @@ class _Reader:
                 continue
             self._assembly.value(str(key), value, file, own=several)
 
-    def _misplaced(self, placements: Mapping[str, dict[int, ShardPlacement]]) -> Iterator[Finding]:
+    def _misplaced(
+        self, placements: Mapping[str, dict[int, ShardPlacement]], aliases: Set[str]
+    ) -> Iterator[Finding]:
         """Findings for rank files in the place of others; tensor ranks that share everything may be equal."""
         tp, models = self._states.world.tp, self._states.files
         cut = any(len(set(each.values())) > 1 for each in placements.values())
         listed = self._master_names()
         yield from misplaced_layers(self._layers, listed)
+        if self._named:
+            known = listed | {name for shapes in self._frozen.values() for name in shapes}
+            yield from unlisted_layers(self._states, self._layers, known, self._buffers, aliases)
         # Both files of a tied layer hold the same: their names are those of `tied_modules`.
-        layers = {at: file for at, (file, names) in self._layers.items() if names & listed}
+        layers = {at: own.file for at, own in self._layers.items() if own.names & listed}
         complete = {mp: file for (dp, mp), file in models.items() if dp < 0}
         for rank in (None,) if cut or tp == 1 else range(tp):
             for files in (
@@ -473,6 +487,7 @@ class _Reader:
         of_zero3 = [file for (dp, _), file in models.items() if dp >= 0]
         yield from copied_files(self._source, of_zero3, "frozen_param_fragments")
         yield from misplaced_first_ranks(models)
+        yield from misplaced_trainer_ranks(self._source, self._states)
 
     def _note_stray(self) -> None:
         read = set(self._builder.file_names())

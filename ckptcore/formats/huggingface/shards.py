@@ -168,7 +168,10 @@ def _incomplete(
 
 
 def _same_shapes(shards: FolderShards, consolidated: _Consolidated) -> bool:
-    """Return whether the consolidated files contain exactly these tensors, in these shapes."""
+    """Return whether the consolidated files are complete, with exactly these tensors in these shapes."""
+    numbers = {n[1:] for one in consolidated.values() if (n := name_numbers(one.path)) is not None}
+    if any(len({model for model, of in numbers if of == most}) < most for _, most in numbers):
+        return False
     return consolidated.keys() == shards.parts.keys() and all(
         extent(parts) == consolidated[fqn].shape for fqn, parts in shards.parts.items()
     )

@@ -1,4 +1,4 @@
-"""Read the rank files of a legacy Megatron-LM checkpoint, and find missing, misplaced and copied ones.
+"""Read the rank files of a legacy Megatron-LM checkpoint, and find missing and copied ones.
 
 In ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` the pipeline field exists with more than one stage, the
 expert field with more than one expert-parallel rank (megatron/training/checkpointing.py,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, pairwise, product
+from itertools import islice, product
 from typing import Any
 
 from ckptcore.core.object_tree import Named
@@ -102,7 +102,6 @@ def read_ranks(source: Source) -> Ranks:
             continue
         files.append(RankFile(match[1], path, source.listing[path], *place, objects))
     findings += _missing(files, tp, pp, ep, etp)
-    findings += _misplaced(files, tp, etp)
     findings += _copies(files)
     return Ranks(tuple(files), first, tp, pp, ep, etp, tuple(findings))
 
@@ -177,31 +176,6 @@ def _unlike(args: Mapping[str, Any], first: Any, tree: Any, path: str, other: st
                 f"{short_repr(want, 40)}",
                 file=path,
             )
-
-
-def _misplaced(files: Sequence[RankFile], tp: int, etp: int) -> Iterator[Finding]:
-    """Yield findings for files in another rank's folder.
-
-    Tensor ranks count fastest in a job's ranks, pipeline ranks slowest. Each rank's arguments have its
-    number (megatron/core/parallel_state.py, RankGenerator: every order begins with tp, and has ep before
-    pp). Tools that convert checkpoints write the same number into all of them.
-    """
-    recorded = [arguments(f.tree, f.path).get("rank") for f in files]
-    ranks = [r for r in recorded if type(r) is int and r >= 0]
-    if len(set(ranks)) != len(files) or len(files) < 2:
-        return
-    wrong = [(f, rank) for f, rank in zip(files, ranks, strict=True) if rank % tp != f.tp]
-    for file, rank in wrong:
-        message = f"{file.path} is from rank {rank}, which is tensor rank {rank % tp}, not {file.tp}"
-        yield finding("item-mismatch", "files", message, file=file.path)
-    # Where experts are split over fewer tensor ranks, the job's layout decides which pairs of them wrote.
-    every_pair = etp == tp
-    places = {f.path: (f.pp, f.ep, f.tp) if every_pair else (f.pp,) for f in files}
-    order = sorted(zip(files, ranks, strict=True), key=lambda row: places[row[0].path])
-    for (one, low), (two, high) in pairwise(order if not wrong else ()):
-        if low > high and places[one.path] != places[two.path]:
-            message = f"{one.path} is from rank {low}, {two.path} from rank {high}: they are swapped"
-            yield finding("item-mismatch", "files", message, file=two.path)
 
 
 def _copies(files: Sequence[RankFile]) -> Iterator[Finding]:

@@ -19,10 +19,12 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.master_weights import StoredElements, contradict
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.megatron.legacy import NAME
 from ckptcore.formats.megatron.legacy_merge import Merger, ModelChunk, model_of, unequal
 from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
+from ckptcore.formats.megatron.legacy_places import GROUP_RANKS, misplaced
 from ckptcore.formats.megatron.legacy_ranks import RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
 from ckptcore.formats.megatron.pickle_globals import read_megatron
@@ -32,7 +34,7 @@ from ckptcore.utils.text import count
 FLAT = "distrib_optim.pt"
 _MODEL = re.compile(r"model\d*")
 _OWN = frozenset({"rng_state", "optimizer"})  # objects that differ by rank
-_PER_RANK = frozenset({"rank", "local_rank"})  # arguments that differ by rank
+_PER_RANK = frozenset({"rank", "local_rank", *GROUP_RANKS})  # arguments that differ by rank
 
 
 def read(source: Source) -> Manifest:
@@ -45,7 +47,7 @@ def read(source: Source) -> Manifest:
     ranks = read_ranks(source)
     model = model_of(ranks)
     builder = Builder()
-    builder.findings += [*ranks.findings, *unequal(model.chunks)]
+    builder.findings += [*ranks.findings, *misplaced(source, ranks, model), *unequal(model.chunks)]
     merger = Merger(builder, model)
     common: dict[str, tuple[RankFile, Any]] = {}
     for file in ranks.files:
@@ -113,12 +115,26 @@ def _add_flat(
     objects = read_megatron(lambda start, n: source.store.read(path, start, n), size, path)
     tree = TorchTree(builder, builder.file(path, size), objects, path)
     try:
-        add_buffers(objects.tree, chunks, merger, tree)
+        largest = add_buffers(objects.tree, chunks, merger, tree)
     except Unregistered as error:
         builder.findings.append(
             finding("flat-buffers", "coverage", f"cannot split {path} by parameter: {error}", file=path)
         )
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
+        largest = None
+    if largest is not None:
+        parameter, value, start = largest
+        master = StoredElements(path, objects.storages, value, start)
+        weights = [c.state.get(parameter.name) for c in chunks]
+        stored = [
+            StoredElements(file.path, file.objects.storages, w) for w in weights if isinstance(w, StoredView)
+        ]
+        if stored and all(contradict(source, master, weight) for weight in stored):
+            message = (
+                f"the master copy of {parameter.name} in {path} is not near the weight in {file.path}: one "
+                "of them is in the place of another rank's file"
+            )
+            builder.findings.append(finding("item-mismatch", "files", message, file=path))
     _note_hidden(builder, objects, path, tree.refused, merger)
 
 

@@ -122,6 +122,49 @@ def test_the_first_rank_s_file_elsewhere_is_named(tmp_path: Path) -> None:
     assert mixed(folder) == {MODEL.format(2)}
 
 
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_first_model_parallel_rank_s_file_elsewhere_is_named(exchanged: bool, tmp_path: Path) -> None:
+    """Tensor ranks have files of like shapes; the first one alone lists tied parameters."""
+    files: dict[str, Any] = {}
+    for mp in (0, 1):
+        group = tensors({"embed": (8, 6), "up": (4, 6)}, mp)
+        ties = {"shared_params": {} if mp else {"head": "embed"}}
+        path = f"mp_rank_{mp ^ exchanged:02d}_model_states.pt"
+        module = {**group, "head": group["embed"]}
+        files[path] = model_states(1, 2, module=module, param_shapes=[shapes_of(group)], **ties)
+        files[f"zero_pp_rank_0_mp_rank_{mp ^ exchanged:02d}_optim_states.pt"] = partitions([group], 1)[0]
+    found = [f for f in ckptcore.open(str(save(tmp_path / "c", files))).findings if f.code == "mixed-saves"]
+    assert [f.file for f in found] == (["mp_rank_01_model_states.pt"] if exchanged else [])
+
+
+@pytest.mark.parametrize("known", ["rank", "seed", "none"])
+@pytest.mark.parametrize(("one", "two"), [(0, 1), (0, 2), (1, 3)])
+def test_ranks_of_megatron_deepspeed(known: str, one: int, two: int, tmp_path: Path) -> None:
+    """Two tensor ranks and two stages whose parameters have like shapes; the trainer's state is inside."""
+    files: dict[str, Any] = {}
+    for mp in range(4):
+        stage, tensor = divmod(mp, 2)
+        group = tensors({"up": (4, 6)}, mp)
+        seed = 1234 + 100 * stage
+        device = torch.tensor([seed + 2718 + tensor, 0], dtype=torch.int64).view(torch.uint8)
+        rank = 2 * stage * 2 + tensor if known == "rank" else 0
+        rng = {
+            "torch_rng_state": torch.Generator().manual_seed(seed).get_state(),
+            "rng_tracker_states": {"model-parallel-rng": device},
+        }
+        tree = model_states(
+            2, 4, module=group, param_shapes=[shapes_of(group)], args={"rank": rank, "seed": 1234}
+        )
+        tree["checkpoint_parallel_dimensions"] = {"tp_degree": 2, "pp_degree": 2}
+        name = {one: two, two: one}.get(mp, mp)
+        files[f"mp_rank_{name:02d}_model_states.pt"] = tree | (rng if known == "seed" else {})
+        for r, state in enumerate(partitions([group], 2)):
+            files[f"zero_pp_rank_{r}_mp_rank_{name:02d}_optim_states.pt"] = state
+    found = ckptcore.open(str(save(tmp_path / "c", files))).findings
+    wrong = {f"mp_rank_{mp:02d}_model_states.pt" for mp in (one, two)}
+    assert {f.file for f in found if f.code == "mixed-saves"} == (wrong if known != "none" else set())
+
+
 def test_parts_that_are_constant_may_be_equal(tmp_path: Path) -> None:
     """Of a model that was not trained yet, or parts that are padding."""
     files = zero3()

@@ -363,6 +363,15 @@ def test_missing_numbers_are_findings(cli: Cli, tmp_path: Path) -> None:
     assert "missing-file" in codes(validated(cli, folder))
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_model_file_that_neither_copy_has_is_missing(number: int, cli: Cli, tmp_path: Path) -> None:
+    """The consolidated files prove nothing where one of their own numbers is missing."""
+    folder = Path(shutil.copytree(BOTH / "ckpt", tmp_path / "ckpt"))
+    for path in folder.rglob(f"*model-{number:05d}-of-00003.safetensors"):
+        path.unlink()
+    assert codes(validated(cli, folder)) == {"missing-file"}
+
+
 def test_stray_files_are_findings(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     shutil.copytree(SHARDED / "ckpt", folder)

@@ -1,0 +1,80 @@
+"""Universal folders that hold parameters of another save, or weights that contradict their masters."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import samples
+
+import ckptcore
+from ckptcore.errors import DamagedCheckpoint
+
+ARCHIVE = samples.FIXTURES / "deepspeed.tar.zst"
+UNIVERSAL = [
+    "autotp2_z1_fp32_universal",
+    "pipe2_z1_ws2_universal",
+    "z1_bf16_gadfp32_ws2_universal",
+    "z1_fp32_ws2_universal",
+    "z2_bf16_ws4_universal",
+    "z3_bf16_ws4_universal",
+    "z3_fp32_ws2_universal",
+]
+
+
+@pytest.fixture
+def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        corpus = samples.unpack(request.config.rootpath / ".pytest_cache" / "samples", ARCHIVE)
+        return Path(shutil.copytree(corpus / name / "ckpt", tmp_path / name))
+
+    return make
+
+
+def mixed(folder: Path) -> set[str | None]:
+    """Return the files of the findings `mixed-saves`, with which no conversion begins."""
+    found = {f.file for f in ckptcore.open(str(folder)).findings if f.code == "mixed-saves"}
+    if found:
+        with pytest.raises(DamagedCheckpoint):
+            ckptcore.convert(str(folder), str(folder.parent / "out.safetensors"))
+    return found
+
+
+@pytest.mark.parametrize("name", UNIVERSAL)
+def test_a_parameter_that_no_file_lists_is_of_another_save(name: str, copied: Callable[[str], Path]) -> None:
+    folder = copied(name)
+    assert mixed(folder) == set()
+    states = next(p for p in sorted((folder / "zero").iterdir()) if (p / "exp_avg.pt").exists())
+    shutil.copytree(states, folder / "zero" / "layers.99.weight")
+    assert mixed(folder) == {"zero/layers.99.weight/fp32.pt"}
+
+
+@pytest.mark.parametrize("name", ["z1_bf16_gadfp32_ws2_universal", "z2_bf16_ws4_universal"])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_masters_that_are_not_near_the_weights(
+    name: str, exchanged: bool, copied: Callable[[str], Path]
+) -> None:
+    """The folders of two layers' parameters under each other's name: sizes fit."""
+    folder = copied(name)
+    one, two = (folder / "zero" / f"blocks.{n}.down.weight" for n in (0, 1))
+    kept = folder / "kept"
+    shutil.copytree(two, kept)
+    shutil.rmtree(two)
+    shutil.copytree(one, two)
+    if exchanged:
+        shutil.rmtree(one)
+        shutil.copytree(kept, one)
+    shutil.rmtree(kept)
+    wrong = (0, 1) if exchanged else (1,)
+    assert mixed(folder) == {f"zero/blocks.{n}.down.weight/fp32.pt" for n in wrong}
+
+
+def test_a_stage_s_file_in_the_place_of_another_leaves_parameters_unlisted(
+    copied: Callable[[str], Path],
+) -> None:
+    """The other stage's parameters would be no model's."""
+    folder = copied("pipe2_z1_ws2_universal")
+    shutil.copyfile(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
+    assert "zero/2.weight/fp32.pt" in mixed(folder)
