@@ -75,9 +75,9 @@ def add_universal(
                 finding("missing-file", "files", f"{path} is missing", fqn=target, file=path)
             )
             assembly.unread(target, f"{path} is missing", path)
-    # Weights in float32 are copies of the masters, which are compared in full where values are read.
-    low = (n for n in files.universal if n in weights and weights[n].value.dtype != "float32")
-    compared = {name: weights[name] for name in islice(low, _COMPARED)}
+    compared = {
+        name: weights[name] for name in islice((n for n in files.universal if n in weights), _COMPARED)
+    }
     surplus = 0
     for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
         moments = any(key not in (MASTER, _STEP) for key in states)
