@@ -284,8 +284,7 @@ class _Reader:
         if self._universal:
             trained = {n for shapes in self._trained.values() for n in shapes}
             shapes = self._merged_shapes(placements)
-            complete = self._complete_weights()
-            add_universal(self._source, self._files, self._assembly, shapes, trained, target, complete)
+            add_universal(self._source, self._files, self._assembly, shapes, trained, target)
             return
         partitions = read_partitions(self._source, self._files, self._states, self._trees)
         self._partitions = partitions
@@ -318,15 +317,6 @@ class _Reader:
             file = self._open(path)
             for key, value in file.tree.items():
                 self._assembly.tree(file).add(f"optimizer/{path.removesuffix('.pt')}.{key}", value)
-
-    def _complete_weights(self) -> dict[str, FileTensor]:
-        """Return the weights in model-state files, where no rank has a part of one."""
-        return {
-            name: FileTensor(file, value)
-            for (dp, _), file in self._states.files.items()
-            if dp < 0 and self._states.world.tp == 1
-            for name, value in self._trainable(file).items()
-        }
 
     def _add_unnamed(self, files: Mapping[int, StatesFile]) -> None:
         """Keep buffers of which nothing names the parameters as the ranks have them."""

@@ -10,7 +10,6 @@ with moments are trained, and model-state files list them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import islice
 from math import prod
 from typing import Any
 
@@ -20,7 +19,6 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.common.master_weights import StoredElements, contradict
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import CheckpointFiles
 from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
@@ -32,7 +30,7 @@ from ckptcore.utils.text import short_repr
 Shape = tuple[int, ...]
 _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
-_MAX_REPORTED, _COMPARED = 20, 64
+_MAX_REPORTED = 20
 _OF_OPTIMIZER = frozenset({"optimizer_state_dict", "param_groups", "ds_version", "clip_grad", "loss_scaler"})
 _READ_THE_OTHER = (
     "read the save that it was made of, whose flat buffers are right, or make another folder of it: "
@@ -47,7 +45,6 @@ def add_universal(
     shapes: Mapping[str, Shape],
     trained: Collection[str],
     master: Mapping[str, str],
-    weights: Mapping[str, FileTensor],
 ) -> None:
     """Add every parameter's files.
 
@@ -58,7 +55,6 @@ def add_universal(
         shapes: Parameter -> shape, by the model-state files.
         trained: Parameters that have a master weight, by the model-state files.
         master: Parameter -> name that its master weight gets.
-        weights: Parameter -> its weight in a model-state file, of the same elements. A few are compared.
     """
     if _mixed_up(source, files):
         message = (
@@ -75,9 +71,6 @@ def add_universal(
                 finding("missing-file", "files", f"{path} is missing", fqn=target, file=path)
             )
             assembly.unread(target, f"{path} is missing", path)
-    compared = {
-        name: weights[name] for name in islice((n for n in files.universal if n in weights), _COMPARED)
-    }
     surplus = 0
     for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
         moments = any(key not in (MASTER, _STEP) for key in states)
@@ -104,27 +97,12 @@ def add_universal(
                 assembly.odd(target, value, path)
                 continue
             _add(assembly, target, name, key, FileTensor(file, value), shapes)
-            if key == MASTER and name in compared and _contradict(source, file, value, compared[name]):
-                other = compared[name].file.path
-                message = f"{path} is not near the weight {name} in {other}: one of them is of another save"
-                hint = "copy both again, or make the folder again from the save that it was made of"
-                assembly.builder.findings.append(
-                    finding("mixed-saves", "files", message, fqn=target, file=path, hint=hint)
-                )
             assembly.tree(file).require_all()
     if _OPTIMIZER in source.listing:
         _add_optimizer(source, assembly)
     elif expected:
         message = f"{_OPTIMIZER} is missing: the options of parameter groups and the loss scale are lost"
         assembly.builder.findings.append(finding("missing-part", "files", message, file=_OPTIMIZER))
-
-
-def _contradict(source: Source, file: StatesFile, value: StoredView, weight: FileTensor) -> bool:
-    return prod(value.shape) == prod(weight.value.shape) and contradict(
-        source,
-        StoredElements(file.path, file.objects.storages, value),
-        StoredElements(weight.file.path, weight.file.objects.storages, weight.value),
-    )
 
 
 def _mixed_up(source: Source, files: CheckpointFiles) -> bool:

@@ -27,7 +27,6 @@ from ckptcore.utils.text import short_repr
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_from_fp16_params"
-_FLAT_MASTER = "param"  # in flat buffers
 _HALF = ("bfloat16", "float16")
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
 
@@ -99,13 +98,8 @@ def add_numbered(optimizer: Any, chunks: Sequence[ModelChunk], merger: Merger, t
     return rest if several else rest[0]
 
 
-def add_buffers(
-    state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: TorchTree
-) -> tuple[Parameter, StoredView, int] | None:
+def add_buffers(state: Any, chunks: Sequence[ModelChunk], merger: Merger, tree: TorchTree) -> None:
     """Add the flat buffers of ``distrib_optim.pt`` under their parameters.
-
-    Returns:
-        The largest parameter, the flat tensor with its master copy, and the first element there; or None.
 
     Args:
         state: The value of the file.
@@ -137,8 +131,6 @@ def add_buffers(
                 rows += _ranges(kind, stored, parameters, own, merger.model.bucket_size)
     for kind, parameter, value, start in rows:
         _put_range(kind, parameter, value, start, merger, tree)
-    masters = [(p, value, start) for kind, p, value, start in rows if kind == _FLAT_MASTER]
-    return max(masters, key=lambda row: prod(row[0].shape), default=None)
 
 
 # --- numbers --------------------------------------------------------------------------------------

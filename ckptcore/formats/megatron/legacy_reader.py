@@ -19,7 +19,6 @@ from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.master_weights import StoredElements, contradict
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.megatron.legacy import NAME
 from ckptcore.formats.megatron.legacy_merge import Merger, ModelChunk, model_of, unequal
@@ -115,26 +114,12 @@ def _add_flat(
     objects = read_megatron(lambda start, n: source.store.read(path, start, n), size, path)
     tree = TorchTree(builder, builder.file(path, size), objects, path)
     try:
-        largest = add_buffers(objects.tree, chunks, merger, tree)
+        add_buffers(objects.tree, chunks, merger, tree)
     except Unregistered as error:
         builder.findings.append(
             finding("flat-buffers", "coverage", f"cannot split {path} by parameter: {error}", file=path)
         )
         tree.add(f"distrib_optim/{file.folder}", objects.tree)
-        largest = None
-    if largest is not None:
-        parameter, value, start = largest
-        master = StoredElements(path, objects.storages, value, start)
-        weights = [c.state.get(parameter.name) for c in chunks]
-        stored = [
-            StoredElements(file.path, file.objects.storages, w) for w in weights if isinstance(w, StoredView)
-        ]
-        if stored and all(contradict(source, master, weight) for weight in stored):
-            message = (
-                f"the master copy of {parameter.name} in {path} is not near the weight in {file.path}: one "
-                "of them is in the place of another rank's file"
-            )
-            builder.findings.append(finding("item-mismatch", "files", message, file=path))
     _note_hidden(builder, objects, path, tree.refused, merger)
 
 

@@ -51,26 +51,6 @@ def test_a_parameter_that_no_file_lists_is_of_another_save(name: str, copied: Ca
     assert mixed(folder) == {"zero/layers.99.weight/fp32.pt"}
 
 
-@pytest.mark.parametrize("name", ["z1_bf16_gadfp32_ws2_universal", "z2_bf16_ws4_universal"])
-@pytest.mark.parametrize("exchanged", [False, True])
-def test_masters_that_are_not_near_the_weights(
-    name: str, exchanged: bool, copied: Callable[[str], Path]
-) -> None:
-    """The folders of two layers' parameters under each other's name: sizes fit."""
-    folder = copied(name)
-    one, two = (folder / "zero" / f"blocks.{n}.down.weight" for n in (0, 1))
-    kept = folder / "kept"
-    shutil.copytree(two, kept)
-    shutil.rmtree(two)
-    shutil.copytree(one, two)
-    if exchanged:
-        shutil.rmtree(one)
-        shutil.copytree(kept, one)
-    shutil.rmtree(kept)
-    wrong = (0, 1) if exchanged else (1,)
-    assert mixed(folder) == {f"zero/blocks.{n}.down.weight/fp32.pt" for n in wrong}
-
-
 def test_a_stage_s_file_in_the_place_of_another_leaves_parameters_unlisted(
     copied: Callable[[str], Path],
 ) -> None:

@@ -16,7 +16,6 @@ from legacy_ranks import (
     expected,
     folder,
     full_layer,
-    full_model,
     local_layer,
     rank_models,
     ranks_of,
@@ -33,11 +32,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 
 def states(case: Case, kind: str) -> tuple[Tensors, list[Tensors]]:
-    """Return state values for a full model, in the shapes of the weights; those of "param" are near them."""
-    if kind == "param":
-        around, layers = full_model(case)
-        near = {k: v.float() * 1.001 for k, v in around.items()}
-        return near, [{k: v.float() * 1.001 for k, v in layer.items()} for layer in layers]
+    """Return state values for a full model, in the shapes of the weights."""
     torch.manual_seed(len(kind))
     around = {
         "embedding.word_embeddings.weight": torch.randn(64, 16),
@@ -250,21 +245,6 @@ def test_flat_buffers(case: Case, tmp_path: Path) -> None:
         manifest = require_equal(tmp_path, truth(case, kind), f"optimizer.state.{kind}.")
     assert ckptcore.check(manifest, level="values").ok
     assert not [f for f in ckptcore.check(manifest, level="values").findings if f.code == "not-finite"]
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_buffers_of_another_tensor_rank_are_named(copied: bool, tmp_path: Path) -> None:
-    """Sizes fit; masters have nothing to do with the weights beside them."""
-    base = save(case := Case(tp=2, pp=2, vpp=2), tmp_path)
-    add_flat(case, base)
-    assert not ckptcore.open(str(base)).findings
-    one, two = (base / folder(case, t, 1, 0) / "distrib_optim.pt" for t in (0, 1))
-    raw = two.read_bytes()
-    two.write_bytes(one.read_bytes())
-    if not copied:
-        one.write_bytes(raw)
-    found = [f.file for f in ckptcore.open(str(base)).findings if f.code == "item-mismatch"]
-    assert found == [f"mp_rank_{t:02d}_001/distrib_optim.pt" for t in (0, 1) if t or not copied]
 
 
 def in_buckets(values: list[torch.Tensor], full: int) -> list[torch.Tensor]:
