@@ -299,10 +299,11 @@ class _Run:
         return host_buffer(self._budget.tile, self._settings.device)
 
     def _explained(self, error: BaseException) -> BaseException:
-        if isinstance(error, DiskFull):
+        if isinstance(error, DiskFull) and "lacks" not in error.values:  # bytes, not inodes or a quota
             free = self._run.files.free_bytes()
             error.values.setdefault("free_bytes", free)
-            error.message += f"; {free} bytes are free, {self._run.total} are needed in total"
+            known = f"{free} bytes are free, " if free is not None else ""
+            error.message += f"; {known}{self._run.total} are needed in total"
             error.args = (error.message,)
         if isinstance(error, MemoryError):
             return BudgetTooSmall(f"cannot allocate the buffers: {error or 'allocation failed'}")

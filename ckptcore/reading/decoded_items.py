@@ -6,6 +6,7 @@ file that its items share. A large one has a file of its own. So no item is deco
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from typing import BinaryIO
 
 from ckptcore.core.manifest import Item
 from ckptcore.encodings.codecs import decode_into, decode_to_file, decode_to_place
-from ckptcore.errors import MalformedCheckpoint
+from ckptcore.errors import BudgetTooSmall, CkptError, DiskFull, MalformedCheckpoint
 from ckptcore.store import Buffer, Readable
 
 _IN_MEMORY = 8 << 20
@@ -96,6 +97,7 @@ class DecodedItem:
 
     Raises:
         MalformedCheckpoint: It cannot be decoded, or is larger.
+        DiskFull: There is no room for its file.
     """
 
     def __init__(
@@ -115,6 +117,9 @@ class DecodedItem:
         self._begin = self._number = 0
         try:
             self.length = self._decode(store, path, item, limit, scratch)
+        except OSError as error:
+            self.close()
+            raise _no_place(error, path, scratch) from error
         except BaseException:
             self.close()
             raise
@@ -210,3 +215,17 @@ class DecodedItems:
                 ):
                     self._kept.popitem(last=False)
             return made
+
+
+def _no_place(error: OSError, path: str, scratch: str | None) -> CkptError:
+    """Return the error for an item that can be decoded neither to memory nor to a file."""
+    if error.errno == errno.ENOMEM:
+        return BudgetTooSmall(f"cannot allocate memory to decode an item of {path}")
+    from ckptcore.store.local_writer import unwritable  # a late import: nothing else here writes
+
+    folder = scratch or tempfile.gettempdir()
+    found = unwritable(f"{folder}/(decoded items of {path})", error)
+    place = "" if scratch else ", or name another folder with TMPDIR"
+    if isinstance(found, DiskFull):
+        found.hint = f"free space in {folder}{place}, or raise --memory: a quarter of it takes decoded items"
+    return found

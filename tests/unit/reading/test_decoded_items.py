@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import ckptcore
 from ckptcore.encodings import codecs
+from ckptcore.errors import CkptError
 from ckptcore.execution.tiles import Budget
 from ckptcore.reading import decoded_items
 
@@ -184,3 +187,32 @@ def test_budgets_beside_decoded_items(memory: int, workers: int) -> None:
     assert 4 * workers * less.tile + budget.decoded == 4 * workers * budget.tile
     if memory >= 64 << 20:
         assert budget.decoded >= memory // 4
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "step"),
+    [
+        (errno.ENOSPC, "disk-full", "or raise --memory: a quarter of it takes decoded items"),
+        (errno.EACCES, "destination-unwritable", "check the path and its permissions"),
+    ],
+)
+def test_no_place_for_decoded_items(
+    number: int, code: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "ckpt", 2, 1200, compressed=True)
+
+    def full(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(decoded_items, "decode_to_place", full)
+    with pytest.raises(CkptError) as found:
+        ckptcore.convert(
+            str(tmp_path / "ckpt"),
+            str(tmp_path / "out"),
+            verb="export",
+            config="none",
+            settings=ckptcore.Settings(workers=1, memory=1 << 20),
+        )
+    assert found.value.code == code
+    assert step in found.value.hint
+    assert not (tmp_path / "out").exists()
