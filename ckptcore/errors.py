@@ -160,7 +160,7 @@ class DiskFull(CkptError):
     """There is not enough free space for the output."""
 
     code, exit_code = "disk-full", 10
-    default_hint = "free the space named above and run the command again: finished files are kept"
+    default_hint = "free space there and run the command again: finished files are kept"
 
 
 class SourceChanged(CkptError):

@@ -10,6 +10,7 @@ Alembic is not imported here: the schema is normally at `HEAD` already.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import time
@@ -85,10 +86,15 @@ SHARED_FILE_SYSTEMS = (
     "fuse",
 )
 
-_ACCESS_OF_FILE = "check the path, its permissions and the free space, or pass --no-catalog"
+_ACCESS_OF_FILE = "check the path and its disk; conversions also run without a catalog: --no-catalog"
 _ACCESS_OF_SERVER = (
     "check the user, password and database of its URL (CKPTCORE_CATALOG_URL), and that user's rights"
 )
+# What PostgreSQL's errors need, by SQLSTATE.
+_OF_STATE = {
+    "53100": "free disk space on the database's server, then run the command again",
+    "25006": "name a server that takes changes: this one is a standby, or its database is read-only",
+}
 _PLAIN_TEXT = "use text without NUL characters and lone surrogates, and numbers of at most 63 bits"
 _PLAIN_NUMBER = "use a number below 2**63"
 
@@ -186,9 +192,12 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        from ckptcore.catalog.sqlite_access import FREE_SPACE
+
+        place = "name another place with CKPTCORE_CATALOG_URL, or pass --no-catalog"
         raise CatalogError(
             f"cannot create the catalog's folder {folder}: {error.strerror}",
-            hint="name another place with CKPTCORE_CATALOG_URL, or pass --no-catalog",
+            hint=FREE_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else place,
         ) from error
 
 
@@ -287,11 +296,23 @@ def translated(url: str) -> Iterator[None]:
             raise CatalogAway(f"the catalog does not answer: {message}", url=url) from error
         if isinstance(error, exc.DataError):
             raise UsageError(f"the catalog cannot store this value: {message}", hint=_PLAIN_TEXT) from error
-        raise CatalogError(
-            f"cannot use the catalog: {message}",
-            hint=_ACCESS_OF_FILE if url.startswith("sqlite") else _ACCESS_OF_SERVER,
-            url=url,
-        ) from error
+        raise _refused(error, message, url) from error
+
+
+def _refused(error: exc.SQLAlchemyError, message: str, url: str) -> CatalogError:
+    """Return the error for what the database refuses, with its next step."""
+    origin = getattr(error, "orig", None)
+    if not url.startswith("sqlite"):
+        hint = _OF_STATE.get(str(getattr(origin, "sqlstate", "")), _ACCESS_OF_SERVER)
+        return CatalogError(f"cannot use the catalog: {message}", hint=hint, url=url)
+    from ckptcore.catalog.sqlite_access import refusal
+
+    path = sqlite_path(parse(url))
+    found = None if path is None else refusal(origin, path)
+    if found is None:
+        return CatalogError(f"cannot use the catalog: {message}", hint=_ACCESS_OF_FILE, url=url)
+    # With the words of SQLite: people search for them.
+    return CatalogError(f"{found.message} ({message})", hint=found.hint, url=url, **found.values)
 
 
 def _passes(error: exc.SQLAlchemyError) -> bool:

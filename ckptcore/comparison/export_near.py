@@ -67,6 +67,8 @@ def near(export: Opened, base: Opened, settings: Settings, progress: Progress | 
         elif a.numel:
             pairs.append(_SummedPair(name, (export, base), (row, theirs[name])))
     budget = Budget.of(settings)
+    for side in (export, base):
+        side.limit_decoded(settings)
     meter = ProgressMeter(progress, "near", sum(p.spec.nbytes for p in pairs))
     walk_boxes(_opening(pairs), lambda: _sums_box((export, base), budget), budget, meter)
     export.finish()

@@ -97,6 +97,8 @@ def read_beside(
         CkptError: The first error of any worker, except damage, which the results record.
     """
     budget = Budget.of(settings)
+    for side in {id(side): side for pair in pairs for side in pair.sides}.values():
+        side.limit_decoded(settings)
     opened = [_ComparedPair(p) for p in pairs if p.specs[0].numel]
     meter = ProgressMeter(progress, "compare", sum(p.spec.nbytes for p in opened))
     walk_boxes(_opening(opened), lambda: _compares_box(budget), budget, meter)

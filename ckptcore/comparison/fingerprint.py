@@ -185,6 +185,7 @@ def _tensors(opened: Opened, settings: Settings, progress: Progress | None) -> t
     """Return the fingerprint of every tensor. Raise the first error of any worker."""
     budget, specs = Budget.of(settings), opened.manifest.tensors
     sums, lock = [ZERO] * len(specs), threading.Lock()
+    opened.limit_decoded(settings)
 
     def worker() -> Callable[[_Summed, Box], None]:
         tile, scratch = (host_buffer(budget.tile, settings.device) for _ in range(2))

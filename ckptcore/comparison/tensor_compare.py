@@ -55,6 +55,10 @@ class Opened:
         self.records = Records(self.store, len(manifest.items))
         self._noted = take(manifest, self.store)
 
+    def limit_decoded(self, settings: Settings) -> None:
+        """Set the memory for decoded items: an eighth, as two may be open, and tiles have three quarters."""
+        self.records.limit_decoded(settings.memory // 8)
+
     @property
     def unverified(self) -> int:
         """Number of stored items that were read and have no checksum."""
@@ -106,6 +110,8 @@ def walk(
         CkptError: The first error of any worker.
     """
     budget, lock, found = Budget.of(settings), threading.Lock(), list[_Pair]()
+    for side in (a, b):
+        side.limit_decoded(settings)
 
     def opened() -> Iterator[_Pair]:
         for pair in pairs:

@@ -246,12 +246,22 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
 
 
 def _unproven(source: str, receipts: Sequence[Receipt]) -> tuple[Finding, ...]:
-    """Return a note on what came over a network without any checksum: flipped bits would not be seen."""
+    """Return a note on what came over a network unproven: flipped bits would not be seen."""
     count = sum(r.unverified for r in receipts)
     if not count or not reads_s3(source):
         return ()
-    message = f"{count} source records have a checksum neither in their format nor in their store"
-    return (finding("unproven", "bytes", message),)
+    from ckptcore.execution.expected_reads import MOST_ROWS  # a late import: local sources need no blocks
+
+    message = (
+        f"{count} source records were not compared with a checksum: their format has none, and the store has "
+        f"none of their files, or they were read in small part, or past the {MOST_ROWS} ranges that a run "
+        "declares; or checks were off"
+    )
+    hint = (
+        "`ckptcore diff SRC DST`, or `ckptcore verify-export DST` for an export, reads both once more and "
+        "compares every bit"
+    )
+    return (finding("unproven", "bytes", message, hint=hint),)
 
 
 def _require_proven(receipts: Sequence[Receipt]) -> None:

@@ -175,7 +175,11 @@ def register_each(done: Sequence[tuple[Registration, Result, Manifest]]) -> list
 def not_recorded(result: Result, error: CkptError) -> CkptError:
     """Return the error of a result that is published, and could not be recorded."""
     kind = CatalogAway if isinstance(error, CatalogAway) else CatalogError
-    return kind(f"{result.destination} is published, but not registered: {error.message}")
+    return kind(
+        f"{result.destination} is published, but not registered: {error.message}",
+        hint=f"{error.hint}; the next run with the catalog registers the output",
+        **error.values,
+    )
 
 
 def _keep_proof(registration: Registration, result: Result) -> None:

@@ -7,14 +7,16 @@ temporary file, so that memory stays within the caller's plan.
 from __future__ import annotations
 
 import io
+import os
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
 from ckptcore.errors import MalformedCheckpoint
-from ckptcore.store import Readable
+from ckptcore.store import Buffer, Readable
+from ckptcore.utils.memory import untouched
 
 _STEP = 1 << 20
 # 4 bytes can encode a block of 128 KiB, so this much input gives at most 16 MiB of output.
@@ -27,22 +29,72 @@ def decode_small(codec: str, data: bytes, max_bytes: int, what: str) -> bytes:
     return b"".join(_decoded(codec, io.BytesIO(data), max_bytes, what))
 
 
+def decode_into(
+    codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int
+) -> tuple[Buffer, int]:
+    """Return memory with the plain bytes of an item, and their number; both are the kernel's when dropped."""
+    stored, plain, total = untouched(length)[:length], untouched(max_bytes), 0
+    store.read_into(path, start, stored)
+    for part in _decoded(codec, _InMemory(stored), max_bytes, path):
+        plain[total : total + len(part)] = part
+        total += len(part)
+    return plain, total
+
+
 def decode_to_file(
     codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int, folder: str | None
 ) -> tuple[BinaryIO, int]:
     """Write the plain bytes to an unlinked temporary file below ``folder``; return it and their number."""
     out = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  the caller closes it
-    total = 0
     try:
-        source = io.BufferedReader(_Range(store, path, start, length), _STEP)
-        for part in _decoded(codec, source, max_bytes, path):
-            out.write(part)
-            total += len(part)
-        out.flush()
+        total = decode_to_place(codec, store, path, start, length, max_bytes, (out.fileno(), 0))
     except BaseException:
         out.close()
         raise
     return out, total
+
+
+def decode_to_place(
+    codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int, place: tuple[int, int]
+) -> int:
+    """Write the plain bytes to ``place``, a file and its first byte for them; return their number."""
+    file, begin = place
+    source, total = io.BufferedReader(_Range(store, path, start, length), _STEP), 0
+    pending, waiting = list[bytes](), 0
+
+    def flush() -> None:
+        data = memoryview(b"".join(pending))
+        done = 0
+        while done < len(data):
+            done += os.pwrite(file, data[done:], begin + total - waiting + done)
+        pending.clear()
+
+    for part in _decoded(codec, source, max_bytes, path):
+        pending.append(part)
+        total, waiting = total + len(part), waiting + len(part)
+        if waiting >= _STEP:
+            flush()
+            waiting = 0
+    flush()
+    return total
+
+
+class _Reads(Protocol):
+    """A stream of bytes."""
+
+    def read(self, count: int, /) -> bytes:
+        """Return the next bytes, at most ``count``; none at the end."""
+
+
+class _InMemory:
+    """Memory as a stream. `io.BytesIO` would copy it."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data, self._at = data, 0
+
+    def read(self, count: int, /) -> bytes:
+        self._at += count
+        return bytes(self._data[self._at - count : self._at])
 
 
 class _Range(io.RawIOBase):
@@ -61,7 +113,7 @@ class _Range(io.RawIOBase):
         return len(view)
 
 
-def _decoded(codec: str, source: IO[bytes], max_bytes: int, what: str) -> Iterator[bytes]:
+def _decoded(codec: str, source: _Reads, max_bytes: int, what: str) -> Iterator[bytes]:
     """Yield the plain bytes in steps; a small input can expand to any number of them."""
     if codec != "zstd":
         raise MalformedCheckpoint(f"{what}: unknown codec {codec!r}")

@@ -8,7 +8,8 @@
 4. The last tile's worker makes the file durable and writes its receipt.
 
 Peak memory: the interpreter plus ``Settings.memory``: per worker 2 tiles in flight, one for casts
-and one for strided reads, all reused. Nothing grows with a tensor's or the checkpoint's size.
+and one for strided reads, all reused; a quarter is for decoded items where items are compressed. Nothing
+grows with a tensor's or the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class _Run:
         self._run, self._settings, self._records, self._meter = run, settings, records, meter
         self._part, self._order, self._compare = part, order, compare
         self._budget = budget
+        records.limit_decoded(budget.decoded)
         self._lock = threading.Lock()
         self._done: dict[int, Receipt] = {}
         self._open: dict[int, FileWork] = {}
@@ -198,8 +200,7 @@ class _Run:
                 and (index := next(indices, None)) is not None
             ):
                 work, cut = self._opened(index)
-                decodes = bool(work.plan.items.codec.any())
-                if decodes or work.writer.sequential or work.writer.part_size is not None:
+                if work.decodes or work.writer.sequential or work.writer.part_size is not None:
                     most = 1
                 turns.append((work, cut, next(cut)))  # every file has a job, even an empty one
             if not turns:
@@ -258,13 +259,14 @@ class _Run:
 
     def _worker(self) -> Callable[[_Task], None]:
         own = Workspace(self._buffer(), self._buffer(), lane_on(self._settings.device, self._budget.tile))
+        less = own.of(self._budget.beside_decoded.tile)
 
         def do(task: _Task) -> None:
             work, job, memory = task
             # Bytes have the same place in a block of memory as in one of the file: see `LocalWriter`.
             skew = (job.start - memory.ctypes.data) % BLOCK
             buffer = memory[skew:] if skew + job.nbytes <= len(memory) else memory
-            work.fill(job, buffer, own)
+            work.fill(job, buffer, less if work.decodes else own)
             work.settle(job, buffer, lambda _: self._buffers.give_back(memory))
             self._meter.add(job.nbytes)
             receipt = work.complete()
@@ -297,10 +299,11 @@ class _Run:
         return host_buffer(self._budget.tile, self._settings.device)
 
     def _explained(self, error: BaseException) -> BaseException:
-        if isinstance(error, DiskFull):
+        if isinstance(error, DiskFull) and "lacks" not in error.values:  # bytes, not inodes or a quota
             free = self._run.files.free_bytes()
             error.values.setdefault("free_bytes", free)
-            error.message += f"; {free} bytes are free, {self._run.total} are needed in total"
+            known = f"{free} bytes are free, " if free is not None else ""
+            error.message += f"; {known}{self._run.total} are needed in total"
             error.args = (error.message,)
         if isinstance(error, MemoryError):
             return BudgetTooSmall(f"cannot allocate the buffers: {error or 'allocation failed'}")

@@ -33,7 +33,7 @@ from ckptcore.store.ahead import ExpectedReads, Floats, Ints, ReadsAhead, joined
 from ckptcore.store.objects.blocks import BLOCK, cut_into_blocks, fits, plan_blocks
 from ckptcore.utils.dataclass import dataclass
 
-_MOST_ROWS = 4_000_000  # ranges that are declared at once, 60 bytes each
+MOST_ROWS = 4_000_000  # ranges that are declared at once, 60 bytes each
 _MOST_AROUND = 64 << 10  # bytes of headers around the elements of one item
 _LEAST_TILES, _MOST_TILES = 1 << 20, 64 << 20  # bytes of tiles of outputs that follow their source
 _LEAST_BAND = 1 << 20
@@ -81,7 +81,7 @@ def schedule_reads(
     for plan in files:
         found = row_reads(plan, compares=settings.verify, part=part)
         rows += len(found.file)
-        if rows > _MOST_ROWS:
+        if rows > MOST_ROWS:
             break  # the rest is read as it comes
         parts.append(_in_file_order(plan, found))
         cut = cut_pieces(plan, found) if uploads and part is None and can_follow(plan) else None
@@ -91,7 +91,7 @@ def schedule_reads(
             others.append(parts[-1])
     reads = joined(parts)
     schedule = ReadSchedule(budget, reads, window)
-    if not pieces or rows > _MOST_ROWS or fits(cut_into_blocks(reads, BLOCK), window):
+    if not pieces or rows > MOST_ROWS or fits(cut_into_blocks(reads, BLOCK), window):
         return schedule
     followed = _following(pieces, others, reads.bare, settings)
     if followed is None:

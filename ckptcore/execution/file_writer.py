@@ -82,6 +82,7 @@ class FileWork:
         # Parts of a shared file are verified by digests, even where the complete file needs none.
         settings = settings if part is None else replace(settings, digest=True)
         self.plan, self.part = plan, part
+        self.decodes = bool(plan.items.codec.any())
         self._source, self._records, self.writer = source, records, writer
         self._tensors = TensorFiller(plan, source, settings, records)
         self.strides = self._tensors.strides

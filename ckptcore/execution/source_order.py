@@ -343,7 +343,8 @@ class _FileJobs:
     """Cuts the pieces of one output file into jobs, numbered in the order in which they are asked for."""
 
     def __init__(self, plan: FilePlan, budget: Budget) -> None:
-        self._plan, self._budget, self._next = plan, budget, 0
+        self._plan, self._next = plan, 0
+        self._budget = budget.beside_decoded if plan.items.codec.any() else budget
         self._literals: dict[int, list[int]] = {}  # known bytes come with the tensor behind them
         starts = [(t.start, n) for n, t in enumerate(plan.tensors) if t.nbytes]
         place = 0

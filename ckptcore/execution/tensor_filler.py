@@ -44,6 +44,10 @@ class Workspace:
     cast: Bytes
     lane: Lane | None = None
 
+    def of(self, nbytes: int) -> Workspace:
+        """Return the first bytes of these buffers."""
+        return Workspace(self.scratch[:nbytes], self.cast[:nbytes], self.lane)
+
 
 class TensorFiller:
     """Fills the tensor parts of one output file. Safe for threads."""

@@ -69,6 +69,17 @@ class Budget:
         """Return the bytes of a step without special needs."""
         return min(self.tile, max(TILES // self.threads, 1 << 20))
 
+    @property
+    def decoded(self) -> int:
+        """Return the bytes of memory for decoded items, which `beside_decoded` leaves."""
+        return 4 * self.threads * (self.tile - self.beside_decoded.tile)
+
+    @property
+    def beside_decoded(self) -> Budget:
+        """Return the tiles of a file of compressed items: a quarter is for these, if tiles allow it."""
+        least = min(self.tile, _MIN_TILE)
+        return Budget(max(self.tile * 3 // 4 // 4096 * 4096, least), self.threads)
+
     def step(self, order: StoredOrder, shape: tuple[int, ...], width: int) -> int:
         """Return the bytes of a step of a tensor: enough for a large read of each chunk that it crosses.
 
@@ -137,6 +148,8 @@ def jobs(plan: FilePlan, budget: Budget, strides: Strides | None = None) -> Iter
     """
     parts: list[tuple[int, LiteralPart | TensorPart]] = []
     start = size = sequence = 0
+    if plan.items.codec.any():
+        budget = budget.beside_decoded
     usual = budget.usual
     for part in _parts_of_file(plan, budget, strides):
         if parts and size + part.nbytes > usual:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptcore.errors import AlteredInTransit, DamagedCheckpoint, finding
-from ckptcore.reading.payload import DecodedItems, Payload, Seen, StoredChunk, resolve
+from ckptcore.reading.decoded_items import DecodedItems
+from ckptcore.reading.payload import Payload, Seen, StoredChunk, resolve
 from ckptcore.store import Readable
 from ckptcore.utils.crc32 import CrcPieces, crc32
 
@@ -37,7 +38,7 @@ class Records:
         self._state = bytearray(items)
         self._partly: dict[int, tuple[CrcPieces | None, StoredChunk]] = {}
         self._lock = threading.Lock()
-        self._decoded = DecodedItems()
+        self._decoded = DecodedItems(scratch)
         self._awaiting: set[int] = set()
 
     @property
@@ -64,6 +65,10 @@ class Records:
                 if self._state[index] == _UNPROVEN:
                     self._state[index] = _VERIFIED
             self._awaiting.clear()
+
+    def limit_decoded(self, nbytes: int) -> None:
+        """Set the memory for decoded items; what it has no room for is on the disk."""
+        self._decoded.room.resize(nbytes)
 
     def resolve(self, chunk: StoredChunk) -> Payload:
         """Find a chunk's payload; see `ckptcore.reading.payload.resolve`."""

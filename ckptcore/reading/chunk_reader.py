@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Chunks
-from ckptcore.errors import CkptError, DamagedCheckpoint, finding
+from ckptcore.errors import CkptError, DamagedCheckpoint, Interrupted, finding
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.equality import require_equal
 from ckptcore.reading.gather import Bytes, Overlap, RemoteTile, index_of, overlaps, tile_view
@@ -76,6 +76,7 @@ class ChunkReader:
         self._lock = threading.Lock()
         self._found: dict[int, Found] = {}
         self._left: dict[int, int] = {}  # elements still to be read of partly read chunks
+        self._closed = False
 
     def read(self, tensor: ChunkedTensor, want: Box, tile: Tile, scratch: Bytes) -> None:
         """Fill a tile with the elements ``want`` of a tensor, and compare copies with it.
@@ -141,6 +142,9 @@ class ChunkReader:
         found = self._found.setdefault(each.row, fresh)  # atomic, as `get` is
         if found is not fresh:
             fresh[1].close()
+        if self._closed:  # a second Ctrl-C waits for no thread
+            self._close_all()
+            raise Interrupted(f"{tensor.fqn} is not read: its reader was closed")
         return found
 
     def strides(self, tensor: ChunkedTensor, row: int) -> tuple[int, ...] | None:
@@ -173,10 +177,14 @@ class ChunkReader:
             gone[1].close()
 
     def close(self) -> None:
-        """Drop every chunk."""
-        for _, payload in self._found.values():
-            payload.close()
-        self._found.clear()
+        """Drop every chunk, and those that threads still open."""
+        self._closed = True
+        self._close_all()
+
+    def _close_all(self) -> None:
+        while self._found:
+            with suppress(KeyError):  # another thread was faster
+                self._found.popitem()[1][1].close()
 
     def _put(self, tensor: ChunkedTensor, each: Overlap, into: Interleaver) -> None:
         stored, payload = self.find(tensor, each)

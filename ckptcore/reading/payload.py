@@ -8,18 +8,13 @@ lazily, right before the bytes are moved or checked.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import BinaryIO
 
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, View, is_row_major, row_major
-from ckptcore.encodings.codecs import decode_small, decode_to_file
 from ckptcore.encodings.safetensors_header import parse_header
 from ckptcore.encodings.torchzip.reader import Resolved, Window
 from ckptcore.encodings.torchzip.templates import read_tensor
@@ -32,6 +27,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
     finding,
 )
+from ckptcore.reading.decoded_items import DecodedItem, DecodedItems
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
@@ -41,10 +37,7 @@ from ckptcore.utils.globs import leave_out
 ReadInto = Callable[[int, Buffer], None]  # (first byte, buffer to fill)
 Seen = Callable[[int, int, int], None]  # (first byte, length, CRC-32) of every payload range read
 Forget = Callable[[str, int, int], bool]  # (file, first byte, bytes)
-_IN_MEMORY = 8 << 20
 _MAX_HEADER = 100_000_000
-# Limits of the decoded items that are kept: a number of items and bytes of disk, whichever is reached first.
-_LEAST, _MOST_KEPT, _KEPT_BYTES = 2, 32, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,79 +323,6 @@ def _from_memory(content: bytes, base: int) -> ReadInto:
     return read_into
 
 
-class _Decoded:
-    """A decoded item: in memory when small, else in an unlinked file."""
-
-    def __init__(self, store: Readable, path: str, item: Item, limit: int, scratch: str | None) -> None:
-        self._lock = threading.Lock()
-        self._data: bytes | None = None
-        self._file: BinaryIO | None = None
-        if limit <= _IN_MEMORY:
-            raw = store.read(path, item.start, item.length)
-            self._data = decode_small(item.codec, raw, limit, path)
-            self.length = len(self._data)
-        else:
-            self._file, self.length = decode_to_file(
-                item.codec, store, path, item.start, item.length, limit, scratch
-            )
-
-    def __call__(self, start: int, into: Buffer) -> None:
-        if self._data is not None:
-            got = self._data[start : start + len(into)]
-            if len(got) != len(into):
-                raise MalformedCheckpoint(f"decoded item ends at {self.length}")
-            into[:] = got
-            return
-        assert self._file is not None  # it is in one of the two
-        done = 0
-        while done < len(into):
-            count = os.preadv(self._file.fileno(), [into[done:]], start + done)
-            if not count:
-                raise MalformedCheckpoint(f"decoded item ends at {self.length}")
-            done += count
-
-    def close(self) -> None:
-        """Close the file, if there is one."""
-        with self._lock:
-            if self._file is not None and not self._file.closed:
-                self._file.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class DecodedItems:
-    """The latest decoded items that chunks view. Safe for threads.
-
-    A map cuts an item into many tensors, such as a layer's experts; without this, each would decode the
-    complete item. An item that is dropped closes when its last reader is done.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._begun: dict[int, threading.Lock] = {}
-        self._kept: OrderedDict[int, _Decoded] = OrderedDict()
-
-    def of(self, index: int, decode: Callable[[], _Decoded]) -> _Decoded:
-        """Return the item of this number; the first caller decodes it."""
-        with self._lock:
-            begun = self._begun.setdefault(index, threading.Lock())
-        with begun:
-            with self._lock:
-                known = self._kept.get(index)
-                if known is not None:
-                    self._kept.move_to_end(index)
-                    return known
-            made = decode()
-            with self._lock:
-                self._kept[index] = made
-                while len(self._kept) > _LEAST and (
-                    len(self._kept) > _MOST_KEPT or sum(d.length for d in self._kept.values()) > _KEPT_BYTES
-                ):
-                    self._kept.popitem(last=False)
-            return made
-
-
 def _opened(
     chunk: StoredChunk, store: Readable, scratch: str | None, kept: DecodedItems | None
 ) -> tuple[ReadInto, int, int]:
@@ -411,7 +331,15 @@ def _opened(
     if not item.codec:
         return partial(store.read_into, path), item.start, item.length
     # A torch zip is its payload and a few KiB; storages may be padded.
-    decode = partial(_Decoded, store, path, item, 2 * _most(chunk) + (1 << 20), scratch)
+    decode = partial(
+        DecodedItem,
+        store,
+        path,
+        item,
+        2 * _most(chunk) + (1 << 20),
+        scratch,
+        None if kept is None else kept.room,
+    )
     if kept is None or chunk.view is None:
         decoded = decode()
         return decoded, 0, decoded.length

@@ -323,8 +323,37 @@ def unreadable(what: str, error: OSError) -> CkptError:
 def unwritable(what: str, error: OSError, nbytes: int | None = None) -> CkptError:
     """Return the error for a failed write of a file of ``nbytes``."""
     if error.errno in _FULL:
-        need = "" if nbytes is None else f" ({nbytes} bytes)"
-        return DiskFull(f"no room to write {what}{need}: {error.strerror}", path=what)
+        return _full(what, error, "" if nbytes is None else f" ({nbytes} bytes)")
     if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
         return StorageTrouble(f"cannot write {what}: {error.strerror}")
     return DestinationUnwritable(f"cannot write {what}: {error.strerror or error}")
+
+
+def _full(what: str, error: OSError, need: str) -> DiskFull:
+    """Return the error for a file that has no room, and what it lacks: bytes, files, a quota or a size."""
+    message, kept = f"no room to write {what}{need}: {error.strerror}", "finished files are kept"
+    if error.errno == errno.EDQUOT:
+        hint = f"free space of this user's quota there, or have it raised, and run the command again: {kept}"
+        return DiskFull(message, hint=hint, path=what, lacks="quota")
+    if error.errno == errno.EFBIG:
+        hint = (
+            "raise `ulimit -f`, choose another file system, or write smaller files (export: --max-file-size)"
+        )
+        return DiskFull(message, hint=hint, path=what, lacks="size")
+    free, files = free_room(Path(what).parent)
+    if files == 0:
+        message += "; its file system has no inode left for another file"
+        hint = f"remove files there, however small, and run the command again: {kept}"
+        return DiskFull(message, hint=hint, path=what, lacks="inodes")
+    if free is None:
+        return DiskFull(message, path=what)
+    return DiskFull(message, path=what, free=free)
+
+
+def free_room(folder: Path) -> tuple[int | None, int | None]:
+    """Return the (bytes, inodes) that are free where ``folder`` is, or should be; None where unknown."""
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            seen = os.statvfs(place)
+            return seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None
+    return None, None

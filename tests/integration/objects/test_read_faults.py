@@ -245,6 +245,19 @@ def test_a_flip_in_tensor_bytes_of_safetensors(keeps: str | None, tmp_path: Path
         assert got["flipped.safetensors"] == right["local.safetensors"]
 
 
+def test_the_note_on_ranges_that_no_run_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has a checksum of every file: that it has none would be wrong."""
+    monkeypatch.setattr("ckptcore.execution.expected_reads.MOST_ROWS", 0)
+    with read_server(keeps="crc64nvme") as server:
+        url = upload(server, SHARDED)
+        _, result = made(url, tmp_path / "out.safetensors")
+        (note,) = [w for w in result.warnings if w.code == "unproven"]
+        assert note.message.startswith(f"{sum(r.unverified for r in result.files)} source records were not")
+        assert "past the 0 ranges" in note.message
+        assert "`ckptcore diff SRC DST`" in note.hint
+        assert ckptcore.diff(url, str(tmp_path / "out.safetensors")).equal  # the step that the note names
+
+
 def test_a_flip_in_a_record_with_a_checksum_is_mended(tmp_path: Path) -> None:
     right = local(DCP)
     with read_server() as server:

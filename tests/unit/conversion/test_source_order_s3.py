@@ -152,7 +152,7 @@ def test_an_interrupted_run_goes_on(server: fault_s3.FaultyS3, wanted: dict[str,
 def test_more_ranges_than_are_declared_are_read_as_they_come(
     server: fault_s3.FaultyS3, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr("ckptcore.execution.expected_reads._MOST_ROWS", rows)
+    monkeypatch.setattr("ckptcore.execution.expected_reads.MOST_ROWS", rows)
     declared: list[int] = []
     expect = FolderReader.expect
 

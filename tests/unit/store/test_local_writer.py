@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptcore.errors import Busy, DestinationUnwritable, DiskFull
+from ckptcore.store import local_writer
 from ckptcore.store.local import LocalStore
 
 
@@ -107,3 +109,27 @@ def test_a_file_has_the_mode_that_the_umask_leaves(store: LocalStore) -> None:
     finally:
         os.umask(before)
     assert (Path(store.url) / "file").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(
+    ("number", "lacks", "step"),
+    [
+        (errno.ENOSPC, None, "free space there"),
+        (errno.EDQUOT, "quota", "free space of this user's quota"),
+        (errno.EFBIG, "size", "raise `ulimit -f`"),
+    ],
+)
+def test_what_a_full_disk_lacks(number: int, lacks: str | None, step: str, tmp_path: Path) -> None:
+    error = local_writer.unwritable(str(tmp_path / "no" / "file"), OSError(number, os.strerror(number)), 10)
+    assert (error.code, error.exit_code) == ("disk-full", 10)
+    assert error.values.get("lacks") == lacks
+    assert error.hint.startswith(step)
+    assert ("free" in error.values) == (lacks is None)
+
+
+def test_a_file_system_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_writer, "free_room", lambda folder: (1 << 30, 0))
+    error = local_writer.unwritable(str(tmp_path / "file"), OSError(errno.ENOSPC, "No space left"), 10)
+    assert error.message.endswith("has no inode left for another file")
+    assert error.hint.startswith("remove files there, however small")
+    assert error.values["lacks"] == "inodes"
