@@ -66,6 +66,7 @@ def export(source: str, target: Path, **options: Any) -> Any:
         ),
         ({"no_rope_freq": 4}, {}, "no_rope_freq = 4", "one without it"),
         ({"no_rope_freq": [0, 0, 0, 1]}, {}, "no_rope_freq = [0, 0, 0, 1]", "one without it"),
+        ({"window_size": (3, 0)}, {}, "window_size = ", "one without it"),
         (
             {"apply_residual_connection_post_layernorm": True},
             {},
