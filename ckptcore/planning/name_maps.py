@@ -24,6 +24,7 @@ from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
 from ckptcore.naming.worlds import HUB
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.text import short_repr
 
 _INVISIBLE = ("rope_theta", "norm_eps", "embedding_scale")  # numbers that no tensor's shape depends on
 
@@ -246,7 +247,9 @@ def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:
     for config in configs:
         for place, values in required.get(config.world, {}).items():
             value = config.at(place)
-            if isinstance(value, (str, int, float)) and value not in values:
+            if not values and (any(value) if isinstance(value, (list, tuple)) else value):
+                return f"{config.name} says {place} = {short_repr(value)}, the map is for one without it"
+            if values and isinstance(value, (str, int, float)) and value not in values:
                 wanted = " or ".join(json.dumps(v) for v in values)
                 return f"{config.name} says {place} = {json.dumps(value)}, the map is for {wanted}"
     return ""

@@ -36,11 +36,11 @@ More fields of a rule:
 - ``one_way = "reason"``: why there is no inverse, where neither a drop nor ``add`` is the reason.
 
 More fields of a map: ``requires = {"model.block.name" = ["default"]}``, values that the trainer's own config
-must have if there is one; ``target_requires``, the same for the config of the other world; ``refused =
-"reason"`` instead of rules, with ``signs``, patterns of its names. ``by_name = true`` is for a map that only
-``--arch`` or a config selects, because its names and shapes are those of another family. ``stacked = {layer =
-"decoder.layers."}``, also of a group: names below that prefix may also come without their index, with the
-layers in a first dim of their own.
+must have if there is one (``[]`` for a key that must be unset: null, 0, or a list of these);
+``target_requires``, the same for the config of the other world; ``refused = "reason"`` instead of rules, with
+``signs``, patterns of its names. ``by_name = true`` is for a map that only ``--arch`` or a config selects,
+because its names and shapes are those of another family. ``stacked = {layer = "decoder.layers."}``, also of a
+group: names below that prefix may also come without their index, with the layers in a first dim of their own.
 
 A map may have ``[[map.again]]`` for layers that are built like others: a rule whose names all begin with the
 first text of ``from`` and of ``to`` also applies with the other texts, as the part ``name``.
@@ -147,7 +147,7 @@ class ArchMap:
         to: World of the target's names.
         rules: In the order of the declaration.
         refused: Why there is no map for a known architecture; "" where there is one.
-        requires: Path in a config of ``world`` -> values that it may have there.
+        requires: Path in a config of ``world`` -> values that it may have there; none if it must be unset.
         signs: Patterns of names that identify a refused architecture.
         digest: Digest of the declaration with the groups it uses, hex.
         version: Version of the library that the rules come from, or "".

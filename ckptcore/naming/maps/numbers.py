@@ -27,6 +27,10 @@ COMPARED = (
     "heads",
     "kv_heads",
     "experts",
+    "experts_of_token",
+    "expert_scale",
+    "expert_groups",
+    "groups_of_token",
     "rope_dim",
     "nope_dim",
     "v_dim",
@@ -37,6 +41,9 @@ COMPARED = (
 )
 # Numbers that no model has 0 of: a map would drop every element.
 _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab"})
+
+# Megatron stores these, with their defaults, for models without experts, too.
+_OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
 
 # Sizes that have one name in every map.
 NUMBERS = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab", "experts"})
@@ -141,9 +148,12 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
 
 
 def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:
-    """Set query groups as Megatron does: without the option it has as many as heads."""
+    """Set query groups as Megatron does, as many as heads without the option; leave unused routers out."""
     if "heads" in found and ("kv_heads" not in found or content.get("group_query_attention") is False):
         found["kv_heads"] = found["heads"]
+    if "experts" not in found:
+        for number in _OF_ROUTERS:
+            found.pop(number, None)
 
 
 def _at(root: Mapping[str, Any], place: str) -> Number | str | None:

@@ -64,6 +64,15 @@ def export(source: str, target: Path, **options: Any) -> Any:
             "factor = 32",
             "factor = 8",
         ),
+        ({"no_rope_freq": 4}, {}, "no_rope_freq = 4", "one without it"),
+        ({"no_rope_freq": [0, 0, 0, 1]}, {}, "no_rope_freq = [0, 0, 0, 1]", "one without it"),
+        ({"window_size": (3, 0)}, {}, "window_size = ", "one without it"),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            {},
+            "apply_residual_connection_post_layernorm = true",
+            "false",
+        ),
     ],
 )
 @pytest.mark.parametrize("arch", ["auto", "llama"])

@@ -55,6 +55,37 @@ def test_a_share_of_the_heads_that_is_rotated() -> None:
         agreed(configs)
 
 
+ROUTER = {"num_experts": 8, "moe_router_topk": 2, "moe_router_topk_scaling_factor": 2.5}
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+HUB_ROUTER = {"num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+
+
+@pytest.mark.parametrize("key", sorted(HUB_ROUTER))
+def test_how_tokens_choose_experts(key: str) -> None:
+    """No tensor shows how many experts a token visits, and with which weight."""
+    args = Config("args", "megatron", ROUTER | GROUPS)
+    agreed([Config("hub", "hf-hub", HUB_ROUTER), args])
+    with pytest.raises(NameMismatch, match=rf"hub says {key} = 1, args says moe_router_"):
+        agreed([Config("hub", "hf-hub", HUB_ROUTER | {key: 1}), args])
+
+
+def test_experts_of_a_token_in_other_trainers() -> None:
+    hub = Config("hub", "hf-hub", {"num_experts_per_tok": 4})
+    form = {"model": {"block": {"feed_forward_moe": {"router": {"top_k": 2}}}}}
+    for trained in (
+        Config("the trainer's", "olmo_core", form),
+        Config("the trainer's", "torchtitan", {"moe_args": {"top_k": 2}}),
+    ):
+        with pytest.raises(NameMismatch, match=r"num_experts_per_tok = 4, the trainer's says .*top_k = 2"):
+            agreed([hub, trained])
+
+
+def test_arguments_of_a_model_without_experts_have_a_router() -> None:
+    """Megatron stores the defaults of its router with every model."""
+    args = Config("args", "megatron", {"moe_router_topk": 2, "num_experts": None, "num_layers": 2})
+    agreed([Config("hub", "hf-hub", {"num_experts_per_tok": 8}), args])
+
+
 ROPE = {"position_embedding_type": "rope", "rotary_base": 10_000}
 LLAMA3 = {
     "rope_type": "llama3",
