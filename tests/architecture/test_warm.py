@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import warm
 
+OPTIONS = ("-c", "/dev/null", "-n0", "--import-mode=importlib")
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
@@ -21,11 +22,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """How a command line begins; the server has collected a test that settles its environment."""
     folder = tmp_path_factory.mktemp("forks")
     (folder / "test_one.py").write_text("import os\nos.environ['SETTLED'] = 'by an import'\n")
+    (folder / "test_broken.py").write_text("def test_above(): pass\nimport no_such_module\n")
     address = str(folder / "socket")
-    options = [f"--rootdir={folder}", f"--confcutdir={folder}", "--collect-only", "-s", "-c", "/dev/null"]
-    server = warm.started(address, dict(os.environ), *options, "-n0", str(folder / "test_one.py"))
+    options = [*OPTIONS, f"--rootdir={folder}", f"--confcutdir={folder}", "--collect-only", "-s"]
+    server = warm.started(address, dict(os.environ), *options, str(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(warm.TESTS, address)
+        patch.setenv("FOLDER", str(folder))
         yield warm.python()
     assert server.stdin is not None
     server.stdin.close()
@@ -69,6 +72,14 @@ def test_modules_and_errors(python: list[str]) -> None:
     assert done.stdout.split() == ["[", "1", "]"]
     done = subprocess.run([*python, "-c", "1 / 0"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
+
+
+def test_a_module_that_cannot_be_imported_is_an_error(python: list[str]) -> None:
+    argv = [*python, "-m", "pytest", *OPTIONS, "-p", "no:cacheprovider", "--rootdir", os.environ["FOLDER"]]
+    done = subprocess.run(
+        [*argv, f"{os.environ['FOLDER']}/test_broken.py"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "No module named 'no_such_module'" in done.stdout) == (2, True), done.stdout
 
 
 def test_a_signal_that_ends_it_is_seen(python: list[str]) -> None:

@@ -118,14 +118,33 @@ def stand_for(address: str, arguments: list[str]) -> int:
     return int(answer)
 
 
+class _NotCollected:
+    """A plugin of pytest that notes the files that cannot be collected."""
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> None:
+        self._path = str(collector.path)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self.paths.add(self._path)
+
+
 def import_tests(arguments: list[str]) -> None:
     """Import what pytest collects, and what its jobs need."""
     import importlib
 
     import pytest
 
-    # What cannot be collected, each worker finds out and reports.
-    pytest.main(arguments)
+    # What cannot be collected, each worker finds out and reports. pytest leaves such modules half imported,
+    # and a worker would take them for complete: all are removed that collecting has not accepted.
+    broken = _NotCollected()
+    pytest.main(arguments, plugins=[broken])
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) in broken.paths:
+            del sys.modules[name]
     for module in OF_JOBS if "torch" in sys.modules else ():
         importlib.import_module(module)
 
