@@ -21,6 +21,7 @@ CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 KEEP = "carry the stored values with --keep-quantized"
 _MAX_CONFIG = 16 << 20
 _MAX_GLOBS, _MAX_SIZES, _MAX_PARTS = 1000, 32, 50
+_MOST = 2**63 - 1  # rows or columns
 _IN_WEIGHTS = ("weight_input", "weight_output")  # locations of transforms that are part of the weights
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 
@@ -180,7 +181,11 @@ def _block(stated: object, label: str, name: str) -> tuple[int, int]:
         and len(size) < 40
     ):
         size = [int(n) for n in size.split("x") if n]
-    if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
+    if (
+        not isinstance(size, list)
+        or len(size) != 2
+        or any(type(n) is not int or not 0 < n <= _MOST for n in size)
+    ):
         raise MalformedCheckpoint(
             f"{label}: {name} must be two positive integers (got {short_repr(stated, 60)})",
             file=label,

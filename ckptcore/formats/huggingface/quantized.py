@@ -195,17 +195,22 @@ def _is_quantised(
 ) -> bool:
     """Report whether a pair shows that a folder is quantised.
 
-    Integers may be any model's: they are a weight where a formula fits, or where a config says so (stated: its
-    method).
+    Integers may be any model's: they are a weight where name and formula fit, or where a config says so.
+
+    Args:
+        rule: That the names fit.
+        weight: None where its file is missing, like scale.
+        scale: Factors.
+        stated: Returns the config's method of quantisation, or "".
     """
     if weight is None or scale is None:
         return weight is not None and weight.dtype in rule.dtypes and weight.dtype != "int8"
     if not _is_pair(rule, weight, scale):
         return False
-    fits = weight.dtype != "int8" or not isinstance(
-        _formula((weight, scale), rule, QuantizationConfig()), str
-    )
-    return fits or stated() != ""
+    if weight.dtype != "int8" or stated():
+        return True
+    formula = _formula((weight, scale), rule, QuantizationConfig())
+    return weight.fqn.endswith(".weight") and not isinstance(formula, str)
 
 
 def _formula(

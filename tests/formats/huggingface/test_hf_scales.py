@@ -12,6 +12,7 @@ from samples import read_safetensors, value
 
 import ckptcore
 from ckptcore.core.box import Box
+from ckptcore.errors import MalformedCheckpoint
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -169,7 +170,7 @@ def test_rotations_inside_weights_change_nothing(tmp_path: Path) -> None:
         assert same(ckptcore.read(manifest, "l.weight"), values(*made.values()))
 
 
-@pytest.mark.parametrize("block", [(10**12, 10**12), (1, 10**30), (10**30, 7)])
+@pytest.mark.parametrize("block", [(10**12, 10**12), (1, 10**18), (2**63 - 1, 7)])
 def test_blocks_larger_than_any_weight(block: tuple[int, int], cli: Cli, tmp_path: Path) -> None:
     rows, columns = (-(-n // b) for n, b in zip((30, 20), block, strict=True))
     made = {"l.weight": codes(30, 20), "l.weight_scale": scales(rows, columns)}
@@ -180,6 +181,14 @@ def test_blocks_larger_than_any_weight(block: tuple[int, int], cli: Cli, tmp_pat
     assert found == {"l.weight": value(truth)}
     manifest = ckptcore.open(str(source))
     assert same(ckptcore.read(manifest, "l.weight", Box((3, 5), (20, 9))), truth[3:23, 5:14])
+
+
+def test_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
+    """Are not repeated in the finding of every weight."""
+    made = {"l.weight": codes(30, 20), "l.weight_scale": scales(2, 2)}
+    config = quantization("fp8", weight_block_size=[2**63, 128])
+    with pytest.raises(MalformedCheckpoint, match="two positive integers"):
+        ckptcore.open(str(folder(tmp_path / "s", made, config=config)))
 
 
 def odd_pairs() -> dict[str, tuple[dict[str, Any], Any]]:
@@ -347,6 +356,7 @@ def ordinary() -> dict[str, dict[str, Any]]:
         "a counter of 32 bits": {"step": whole().to(torch.int32), "step_scale": torch.ones(())},
         "three dims": {"ids": whole(2, 3, 4), "ids_scale": torch.ones(2)},
         "no scale per row": {"ids": whole(3, 4), "ids_scale": torch.ones(2, 2)},
+        "no weight by its name": {"ids": whole(3, 4), "ids_scale": torch.ones(3, 1)},
         "integers": {"ids": whole(3, 4), "ids_scale": whole(3, 1)},
         "all cast to float8": {"n.weight": eight(4, 4), "n.scale": eight(4), "b": eight(4, 4)}
         | {"b_scale": eight(4), "norm.weight": eight(4)},
