@@ -347,17 +347,17 @@ def ordinary() -> dict[str, dict[str, Any]]:
     def eight(*shape: int) -> Any:
         return torch.ones(shape).to(torch.float8_e4m3fn)
 
-    def whole(*shape: int) -> Any:
+    def int8(*shape: int) -> Any:
         return torch.ones(shape, dtype=torch.int8)
 
     return {
-        "a mask": {"mask": whole(7), "mask_scale": torch.ones(7)},
-        "a counter": {"step": whole(), "step_scale": torch.ones(())},
-        "a counter of 32 bits": {"step": whole().to(torch.int32), "step_scale": torch.ones(())},
-        "three dims": {"ids": whole(2, 3, 4), "ids_scale": torch.ones(2)},
-        "no scale per row": {"ids": whole(3, 4), "ids_scale": torch.ones(2, 2)},
-        "no weight by its name": {"ids": whole(3, 4), "ids_scale": torch.ones(3, 1)},
-        "integers": {"ids": whole(3, 4), "ids_scale": whole(3, 1)},
+        "a mask": {"mask": int8(7), "mask_scale": torch.ones(7)},
+        "a counter": {"step": int8(), "step_scale": torch.ones(())},
+        "a counter of 32 bits": {"step": int8().to(torch.int32), "step_scale": torch.ones(())},
+        "three dims": {"ids": int8(2, 3, 4), "ids_scale": torch.ones(2)},
+        "no scale per row": {"ids": int8(3, 4), "ids_scale": torch.ones(2, 2)},
+        "no weight by its name": {"ids": int8(3, 4), "ids_scale": torch.ones(3, 1)},
+        "integers": {"ids": int8(3, 4), "ids_scale": int8(3, 1)},
         "all cast to float8": {"n.weight": eight(4, 4), "n.scale": eight(4), "b": eight(4, 4)}
         | {"b_scale": eight(4), "norm.weight": eight(4)},
     }
