@@ -56,7 +56,7 @@ def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
     specs = {t.fqn: t for t in tensors}
     found: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
-        if spec.dtype in _CODES and spec.shape:  # a scalar is a counter
+        if _may_be_codes(spec):
             beside = tuple(
                 other
                 for end, ends in _BESIDE.items()
@@ -67,6 +67,11 @@ def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
             if beside:
                 found[name] = beside
     return found
+
+
+def _may_be_codes(spec: TensorSpec) -> bool:
+    """Report whether a tensor has a code's dtype and dims: a scalar is a counter, a list of int32 indices."""
+    return spec.dtype in _CODES and len(spec.shape) > (1 if spec.dtype == "int32" else 0)
 
 
 def _is_float8(spec: TensorSpec) -> bool:

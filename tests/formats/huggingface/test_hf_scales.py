@@ -354,6 +354,7 @@ def ordinary() -> dict[str, dict[str, Any]]:
         "a mask": {"mask": int8(7), "mask_scale": torch.ones(7)},
         "a counter": {"step": int8(), "step_scale": torch.ones(())},
         "a counter of 32 bits": {"step": int8().to(torch.int32), "step_scale": torch.ones(())},
+        "indices": {"ids": int8(7).to(torch.int32), "ids_scale": torch.ones(7)},
         "three dims": {"ids": int8(2, 3, 4), "ids_scale": torch.ones(2)},
         "no scale per row": {"ids": int8(3, 4), "ids_scale": torch.ones(2, 2)},
         "no weight by its name": {"ids": int8(3, 4), "ids_scale": torch.ones(3, 1)},
@@ -371,7 +372,7 @@ def test_ordinary_tensors_are_no_evidence(name: str, cli: Cli, tmp_path: Path) -
     assert written(cli, "consolidate", source, tmp_path / "o") == read_safetensors(source)
 
 
-@pytest.mark.parametrize("name", ["a counter", "a counter of 32 bits", "all cast to float8"])
+@pytest.mark.parametrize("name", ["a counter", "a counter of 32 bits", "indices", "all cast to float8"])
 def test_ordinary_tensors_are_cast(name: str, cli: Cli, tmp_path: Path) -> None:
     import torch
 
