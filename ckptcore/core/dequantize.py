@@ -67,8 +67,9 @@ def _block_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
 
 def _are_codes_and_factors(weight: TensorSpec, scale: TensorSpec) -> bool:
     """Report whether these are a matrix of one-byte values, and floats."""
-    plain = BY_NAME[weight.dtype].itemsize == 1 and weight.dtype not in ("uint8", "bool")
-    return plain and len(weight.shape) == 2 and BY_NAME[scale.dtype].is_float
+    code, factor = BY_NAME.get(weight.dtype), BY_NAME.get(scale.dtype)
+    plain = code is not None and code.itemsize == 1 and weight.dtype not in ("uint8", "bool")
+    return plain and len(weight.shape) == 2 and factor is not None and factor.is_float
 
 
 def _block_needs(box: Box, params: Shape) -> tuple[Box, ...]:
@@ -82,6 +83,7 @@ def _fill_block(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out:
     out.copy_(weight)
     (row, column), (rows, columns) = box.offset, params
     skipped = column % columns
+    columns = min(columns, skipped + box.shape[1])  # a config's block may be larger than all memory
     for n, line in enumerate(scale.to(out.dtype)):
         # One row of blocks at a time: one factor per column.
         begin = max((row // rows + n) * rows - row, 0)

@@ -23,6 +23,7 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
         "_scale_2",
         "_scales",
         "_zero_point",
+        "_offset",
         ".absmax",
         ".nested_absmax",
         ".quant_map",
@@ -55,17 +56,27 @@ def companions(tensors: Iterable[TensorSpec]) -> dict[str, tuple[str, ...]]:
     specs = {t.fqn: t for t in tensors}
     found: dict[str, tuple[str, ...]] = {}
     for name, spec in specs.items():
-        if spec.dtype in _CODES:
+        if _may_be_codes(spec):
             beside = tuple(
                 other
                 for end, ends in _BESIDE.items()
                 if name.endswith(end)
                 for other in (name.removesuffix(end) + e for e in ends)
-                if other in specs
+                if other in specs and not (_is_float8(spec) and _is_float8(specs[other]))
             )
             if beside:
                 found[name] = beside
     return found
+
+
+def _may_be_codes(spec: TensorSpec) -> bool:
+    """Report whether a tensor has a code's dtype and dims: a scalar is a counter, a list of int32 indices."""
+    return spec.dtype in _CODES and len(spec.shape) > (1 if spec.dtype == "int32" else 0)
+
+
+def _is_float8(spec: TensorSpec) -> bool:
+    """Report whether a tensor is of a float8 dtype. Both of a pair are where all of a model was cast."""
+    return spec.dtype in _CODES and spec.dtype.startswith("float8")
 
 
 def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
@@ -82,14 +93,15 @@ def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
 def without_activations(manifest: Manifest) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
     """Return the manifest without factors that modules of computed weights no longer use, and (name, rule).
 
+    They have one element each. Tensors of more may be parameters of the model, which are called like that.
     Without its quantised weights a model computes with its activations as they are.
     """
     computed = [manifest.tensors[t].fqn for t in manifest.derived]
     names = {other for name in computed for other in _of_activations(name)}
-    rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in names]
-    if len(rows) == len(manifest.tensors):
+    gone = {t.fqn: None for t in manifest.tensors if t.fqn in names and t.numel == 1}
+    if not gone:
         return manifest, ()
-    gone = [t.fqn for t in manifest.tensors if t.fqn in names]
+    rows = [n for n, t in enumerate(manifest.tensors) if t.fqn not in gone]
     return select(manifest, rows), tuple((name, _UNUSED) for name in gone)
 
 

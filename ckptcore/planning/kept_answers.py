@@ -4,7 +4,7 @@ To import transformers and to build a model without weights takes 4 s, and all e
 An answer is a file in the user's cache folder. Its name is a digest of what the answer depends on: the
 question, ckptcore's own code, the interpreter, and the installed libraries, whose folder changes with every
 installation. Errors are not kept. Where something may differ without a trace (a library in a development
-tree, a file that another user may write), transformers is asked.
+tree, a file or folder that another user may write), transformers is asked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from ckptcore.utils.late_pattern import late_pattern
 
 VARIABLE = "CKPTCORE_CACHE"
 _LIBRARIES = ("transformers", "torch")
-_SETTINGS = ("TRANSFORMERS_", "USE_")  # begin the names of variables that transformers reads
-_FAILED = {"error", "unknown", "rejected"}  # keys of answers that another attempt may change
+# Begin the names of variables that transformers reads, or that say from where it reads and is imported.
+_SETTINGS = ("TRANSFORMERS_", "USE_", "HF_HOME", "HF_HUB_CACHE", "PYTHONPATH")
+# Keys of answers that another attempt may change. The last is empty where nothing failed.
+_FAILED = ("error", "unknown", "rejected", "broken")
 _FOLDER = "answers-of-transformers"
 _OURS = late_pattern(r"[0-9a-f]{64}\.(?:json|[0-9]+\.draft)")  # names of files, below that folder
 _MOST_BYTES = 4 << 20  # of a file
@@ -41,7 +43,7 @@ def ask_once(module: str, asked: object, *, seconds: float | None) -> Answer:
     if kept is not None:
         return kept
     answer = transformers_process.ask(module, asked, seconds=seconds)
-    if place is not None and not _FAILED & answer.keys():
+    if place is not None and not any(answer.get(key) for key in _FAILED):
         with suppress(OSError):  # a full disk, a read-only home: the next command asks again
             _keep(place, answer)
     return answer
@@ -54,7 +56,10 @@ def _place(module: str, asked: object) -> Path | None:
         return None
     try:
         depends = [module, asked, sys.version, sys.executable, *_settings(), *_installed(), *_code()]
-    except (FileNotFoundError, NotADirectoryError):  # not installed as files, or by no known installer
+    except (
+        OSError,
+        ValueError,
+    ):  # not installed as files, or by no known installer, or not imported as usual
         return None
     return folder / f"{blake3(json.dumps(depends).encode()).hexdigest()}.json"
 
@@ -89,7 +94,7 @@ def _installed() -> Iterator[object]:
 
 
 def _code() -> Iterator[object]:
-    """Yield names, sizes and times of the modules that ask, answer and compare."""
+    """Yield names, sizes and times of the modules that ask, answer and compare, and of their tables."""
     for folder in (Path(__file__).parent, Path(__file__).parent.parent / "naming"):
         yield from _files(folder)
 
@@ -100,23 +105,22 @@ def _files(folder: Path) -> Iterable[object]:
     for entry in found:
         if entry.is_dir():
             yield from _files(Path(entry.path))
-        elif entry.name.endswith(".py"):
+        elif entry.name.endswith((".py", ".toml")):
             yield [entry.path, entry.stat().st_size, entry.stat().st_mtime_ns]
 
 
 def _kept(place: Path) -> Answer | None:
     """Return the answer in a file, if this user wrote it, nobody else may write it, and it is complete."""
     try:
+        _require_private(place.parent)
         with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return None
-            if about.st_uid != os.geteuid() or about.st_size > _MOST_BYTES:
+            if not stat.S_ISREG(about.st_mode) or not _is_private(about) or about.st_size > _MOST_BYTES:
                 return None
             digest, _, text = file.read().partition(b"\n")
     except OSError:
         return None
-    if digest != blake3(text).hexdigest().encode():
+    if digest != _digest(place, text):
         return None
     answer: Answer = json.loads(text)
     return answer
@@ -124,14 +128,44 @@ def _kept(place: Path) -> Answer | None:
 
 def _keep(place: Path, answer: Answer) -> None:
     text = json.dumps(answer).encode()
-    data = b"%s\n%s" % (blake3(text).hexdigest().encode(), text)
+    data = b"%s\n%s" % (_digest(place, text), text)
     if len(data) > _MOST_BYTES:
         return
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_private(place.parent)
     draft = place.with_suffix(f".{os.getpid()}.draft")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(data)
-    draft.replace(place)
-    ours = [path for path in place.parent.iterdir() if _OURS.fullmatch(path.name)]
-    for old in sorted(ours, key=lambda each: each.stat().st_mtime_ns)[:-_MOST_FILES]:
-        old.unlink(missing_ok=True)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(data)
+        draft.replace(place)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    _remove_oldest(place.parent)
+
+
+def _digest(place: Path, text: bytes) -> bytes:
+    """Return the digest of an answer and of its question: a file under another name has another one."""
+    return blake3(place.stem.encode() + text).hexdigest().encode()
+
+
+def _remove_oldest(folder: Path) -> None:
+    found = []
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # another process removed it
+                found.append((path.lstat().st_mtime_ns, path))
+    for _, old in sorted(found)[:-_MOST_FILES]:
+        with suppress(OSError):  # a folder of that name
+            old.unlink()
+
+
+def _require_private(folder: Path) -> None:
+    """Require a folder, no link to one, where this user alone may write: files of others stay untouched."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or not _is_private(about):
+        raise PermissionError(f"{folder} is not this user's alone")
+
+
+def _is_private(about: os.stat_result) -> bool:
+    return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -20,7 +20,9 @@ from ckptcore.utils.text import short_repr
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 KEEP = "carry the stored values with --keep-quantized"
 _MAX_CONFIG = 16 << 20
-_MAX_GLOBS, _MAX_SIZES = 1000, 32
+_MAX_GLOBS, _MAX_SIZES, _MAX_PARTS = 1000, 32, 50
+_MOST = 2**63 - 1  # rows or columns
+_IN_WEIGHTS = ("weight_input", "weight_output")  # locations of transforms that are part of the weights
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 
 
@@ -33,6 +35,7 @@ class QuantizationConfig:
         blocks: Rows and columns of the blocks of weights that share a scale.
         strategies: Which weights share a scale: ``tensor``, ``channel``, ``block``; empty where unstated.
         symmetric: Whether no weights have zero points.
+        rotated: Whether modules transform their inputs or outputs, for which weights were changed.
         ignored: Names of modules that are not quantised: complete, or a part of one between dots.
         globs: Globs of such names.
     """
@@ -41,13 +44,14 @@ class QuantizationConfig:
     blocks: tuple[tuple[int, int], ...] = ()
     strategies: frozenset[str] = frozenset()
     symmetric: bool = True
+    rotated: bool = False
     ignored: frozenset[str] = frozenset()
     globs: tuple[str, ...] = ()
 
     def ignores(self, weight: str) -> bool:
         """Report whether a weight is one of a module that is not quantised."""
         module = weight.removesuffix(".weight")
-        names = module.split(".")
+        names = module.split(".", _MAX_PARTS)  # combinations of parts grow with their square
         parts = (".".join(names[a:b]) for a in range(len(names)) for b in range(a + 1, len(names) + 1))
         return any(p in self.ignored for p in parts) or any(fnmatchcase(module, g) for g in self.globs)
 
@@ -138,8 +142,21 @@ def _parsed(stated: dict[str, Any], label: str) -> QuantizationConfig:
             hint=KEEP,
         )
     return QuantizationConfig(
-        method, sizes, frozenset(strategies), symmetric, frozenset(names), tuple(globs[:_MAX_GLOBS])
+        method,
+        sizes,
+        frozenset(strategies),
+        symmetric,
+        _rotates(stated.get("transform_config")),
+        frozenset(names),
+        tuple(globs[:_MAX_GLOBS]),
     )
+
+
+def _rotates(transforms: Any) -> bool:
+    """Report whether transforms of compressed-tensors (`TransformArgs`) act on more than stored weights."""
+    groups = transforms.get("config_groups") if transforms else None
+    places = [place for group in (groups or {}).values() for place in group.get("apply") or ()]
+    return any(place.get("location") not in _IN_WEIGHTS for place in places)
 
 
 def _glob(name: str) -> str:
@@ -164,7 +181,11 @@ def _block(stated: object, label: str, name: str) -> tuple[int, int]:
         and len(size) < 40
     ):
         size = [int(n) for n in size.split("x") if n]
-    if not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
+    if (
+        not isinstance(size, list)
+        or len(size) != 2
+        or any(type(n) is not int or not 0 < n <= _MOST for n in size)
+    ):
         raise MalformedCheckpoint(
             f"{label}: {name} must be two positive integers (got {short_repr(stated, 60)})",
             file=label,

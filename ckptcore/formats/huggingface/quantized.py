@@ -17,8 +17,10 @@ have theirs, and a weight of which the config says that it has one (`lost_scales
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.manifest import Manifest, TensorSpec
@@ -62,6 +64,7 @@ _RULES = (
 # What a weight has beside its factors where it is not their product: end of the name -> that of the weight.
 _FURTHER = {
     "_zero_point": "",
+    "_offset": "",
     "_g_idx": "",
     "_scale_2": "",
     "_global_scale": "",
@@ -70,6 +73,7 @@ _FURTHER = {
 _PACKED = ("_scale_2", "_global_scale")  # of 4-bit floats
 _PER = {"scaled_rows": " per row", "mxfp4": " per group"}
 _Formula = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, params, shape of the weight
+_Headers = dict[str, Mapping[str, Any]]  # of files: tensor -> (dtype, shape, ...)
 _Made = tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]
 
 
@@ -78,12 +82,14 @@ def detect(source: Source) -> Evidence | None:
     if source.keep_quantized or recognised(source) is None:
         return None
     try:
-        headers: dict[str, Mapping[str, tuple[str, ...]]] = {}
+        headers: _Headers = {}
+        stated = cache(lambda: read_quantization(source).method)
         files = _file_of_tensor(source, headers)
         for weight, scale, rule in _pairs(files):
             if rule.dtypes and any(weight + end in files for end in _PACKED):
                 continue
-            if not rule.dtypes or _header_dtype(source, files[weight], weight, headers) in rule.dtypes:
+            one, other = (_stored(source, files[name], name, headers) for name in (weight, scale))
+            if not rule.dtypes or _is_quantised(rule, one, other, stated):
                 because = f"found {weight} and its {scale}; dequantised unless --keep-quantized"
                 return Evidence("hf_quantized", (because,), ("safetensors",))
     except CkptError:
@@ -105,7 +111,7 @@ def read(source: Source) -> Manifest:
     formulas: dict[tuple[object, ...], _Formula] = {}  # of pairs of one form
     for weight, scale, rule in _pairs(specs):
         one, other = specs[weight], specs[scale]
-        if rule.dtypes and one.dtype not in rule.dtypes:
+        if rule.dtypes and not _is_pair(rule, one, other):
             continue
         names.add(_last(scale))
         form = (rule, one.dtype, one.shape, other.dtype, other.shape)
@@ -144,7 +150,7 @@ def lost_scales(source: Source, manifest: Manifest) -> Manifest:
     return replace(manifest, findings=(*manifest.findings, *found))
 
 
-def _file_of_tensor(source: Source, headers: dict[str, Mapping[str, tuple[str, ...]]]) -> dict[str, str]:
+def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
     """Return tensor -> file, from the index or from the files' headers."""
     if source.name is None and INDEX in source.listing:
         return weight_map(source)
@@ -167,14 +173,44 @@ def _pairs(names: Iterable[str]) -> list[tuple[str, str, _Rule]]:
     return sorted(found, key=lambda pair: bool(pair[2].dtypes))
 
 
-def _header_dtype(
-    source: Source, path: str, name: str, headers: dict[str, Mapping[str, tuple[str, ...]]]
-) -> str:
-    """Return the dtype of a tensor; a file's header is read once."""
+def _stored(source: Source, path: str, name: str, headers: _Headers) -> TensorSpec | None:
+    """Return dtype and shape of a tensor, None where its file is missing; a file's header is read once."""
     if path not in headers:
         size = source.listing.get(path)
         headers[path] = {} if size is None else read_header(source.store, path, size)[0]
-    return str(headers[path][name][0]) if name in headers[path] else ""
+    found = headers[path].get(name)
+    return None if found is None else TensorSpec(name, str(found[0]), tuple(found[1]))
+
+
+def _is_pair(rule: _Rule, weight: TensorSpec, scale: TensorSpec) -> bool:
+    """Report whether these are a weight and factors by their dtypes.
+
+    Codes are no factors of codes: all tensors of a model were cast, or are integers.
+    """
+    return weight.dtype in rule.dtypes and (rule is _MXFP4 or scale.dtype not in rule.dtypes)
+
+
+def _is_quantised(
+    rule: _Rule, weight: TensorSpec | None, scale: TensorSpec | None, stated: Callable[[], str]
+) -> bool:
+    """Report whether a pair shows that a folder is quantised.
+
+    Integers may be any model's: they are a weight where name and formula fit, or where a config says so.
+
+    Args:
+        rule: That the names fit.
+        weight: None where its file is missing, like scale.
+        scale: Factors.
+        stated: Returns the config's method of quantisation, or "".
+    """
+    if weight is None or scale is None:
+        return weight is not None and weight.dtype in rule.dtypes and weight.dtype != "int8"
+    if not _is_pair(rule, weight, scale):
+        return False
+    if weight.dtype != "int8" or stated():
+        return True
+    formula = _formula((weight, scale), rule, QuantizationConfig())
+    return weight.fqn.endswith(".weight") and not isinstance(formula, str)
 
 
 def _formula(
@@ -182,6 +218,8 @@ def _formula(
 ) -> _Formula | str:
     """Return the formula of a pair, or why none fits."""
     weight, scale = inputs
+    if config.rotated:
+        return "belongs to modules that rotate their inputs by its config (transform_config)"
     if weight.dtype == "int8" and not config.symmetric:
         return f"has zero points by its config, and no {weight.fqn}_zero_point"
     forms = [*_forms(rule, scale, config)]

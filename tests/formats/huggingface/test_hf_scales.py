@@ -12,6 +12,7 @@ from samples import read_safetensors, value
 
 import ckptcore
 from ckptcore.core.box import Box
+from ckptcore.errors import MalformedCheckpoint
 
 if TYPE_CHECKING:
     from driver import Cli
@@ -152,6 +153,44 @@ def test_the_config_of_values_has_no_quantisation() -> None:
 # --- what is not the formula -----------------------------------------------------------------
 
 
+def compressed_with_transform(*locations: str) -> dict[str, Any]:
+    config = compressed("channel")
+    apply = [{"targets": ["Linear"], "location": location} for location in locations]
+    rotated = {"config_groups": {"v": {"type": "hadamard", "apply": apply}}}
+    config["quantization_config"]["transform_config"] = rotated
+    return config
+
+
+def test_rotations_inside_weights_change_nothing(tmp_path: Path) -> None:
+    made = {"l.weight": codes(30, 20), "l.weight_scale": scales(30, 1)}
+    for number, config in enumerate(
+        (compressed_with_transform("weight_input", "weight_output"), compressed_with_transform())
+    ):
+        manifest = ckptcore.open(str(folder(tmp_path / str(number), made, config=config)))
+        assert same(ckptcore.read(manifest, "l.weight"), values(*made.values()))
+
+
+@pytest.mark.parametrize("block", [(10**12, 10**12), (1, 10**18), (2**63 - 1, 7)])
+def test_blocks_larger_than_any_weight(block: tuple[int, int], cli: Cli, tmp_path: Path) -> None:
+    rows, columns = (-(-n // b) for n, b in zip((30, 20), block, strict=True))
+    made = {"l.weight": codes(30, 20), "l.weight_scale": scales(rows, columns)}
+    config = quantization("fp8", weight_block_size=list(block))
+    source = folder(tmp_path / "s", made, config=config)
+    truth = values(*made.values(), (min(block[0], 30), min(block[1], 20)))
+    found = written(cli, "consolidate", source, tmp_path / "o", "--memory", "1MiB", "--workers", "1")
+    assert found == {"l.weight": value(truth)}
+    manifest = ckptcore.open(str(source))
+    assert same(ckptcore.read(manifest, "l.weight", Box((3, 5), (20, 9))), truth[3:23, 5:14])
+
+
+def test_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
+    """Are not repeated in the finding of every weight."""
+    made = {"l.weight": codes(30, 20), "l.weight_scale": scales(2, 2)}
+    config = quantization("fp8", weight_block_size=[2**63, 128])
+    with pytest.raises(MalformedCheckpoint, match="two positive integers"):
+        ckptcore.open(str(folder(tmp_path / "s", made, config=config)))
+
+
 def odd_pairs() -> dict[str, tuple[dict[str, Any], Any]]:
     import torch
 
@@ -164,6 +203,8 @@ def odd_pairs() -> dict[str, tuple[dict[str, Any], Any]]:
         "asymmetric by its config": (int8, compressed("channel", type="int", symmetric=False)),
         "order of groups": (int8 | {"l.weight_g_idx": torch.zeros(200, dtype=torch.int32)}, None),
         "second scale": (made | {"l.weight_scale_2": torch.ones(())}, None),
+        "offsets": (int8 | {"l.weight_offset": torch.zeros(300, 1)}, None),
+        "rotated inputs": (made, compressed_with_transform("weight_input", "input")),
         "scaled inputs": (made | {"l.pre_quant_scale": torch.ones(200)}, None),
         "both scales": (made | {"l.weight_scale_inv": scales(3, 2)}, None),
         "blocks of unknown size": (made | {"l.weight_scale": scales(3, 2)}, None),
@@ -297,6 +338,71 @@ def test_a_scale_beside_plain_weights_is_no_evidence(cli: Cli, tmp_path: Path) -
     source = folder(tmp_path / "s", plain)
     assert cli("inspect", source, "--output", "json").json["format"] == "safetensors"
     assert written(cli, "consolidate", source, tmp_path / "o") == read_safetensors(source)
+
+
+def ordinary() -> dict[str, dict[str, Any]]:
+    """Tensors of models without quantisation, whose names end like those of weights and scales."""
+    import torch
+
+    def eight(*shape: int) -> Any:
+        return torch.ones(shape).to(torch.float8_e4m3fn)
+
+    def int8(*shape: int) -> Any:
+        return torch.ones(shape, dtype=torch.int8)
+
+    return {
+        "a mask": {"mask": int8(7), "mask_scale": torch.ones(7)},
+        "a counter": {"step": int8(), "step_scale": torch.ones(())},
+        "a counter of 32 bits": {"step": int8().to(torch.int32), "step_scale": torch.ones(())},
+        "indices": {"ids": int8(7).to(torch.int32), "ids_scale": torch.ones(7)},
+        "three dims": {"ids": int8(2, 3, 4), "ids_scale": torch.ones(2)},
+        "no scale per row": {"ids": int8(3, 4), "ids_scale": torch.ones(2, 2)},
+        "no weight by its name": {"ids": int8(3, 4), "ids_scale": torch.ones(3, 1)},
+        "integers": {"ids": int8(3, 4), "ids_scale": int8(3, 1)},
+        "all cast to float8": {"n.weight": eight(4, 4), "n.scale": eight(4), "b": eight(4, 4)}
+        | {"b_scale": eight(4), "norm.weight": eight(4)},
+    }
+
+
+@pytest.mark.parametrize("name", ordinary())
+def test_ordinary_tensors_are_no_evidence(name: str, cli: Cli, tmp_path: Path) -> None:
+    source = folder(tmp_path / "s", ordinary()[name])
+    assert cli("inspect", source, "--output", "json").json["format"] == "safetensors"
+    assert findings(cli, source) == {}
+    assert written(cli, "consolidate", source, tmp_path / "o") == read_safetensors(source)
+
+
+@pytest.mark.parametrize("name", ["a counter", "a counter of 32 bits", "indices", "all cast to float8"])
+def test_ordinary_tensors_are_cast(name: str, cli: Cli, tmp_path: Path) -> None:
+    import torch
+
+    made = ordinary()[name]
+    found = written(cli, "export", folder(tmp_path / "s", made), tmp_path / "o", "--dtype", "bf16")
+    cast = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in made.items()}
+    assert found == {n: value(t) for n, t in cast.items()}
+
+
+def test_int8_pairs_of_a_config_are_evidence(cli: Cli, tmp_path: Path) -> None:
+    made = {"l.weight": codes(30, 20, "int8"), "l.weight_scale": scales(2, 2)}
+    source = folder(tmp_path / "s", made, config=compressed("channel"))
+    assert findings(cli, source) == {"l.weight": "unfit-quantization"}
+
+
+def test_parameters_of_models_are_not_left_out(cli: Cli, tmp_path: Path) -> None:
+    """A learned scale of queries has an element for each channel; that of a cache has one."""
+    made = {"m.q.weight": codes(30, 20), "m.q.weight_scale": scales(), "m.q_scale": scales(30)}
+    source = folder(tmp_path / "s", made)
+    assert sorted(written(cli, "export", source, tmp_path / "o", "--config", "none")) == [
+        "m.q.weight",
+        "m.q_scale",
+    ]
+
+
+def test_names_of_many_dots(tmp_path: Path) -> None:
+    """Are compared with a config's names of modules in a time that does not grow with their square."""
+    made = {f"{'a.' * 30_000}weight": codes(3, 2)}
+    manifest = ckptcore.open(str(folder(tmp_path / "s", made, config=SAYS["fp8"])))
+    assert [f.code for f in manifest.findings] == ["unfit-quantization"]
 
 
 def test_an_export_has_no_scales_of_activations(cli: Cli, tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ LIBRARIES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "DeepSeek": {"weight": ("float8_e4m3fn", 16, 16), "scale": ("float8_e8m0fnu", 1, 1)},
     "EETQ": {"weight": ("int8", 16, 16), "weight_scales": ("float16", 16)},
+    "msmodelslim, 3 dims": {
+        "weight": ("int8", 2, 16, 16),
+        "weight_scale": ("float32", 2, 16, 1),
+        "weight_offset": ("float32", 2, 16, 1),
+    },
     "ComfyUI": {"weight": ("float8_e4m3fn", 16, 16), "scale_weight": ("float32",)},
     "quanto": {"weight._data": ("float8_e4m3fn", 16, 16), "weight._scale": ("float32", 16, 1)},
 }

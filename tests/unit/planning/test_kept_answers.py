@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,6 +35,12 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def answer_to(question: object) -> dict[str, Any]:
+    if question == "fail":
+        return {"error": "none"}
+    return {"class": "Model", "of": question, "broken": ["MemoryError"] if question == "break" else []}
+
+
 @pytest.fixture
 def count(packages: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Ask once more, and return how often transformers was asked in all."""
@@ -40,13 +48,13 @@ def count(packages: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def ask(module: str, question: object, *, seconds: float | None) -> dict[str, Any]:
         asked.append(question)
-        return {"error": "none"} if question == "fail" else {"class": "Model", "of": question}
+        return answer_to(question)
 
     monkeypatch.setattr(transformers_process, "ask", ask)
 
     def counted(question: object = "a", module: str = "m") -> int:
         answer = ask_once(module, question, seconds=1)
-        assert answer == ({"error": "none"} if question == "fail" else {"class": "Model", "of": question})
+        assert answer == answer_to(question)
         return len(asked)
 
     return counted
@@ -58,6 +66,7 @@ def test_an_equal_question_is_asked_once(count: Callable[..., int]) -> None:
 
 def test_failures_are_not_kept(count: Callable[..., int], cache: Path) -> None:
     assert [count("fail"), count("fail")] == [1, 2]
+    assert [count("break"), count("break")] == [3, 4]
     assert not cache.exists()
 
 
@@ -92,6 +101,15 @@ def _open_to_all(_: Path, cache: Path) -> None:
     file.chmod(0o666)
 
 
+def _open_folder_to_all(_: Path, cache: Path) -> None:
+    cache.chmod(0o777)
+
+
+def _link_folder(_: Path, cache: Path) -> None:
+    cache.rename(cache.parent / "elsewhere")
+    cache.symlink_to(cache.parent / "elsewhere")
+
+
 def _link(_: Path, cache: Path) -> None:
     (file,) = cache.iterdir()
     file.rename(cache / "elsewhere")
@@ -111,7 +129,21 @@ def _grow(_: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_install, _upgrade, _edit, _develop, _cut, _alter, _open_to_all, _link, _pipe, _grow]
+    "change",
+    [
+        _install,
+        _upgrade,
+        _edit,
+        _develop,
+        _cut,
+        _alter,
+        _open_to_all,
+        _open_folder_to_all,
+        _link_folder,
+        _link,
+        _pipe,
+        _grow,
+    ],
 )
 def test_a_change_repeats_the_question(
     change: Callable[[Path, Path], None], count: Callable[..., int], packages: Path, cache: Path
@@ -119,6 +151,59 @@ def test_a_change_repeats_the_question(
     assert [count(), count()] == [1, 1]
     change(packages, cache)
     assert count() == 2
+
+
+def test_an_answer_under_the_name_of_another_is_not_read(count: Callable[..., int], cache: Path) -> None:
+    assert count("a") == 1
+    (answer,) = cache.iterdir()
+    assert count("b") == 2
+    (other,) = [path for path in cache.iterdir() if path != answer]
+    answer.replace(other)
+    assert count("b") == 3
+
+
+def test_nothing_is_removed_behind_a_link(
+    count: Callable[..., int], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_answers, "_MOST_FILES", 1)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for digit in "abc":
+        (foreign / f"{digit * 64}.json").write_text("{}")
+    cache.parent.mkdir()
+    cache.symlink_to(foreign)
+    assert [count(), count()] == [1, 2]
+    assert len(list(foreign.iterdir())) == 3
+
+
+def test_a_full_disk_leaves_no_draft(
+    count: Callable[..., int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert [count(), count()] == [1, 2]
+    assert list(cache.iterdir()) == []
+
+
+def test_links_to_nothing_do_not_stop_the_removal(
+    count: Callable[..., int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_answers, "_MOST_FILES", 2)
+    cache.mkdir(mode=0o700, parents=True)
+    (cache / f"{'a' * 64}.json").symlink_to("nowhere")
+    os.utime(cache / f"{'a' * 64}.json", (1, 1), follow_symlinks=False)
+    for question in range(4):
+        count(question)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_libraries_that_are_not_imported_as_usual_are_asked(
+    count: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # without a spec
+    assert [count(), count()] == [1, 2]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -134,6 +219,10 @@ def test_a_setting_of_transformers_is_part_of_the_question(
     assert count() == 1
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
     assert count() == 2
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    assert count() == 3
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert count() == 4
 
 
 def test_changed_code_repeats_the_question(
@@ -147,6 +236,8 @@ def test_changed_code_repeats_the_question(
     assert [count(), count()] == [1, 1]
     module.write_text("pass")
     assert count() == 2
+    (tmp_path / "naming" / "maps" / "numbers.toml").write_text("")
+    assert count() == 3
 
 
 @pytest.mark.parametrize("given", ["", "/dev/null/no"], ids=["off", "no folder"])
