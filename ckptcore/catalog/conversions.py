@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Codes of findings about the output, not the source.
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
+_AT_ONCE = 500  # values in one statement
+
 
 def begin_conversion(
     conn: Connection,
@@ -68,19 +70,27 @@ def begin_conversion(
 def end_interrupted(conn: Connection, now: datetime) -> tuple[str, ...]:
     """End the conversions whose process is known to have ended; return their ids."""
     ended = interrupted(conn)
-    _end(conn, now, Conversion.uuid.in_(ended), "the process ended unexpectedly")
+    for at in range(0, len(ended), _AT_ONCE):
+        _end(conn, now, Conversion.uuid.in_(ended[at : at + _AT_ONCE]), "the process ended unexpectedly")
     return ended
 
 
-def interrupted(conn: Connection) -> tuple[str, ...]:
-    """Return the ids of conversions that are recorded as running, but whose process has ended."""
+def interrupted(conn: Connection, *more: ColumnElement[bool]) -> tuple[str, ...]:
+    """Return the ids of conversions that are recorded as running, but whose process has ended.
+
+    Args:
+        conn: The transaction.
+        more: Conditions on the conversions.
+    """
     running = (
         select(Conversion.uuid, ConversionProcess.process)
         .join(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
-        .where(Conversion.state == Outcome.RUNNING.value)
+        .where(Conversion.state == Outcome.RUNNING.value, *more)
         .order_by(Conversion.id)
     )
-    return tuple(row.uuid for row in conn.execute(running) if has_ended(row.process.split(" ")))
+    rows = conn.execute(running).all()
+    ended = {process for process in {row.process for row in rows} if has_ended(process.split(" "))}
+    return tuple(row.uuid for row in rows if row.process in ended)
 
 
 def succeed(
@@ -134,7 +144,8 @@ def succeed(
     )
     # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
     # published there: an earlier one that still "runs" is gone.
-    earlier = and_(Conversion.destination_uri == row.destination_uri, Conversion.id < row.id)
+    there = Conversion.destination_uri.in_(same_places(row.destination_uri))
+    earlier = and_(there, Conversion.id < row.id)
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
     _forget_process(conn, Conversion.id == row.id)
     return derived_uuid

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ckptcore.catalog import maintenance, open_catalog
+from ckptcore.catalog import conversions, maintenance, open_catalog
 from ckptcore.catalog.migrate import migrate, migrating
 from ckptcore.utils import processes
 
@@ -79,6 +79,40 @@ def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):
     assert catalog.show(alive).conversion.state == "running"
     assert catalog.end_interrupted() == ()
     assert readers(catalog, source) == (alive,)
+
+
+def test_a_process_is_looked_at_once_for_all_its_conversions_and_all_sources(
+    catalog, convert, facts, killed, monkeypatch
+):
+    """Thousands of killed conversions, and a plan of thousands of sources, which are read in parts."""
+    with catalog.reading() as conn:
+        process = conn.exec_driver_sql("SELECT process FROM conversion_process").scalar().split(" ")
+    monkeypatch.setattr("ckptcore.catalog.catalog.this_process", lambda: process)
+    more = catalog.begin_each(
+        {
+            "request": {},
+            "source_uri": "/s",
+            "destination_uri": f"/out/{n}",
+            "verb": "consolidate",
+            "tool_version": "1",
+            "flow_run_id": None,
+        }
+        for n in range(4)
+    )
+    for n in range(4):
+        convert(facts(f"/s{n}"), facts(f"/out/other{n}", content=f"c{n}"))
+    for module in (conversions, maintenance):
+        monkeypatch.setattr(module, "_AT_ONCE", 2)
+    seen = []
+    real = conversions.has_ended
+    monkeypatch.setattr(conversions, "has_ended", lambda found: seen.append(tuple(found)) or real(found))
+    sources = [catalog.show(f"/s{n}").checkpoint.id for n in range(4)]
+    with catalog.reading() as conn:
+        found = maintenance.ties(conn, datetime.now(UTC), [catalog.show("/s").checkpoint.id, *sources])
+    assert [each.readers for each in found.values()] == [()] * 5
+    assert seen == [tuple(process)]
+    assert catalog.end_interrupted() == (killed, *more)
+    assert {catalog.show(each).conversion.state for each in (killed, *more)} == {"failed"}
 
 
 def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts):
