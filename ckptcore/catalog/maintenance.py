@@ -355,22 +355,23 @@ def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the URIs of other existing checkpoints with files inside this one's folder."""
-    here = same_places(uri)
-    tops = [each.rstrip("/") + "/" for each in here]
-    below = or_(*(_below(conn, each) for each in (*here, "merged:")))
+    top = uri.rstrip("/") + "/"
+    below, merged = _below(conn, uri), _below(conn, "merged:")
     rows = conn.execute(
-        select(Checkpoint.uri).where(below, Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
+        select(Checkpoint.uri).where(or_(below, merged), Checkpoint.uri != uri, Checkpoint.state.in_(_ALIVE))
     )
     return tuple(
         each
         for each in rows.scalars()
         if not is_merged(each)
-        or any(
-            f"{root}/".startswith(top) or top.startswith(f"{root}/")
-            for root in roots_of(each)
-            for top in tops
-        )
+        or any(f"{root}/".startswith(top) or top.startswith(f"{root}/") for root in roots_of(each))
     )
+
+
+def existing(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of all checkpoints that should exist."""
+    wanted = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
+    return tuple(conn.execute(wanted.distinct().order_by(Checkpoint.uri)).scalars())
 
 
 def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:

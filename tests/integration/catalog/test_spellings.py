@@ -11,6 +11,7 @@ from ckptcore.catalog.query import files_at
 from ckptcore.catalog.run_outputs import output_at
 from ckptcore.errors import UsageError
 from ckptcore.operations.claims import made_from, rewritten
+from ckptcore.operations.place_ties import inside_of_place
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 PAIRS = [("s3://b/run", "s3a://b/run/"), ("gcs://b/run", "gs://b/run"), ("az://c/run", "abfss://c/run")]
@@ -108,9 +109,14 @@ def test_an_output_ends_the_earlier_conversions_to_its_place_under_each_scheme(c
 
 def test_a_checkpoint_inside_another_is_found_under_each_scheme(catalog, convert, facts):
     convert(facts("s3a://b/run/step-1/adapter"), facts("/out/1", content="c"))
+    convert(facts("s3a://b/run/step-10"), facts("/out/2", content="d"))
+    merged = "merged://[/nowhere/node1,s3a://b/run/step-2]"
+    convert(facts(merged), facts("/out/3", content="e"))
     with catalog.reading() as conn:
-        assert maintenance.inside(conn, "s3://b/run/step-1") == ("s3a://b/run/step-1/adapter",)
-        assert maintenance.inside(conn, "gs://b/run/step-1") == ()
+        assert inside_of_place(conn, "s3://b/run/step-1") == ("s3a://b/run/step-1/adapter",)
+        assert inside_of_place(conn, "s3://b/run/step-2") == (merged,)
+        assert inside_of_place(conn, "gs://b/run/step-1") == ()
+        assert inside_of_place(conn, "s3://b/run/step-1/adapter") == ()
 
 
 def test_a_conversion_that_writes_is_seen_under_each_scheme(catalog):
