@@ -21,7 +21,7 @@ from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
 from ckptcore.catalog.query import current_first
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
-from ckptcore.utils.processes import has_ended
+from ckptcore.utils.processes import has_ended, is_running
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -82,15 +82,19 @@ def interrupted(conn: Connection, *more: ColumnElement[bool]) -> tuple[str, ...]
         conn: The transaction.
         more: Conditions on the conversions.
     """
-    running = (
-        select(Conversion.uuid, ConversionProcess.process)
+    rows = _recorded(conn, *more)
+    ended = {process for process in {row.process for row in rows} if has_ended(process.split(" "))}
+    return tuple(row.uuid for row in rows if row.process in ended)
+
+
+def _recorded(conn: Connection, *more: ColumnElement[bool]) -> Sequence[Any]:
+    """Return id, uuid and process of the conversions that are recorded as running, by their ids."""
+    return conn.execute(
+        select(Conversion.id, Conversion.uuid, ConversionProcess.process)
         .join(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
         .where(Conversion.state == Outcome.RUNNING.value, *more)
         .order_by(Conversion.id)
-    )
-    rows = conn.execute(running).all()
-    ended = {process for process in {row.process for row in rows} if has_ended(process.split(" "))}
-    return tuple(row.uuid for row in rows if row.process in ended)
+    ).all()
 
 
 def succeed(
@@ -143,9 +147,12 @@ def succeed(
         )
     )
     # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
-    # published there: an earlier one that still "runs" is gone.
+    # published there: an earlier one that still "runs" is gone, unless its process is seen to run. That one
+    # reads its source, and its turn is yet to come.
     there = Conversion.destination_uri.in_(same_places(row.destination_uri))
-    earlier = and_(there, Conversion.id < row.id)
+    before = and_(there, Conversion.id < row.id)
+    alive = [each.id for each in _recorded(conn, before) if is_running(each.process.split(" "))]
+    earlier = and_(before, Conversion.id.not_in(alive))
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
     _forget_process(conn, Conversion.id == row.id)
     return derived_uuid

@@ -115,7 +115,17 @@ def test_a_process_is_looked_at_once_for_all_its_conversions_and_all_sources(
     assert {catalog.show(each).conversion.state for each in (killed, *more)} == {"failed"}
 
 
-def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts):
+def test_a_conversion_whose_process_runs_is_not_ended_by_another_one_to_its_destination(
+    catalog, source, convert, facts
+):
+    """It reads its source meanwhile, and replaces the destination when its turn comes."""
+    alive = begin(catalog)
+    convert(facts("/s2"), facts("/out/new", content="c"))
+    assert catalog.show(alive).conversion.state == "running"
+    assert readers(catalog, source) == (alive,)
+
+
+def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts, monkeypatch):
     def recorded():
         with catalog.reading() as conn:
             return conn.exec_driver_sql("SELECT count(*) FROM conversion_process").scalar()
@@ -127,7 +137,8 @@ def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts
     catalog.fail(running, code="busy", message="no")
     assert recorded() == 0
     begin(catalog)
-    convert(facts("/s"), facts("/out/new", content="c"))  # it published there: no other one can run
+    monkeypatch.setattr(conversions, "is_running", lambda process: False)
+    convert(facts("/s"), facts("/out/new", content="c"))  # it published there: nothing else is known to run
     assert recorded() == 0
 
 
