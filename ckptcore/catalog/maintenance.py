@@ -346,11 +346,22 @@ def with_fingerprints(conn: Connection, prints: Iterable[str]) -> tuple[Checkpoi
 def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
     """Return the ids of conversions that are now writing to a URI, or to a folder around it."""
     here = [place for each in same_places(uri) for place in (each, *parents(each))]
-    writing = (Conversion.destination_uri.in_(here), *_running(now))
-    ended = frozenset(interrupted(conn, *writing) if has_processes(conn) else ())
-    return tuple(
-        each for each in conn.execute(select(Conversion.uuid).where(*writing)).scalars() if each not in ended
-    )
+    return tuple(each for each, _ in _writing(conn, now, Conversion.destination_uri.in_(here)))
+
+
+def destinations(conn: Connection, now: datetime) -> dict[str, str]:
+    """Return the URIs to which conversions are now writing, each with the id of one of them."""
+    return {uri: each for each, uri in _writing(conn, now)}
+
+
+def _writing(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> Iterator[tuple[str, str]]:
+    """Yield id and destination of the conversions that run."""
+    running = (*_running(now), *more)
+    ended = frozenset(interrupted(conn, *running) if has_processes(conn) else ())
+    rows = select(Conversion.uuid, Conversion.destination_uri).where(*running).order_by(Conversion.id)
+    for each, uri in conn.execute(rows):
+        if each not in ended:
+            yield each, uri
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:

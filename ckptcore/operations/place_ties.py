@@ -51,3 +51,13 @@ def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
     merged = Spellings(each for each in every if is_merged(each)).of(uri)
     # One that is at the place itself, under another name, is no other one.
     return tuple(dict.fromkeys((*Spellings(every).inside(uri), *merged)))
+
+
+def writer_of_place(conn: Any, now: datetime, uri: str) -> str | None:
+    """Return the id of a conversion that now writes to a place or around it, whatever its name, or None."""
+    found = tending.replacing(conn, now, uri)
+    if found:
+        return found[0]
+    writing = tending.destinations(conn, now)
+    others = Spellings(writing).of(uri).items()
+    return next((writing[each] for each, how in others if how in (Relation.SAME, Relation.AROUND)), None)

@@ -191,6 +191,30 @@ def test_a_folder_that_is_mounted_in_a_step_keeps_it_in_the_plan_as_in_the_delet
     assert fates == ["unsafe", "unsafe"]
 
 
+@pytest.mark.parametrize("where", ["step-1", ""])
+def test_a_child_that_is_being_replaced_under_another_name_proves_nothing(
+    catalog, url, runs, watch, tmp_path, where
+):
+    watch()
+    for number in (1, 2):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    writer = catalog.begin(
+        {},
+        source_uri="/elsewhere",
+        destination_uri=str(tmp_path / "link" / where),
+        verb="consolidate",
+        tool_version="1",
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    (item, _) = retire(catalog, Policy(1), yes=True).items
+    assert item.fate.value != "deleted"
+    assert writer in item.why[0]
+    assert (runs / "llama/step-1/.metadata").exists()
+    catalog.fail(writer, code="busy", message="no")
+    assert [i.fate.value for i in retire(catalog, Policy(1), yes=True).items] == ["deleted", "kept"]
+
+
 def test_without_a_tie_it_goes(catalog, url, runs, moved):
     move_behind_a_link(catalog, url, runs, moved)
     assert fates(catalog, yes=True)[str(moved / "llama/step-1")].fate.value == "deleted"
