@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import and_, delete, func, insert, select, update
+from sqlalchemy import and_, delete, false, func, insert, select, update
 
 from ckptcore.catalog import training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
@@ -67,9 +67,21 @@ def begin_conversion(
     return new
 
 
-def end_interrupted(conn: Connection, now: datetime) -> tuple[str, ...]:
-    """End the conversions whose process is known to have ended; return their ids."""
-    ended = interrupted(conn)
+def of_machine(process: Sequence[str]) -> tuple[ColumnElement[bool]]:
+    """Return the condition that a conversion runs on the machine of a process, since its last boot."""
+    boot = process[3].partition(":")[0]
+    return (ConversionProcess.process.contains(f" {boot}:", autoescape=True) if boot else false(),)
+
+
+def end_interrupted(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> tuple[str, ...]:
+    """End the conversions whose process is known to have ended; return their ids.
+
+    Args:
+        conn: The transaction.
+        now: The time to record.
+        more: Conditions on the conversions, and on their processes.
+    """
+    ended = interrupted(conn, *more)
     for at in range(0, len(ended), _AT_ONCE):
         _end(conn, now, Conversion.uuid.in_(ended[at : at + _AT_ONCE]), "the process ended unexpectedly")
     return ended
