@@ -116,7 +116,9 @@ class Catalog:
             tool_version: the version of ckptcore.
             flow_run_id: the id of the Prefect flow run, if any.
         """
+        process = this_process()
         with self.writing() as conn:
+            conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
             return conversions.begin_conversion(
                 conn,
                 _now(),
@@ -126,13 +128,14 @@ class Catalog:
                 verb=verb,
                 tool_version=tool_version,
                 flow_run_id=flow_run_id,
-                process=this_process(),
+                process=process,
             )
 
     def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
         process = this_process()
         with self.writing() as conn:
+            conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
             return tuple(conversions.begin_conversion(conn, _now(), process=process, **row) for row in rows)
 
     def end_interrupted(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LEASE = timedelta(minutes=5)  # how long a worker may go without renewing
 TAKEN, DONE, FAILED = "taken", "done", "failed"
+_TAKEN_OVER = "another worker took it over, under another scheme of the destination"
 _SIGN = " | "  # between an owner and its process, in one column
 
 
@@ -101,8 +102,8 @@ def take(
         "taken_at": now,
         "due_at": now + lease,
     }
-    elsewhere = select(Claim.__table__).where(*_is(key), Claim.destination_uri != values["destination_uri"])
-    for row in conn.execute(elsewhere):  # under another scheme of the same place
+    elsewhere = (*_is(key), Claim.destination_uri != values["destination_uri"])
+    for row in conn.execute(select(Claim.__table__).where(*elsewhere)):  # another scheme of the same place
         there = _claim_row(row)
         if _is_settled(there, now, owner, retry=retry):
             return there
@@ -113,10 +114,16 @@ def take(
     ).first()
     mine = (*_is(key), Claim.destination_uri == values["destination_uri"])
     row = conn.execute(select(Claim.__table__).where(*mine).with_for_update()).one()
-    if made is not None:
-        return _claim_row(row, mine=True)
-    there = _claim_row(row)
-    if _is_settled(there, now, owner, retry=retry):
+    there = _claim_row(row, mine=made is not None)
+    if not there.mine and _is_settled(there, now, owner, retry=retry):
+        return there
+    lost = {"state": FAILED, "ended_at": now, "error_code": "interrupted", "error_message": _TAKEN_OVER}
+    conn.execute(
+        update(Claim)
+        .where(*elsewhere, Claim.state == TAKEN)  # its worker, if it comes back, owns nothing any more
+        .values(lost | {"attempts": Claim.attempts + 1})
+    )
+    if there.mine:
         return there
     values |= {"attempts": row.attempts + 1, "ended_at": None, "error_code": None, "error_message": None}
     conn.execute(update(Claim).where(Claim.id == row.id).values(values))

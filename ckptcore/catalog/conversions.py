@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import and_, delete, func, insert, select, update
+from sqlalchemy import and_, delete, false, func, insert, select, update
 
 from ckptcore.catalog import training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
@@ -21,13 +21,15 @@ from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
 from ckptcore.catalog.query import current_first
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
-from ckptcore.utils.processes import has_ended
+from ckptcore.utils.processes import has_ended, is_running
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 # Codes of findings about the output, not the source.
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
+
+_AT_ONCE = 500  # values in one statement
 
 
 def begin_conversion(
@@ -65,22 +67,46 @@ def begin_conversion(
     return new
 
 
-def end_interrupted(conn: Connection, now: datetime) -> tuple[str, ...]:
-    """End the conversions whose process is known to have ended; return their ids."""
-    ended = interrupted(conn)
-    _end(conn, now, Conversion.uuid.in_(ended), "the process ended unexpectedly")
+def of_machine(process: Sequence[str]) -> tuple[ColumnElement[bool]]:
+    """Return the condition that a conversion runs on the machine of a process, since its last boot."""
+    boot = process[3].partition(":")[0]
+    return (ConversionProcess.process.contains(f" {boot}:", autoescape=True) if boot else false(),)
+
+
+def end_interrupted(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> tuple[str, ...]:
+    """End the conversions whose process is known to have ended; return their ids.
+
+    Args:
+        conn: The transaction.
+        now: The time to record.
+        more: Conditions on the conversions, and on their processes.
+    """
+    ended = interrupted(conn, *more)
+    for at in range(0, len(ended), _AT_ONCE):
+        _end(conn, now, Conversion.uuid.in_(ended[at : at + _AT_ONCE]), "the process ended unexpectedly")
     return ended
 
 
-def interrupted(conn: Connection) -> tuple[str, ...]:
-    """Return the ids of conversions that are recorded as running, but whose process has ended."""
-    running = (
-        select(Conversion.uuid, ConversionProcess.process)
+def interrupted(conn: Connection, *more: ColumnElement[bool]) -> tuple[str, ...]:
+    """Return the ids of conversions that are recorded as running, but whose process has ended.
+
+    Args:
+        conn: The transaction.
+        more: Conditions on the conversions.
+    """
+    rows = _recorded(conn, *more)
+    ended = {process for process in {row.process for row in rows} if has_ended(process.split(" "))}
+    return tuple(row.uuid for row in rows if row.process in ended)
+
+
+def _recorded(conn: Connection, *more: ColumnElement[bool]) -> Sequence[Any]:
+    """Return id, uuid and process of the conversions that are recorded as running, by their ids."""
+    return conn.execute(
+        select(Conversion.id, Conversion.uuid, ConversionProcess.process)
         .join(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
-        .where(Conversion.state == Outcome.RUNNING.value)
+        .where(Conversion.state == Outcome.RUNNING.value, *more)
         .order_by(Conversion.id)
-    )
-    return tuple(row.uuid for row in conn.execute(running) if has_ended(row.process.split(" ")))
+    ).all()
 
 
 def succeed(
@@ -133,8 +159,12 @@ def succeed(
         )
     )
     # Killed runs leave no record. Only one conversion can have a destination at a time, and this one has just
-    # published there: an earlier one that still "runs" is gone.
-    earlier = and_(Conversion.destination_uri == row.destination_uri, Conversion.id < row.id)
+    # published there: an earlier one that still "runs" is gone, unless its process is seen to run. That one
+    # reads its source, and its turn is yet to come.
+    there = Conversion.destination_uri.in_(same_places(row.destination_uri))
+    before = and_(there, Conversion.id < row.id)
+    alive = [each.id for each in _recorded(conn, before) if is_running(each.process.split(" "))]
+    earlier = and_(before, Conversion.id.not_in(alive))
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
     _forget_process(conn, Conversion.id == row.id)
     return derived_uuid

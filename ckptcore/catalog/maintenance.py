@@ -14,19 +14,10 @@ from sqlalchemy import and_, func, or_, select, union, update
 from ckptcore.catalog import retirements
 from ckptcore.catalog.checkpoints import note_findings
 from ckptcore.catalog.claims import TAKEN, read_owner
+from ckptcore.catalog.conversions import interrupted
 from ckptcore.catalog.database import has_processes
 from ckptcore.catalog.holds import in_force
-from ckptcore.catalog.models import (
-    Alias,
-    Checkpoint,
-    Claim,
-    Conversion,
-    ConversionIO,
-    ConversionProcess,
-    Hold,
-    Tag,
-    TrainingRun,
-)
+from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
 from ckptcore.catalog.normalize import parents, same_places
 from ckptcore.catalog.query import (
     checkpoint_row,
@@ -210,12 +201,13 @@ def ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, T
         UsageError: One of them is not in the catalog.
     """
     found: dict[str, Ties] = {}
+    ended = _ended(conn, now)
     for at in range(0, len(publics), _AT_ONCE):
-        found |= _ties(conn, now, publics[at : at + _AT_ONCE])
+        found |= _ties(conn, now, publics[at : at + _AT_ONCE], ended)
     return found
 
 
-def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, Ties]:
+def _ties(conn: Connection, now: datetime, publics: Sequence[str], ended: frozenset[str]) -> dict[str, Ties]:
     these = Checkpoint.uuid.in_(publics)
 
     def grouped(wanted: Select[tuple[str, str]]) -> dict[str, list[str]]:
@@ -238,11 +230,10 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
         .where(*in_force(now))
         .order_by(Hold.id)
     )
-    ended = _ended(conn, now)
     reading = grouped(
         select(public, Conversion.uuid)
         .join(Conversion, Conversion.source_uri == Checkpoint.uri)
-        .where(*_running(now), Conversion.id.not_in(ended))
+        .where(*_running(now))
         .order_by(Conversion.id)
     )
     claimed = grouped(
@@ -256,7 +247,10 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, 
             tuple(tags.get(each, ())),
             tuple(names.get(each, ())),
             tuple(on_hold.get(each, ())),
-            (*reading.get(each, ()), *_at_work(claimed.get(each, ()))),
+            (
+                *(reader for reader in reading.get(each, ()) if reader not in ended),
+                *_at_work(claimed.get(each, ())),
+            ),
         )
         for each in publics
     }
@@ -271,9 +265,8 @@ def tied(conn: Connection, now: datetime) -> dict[str, Ties]:
     )
     uris = {row.uuid: row.uri for row in conn.execute(rows.order_by(Checkpoint.id))}
     every = [(uris[public], found) for public, found in ties(conn, now, list(uris)).items()]
-    alive = (*_running(now), Conversion.id.not_in(_ended(conn, now)))
-    reading = select(Conversion.source_uri, Conversion.uuid).where(*alive)
-    every += [(uri, Ties(readers=(reader,))) for uri, reader in conn.execute(reading)]
+    reading, ended = select(Conversion.source_uri, Conversion.uuid).where(*_running(now)), _ended(conn, now)
+    every += [(uri, Ties(readers=(r,))) for uri, r in conn.execute(reading) if r not in ended]
     claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now))
     every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
     joined: dict[str, Ties] = {}
@@ -286,12 +279,9 @@ def _running(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return Conversion.state == Outcome.RUNNING.value, Conversion.started_at > now - _STALE
 
 
-def _ended(conn: Connection, now: datetime) -> list[int]:
-    """Return the row ids of conversions that are recorded as running, but whose process has ended."""
-    if not has_processes(conn):
-        return []
-    recorded = select(Conversion.id, ConversionProcess.process).join(ConversionProcess).where(*_running(now))
-    return [row for row, process in conn.execute(recorded) if has_ended(process.split(" "))]
+def _ended(conn: Connection, now: datetime) -> frozenset[str]:
+    """Return the ids of conversions that are recorded as running, but whose process has ended."""
+    return frozenset(interrupted(conn, *_running(now)) if has_processes(conn) else ())
 
 
 def _claimed(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -356,10 +346,22 @@ def with_fingerprints(conn: Connection, prints: Iterable[str]) -> tuple[Checkpoi
 def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
     """Return the ids of conversions that are now writing to a URI, or to a folder around it."""
     here = [place for each in same_places(uri) for place in (each, *parents(each))]
-    writing = select(Conversion.uuid).where(
-        Conversion.destination_uri.in_(here), *_running(now), Conversion.id.not_in(_ended(conn, now))
-    )
-    return tuple(conn.execute(writing).scalars())
+    return tuple(each for each, _ in _writing(conn, now, Conversion.destination_uri.in_(here)))
+
+
+def destinations(conn: Connection, now: datetime) -> dict[str, str]:
+    """Return the URIs to which conversions are now writing, each with the id of one of them."""
+    return {uri: each for each, uri in _writing(conn, now)}
+
+
+def _writing(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> Iterator[tuple[str, str]]:
+    """Yield id and destination of the conversions that run."""
+    running = (*_running(now), *more)
+    ended = frozenset(interrupted(conn, *running) if has_processes(conn) else ())
+    rows = select(Conversion.uuid, Conversion.destination_uri).where(*running).order_by(Conversion.id)
+    for each, uri in conn.execute(rows):
+        if each not in ended:
+            yield each, uri
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
@@ -375,6 +377,12 @@ def inside(conn: Connection, uri: str) -> tuple[str, ...]:
         if not is_merged(each)
         or any(f"{root}/".startswith(top) or top.startswith(f"{root}/") for root in roots_of(each))
     )
+
+
+def existing(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of all checkpoints that should exist."""
+    wanted = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
+    return tuple(conn.execute(wanted.distinct().order_by(Checkpoint.uri)).scalars())
 
 
 def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import insert, or_, select, update
 
 from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
-from ckptcore.catalog.normalize import clean_json, normal_uri
+from ckptcore.catalog.normalize import clean_json, normal_uri, same_places
 from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
 from ckptcore.utils.dataclass import dataclass
@@ -81,13 +81,17 @@ def below(conn: Connection, root: str) -> dict[str, SightingRow]:
 
 
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
-    """Return the URIs below a root where conversions write, or have written."""
-    top = normal_uri(root)
-    begun = select(Conversion.destination_uri).where(_is_below_root(Conversion.destination_uri, top))
-    known = select(Checkpoint.uri).where(
-        _is_below_root(Checkpoint.uri, top), Checkpoint.kind == Kind.DERIVED.value
-    )
-    return frozenset([*conn.execute(begun).scalars(), *conn.execute(known).scalars()])
+    """Return the URIs below a root where conversions write, or have written, in the root's spelling."""
+    found = set[str]()
+    top, *others = same_places(root)
+    for each in (top, *others):
+        begun = select(Conversion.destination_uri).where(_is_below_root(Conversion.destination_uri, each))
+        known = select(Checkpoint.uri).where(
+            _is_below_root(Checkpoint.uri, each), Checkpoint.kind == Kind.DERIVED.value
+        )
+        uris = (*conn.execute(begun).scalars(), *conn.execute(known).scalars())
+        found.update(f"{top}{uri.removeprefix(each)}" for uri in uris)
+    return frozenset(found)
 
 
 def _is_below_root(column: Any, root: str) -> ColumnElement[bool]:

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import CheckpointDetail
-from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import State
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.sole_copies import export_failed
 from ckptcore.core.used_files import used
 from ckptcore.errors import SourceChanged, UsageError
 from ckptcore.operations.distinct import files_of
+from ckptcore.operations.place_ties import writer_of_place
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.replacement import Replacement, failed_message
 from ckptcore.operations.verify import Proof, Proven, prove
@@ -42,9 +42,9 @@ def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
     if export_failed(detail):
         raise UsageError(failed_message(detail.checkpoint.uri))
     with catalog.reading() as conn:
-        writers = tending.replacing(conn, datetime.now(UTC), detail.checkpoint.uri)
-    if writers:
-        raise UsageError(f"conversion {writers[0]} writes to {detail.checkpoint.uri}")
+        writer = writer_of_place(conn, datetime.now(UTC), detail.checkpoint.uri)
+    if writer is not None:
+        raise UsageError(f"conversion {writer} writes to {detail.checkpoint.uri}")
     return detail
 
 

@@ -15,6 +15,7 @@ from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.maintenance import Ties
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.store.place import Relation, Spellings
+from ckptcore.utils.merged_url import is_merged
 
 
 def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> dict[str, Ties]:
@@ -36,3 +37,27 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
             if how is not Relation.AROUND:  # what contains it under its own name is no reason, either
                 found[row.id] = found[row.id].with_those(tied[other], f" (as {other})")
     return found
+
+
+def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
+    """Return the URIs of other existing checkpoints with files inside a folder, whatever its name.
+
+    A merged checkpoint has files in the folders around its parts, too: its part may be this folder.
+    """
+    found = tending.inside(conn, uri)
+    if found:
+        return found
+    every = tending.existing(conn)
+    merged = Spellings(each for each in every if is_merged(each)).of(uri)
+    # One that is at the place itself, under another name, is no other one.
+    return tuple(dict.fromkeys((*Spellings(every).inside(uri), *merged)))
+
+
+def writer_of_place(conn: Any, now: datetime, uri: str) -> str | None:
+    """Return the id of a conversion that now writes to a place or around it, whatever its name, or None."""
+    found = tending.replacing(conn, now, uri)
+    if found:
+        return found[0]
+    writing = tending.destinations(conn, now)
+    others = Spellings(writing).of(uri).items()
+    return next((writing[each] for each, how in others if how in (Relation.SAME, Relation.AROUND)), None)

@@ -37,7 +37,7 @@ from ckptcore.operations.child_proof import (
     require_proven,
 )
 from ckptcore.operations.interrupted_retire import finish_interrupted
-from ckptcore.operations.place_ties import ties_of_places
+from ckptcore.operations.place_ties import inside_of_place, ties_of_places
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.removal_record import drop_record, put_record
 from ckptcore.operations.replacement import Allowed, Replacement, find_replacement, require_as_converted
@@ -535,7 +535,7 @@ def _require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
 
 def _inside(conn: Any, source: CheckpointRow) -> str:
     """Return why a source must stay because of another checkpoint in its folder; empty if none is there."""
-    others = tending.inside(conn, source.uri)
+    others = inside_of_place(conn, source.uri)
     return f"{others[0]} is inside it" if others else ""
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import claims, queues, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
-from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.normalize import normal_uri, same_places
 from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
@@ -238,7 +238,8 @@ def look_through(
         standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
         return (SweepItem(root.name, root.uri, None, standing, error.message),)
     planned = [(c, [_planned(target, c) for target in targets]) for c in candidates]
-    destinations = {normal_uri(r.destination) for _, made in planned for r, _ in made if r is not None}
+    requests = [r for _, made in planned for r, _ in made if r is not None]
+    destinations = {place for r in requests for place in same_places(r.destination)}
     planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
     doubled = colliding(r.destination for _, made in planned for r, _ in made if r is not None)
     looking = _LookThrough(catalog, root, now, dry_run, settle_s, retry_failed)

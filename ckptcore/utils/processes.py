@@ -74,6 +74,21 @@ def has_ended(process: Sequence[str]) -> bool:
     return found is not None and found != started
 
 
+def is_running(process: Sequence[str]) -> bool:
+    """Return whether a process is seen to run on this machine; False for one that cannot be seen.
+
+    A clone of this machine looks the same, and counts as this one.
+
+    Args:
+        process: What `this_process` returned there.
+    """
+    here = _here()
+    if len(process) != len(here) or not all((*process, *here)):
+        return False
+    same = (process[2], process[3].partition(":")[0]) == here[2:]
+    return same and process[0].isdigit() and _started(process[0]) == process[1]
+
+
 def _here() -> Identity:
     pid = str(os.getpid())
     # Another namespace's /proc (`unshare --pid` alone leaves it) has another process at this number.

@@ -249,7 +249,7 @@ def _guarded_parser() -> type[ArgumentParser]:
             given = sys.argv[1:] if args is None else list(args)
             for name, value in zip(["", *given], given, strict=False):
                 # What a shell makes of a variable that is not set is not a wish for the default.
-                if value == "" or (value.startswith("--") and value.endswith("=")):
+                if value == "" or (value.startswith("--") and value.find("=") == len(value) - 1):
                     where = value[:-1] or (name if name.startswith("-") else "")
                     self.error(f"argument {where}: must not be empty" if where else "an argument is empty")
             return super().parse_known_args(given, namespace)

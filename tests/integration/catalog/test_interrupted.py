@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ckptcore.catalog import maintenance, open_catalog
+from ckptcore.catalog import conversions, maintenance, open_catalog
 from ckptcore.catalog.migrate import migrate, migrating
 from ckptcore.utils import processes
 
@@ -17,6 +17,7 @@ with open_catalog(sys.argv[1]) as catalog:
     ends = {"source_uri": "/s", "destination_uri": "/out/new"}
     print(catalog.begin({}, **ends, verb="consolidate", tool_version="1"))
 """
+PROCESS = "from ckptcore.utils.processes import this_process; print(*this_process())"
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ def test_it_is_kept_where_its_end_cannot_be_proven(catalog, source, killed, monk
 
 
 def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):
-    alive = begin(catalog)
     assert catalog.end_interrupted() == (killed,)
+    alive = begin(catalog)
     row = catalog.show(killed).conversion
     assert (row.state, row.error_code) == ("failed", "interrupted")
     assert "ended" in row.error_message
@@ -81,7 +82,63 @@ def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):
     assert readers(catalog, source) == (alive,)
 
 
-def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts):
+@pytest.mark.parametrize("several", [False, True])
+def test_its_row_ends_when_another_one_begins_on_the_machine(catalog, killed, monkeypatch, several):
+    """The marks that prove its end are removed some time after another process has seen it."""
+    here = processes._here()
+    with monkeypatch.context() as elsewhere:
+        there = ("7", "7", here[2], "another boot:mark")
+        elsewhere.setattr("ckptcore.catalog.catalog.this_process", lambda: there)
+        begin(catalog)
+    assert catalog.show(killed).conversion.state == "running"
+    if several:
+        catalog.begin_each([])
+    else:
+        begin(catalog)
+    assert catalog.show(killed).conversion.error_code == "interrupted"
+    assert [row.state for row in catalog.conversions()].count("running") == 1 + (not several)
+
+
+def test_a_process_is_looked_at_once_for_all_its_conversions_and_all_sources(
+    catalog, convert, facts, url, forks, finish, monkeypatch
+):
+    """Thousands of killed conversions, and a plan of thousands of sources, which are read in parts."""
+    for n in range(5):
+        convert(facts(f"/s{n}"), facts(f"/out/other{n}", content=f"c{n}"))
+    [[*process]] = [text.split() for text in finish(forks(PROCESS))]
+    given = {"verb": "consolidate", "tool_version": "1", "flow_run_id": None, "process": process}
+    with catalog.writing() as conn:
+        rows = tuple(
+            conversions.begin_conversion(
+                conn, datetime.now(UTC), {}, source_uri="/s0", destination_uri=f"/out/{n}", **given
+            )
+            for n in range(5)
+        )
+    for module in (conversions, maintenance):
+        monkeypatch.setattr(module, "_AT_ONCE", 2)
+    seen = []
+    real = conversions.has_ended
+    monkeypatch.setattr(conversions, "has_ended", lambda found: seen.append(tuple(found)) or real(found))
+    sources = [catalog.show(f"/s{n}").checkpoint.id for n in range(5)]
+    with catalog.reading() as conn:
+        found = maintenance.ties(conn, datetime.now(UTC), sources)
+    assert [each.readers for each in found.values()] == [()] * 5
+    assert seen == [tuple(process)]
+    assert catalog.end_interrupted() == rows
+    assert {catalog.show(each).conversion.state for each in rows} == {"failed"}
+
+
+def test_a_conversion_whose_process_runs_is_not_ended_by_another_one_to_its_destination(
+    catalog, source, convert, facts
+):
+    """It reads its source meanwhile, and replaces the destination when its turn comes."""
+    alive = begin(catalog)
+    convert(facts("/s2"), facts("/out/new", content="c"))
+    assert catalog.show(alive).conversion.state == "running"
+    assert readers(catalog, source) == (alive,)
+
+
+def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts, monkeypatch):
     def recorded():
         with catalog.reading() as conn:
             return conn.exec_driver_sql("SELECT count(*) FROM conversion_process").scalar()
@@ -93,7 +150,8 @@ def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts
     catalog.fail(running, code="busy", message="no")
     assert recorded() == 0
     begin(catalog)
-    convert(facts("/s"), facts("/out/new", content="c"))  # it published there: no other one can run
+    monkeypatch.setattr(conversions, "is_running", lambda process: False)
+    convert(facts("/s"), facts("/out/new", content="c"))  # it published there: nothing else is known to run
     assert recorded() == 0
 
 

@@ -157,7 +157,8 @@ def test_unknown_conversion(catalog, facts):
         catalog.fail("nope", code="x", message="y")
 
 
-def test_success_ends_killed_conversions_of_the_destination(catalog, facts):
+def test_success_ends_killed_conversions_of_the_destination(catalog, facts, monkeypatch):
+    monkeypatch.setattr("ckptcore.catalog.conversions.is_running", lambda process: False)
     killed, elsewhere = begin(catalog), begin(catalog, "/out/other")
     conversion, waiting = begin(catalog), begin(catalog)
     catalog.succeed(

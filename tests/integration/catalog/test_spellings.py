@@ -11,6 +11,7 @@ from ckptcore.catalog.query import files_at
 from ckptcore.catalog.run_outputs import output_at
 from ckptcore.errors import UsageError
 from ckptcore.operations.claims import made_from, rewritten
+from ckptcore.operations.place_ties import inside_of_place
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 PAIRS = [("s3://b/run", "s3a://b/run/"), ("gcs://b/run", "gs://b/run"), ("az://c/run", "abfss://c/run")]
@@ -73,6 +74,52 @@ def test_an_output_is_claimed_once_under_all_schemes(catalog):
     retried = call(claims.take, NOW + timedelta(days=1), other, "s3a://b/run", "b", retry=True)
     assert retried.mine
     assert call(claims.current, one).id == retried.id
+
+
+def test_a_worker_that_comes_late_cannot_end_what_another_took_under_another_scheme(catalog):
+    """As with one scheme: the number of attempts of the earlier claim is another one."""
+    one, other = (claims.Key("d", f"{scheme}://b/out", "o") for scheme in ("s3", "s3a"))
+    later = NOW + 2 * claims.LEASE
+
+    def call(function, *given, **more):
+        with catalog.writing() as conn:
+            return function(conn, *given, **more)
+
+    first = call(claims.take, NOW, one, "s3://b/run", "a")
+    second = call(claims.take, later, other, "s3a://b/run", "b")
+    assert second.mine
+    for settle in (claims.renew, claims.done, claims.drop):
+        assert not call(settle, *(() if settle is claims.drop else (later,)), first)
+    assert not call(claims.failed, later, first, "busy", "late")
+    assert call(claims.current, one).owner == "b"
+    assert call(claims.renew, later, second)
+    assert not call(claims.take, later, one, "s3://b/run", "c").mine
+    assert call(claims.done, later, second)
+    assert not call(claims.take, later, one, "s3://b/run", "c").mine
+
+
+def test_an_output_ends_the_earlier_conversions_to_its_place_under_each_scheme(
+    catalog, convert, facts, monkeypatch
+):
+    monkeypatch.setattr("ckptcore.catalog.conversions.is_running", lambda process: False)
+    given = {"verb": "consolidate", "tool_version": "1"}
+    killed = catalog.begin({}, source_uri="s3://b/run", destination_uri="s3a://b/out", **given)
+    other = catalog.begin({}, source_uri="s3://b/run", destination_uri="gs://b/out", **given)
+    convert(facts("s3://b/run"), facts("s3://b/out", content="c"))
+    assert catalog.show(killed).conversion.error_code == "interrupted"
+    assert catalog.show(other).conversion.state == "running"
+
+
+def test_a_checkpoint_inside_another_is_found_under_each_scheme(catalog, convert, facts):
+    convert(facts("s3a://b/run/step-1/adapter"), facts("/out/1", content="c"))
+    convert(facts("s3a://b/run/step-10"), facts("/out/2", content="d"))
+    merged = "merged://[/nowhere/node1,s3a://b/run/step-2]"
+    convert(facts(merged), facts("/out/3", content="e"))
+    with catalog.reading() as conn:
+        assert inside_of_place(conn, "s3://b/run/step-1") == ("s3a://b/run/step-1/adapter",)
+        assert inside_of_place(conn, "s3://b/run/step-2") == (merged,)
+        assert inside_of_place(conn, "gs://b/run/step-1") == ()
+        assert inside_of_place(conn, "s3://b/run/step-1/adapter") == ()
 
 
 def test_a_conversion_that_writes_is_seen_under_each_scheme(catalog):

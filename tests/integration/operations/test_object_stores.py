@@ -137,12 +137,15 @@ def test_a_remembered_step_is_listed_before_it_is_converted(catalog, steps):
     assert listings >= 2 + 2 * steps.pages(len(steps.files))
 
 
-def test_outputs_below_a_root_are_not_listed(catalog, steps):
+@pytest.mark.parametrize("top", ["{root}", "s3a://b/runs"])
+def test_outputs_below_a_root_are_not_listed(catalog, steps, top):
+    """Also where they are written under another scheme of the root's bucket."""
     server = steps.server
     steps.add(*range(5))
     with catalog.writing() as conn:
         roots.remove(conn, "r")
-        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", target={"destination": "{root}/out/{name}"})
+        target = {"destination": f"{top}/out/{{name}}"}
+        roots.add(conn, datetime.now(UTC), "r", "s3://b/runs", target=target)
     made = sweep(catalog, lambda request: convert(request, _MEANS, None, catalog.url), settle_s=0)
     assert made.counts == {"made": 5}
     # The root, the run, and the folder of the outputs.

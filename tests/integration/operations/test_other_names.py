@@ -135,6 +135,35 @@ def test_a_checkpoint_inside_another_keeps_it_in_the_plan_as_in_the_deletion(
     assert inner.joinpath(".metadata").exists()
 
 
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_a_checkpoint_inside_another_keeps_it_under_another_name(catalog, url, runs, watch, tmp_path, name):
+    """What was recorded below `latest`, which is a link to the step by now, is in the step."""
+    watch()
+    latest, step = runs / "llama/latest", runs / "llama/step-1"
+    save(latest, 1)
+    save(latest / "adapter", 3)
+    inner = str(latest / "adapter")
+    if name == "merged":
+        inner = f"merged://[{latest}/adapter,{tmp_path}/node1]"
+    converted(url, latest / "adapter", tmp_path / "out/adapter")
+    if name == "merged":
+        with catalog.writing() as conn:
+            conn.exec_driver_sql(f"UPDATE checkpoint SET uri = '{inner}' WHERE uri LIKE '%/latest/adapter'")
+    latest.rename(step)
+    latest.symlink_to(step)
+    save(runs / "llama/step-2", 2)
+    for number in (1, 2):
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    allowed = Allowed(loss=("adapter/*", "adapter"))
+    found = []
+    for yes in (False, True):
+        items = retire(catalog, Policy(1), yes=yes, allowed=allowed, means=MEANS, take=MEANS).items
+        (item,) = (i for i in items if i.source.uri == str(step))
+        found.append((item.fate.value, item.why))
+    assert found[0] == found[1] == ("kept", (f"{inner} is inside it",))
+    assert (step / "adapter/.metadata").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 def test_a_folder_that_is_mounted_in_a_step_keeps_it_in_the_plan_as_in_the_deletion(
     catalog, url, runs, watch, tmp_path
@@ -160,6 +189,30 @@ def test_a_folder_that_is_mounted_in_a_step_keeps_it_in_the_plan_as_in_the_delet
     finally:
         subprocess.run(["umount", str(inner)], check=True)
     assert fates == ["unsafe", "unsafe"]
+
+
+@pytest.mark.parametrize("where", ["step-1", ""])
+def test_a_child_that_is_being_replaced_under_another_name_proves_nothing(
+    catalog, url, runs, watch, tmp_path, where
+):
+    watch()
+    for number in (1, 2):
+        save(runs / f"llama/step-{number}", number)
+        converted(url, runs / f"llama/step-{number}", tmp_path / f"out/step-{number}")
+    writer = catalog.begin(
+        {},
+        source_uri="/elsewhere",
+        destination_uri=str(tmp_path / "link" / where),
+        verb="consolidate",
+        tool_version="1",
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    (item, _) = retire(catalog, Policy(1), yes=True).items
+    assert item.fate.value != "deleted"
+    assert writer in item.why[0]
+    assert (runs / "llama/step-1/.metadata").exists()
+    catalog.fail(writer, code="busy", message="no")
+    assert [i.fate.value for i in retire(catalog, Policy(1), yes=True).items] == ["deleted", "kept"]
 
 
 def test_without_a_tie_it_goes(catalog, url, runs, moved):

@@ -347,3 +347,12 @@ def test_services_refuse_an_empty_text(capsys: pytest.CaptureFixture[str]) -> No
         assert ended.value.code == 2
     assert "argument --catalog: must not be empty" in capsys.readouterr().err
     assert parser.parse_args(["--catalog", "c", "p"]).catalog == "c"
+
+
+def test_services_take_a_text_that_ends_with_an_equals_sign() -> None:
+    """Only an option's own sign may be the last: base64 and queries end with one, too."""
+    parser = terminal.parser("service", None)
+    parser.add_argument("--catalog")
+    for text in ("postgresql://u@h/db?options=", "a=b=", "YQ=="):
+        assert parser.parse_args([f"--catalog={text}"]).catalog == text
+        assert parser.parse_args(["--catalog", text]).catalog == text

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ckptcore.utils import processes
-from ckptcore.utils.processes import has_ended, is_this, this_process
+from ckptcore.utils.processes import has_ended, is_running, is_this, this_process
 
 PRINT = (
     "import sys; from ckptcore.utils import processes; processes._FOLDERS = (sys.argv[1],); "
@@ -31,9 +31,11 @@ def test_a_process_has_ended_when_it_has(tmp_path):
         other = tuple(child.stdout.readline().split())
         assert len(other) == len(this_process())
         assert not has_ended(other)
+        assert is_running(other)
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, for its parent has not asked
         assert has_ended(other)
+        assert not is_running(other)
         child.wait()
         assert has_ended(other)
 
@@ -69,6 +71,18 @@ def test_one_of_another_machine_or_an_unknown_one_may_be_alive(at, given):
     assert not has_ended(process)
     assert not has_ended(process[:3])
     assert not has_ended(())
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_only_one_that_is_seen_here_is_running(at):
+    process = [*this_process()]
+    assert is_running(process)
+    assert is_running([*process[:3], process[3].partition(":")[0] + ":of a clone"])
+    assert not is_running(ended())
+    for given in ("", "another"):
+        assert not is_running([*process[:at], given, *process[at + 1 :]])
+    assert not is_running(process[:3])
+    assert not is_running(())
 
 
 def test_a_process_of_a_clone_of_this_machine_may_be_alive():
