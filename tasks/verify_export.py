@@ -6,8 +6,6 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
 from ckptcore.checking.export_proof import CHECKS, OK, ExportProof
-from ckptcore.comparison.verify_export import Wanted
-from ckptcore.comparison.verify_export import verify_export as verify
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
 from tasks.artifacts import artifact_later, key_of
@@ -24,6 +22,10 @@ def verify_export(request: Request, manifest_digest: str, settings: Settings) ->
 
     manifest_digest: of the source at the time of the export.
     """
+    # A late import: every flow imports this module, and most verify no export.
+    from ckptcore.comparison.verify_export import Wanted
+    from ckptcore.comparison.verify_export import verify_export as verify
+
     source = ExportSource(request, "the request", exact=True, digest=manifest_digest)
     proof = verify(request.destination, source, Wanted(), settings)
     rows = [(c.name, CHECKS[c.name], f"**{c.verdict}**", c.summary) for c in proof.checks]
