@@ -31,10 +31,13 @@ from ckptcore.catalog.types import (
     Origin,
 )
 from ckptcore.errors import LEVELS, Finding, UsageError, current_level
-from ckptcore.utils.processes import this_process
+from ckptcore.utils.processes import Identity, forget, this_process
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
+
+
+_RUNNING: dict[str, Identity] = {}  # conversion -> this process, as the catalog has it
 
 
 class Catalog:
@@ -119,7 +122,7 @@ class Catalog:
         process = this_process()
         with self.writing() as conn:
             conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
-            return conversions.begin_conversion(
+            begun = conversions.begin_conversion(
                 conn,
                 _now(),
                 request,
@@ -130,13 +133,17 @@ class Catalog:
                 flow_run_id=flow_run_id,
                 process=process,
             )
+        _RUNNING[begun] = process
+        return begun
 
     def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
         process = this_process()
         with self.writing() as conn:
             conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
-            return tuple(conversions.begin_conversion(conn, _now(), process=process, **row) for row in rows)
+            begun = [conversions.begin_conversion(conn, _now(), process=process, **row) for row in rows]
+        _RUNNING.update(dict.fromkeys(begun, process))
+        return tuple(begun)
 
     def end_interrupted(self) -> tuple[str, ...]:
         """End the conversions whose process is known to have ended, and return their ids."""
@@ -151,9 +158,12 @@ class Catalog:
 
         rows: id and arguments of `succeed` of each.
         """
+        succeeded = []
         with self.writing(durable=True) as conn:
             for conversion, row in rows:
                 conversions.succeed(conn, _now(), conversion, **row)
+                succeeded.append(conversion)
+        _forget_processes(succeeded)
 
     def succeed(
         self,
@@ -179,7 +189,9 @@ class Catalog:
             The id of the derived checkpoint.
         """
         with self.writing() as conn:
-            return conversions.succeed(conn, _now(), conversion_id, facts, source, derived, findings)
+            made = conversions.succeed(conn, _now(), conversion_id, facts, source, derived, findings)
+        _forget_processes([conversion_id])
+        return made
 
     def fail(
         self,
@@ -195,6 +207,7 @@ class Catalog:
             conversions.fail(
                 conn, _now(), conversion_id, code=code, message=message, findings=findings, source=source
             )
+        _forget_processes([conversion_id])
 
     def record_verdict(self, conversion_id: str, checks: Iterable[tuple[str, str, str]]) -> str:
         """Record the results of checks on the export that a conversion wrote.
@@ -353,6 +366,13 @@ class Catalog:
                 hint="`ckptcore fingerprint SRC` computes one",
             )
         return tuple(found)
+
+
+def _forget_processes(ended: Iterable[str]) -> None:
+    """Drop the marks of this process whose conversions have all ended."""
+    gone = {_RUNNING.pop(each) for each in ended if each in _RUNNING}
+    for process in gone - set(_RUNNING.values()):
+        forget(process)
 
 
 def _now() -> datetime:

@@ -40,6 +40,11 @@ def this_process() -> Identity:
     return pid, started, namespaces, f"{boot}:{mark}" if boot and known else ""
 
 
+def forget(process: Identity) -> None:
+    """Drop the mark of this process that `this_process` made: nothing records it any more."""
+    _MARKS.drop(process[3].partition(":")[2])
+
+
 def is_this(process: Sequence[str]) -> bool:
     """Return whether a process is this one, and no clone of it; see `has_ended`."""
     here = _here()
@@ -104,20 +109,31 @@ class _Marks:
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        self._lock, self._path = threading.Lock(), ""
+        self._lock, self._path, self._open = threading.Lock(), "", set[str]()
 
     def add(self, pid: str, started: str, mark: str) -> bool:
         """Write a mark; return whether it can be read."""
         with self._lock:
             if self._path and _appended(self._path, mark, 0):
+                self._open.add(mark)
                 return True
             for path in _paths(pid, started):
                 # One that is there was not made by this program, or by one that this process has replaced.
                 if _appended(path, mark, os.O_CREAT | os.O_EXCL):
                     self._path = path
+                    self._open.add(mark)
                     _prune(os.path.dirname(path))
                     return True
         return False
+
+    def drop(self, mark: str) -> None:
+        """Remove the file with the last of its marks: most processes leave none."""
+        with self._lock:
+            self._open.discard(mark)
+            if self._path and not self._open:
+                with suppress(OSError):  # it is removed when others look, as those of killed processes are
+                    os.unlink(self._path)
+                self._path = ""
 
 
 def _appended(path: str, mark: str, create: int) -> bool:

@@ -37,6 +37,7 @@ CHANGED: Mapping[str, Callable[[tuple[Any, ...]], tuple[_Place, ...]]] = {
     "shutil.rmtree": lambda a: ((a[0], -1),),
 }
 ELSEWHERE = (os.devnull,)
+_MARKS = ("/dev/shm/.ckptcore-process-", "/tmp/.ckptcore-process-")  # see `ckptcore.utils.processes`
 
 
 def confine(folder: str) -> None:
@@ -52,7 +53,7 @@ def confine(folder: str) -> None:
             raise socket.gaierror(socket.EAI_NONAME, "this process has no network")
         if event in CHANGED:
             for path in _places(CHANGED[event](arguments)):
-                if not path.startswith(root + "/") and path not in (root, *ELSEWHERE):
+                if not path.startswith((root + "/", *_MARKS)) and path not in (root, *ELSEWHERE):
                     _end(event, path)
 
     sys.addaudithook(hook)

@@ -167,3 +167,18 @@ def test_a_catalog_of_an_older_schema_is_read(bare):
     with open_catalog(bare, create=False) as catalog, catalog.reading() as conn:
         assert maintenance.tied(conn, started)["/s"].readers == ("c1",)
         assert maintenance.replacing(conn, started, "/b") == ("c1",)
+
+
+def test_marks_go_with_the_conversions_of_a_process(catalog, tmp_path, monkeypatch):
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setattr(processes, "_FOLDERS", (str(tmp_path / "marks"),))
+    monkeypatch.setattr(processes, "_MARKS", processes._Marks())
+    row = {"request": {}, "verb": "consolidate", "tool_version": "1", "flow_run_id": None}
+    first = begin(catalog, "/a")
+    second, third = catalog.begin_each(
+        [row | {"source_uri": "/b", "destination_uri": f"/out/{n}"} for n in range(2)]
+    )
+    for conversion in (first, second, third):
+        assert list((tmp_path / "marks").iterdir())
+        catalog.fail(conversion, code="x", message="")
+    assert not list((tmp_path / "marks").iterdir())

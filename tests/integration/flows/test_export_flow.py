@@ -54,9 +54,9 @@ def test_an_export_is_verified_and_its_verdict_recorded(
 def test_an_export_that_differs_from_its_source_fails_and_is_not_the_newest(
     export: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import tasks.verify_export as task
+    from ckptcore.comparison import verify_export as module
 
-    verify = task.verify
+    verify = module.verify_export
 
     def spoil(request_url: str, *given: Any) -> Any:
         file = Path(request_url) / "model.safetensors"
@@ -65,7 +65,7 @@ def test_an_export_that_differs_from_its_source_fails_and_is_not_the_newest(
         file.write_bytes(data)
         return verify(request_url, *given)
 
-    monkeypatch.setattr(task, "verify", spoil)
+    monkeypatch.setattr(module, "verify_export", spoil)
     state = export(str(source), str(tmp_path / "out"), catalog=catalog, return_state=True)
     assert state.is_failed()
     assert isinstance(state.result(raise_on_failure=False), OutputMismatch)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ckptcore.utils import processes
-from ckptcore.utils.processes import has_ended, is_running, is_this, this_process
+from ckptcore.utils.processes import forget, has_ended, is_running, is_this, this_process
 
 PRINT = (
     "import sys; from ckptcore.utils import processes; processes._FOLDERS = (sys.argv[1],); "
@@ -38,6 +38,20 @@ def test_a_process_has_ended_when_it_has(tmp_path):
         assert not is_running(other)
         child.wait()
         assert has_ended(other)
+
+
+def test_the_file_of_marks_goes_with_the_last_mark(tmp_path):
+    first, second = this_process(), this_process()
+    (file,) = tmp_path.iterdir()
+    forget(first)
+    assert is_this(second)
+    assert file.exists()
+    forget(second)
+    assert not list(tmp_path.iterdir())
+    forget(second)
+    third = this_process()
+    assert is_this(third)
+    assert not has_ended(third)
 
 
 def ended(*given: str) -> tuple[str, ...]:
