@@ -119,30 +119,27 @@ class Catalog:
             tool_version: the version of ckptcore.
             flow_run_id: the id of the Prefect flow run, if any.
         """
-        process = this_process()
-        with self.writing() as conn:
-            conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
-            begun = conversions.begin_conversion(
-                conn,
-                _now(),
-                request,
-                source_uri=source_uri,
-                destination_uri=destination_uri,
-                verb=verb,
-                tool_version=tool_version,
-                flow_run_id=flow_run_id,
-                process=process,
-            )
-        _RUNNING[begun] = process
-        return begun
+        row = {
+            "request": request,
+            "source_uri": source_uri,
+            "destination_uri": destination_uri,
+            "verb": verb,
+            "tool_version": tool_version,
+            "flow_run_id": flow_run_id,
+        }
+        return self.begin_each([row])[0]
 
     def begin_each(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """Record in one transaction that several conversions start. rows: the arguments of each `begin`."""
-        process = this_process()
-        with self.writing() as conn:
-            conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
-            begun = [conversions.begin_conversion(conn, _now(), process=process, **row) for row in rows]
-        _RUNNING.update(dict.fromkeys(begun, process))
+        process, begun = this_process(), list[str]()
+        try:
+            with self.writing() as conn:
+                conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
+                begun += [conversions.begin_conversion(conn, _now(), process=process, **r) for r in rows]
+            _RUNNING.update(dict.fromkeys(begun, process))
+        finally:
+            if process not in _RUNNING.values():  # nothing was recorded
+                forget(process)
         return tuple(begun)
 
     def end_interrupted(self) -> tuple[str, ...]:

@@ -311,7 +311,7 @@ def _refused(error: exc.SQLAlchemyError, message: str, url: str) -> CatalogError
     found = None if path is None else refusal(origin, path)
     if found is None:
         return CatalogError(f"cannot use the catalog: {message}", hint=_ACCESS_OF_FILE, url=url)
-    # With the words of SQLite: people search for them.
+    # With SQLite's own text: people search for it.
     return CatalogError(f"{found.message} ({message})", hint=found.hint, url=url, **found.values)
 
 

@@ -174,6 +174,10 @@ def test_marks_go_with_the_conversions_of_a_process(catalog, tmp_path, monkeypat
     monkeypatch.setattr(processes, "_FOLDERS", (str(tmp_path / "marks"),))
     monkeypatch.setattr(processes, "_MARKS", processes._Marks())
     row = {"request": {}, "verb": "consolidate", "tool_version": "1", "flow_run_id": None}
+    with pytest.raises(TypeError):
+        catalog.begin_each([row])  # it names no source
+    assert catalog.begin_each([]) == ()
+    assert not list((tmp_path / "marks").iterdir())
     first = begin(catalog, "/a")
     second, third = catalog.begin_each(
         [row | {"source_uri": "/b", "destination_uri": f"/out/{n}"} for n in range(2)]
