@@ -6,46 +6,17 @@ aside.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING
-
 from ckptcore.catalog import CheckpointDetail
-from ckptcore.catalog.types import State
 from ckptcore.comparison.fingerprint import fingerprint
-from ckptcore.conversion.sole_copies import export_failed
 from ckptcore.core.used_files import used
 from ckptcore.errors import SourceChanged, UsageError
 from ckptcore.operations.distinct import files_of
-from ckptcore.operations.place_ties import writer_of_place
 from ckptcore.operations.registered_files import compare, same_manifest
-from ckptcore.operations.replacement import Replacement, failed_message
+from ckptcore.operations.replacement import Replacement
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
 from ckptcore.store.contents import Thing, difference
-
-if TYPE_CHECKING:
-    from ckptcore.catalog.catalog import Catalog
-
-
-def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
-    """Return a child with its files, as the catalog has it now.
-
-    Raises:
-        UsageError: It is not present, an export that failed its verification, or about to be replaced.
-    """
-    detail = catalog.show(public, tensors=False)
-    if not isinstance(detail, CheckpointDetail):
-        raise UsageError(f"{public} is not a checkpoint")
-    if detail.checkpoint.state != State.PRESENT.value:
-        raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
-    if export_failed(detail):
-        raise UsageError(failed_message(detail.checkpoint.uri))
-    with catalog.reading() as conn:
-        writer = writer_of_place(conn, datetime.now(UTC), detail.checkpoint.uri)
-    if writer is not None:
-        raise UsageError(f"conversion {writer} writes to {detail.checkpoint.uri}")
-    return detail
 
 
 def require_proven(uri: str, proven: Proven, *, digests: bool = True) -> None:

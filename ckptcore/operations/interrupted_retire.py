@@ -16,7 +16,7 @@ from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.errors import Busy, CkptError, UsageError
-from ckptcore.operations.child_proof import child_of, files_now, require_holding
+from ckptcore.operations.child_proof import files_now, require_holding
 from ckptcore.operations.distinct import require_apart
 from ckptcore.operations.removal_record import (
     as_recorded,
@@ -26,6 +26,7 @@ from ckptcore.operations.removal_record import (
     records_at,
     remove_rest,
 )
+from ckptcore.operations.replacement import child_of
 from ckptcore.operations.set_aside import (
     Aside,
     RemovalRecord,

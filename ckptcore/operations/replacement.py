@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import field, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.retirements import GivenUp
-from ckptcore.catalog.types import CheckpointRow, ConversionRow
+from ckptcore.catalog.types import CheckpointRow, ConversionRow, State
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
@@ -33,6 +34,7 @@ from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
 from ckptcore.operations.distinct import files_of, require_apart
 from ckptcore.operations.part_replacement import CAST, MODEL, OPTIMIZER, is_training_state, prove_part, sized
+from ckptcore.operations.place_ties import writer_of_place
 from ckptcore.operations.proven_files import accepted, descriptions_last, not_proven
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
@@ -182,9 +184,26 @@ def find_replacement(
     return rejected
 
 
-def failed_message(uri: str) -> str:
-    """Return why an export proves nothing of its source."""
-    return f"{uri} failed when it was verified as an export. Try verify-export again"
+def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
+    """Return a child with its files, as the catalog has it now.
+
+    Raises:
+        UsageError: It is not present, an export that failed its verification, or about to be replaced.
+    """
+    detail = catalog.show(public, tensors=False)
+    if not isinstance(detail, CheckpointDetail):
+        raise UsageError(f"{public} is not a checkpoint")
+    if detail.checkpoint.state != State.PRESENT.value:
+        raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
+    if export_failed(detail):
+        raise UsageError(
+            f"{detail.checkpoint.uri} failed when it was verified as an export. Try verify-export again"
+        )
+    with catalog.reading() as conn:
+        writer = writer_of_place(conn, datetime.now(UTC), detail.checkpoint.uri)
+    if writer is not None:
+        raise UsageError(f"conversion {writer} writes to {detail.checkpoint.uri}")
+    return detail
 
 
 def require_as_converted(manifest: Manifest, conversion: ConversionRow) -> None:
@@ -283,10 +302,7 @@ def _opened_child(
     catalog: Catalog, source: _Source, child: CheckpointRow
 ) -> tuple[CheckpointDetail, Manifest, Mapping[str, Thing]]:
     """Return a child's row, manifest and files; raise `UsageError` if it proves nothing."""
-    detail = catalog.show(child.id, tensors=False)
-    assert isinstance(detail, CheckpointDetail)
-    if export_failed(detail):
-        raise UsageError(failed_message(child.uri))
+    detail = child_of(catalog, child.id)
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
         raise UsageError(f"another checkpoint is at {child.uri} now")

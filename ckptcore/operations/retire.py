@@ -29,18 +29,18 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.retirements import FULL, PART, GivenUp, RetirementRecord
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.errors import CkptError, Conflict, UsageError
-from ckptcore.operations.child_proof import (
-    changed,
-    child_of,
-    require_at_rest,
-    require_holding,
-    require_proven,
-)
+from ckptcore.operations.child_proof import changed, require_at_rest, require_holding, require_proven
 from ckptcore.operations.interrupted_retire import finish_interrupted
 from ckptcore.operations.place_ties import inside_of_place, ties_of_places
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.removal_record import drop_record, put_record
-from ckptcore.operations.replacement import Allowed, Replacement, find_replacement, require_as_converted
+from ckptcore.operations.replacement import (
+    Allowed,
+    Replacement,
+    child_of,
+    find_replacement,
+    require_as_converted,
+)
 from ckptcore.operations.retention import Policy, RetentionEntry, decide, user_reasons
 from ckptcore.operations.set_aside import Aside, RemovalRecord
 from ckptcore.operations.verify import prove

@@ -207,8 +207,9 @@ def test_a_child_that_is_being_replaced_under_another_name_proves_nothing(
         tool_version="1",
     )
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    (item, _) = retire(catalog, Policy(1), yes=True).items
-    assert item.fate.value != "deleted"
+    planned, item = (retire(catalog, Policy(1), yes=yes).items[0] for yes in (False, True))
+    assert (planned.fate, planned.why) == (item.fate, item.why)
+    assert item.fate.value == "unsafe"
     assert writer in item.why[0]
     assert (runs / "llama/step-1/.metadata").exists()
     catalog.fail(writer, code="busy", message="no")
