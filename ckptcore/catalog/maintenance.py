@@ -256,23 +256,35 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str], ended: frozen
     }
 
 
-def tied(conn: Connection, now: datetime) -> dict[str, Ties]:
-    """Return the URI of everything that must stay at this moment, and why."""
+def tied(conn: Connection, now: datetime) -> tuple[str, ...]:
+    """Return the URIs of everything that may have to stay at this moment: `ties_at` says why."""
     on_hold = select(Hold.checkpoint_id).where(*in_force(now))
     kept = union(on_hold, select(Tag.checkpoint_id), select(Alias.checkpoint_id))
-    rows = select(Checkpoint.uuid, Checkpoint.uri).where(
-        Checkpoint.id.in_(kept), Checkpoint.state.in_(_ALIVE)
+    places = union(
+        select(Checkpoint.uri).where(Checkpoint.id.in_(kept), Checkpoint.state.in_(_ALIVE)),
+        select(Conversion.source_uri).where(*_running(now)),
+        select(Claim.source_uri).where(*_claimed(now)),
     )
-    uris = {row.uuid: row.uri for row in conn.execute(rows.order_by(Checkpoint.id))}
-    every = [(uris[public], found) for public, found in ties(conn, now, list(uris)).items()]
-    reading, ended = select(Conversion.source_uri, Conversion.uuid).where(*_running(now)), _ended(conn, now)
-    every += [(uri, Ties(readers=(r,))) for uri, r in conn.execute(reading) if r not in ended]
-    claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now))
-    every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
-    joined: dict[str, Ties] = {}
-    for uri, found in every:
-        joined[uri] = joined.get(uri, Ties()).with_those(found)
-    return joined
+    return tuple(conn.execute(places.order_by("uri")).scalars())
+
+
+def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, Ties]:
+    """Return why these URIs must stay at this moment, without those that need not."""
+    ended, joined = _ended(conn, now), dict[str, Ties]()
+    for at in range(0, len(uris), _AT_ONCE):
+        some = uris[at : at + _AT_ONCE]
+        here = Checkpoint.uri.in_(some), Checkpoint.state.in_(_ALIVE)
+        rows = conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(*here).order_by(Checkpoint.id))
+        known = {row.uuid: row.uri for row in rows}
+        every = [(known[public], found) for public, found in ties(conn, now, list(known)).items()]
+        reading = select(Conversion.source_uri, Conversion.uuid).where(*_running(now))
+        reading = reading.where(Conversion.source_uri.in_(some))
+        every += [(uri, Ties(readers=(r,))) for uri, r in conn.execute(reading) if r not in ended]
+        claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now), Claim.source_uri.in_(some))
+        every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
+        for uri, found in every:
+            joined[uri] = joined.get(uri, Ties()).with_those(found)
+    return {uri: found for uri, found in joined.items() if found != Ties()}
 
 
 def _running(now: datetime) -> tuple[ColumnElement[bool], ...]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.maintenance import Ties
 from ckptcore.catalog.types import CheckpointRow
-from ckptcore.store.place import Relation, Spellings
+from ckptcore.store.place import Relation, Spellings, perhaps_within
 from ckptcore.utils.merged_url import is_merged
 
 
@@ -31,11 +32,17 @@ def ties_of_places(conn: Any, now: datetime, rows: Sequence[CheckpointRow]) -> d
     """
     found = tending.ties(conn, now, [row.id for row in rows])
     tied = tending.tied(conn, now)
+    if len(rows) == 1:  # the gate of each deletion: an index of all would take longer than the rest of it
+        tied = perhaps_within(rows[0].uri, tied)
     spellings = Spellings(tied)
-    for row in rows:
-        for other, how in spellings.of(row.uri).items():
-            if how is not Relation.AROUND:  # what contains it under its own name is no reason, either
-                found[row.id] = found[row.id].with_those(tied[other], f" (as {other})")
+    close = {  # without what contains it, which is no reason under its own name, either
+        row.id: [other for other, how in spellings.of(row.uri).items() if how is not Relation.AROUND]
+        for row in rows
+    }
+    reasons = tending.ties_at(conn, now, list(dict.fromkeys(chain.from_iterable(close.values()))))
+    for public, others in close.items():
+        for other in others:
+            found[public] = found[public].with_those(reasons.get(other, Ties()), f" (as {other})")
     return found
 
 

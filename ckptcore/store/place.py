@@ -174,6 +174,36 @@ class Spellings:
         return _Index([_identified(url, self._look) for url in self._urls])
 
 
+def perhaps_within(url: str, urls: Iterable[str]) -> tuple[str, ...]:
+    """Return those of many URLs that may be one place or inside it: few, for a comparison of each.
+
+    One question about each local URL, and several about each folder that has some, tell nearly all apart.
+    """
+    look, urls = _Look(), tuple(urls)
+    here = _identified(url, look)
+    if not here.exists:
+        return urls
+    names = {path[-1] for _, path in here.spots if path} | {"", ".", ".."}
+    folders: dict[str, bool] = {}
+
+    def apart(each: str) -> bool:
+        if not each.startswith("/") or "::" in each:
+            return False
+        above, _, name = each.rpartition("/")
+        if above not in folders:
+            inside = relation(_identified(f"{above}/", look), here) in (Relation.SAME, Relation.INSIDE)
+            folders[above] = inside
+        if folders[above] or name in names or each in look.mount_points:
+            return False
+        try:
+            seen = os.lstat(each)
+        except (OSError, ValueError):
+            return False
+        return not stat.S_ISLNK(seen.st_mode) and (seen.st_dev, seen.st_ino) != here.trail[0]
+
+    return tuple(each for each in urls if not apart(each))
+
+
 def _identified(url: str, look: _Look) -> Location:
     if roots := roots_of(url):
         parts = tuple(_identified(root, look) for root in roots)
@@ -249,8 +279,8 @@ class _Look:
         self._devices: dict[str, tuple[str, str]] = {}
 
     @functools.cached_property
-    def _points(self) -> dict[str, tuple[str, str]]:
-        # The last one of a point counts.
+    def mount_points(self) -> dict[str, tuple[str, str]]:
+        """Mount point -> (device, folder of its file system); the last one of a point counts."""
         return {point: (device, os.path.normpath(root)) for device, root, point in mounts()}
 
     def real(self, path: str) -> str:
@@ -281,8 +311,8 @@ class _Look:
     def on_device(self, real: str) -> tuple[str, str]:
         """Return (device, path in its file system) of a real path: the same for all mounts of it."""
         for each in _until(real, self._devices):
-            device, inner = self._points.get(each) or ("", "/")
-            if each not in self._points and each != "/":
+            device, inner = self.mount_points.get(each) or ("", "/")
+            if each not in self.mount_points and each != "/":
                 device, inner = self._devices[os.path.dirname(each)]
                 inner = os.path.join(inner, os.path.basename(each))
             self._devices[each] = device, inner

@@ -42,7 +42,7 @@ def readers(catalog, source, now=None):
     now = now or datetime.now(UTC)
     with catalog.reading() as conn:
         mine = maintenance.ties(conn, now, [source])[source].readers
-        every = maintenance.tied(conn, now).get("/s", maintenance.Ties()).readers
+        every = maintenance.ties_at(conn, now, ["/s"]).get("/s", maintenance.Ties()).readers
         assert mine == every
         assert set(maintenance.replacing(conn, now, "/out/new")) == set(mine)
         return mine
@@ -165,7 +165,8 @@ def test_a_catalog_of_an_older_schema_is_read(bare):
             " '2026-01-01 00:00:00+00:00', '{}')"
         )
     with open_catalog(bare, create=False) as catalog, catalog.reading() as conn:
-        assert maintenance.tied(conn, started)["/s"].readers == ("c1",)
+        assert maintenance.tied(conn, started) == ("/s",)
+        assert maintenance.ties_at(conn, started, ["/s"])["/s"].readers == ("c1",)
         assert maintenance.replacing(conn, started, "/b") == ("c1",)
 
 

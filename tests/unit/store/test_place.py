@@ -11,7 +11,7 @@ import pytest
 
 from ckptcore.errors import UsageError
 from ckptcore.store import place
-from ckptcore.store.place import Relation, Spellings, identify, overlaps, relation
+from ckptcore.store.place import Relation, Spellings, identify, overlaps, perhaps_within, relation
 
 SAME = [
     ("s3://b/run", "s3://b/run/"),
@@ -202,6 +202,39 @@ def test_the_index_finds_what_a_comparison_of_all_finds(tmp_path: Path) -> None:
         here = identify(url)
         found = {each: relation(identify(each), here) for each in urls if each != url}
         assert known.of(url) == {each: how for each, how in found.items() if how is not Relation.APART}
+        within = [each for each, how in found.items() if how in (Relation.SAME, Relation.INSIDE)]
+        assert set(within) <= set(perhaps_within(url, urls))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_part_that_is_mounted_elsewhere_may_be_within(tmp_path: Path) -> None:
+    (tmp_path / "step-1/inner/deep").mkdir(parents=True)
+    (tmp_path / "elsewhere/best").mkdir(parents=True)
+    (tmp_path / "elsewhere/other").mkdir()
+    here, best = str(tmp_path / "step-1"), str(tmp_path / "elsewhere/best")
+    bind = ["mount", "--bind", str(tmp_path / "step-1/inner"), best]
+    if subprocess.run(bind, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        urls = (f"{tmp_path}/elsewhere/other", best, f"{best}/deep")
+        assert perhaps_within(here, urls) == urls[1:]
+        assert Spellings(urls).of(here) == dict.fromkeys(urls[1:], Relation.INSIDE)
+    finally:
+        subprocess.run(["umount", best], check=True)
+
+
+def test_one_place_is_told_from_many_with_a_question_about_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = [f"{tmp_path}/run-{n % 3}/step-{n}" for n in range(200)]
+    for url in urls:
+        os.makedirs(url)
+    asked: list[object] = []
+    look, see = os.lstat, os.stat
+    monkeypatch.setattr(os, "lstat", lambda path, **more: (asked.append(path), look(path, **more))[1])
+    monkeypatch.setattr(os, "stat", lambda path, **more: (asked.append(path), see(path, **more))[1])
+    assert perhaps_within(urls[7], urls) == (urls[7],)
+    assert len(asked) <= len(urls) + 50
 
 
 def test_many_places_of_one_name_are_few_comparisons_and_questions(
