@@ -252,7 +252,12 @@ class _Run:
         return work, jobs(plan, self._budget, work.strides)
 
     def _begun(self, plan: FilePlan, writer: FileWriter) -> FileWork:
-        work = FileWork(plan, self._run.source, self._records, writer, self._settings, self._part)
+        try:
+            work = FileWork(plan, self._run.source, self._records, writer, self._settings, self._part)
+        except BaseException:  # nothing else knows its writer yet
+            with finishing():
+                writer.abort()
+            raise
         with self._lock:
             self._open[plan.index] = work
         return work

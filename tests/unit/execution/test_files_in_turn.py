@@ -12,7 +12,7 @@ from paths import FIXTURES
 from pieces import numbered, write_dcp
 
 from ckptcore import Box, convert
-from ckptcore.errors import DamagedCheckpoint
+from ckptcore.errors import BudgetTooSmall, DamagedCheckpoint
 from ckptcore.execution.file_writer import FileWork
 from ckptcore.planning.request import Settings
 
@@ -105,3 +105,29 @@ def test_an_error_in_one_file_removes_all_that_are_open(source: str, tmp_path: P
         convert(source, str(tmp_path / "out"), settings=settings(8), **SIZES)
     assert not list(tmp_path.rglob("*.part"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_writer_is_discarded_where_its_file_cannot_begin(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third file's own state needs memory that is not there."""
+    opened, discarded, made = executing.open_writer, list[str](), list[str]()
+
+    def open_writer(run: Any, plan: Any, part: Any = None) -> Any:
+        writer = opened(run, plan, part)
+        abort = writer.abort
+        monkeypatch.setattr(writer, "abort", lambda: (discarded.append(plan.path), abort())[1])
+        return writer
+
+    def begun(plan: Any, *given: Any) -> FileWork:
+        made.append(plan.path)
+        if len(made) == 3:
+            raise MemoryError
+        return FileWork(plan, *given)
+
+    monkeypatch.setattr(executing, "open_writer", open_writer)
+    monkeypatch.setattr(executing, "FileWork", begun)
+    with pytest.raises(BudgetTooSmall):
+        convert(source, str(tmp_path / "out"), settings=settings(16), **SIZES)
+    assert made[2] in discarded
+    assert not list(tmp_path.rglob("*.part"))
