@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import bindparam, delete, insert, select, update
 
 from ckptcore.catalog import training_rows
-from ckptcore.catalog.models import Checkpoint, CheckpointFile, FindingRecord, Tag, Tensor, TrainingRun
-from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, storable
+from ckptcore.catalog.models import (
+    Alias,
+    Checkpoint,
+    CheckpointFile,
+    ConversionIO,
+    FindingRecord,
+    Hold,
+    Tag,
+    Tensor,
+    TrainingRun,
+)
+from ckptcore.catalog.normalize import clean, clean_json, hex_digest, same_places, storable
 from ckptcore.catalog.types import CheckpointFacts, Kind, Role, State
 from ckptcore.errors import LEVELS, Finding, UsageError
 
@@ -26,14 +36,16 @@ if TYPE_CHECKING:
 
 
 def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind) -> tuple[int, str]:
-    """Find or insert the row of the checkpoint at `facts.uri`, and mark other rows of the URI as replaced.
+    """Find or insert the row of the checkpoint at `facts.uri`, and mark other rows of the place as replaced.
 
-    A row is one content at one URI. The same manifest with other file digests is other content.
+    A row is one content at one place, under the scheme that it was recorded with. The same manifest with
+    other file digests is other content.
 
     Returns:
         (row id, public id).
     """
-    uri, manifest = normal_uri(facts.uri), hex_digest(facts.manifest_digest)
+    places, manifest = same_places(facts.uri), hex_digest(facts.manifest_digest)
+    uri = places[0]
     files = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.files]
     content = content_digest(files)
     extra = [(storable(path), nbytes, hex_digest(d) if d else None) for path, nbytes, d in facts.extra]
@@ -44,8 +56,9 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         Checkpoint.state,
         Checkpoint.run_id,
         Checkpoint.step,
-    ).where(Checkpoint.uri == uri, Checkpoint.manifest_digest == manifest)
-    same = conn.execute(known.order_by(Checkpoint.replaced_at.is_not(None), Checkpoint.id.desc())).all()
+    ).where(Checkpoint.uri.in_(places), Checkpoint.manifest_digest == manifest)
+    newest = (Checkpoint.replaced_at.is_not(None), Checkpoint.uri != uri, Checkpoint.id.desc())
+    same = conn.execute(known.order_by(*newest)).all()
     if content:
         # Prefer the row of this content, else one whose content is not known yet.
         same = [row for row in same if row.content_digest == content] or [
@@ -99,10 +112,12 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         _put_files(conn, checkpoint, files, Role.DATA)
         _put_files(conn, checkpoint, extra, Role.EXTRA)
         _put_tensors(conn, checkpoint, facts)
+    if len(places) > 1:
+        _keep_ties(conn, checkpoint, places)
     conn.execute(
         update(Checkpoint)
         .where(
-            Checkpoint.uri == uri,
+            Checkpoint.uri.in_(places),
             Checkpoint.id != checkpoint,
             Checkpoint.state.not_in((State.REPLACED.value, State.DELETED.value)),
         )
@@ -111,6 +126,39 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     for origin, training in facts.training:
         training_rows.put(conn, now, checkpoint, training, origin)
     return checkpoint, public
+
+
+def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None:
+    """Move what keeps a checkpoint from the rows of the same content under other schemes to its row.
+
+    Older versions recorded one place under each scheme. A replaced row keeps nothing from deletion.
+    """
+    row = conn.execute(
+        select(Checkpoint.uri, Checkpoint.manifest_digest, Checkpoint.content_digest).where(
+            Checkpoint.id == checkpoint
+        )
+    ).one()
+    others = select(Checkpoint.id).where(
+        Checkpoint.uri.in_([each for each in places if each != row.uri]),
+        Checkpoint.manifest_digest == row.manifest_digest,
+        *([Checkpoint.content_digest.in_([row.content_digest, ""])] if row.content_digest else []),
+        Checkpoint.state.not_in((State.REPLACED.value, State.DELETED.value)),
+    )
+    twins = list(conn.execute(others).scalars())
+    if not twins:
+        return
+    for table in (Hold, Alias):
+        conn.execute(update(table).where(table.checkpoint_id.in_(twins)).values(checkpoint_id=checkpoint))
+    # Keyed by the checkpoint: what its row has already stays.
+    keys: tuple[tuple[type[Tag | ConversionIO], str], ...] = ((Tag, "key"), (ConversionIO, "conversion_id"))
+    for keyed, key in keys:
+        mine = list(
+            conn.execute(select(getattr(keyed, key)).where(keyed.checkpoint_id == checkpoint)).scalars()
+        )
+        for twin in twins:
+            moved = (keyed.checkpoint_id == twin, getattr(keyed, key).not_in(mine))
+            mine += conn.execute(select(getattr(keyed, key)).where(*moved)).scalars()
+            conn.execute(update(keyed).where(*moved).values(checkpoint_id=checkpoint))
 
 
 def note_findings(

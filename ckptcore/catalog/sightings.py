@@ -11,7 +11,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import insert, or_, select, update
+from sqlalchemy import insert, or_, select, union, update
 
 from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
 from ckptcore.catalog.normalize import clean_json, normal_uri, same_places
@@ -92,6 +92,12 @@ def outputs_below(conn: Connection, root: str) -> frozenset[str]:
         uris = (*conn.execute(begun).scalars(), *conn.execute(known).scalars())
         found.update(f"{top}{uri.removeprefix(each)}" for uri in uris)
     return frozenset(found)
+
+
+def outputs(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs where conversions write, or have written."""
+    known = select(Checkpoint.uri).where(Checkpoint.kind == Kind.DERIVED.value)
+    return tuple(conn.execute(union(select(Conversion.destination_uri), known)).scalars())
 
 
 def _is_below_root(column: Any, root: str) -> ColumnElement[bool]:

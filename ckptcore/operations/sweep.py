@@ -32,7 +32,9 @@ from ckptcore.operations.discover import Candidate, discover
 from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
 from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
 from ckptcore.planning.request import Request
+from ckptcore.store import local_path
 from ckptcore.store.listing import survey
+from ckptcore.store.place import Relation, Spellings, perhaps_within
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -232,11 +234,15 @@ def look_through(
         targets = targets_of(root)
         with catalog.reading() as conn:
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
+            written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
         kept = () if relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)
     except CkptError as error:
         standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
         return (SweepItem(root.name, root.uri, None, standing, error.message),)
+    # An output that was recorded under another name of its place, such as one behind a mount.
+    elsewhere = Spellings(each for each in written if each not in outputs)
+    candidates = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]
     planned = [(c, [_planned(target, c) for target in targets]) for c in candidates]
     requests = [r for _, made in planned for r, _ in made if r is not None]
     destinations = {place for r in requests for place in same_places(r.destination)}

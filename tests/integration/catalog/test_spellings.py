@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ckptcore.catalog import claims, maintenance
+from ckptcore.catalog import aliases, claims, holds, maintenance
 from ckptcore.catalog.query import files_at
 from ckptcore.catalog.run_outputs import output_at
 from ckptcore.errors import UsageError
@@ -54,6 +54,32 @@ def test_the_newest_of_two_rows_of_one_place_is_current(catalog, convert, facts)
     convert(facts("s3a://b/run"), facts("/out/1", content="c"))
     convert(facts("s3://b/run", manifest="m2"), facts("/out/2", content="c"))
     assert catalog.show("s3a://b/run").checkpoint.manifest_digest.startswith("6d32")
+
+
+@pytest.mark.parametrize("content", [None, "c"])
+def test_a_place_that_was_recorded_under_two_schemes_becomes_one_row(catalog, convert, facts, content):
+    """Nothing that keeps it from deletion is lost, and reports count it once."""
+    here, there = facts("s3://b/run", content=content), facts("s3a://b/elsewhere", content=content)
+    first, _ = convert(here, facts("/out/1", content="o"))
+    second, _ = convert(there, facts("/out/2", content="p"))
+    kept, other = (catalog.show(each.uri).checkpoint.id for each in (here, there))
+    with catalog.writing() as conn:  # as older versions recorded it
+        conn.exec_driver_sql("UPDATE checkpoint SET uri = 's3a://b/run' WHERE uri = 's3a://b/elsewhere'")
+        holds.place(conn, NOW, other, "audit")
+        aliases.set_alias(conn, NOW, "best", other)
+    for each, key in ((kept, "a"), (other, "a"), (other, "b")):
+        catalog.tag(each, key, each)
+    catalog.record_validation(here, ())
+    detail = catalog.show("s3a://b/run")
+    assert (detail.checkpoint.id, catalog.show(other).checkpoint.state) == (kept, "replaced")
+    assert detail.tags == {"a": kept, "b": other}
+    with catalog.reading() as conn:
+        now = datetime.now(UTC)
+        ties = maintenance.ties(conn, now, [kept])[kept]
+        assert (ties.holds, ties.aliases, sorted(ties.tags)) == (("audit",), ("best",), ["a", "b"])
+        assert {made.id for made, _ in maintenance.children(conn, kept)} == {first, second}
+        count = "SELECT sum(checkpoints) FROM storage_by_run WHERE kind = 'source'"
+        assert conn.exec_driver_sql(count).scalar() == 1
 
 
 def test_an_output_is_claimed_once_under_all_schemes(catalog):

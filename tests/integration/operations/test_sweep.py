@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from datetime import UTC, datetime
 
+import pytest
 from checkpoints import save
 from safetensors.torch import load_file
 
@@ -16,11 +18,13 @@ from ckptcore.catalog import claims, open_catalog, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.checking.check import Report
 from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import convert
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import Busy, DiskFull, Finding, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.operations import readiness as settling
 from ckptcore.operations.claims import key_of
 from ckptcore.operations.sweep import sweep
+from ckptcore.planning.request import Request, Settings
 
 WRONG = Finding("truncated-file", "files", "a file is shorter than its metadata says")
 
@@ -174,6 +178,26 @@ def test_outputs_below_the_root_are_not_swept(runs, watch, swept):
     assert set(swept()[0]) == {"step-1"}
     items, made = swept()
     assert (len(items), made) == (1, [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_outputs_that_were_recorded_behind_another_mount_are_not_swept(runs, swept, catalog, url, tmp_path):
+    for step in (1, 2):
+        save(runs / f"llama/step-{step}", step)
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    bind = ["mount", "--bind", str(runs), str(mounted)]
+    if subprocess.run(bind, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        convert(Request(str(runs / "llama/step-1"), str(runs / "llama/full/step-9")), Settings(), None, url)
+        with catalog.writing() as conn:
+            roots.add(
+                conn, datetime.now(UTC), "m", str(mounted), target={"destination": f"{tmp_path}/o/{{path}}"}
+            )
+        assert set(swept(dry_run=True)[0]) == {"step-1", "step-2"}
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
 
 
 def test_two_that_would_collide_are_refused(runs, watch, swept):

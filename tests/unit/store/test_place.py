@@ -223,7 +223,7 @@ def test_a_part_that_is_mounted_elsewhere_may_be_within(tmp_path: Path) -> None:
         subprocess.run(["umount", best], check=True)
 
 
-def test_one_place_is_told_from_many_with_a_question_about_each(
+def test_one_place_is_compared_with_many_by_a_question_about_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = [f"{tmp_path}/run-{n % 3}/step-{n}" for n in range(200)]
