@@ -242,8 +242,8 @@ def look_through(
         return (SweepItem(root.name, root.uri, None, standing, error.message),)
     # An output that was recorded under another name of its place, such as one behind a mount.
     elsewhere = Spellings(each for each in written if each not in outputs)
-    candidates = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]
-    planned = [(c, [_planned(target, c) for target in targets]) for c in candidates]
+    found = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]
+    planned = [(c, [_planned(target, c) for target in targets]) for c in found]
     requests = [r for _, made in planned for r, _ in made if r is not None]
     destinations = {place for r in requests for place in same_places(r.destination)}
     planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
