@@ -255,8 +255,8 @@ def _part_hint(matched: Matched, mapped: Mapped) -> str:
         return ""
     first = next(name for name in left if name.startswith(prefix))
     stored = {new: old for old, new in mapped.renamed}.get(first, first)
-    whole = stored.removesuffix(first.removeprefix(prefix))
-    return f"add --model-prefix {whole}: the names below it are those of the map"
+    option = stored.removesuffix(first.removeprefix(prefix))
+    return f"add --model-prefix {option}: the names below it are those of the map"
 
 
 def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:

@@ -26,7 +26,7 @@ from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import derive
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.errors import CkptError, Finding, finding
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
 from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
@@ -132,8 +132,8 @@ def read(source: Source) -> Manifest:
             unfit[weight] = _unfit(specs[weight], f"belongs to {found[0]}: nothing decodes it here")
     known = _with_scales(others) | {name for _, _, pair, _ in made.values() for name in pair}
     alike = {*_FLOAT8, *(specs[weight].dtype for weight in made)} - {"uint8"}
-    scaleless = _scaleless(stored.tensors, known, config, alike)
-    findings = (*unfit.values(), *scaleless, *_orphans(stored, names, known))
+    bare = scaleless(stored.tensors, known, config, alike)
+    findings = (*unfit.values(), *bare, *_orphans(stored, names, known))
     origin = {**stored.origin, "dequantised": len(made)}
     sizes = sorted({params for _, fn, _, params in made.values() if fn == "fp8_block"} - {_BLOCK})
     if sizes:
@@ -146,7 +146,11 @@ def lost_scales(source: Source, manifest: Manifest) -> Manifest:
     if source.keep_quantized or not any(t.dtype in _FLOAT8 for t in manifest.tensors):
         return manifest  # no other file is read for it
     known = _with_scales(companions(manifest.tensors))
-    found = _scaleless(manifest.tensors, known, read_quantization(source), ())
+    try:
+        found = [*scaleless(manifest.tensors, known, read_quantization(source), ())]
+    except MalformedCheckpoint as error:  # it may state that they have scales
+        codes = [t for t in manifest.tensors if t.dtype in _FLOAT8 and t.fqn not in known]
+        found = [_unfit(t, f"is {t.dtype}, and may have a scale: {error.message}") for t in codes]
     return replace(manifest, findings=(*manifest.findings, *found))
 
 
@@ -262,7 +266,7 @@ def _unfit(weight: TensorSpec, why: str) -> Finding:
     return finding("unfit-quantization", "coverage", f"{weight.fqn} {why}", fqn=weight.fqn)
 
 
-def _scaleless(
+def scaleless(
     tensors: Iterable[TensorSpec], known: Iterable[str], config: QuantizationConfig, alike: Collection[str]
 ) -> Iterator[Finding]:
     """Yield findings for weights that no tensor is a scale of.
