@@ -1,7 +1,7 @@
 """Find the names that a model has without its quantisation, to compare quantised weights with its config.
 
 transformers builds quantised modules only with the libraries that compute with them, often only on their
-devices. A plain model has the weights that these modules describe. So each quantised weight stands for its
+devices. A plain model has the weights that these modules describe. So each quantised weight counts as its
 weight, where the config states that its module is quantised, and what belongs to it is no name of the model.
 """
 
