@@ -188,7 +188,7 @@ class UnsupportedDtype(CkptError):
     """A dtype is unknown, or the target format cannot hold it."""
 
     code, exit_code = "unsupported-dtype", 14
-    default_hint = "cast it (--dtype), leave it out (--exclude), or choose another target format"
+    default_hint = "leave it out (--exclude), or choose another target format; --dtype casts floats only"
 
 
 class BudgetTooSmall(CkptError):

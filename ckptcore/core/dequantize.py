@@ -7,7 +7,10 @@ cut into boxes changes no bit.
 - ``fp8_block``: inputs weight [R, C] of a dtype of one byte, scale [ceil(R / r), ceil(C / c)]; params
   (r, c), the block. out[i, j] = weight[i, j] * scale[i // r, j // c] in float32
   (torch/distributed/checkpoint/quantized_hf_storage.py, `_dequantize_tensor`; DeepSeek-V3's
-  ``weight_scale_inv``).
+  ``weight_scale_inv``). A weight [E, R, C] of E experts has a scale [E, ceil(R / r), ceil(C / c)].
+- ``scaled_experts``: inputs weight [E, R, C] as above, scale [E], or with three dims, each the weight's or 1;
+  params: for each dim of the scale 1 where it is the weight's, else 0. out = weight * scale in float32
+  (`Llama4TextExperts` with fbgemm_fp8: one scale per column of each expert).
 - ``scaled``, ``scaled_rows``: inputs weight [R, C] as above, scale with one element, or one per row ([R] or
   [R, 1]); params (n,), the scale's number of dims. out = weight * scale in float32 (compressed-tensors,
   `quantization/lifecycle/forward_helpers.py`, `_dequantize`; FbgemmFp8Linear of transformers).
@@ -59,27 +62,39 @@ class Function:
 
 def _block_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
     weight, scale = inputs
-    if len(params) != 2 or min(params) < 1 or not _are_codes_and_factors(weight, scale):
+    rank = len(weight.shape)
+    if rank not in (2, 3) or len(params) != 2 or min(params) < 1 or not _are_codes_and_factors(weight, scale):
         return None
-    wanted = tuple(-(-n // b) for n, b in zip(weight.shape, params, strict=True))
+    wanted = tuple(-(-n // b) for n, b in zip(weight.shape, _block_of(rank, params), strict=True))
     return weight.shape if scale.shape == wanted else None
 
 
+def _block_of(rank: int, params: Shape) -> Shape:
+    """Return the sizes of a block of a weight: of one expert, where it has several."""
+    return (1,) * (rank - 2) + params
+
+
 def _are_codes_and_factors(weight: TensorSpec, scale: TensorSpec) -> bool:
-    """Report whether these are a matrix of one-byte values, and floats."""
+    """Report whether these are one-byte values, and floats."""
     code, factor = BY_NAME.get(weight.dtype), BY_NAME.get(scale.dtype)
     plain = code is not None and code.itemsize == 1 and weight.dtype not in ("uint8", "bool")
-    return plain and len(weight.shape) == 2 and factor is not None and factor.is_float
+    return plain and factor is not None and factor.is_float
 
 
 def _block_needs(box: Box, params: Shape) -> tuple[Box, ...]:
-    first = tuple(o // b for o, b in zip(box.offset, params, strict=True))
-    end = tuple(-(-e // b) for e, b in zip(box.end, params, strict=True))
+    block = _block_of(len(box.shape), params)
+    first = tuple(o // b for o, b in zip(box.offset, block, strict=True))
+    end = tuple(-(-e // b) for e, b in zip(box.end, block, strict=True))
     return box, Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
 
 
 def _fill_block(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
     weight, scale = inputs
+    if len(box.shape) == 3:
+        expert = Box(box.offset[1:], box.shape[1:])
+        for n in range(box.shape[0]):
+            _fill_block(torch, expert, (weight[n], scale[n]), params, out[n])
+        return
     out.copy_(weight)
     (row, column), (rows, columns) = box.offset, params
     skipped = column % columns
@@ -95,12 +110,12 @@ def _fill_block(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out:
 def _scaled_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
     weight, scale = inputs
     fits = _are_codes_and_factors(weight, scale) and params == (len(scale.shape),) and scale.numel == 1
-    return weight.shape if fits else None
+    return weight.shape if fits and len(weight.shape) in (2, 3) else None
 
 
 def _rows_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
     weight, scale = inputs
-    if not _are_codes_and_factors(weight, scale) or params != (len(scale.shape),):
+    if not _are_codes_and_factors(weight, scale) or params != (len(scale.shape),) or len(weight.shape) != 2:
         return None
     return weight.shape if scale.shape in ((weight.shape[0],), (weight.shape[0], 1)) else None
 
@@ -108,6 +123,25 @@ def _rows_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
 def _fill_scaled(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
     # The scale has one element, or one per row of the box.
     out.copy_(inputs[0]).mul_(inputs[1].to(out.dtype).reshape(-1, 1))
+
+
+def _experts_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
+    weight, scale = inputs
+    if not _are_codes_and_factors(weight, scale) or len(weight.shape) != 3 or len(params) not in (1, 3):
+        return None
+    wanted = tuple(n if own else 1 for n, own in zip(weight.shape, params, strict=False))
+    return weight.shape if params[0] and scale.shape == wanted else None
+
+
+def _experts_needs(box: Box, params: Shape) -> tuple[Box, ...]:
+    own = [*zip(box.offset, box.shape, params, strict=False)]
+    return box, Box(tuple(o if p else 0 for o, _, p in own), tuple(n if p else 1 for _, n, p in own))
+
+
+def _fill_experts(torch: Any, box: Box, inputs: Sequence[Any], params: Shape, out: Any) -> None:
+    weight, scale = inputs
+    factors = scale.to(out.dtype)
+    out.copy_(weight).mul_(factors if len(params) == 3 else factors.reshape(-1, 1, 1))
 
 
 def _fp4_shape(inputs: Sequence[TensorSpec], params: Shape) -> Shape | None:
@@ -176,6 +210,14 @@ FUNCTIONS: dict[str, Function] = {
         lambda box, params: (box, Box((box.offset[0], 0)[: params[0]], (box.shape[0], 1)[: params[0]])),
         lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
         _fill_scaled,
+    ),
+    "scaled_experts": Function(
+        "weights of experts times their scales",
+        "float32",
+        _experts_shape,
+        _experts_needs,
+        lambda dtypes: sum(BY_NAME[d].itemsize for d in dtypes),
+        _fill_experts,
     ),
     "mxfp4": Function(
         "4-bit floats times the power of two of their group",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import select
+from ckptcore.utils.dataclass import dataclass
 
 _CODES = frozenset(
     {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "int8", "uint8", "int32"}
@@ -40,6 +41,10 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
     ".state1": (".absmax1", ".qmap1"),  # optimizers of bitsandbytes
     ".state2": (".absmax2", ".qmap2"),
 }
+# End of the name of a tensor of packed codes -> that of the weight, which has another shape.
+_PACKED: Mapping[str, str] = {"_blocks": "", "_packed": "", ".compressed": ".weight", ".qweight": ".weight"}
+# What modules have beside: orders of groups, shapes, layouts.
+_NOTES = ("weight_shape", "weight_format", "weight_g_idx", "g_idx", "bitmask", "row_offsets")
 # Factors of what goes into a quantised module and comes out of it, or of caches of the module around it.
 _OF_MODULE = ("input_scale", "input_scale_ub", "input_global_scale", "activation_scale", "output_scale")
 _OF_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale")
@@ -87,6 +92,29 @@ def bound(tensors: Iterable[TensorSpec]) -> dict[str, str]:
         found[name] = beside[0]
         for other in (*beside, *(n for n in _of_activations(name) if n in specs)):
             found.setdefault(other, name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A quantised weight. name: without quantisation. packed: whether its shape is another. stored: names."""
+
+    name: str
+    packed: bool
+    stored: tuple[str, ...]
+
+
+def quantized_weights(tensors: Iterable[TensorSpec]) -> list[QuantizedWeight]:
+    """Return the weights that several stored tensors describe, with all names that belong to each."""
+    specs = {t.fqn: t for t in tensors}
+    found = []
+    for name, beside in companions(specs.values()).items():
+        end = next((e for e in _PACKED if name.endswith(e)), None)
+        weight = name if end is None else name.removesuffix(end) + _PACKED[end]
+        module = weight.rpartition(".")[0]
+        others = (*_of_activations(weight), *(f"{module}.{n}" for n in _NOTES))
+        stored = dict.fromkeys((name, *beside, *(n for n in others if n in specs)))
+        found.append(QuantizedWeight(weight, end is not None, tuple(stored)))
     return found
 
 

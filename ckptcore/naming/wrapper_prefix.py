@@ -1,8 +1,9 @@
-"""Find the prefix that a trainer's wrapper put in front of every name of a model, to suggest its removal."""
+"""Find the prefix that a trainer put in front of every name of a model, to suggest its removal."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 # First parts of names below ``model.`` that models on the Hugging Face hub have themselves.
 _OF_THE_HUB = frozenset({"decoder", "embed_tokens", "encoder", "layers", "norm", "rotary_emb", "shared"})
@@ -43,6 +44,25 @@ def possible_wrapper(names: Collection[str]) -> str:
         return ""
     below = {name[len(prefix) :].partition(".")[0] for name in names}
     return "" if prefix == "model." and below <= _OF_THE_HUB else prefix
+
+
+def prefix_of_taken(names: Collection[str], taken: Callable[[Sequence[str]], int]) -> str:
+    """Return the prefix without which a map takes most names, or "".
+
+    Args:
+        names: Those that it does not take with their prefix. Some may be of another part.
+        taken: Returns how many of some names the map takes.
+
+    >>> prefix_of_taken(["model.h.0.w", "model.h.1.w", "args.x"], lambda names: sum("h." in n for n in names))
+    'model.'
+    """
+    for parts in range(1, _MOST_PARTS + 1):
+        starts = Counter(".".join(name.split(".", parts)[:parts]) + "." for name in names)
+        prefix = max(starts, key=starts.__getitem__, default="")
+        below = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+        if 2 * taken(below) > len(names):
+            return prefix
+    return ""
 
 
 def remove_prefix(prefix: str) -> str:

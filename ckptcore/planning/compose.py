@@ -55,6 +55,7 @@ from ckptcore.planning.model_files import (
 )
 from ckptcore.planning.nesting import LEFT_OUT, nest, split_objects, without
 from ckptcore.planning.plan import Plan, Target, make_plan
+from ckptcore.planning.quantized_folder import plain_shapes
 from ckptcore.planning.request import STORED, Request
 from ckptcore.planning.reshard_findings import reshard_findings, stages_of
 from ckptcore.planning.restated_values import value_findings
@@ -401,7 +402,10 @@ def _checked_names(
     warnings, naming = (list(found.warnings), found.map) if found is not None else ([], None)
     if config is None or model is None:
         return mapped, warnings, naming
-    expected = check_names(config, {t.fqn: t.shape for t in mapped.manifest.tensors})
+    tensors = mapped.manifest.tensors
+    computed = bool(mapped.manifest.derived)  # then the config is written without its quantisation
+    shapes = {t.fqn: t.shape for t in tensors} if computed else plain_shapes(config, tensors)
+    expected = check_names(config, shapes)
     present = {t.fqn for t in mapped.manifest.tensors}
     ties = [(a, b) for a, b in expected.ties if a in present and b in present]
     ties = [*request.tie, *(t for t in ties if t not in request.tie)]

@@ -67,7 +67,7 @@ class Expected:
     warnings: tuple[Finding, ...] = ()
 
 
-def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> Expected:
+def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None]) -> Expected:
     """Compare names and shapes with the model of a config.
 
     The installed transformers' own loader decides, which renames, stacks and splits
@@ -76,7 +76,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
 
     Args:
         config: With config.json.
-        found: Name -> shape.
+        found: Name -> shape; None for one that is unknown, and not compared.
 
     Returns:
         Ties. A warning instead, without transformers, or for a model type that it does not know.
@@ -87,7 +87,7 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...]]) -> E
     """
     if importlib.util.find_spec("transformers") is None:
         return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'")
-    require_possible(config.form, f"--config {config.url}", found.values())
+    require_possible(config.form, f"--config {config.url}", (s for s in found.values() if s is not None))
     asked = {"config": config.form, "tensors": found}
     answer = ask_once("ckptcore.planning.meta_model", asked, seconds=_SECONDS)
     if "rejected" in answer:

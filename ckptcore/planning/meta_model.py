@@ -1,7 +1,7 @@
 """Build the model of a config.json on the meta device, and compare an export's names and shapes with it.
 
 The module runs in a process of its own (`ckptcore.planning.transformers_process`). Its input is
-``{"config": content of config.json, "tensors": {name: shape}}``. No weight is allocated.
+``{"config": content of config.json, "tensors": {name: shape, or null}}``. No weight is allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptcore.planning.transformers_conversion import ModelMismatch, compare
 from ckptcore.planning.transformers_process import LOCAL, Answer, brief, quiet_transformers, serve
 
 
-def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> Answer:
+def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int] | None]) -> Answer:
     """Return the model's class and the fields of `ModelMismatch`, or why there is no model.
 
     ``unknown``: the installed transformers has no such model. ``rejected``: it builds none from this config.
@@ -34,7 +34,9 @@ def describe(content: dict[str, Any], tensors: Mapping[str, Sequence[int]]) -> A
         return {"rejected": brief(error)}
     own = {name: tuple(t.shape) for name, t in model.state_dict().items() if hasattr(t, "shape")}
     try:
-        outcome = compare(model, {name: tuple(shape) for name, shape in tensors.items()})
+        outcome = compare(
+            model, {name: None if shape is None else tuple(shape) for name, shape in tensors.items()}
+        )
     except Exception as error:  # the export's fault where the loader takes what the model itself has
         compare(built(content), own)
         outcome = ModelMismatch(broken=[brief(error)])

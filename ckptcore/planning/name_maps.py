@@ -22,6 +22,7 @@ from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Templates
 from ckptcore.naming.rename import Dropped, MadeTensor, Mapped
 from ckptcore.naming.worlds import HUB
+from ckptcore.naming.wrapper_prefix import prefix_of_taken
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
@@ -112,7 +113,7 @@ def map_names(
             hint="try --names stored to keep the names as they are",
         )
     _require_agreed(matched.map, configs)
-    require_fit(matched, mapped.manifest.tensors, part=part)
+    require_fit(matched, mapped.manifest.tensors, part=part, hint=_part_hint(matched, mapped))
     found = converted(mapped.manifest, matched)
     used = {a for of in matched.classes for a in of.sizes} | {
         name for of in matched.classes for name in _axis_names(of.rule.axes)
@@ -228,17 +229,34 @@ def _fitting(
 
 def _covers(rules: ArchMap, templates: Templates) -> bool:
     """Return whether a rule takes every kind of name: a quick test before shapes are compared."""
-    taken: set[str] = set()
-    wild = []
-    for rule in rules.rules:
-        for side in rule.spellings:
-            for term in side:
-                if term.name.wild:
-                    wild.append(term.name)
-                else:
-                    taken.add(term.name.template)
-    left = [t for t in templates.rows if t not in taken]
+    names = [term.name for rule in rules.rules for side in rule.spellings for term in side]
+    wild = [name for name in names if name.wild]
+    left = templates.rows.keys() - _plain_templates(rules)
     return all(any(name.fits(t) for name in wild) for t in left)
+
+
+def _plain_templates(rules: ArchMap) -> set[str]:
+    """Return the templates of the names that rules take, without those with a wild part."""
+    names = (term.name for rule in rules.rules for side in rule.spellings for term in side)
+    return {name.template for name in names if not name.wild}
+
+
+def _part_hint(matched: Matched, mapped: Mapped) -> str:
+    """Return the option that names the model part, where the map would take what is below a prefix."""
+    left = [mapped.manifest.tensors[t].fqn for t in matched.left]
+    known = _plain_templates(matched.map) if left else set[str]()
+
+    def taken(names: Sequence[str]) -> int:
+        rows = Templates.of(names).rows
+        return sum(len(rows[template]) for template in rows.keys() & known)
+
+    prefix = prefix_of_taken(left, taken)
+    if not prefix:
+        return ""
+    first = next(name for name in left if name.startswith(prefix))
+    stored = {new: old for old, new in mapped.renamed}.get(first, first)
+    option = stored.removesuffix(first.removeprefix(prefix))
+    return f"add --model-prefix {option}: the names below it are those of the map"
 
 
 def _contradicted(rules: ArchMap, configs: Sequence[Config]) -> str:

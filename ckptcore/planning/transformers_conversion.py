@@ -66,20 +66,24 @@ class _Route:
     targets: tuple[str, ...]
 
 
-def compare(model: Any, found: Mapping[str, Shape]) -> ModelMismatch:
+def compare(model: Any, found: Mapping[str, Shape | None]) -> ModelMismatch:
     """Compare an export with a model as the installed transformers would load it.
 
     Args:
         model: A transformers model on the meta device; its parameters are replaced.
-        found: Name -> shape of the export.
+        found: Name -> shape of the export; None where it is unknown: it counts as right.
     """
     wanted = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
     try:
         loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # before version 5 nothing is put together
-        return _compare_names(model, found, wanted)
+        return _compare_names(model, _filled(found, wanted), wanted)
     with _quick(loading):
         return _Comparison(loading, model, found, wanted).outcome()
+
+
+def _filled(found: Mapping[str, Shape | None], right: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: right.get(name, ()) if shape is None else shape for name, shape in found.items()}
 
 
 class _Spares:
@@ -106,9 +110,10 @@ class _Spares:
 class _Comparison:
     """One export, one model, and the loader of transformers 5."""
 
-    def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape], wanted: Mapping[str, Shape]):
-        self._loading, self._model, self._found, self._wanted = loading, model, found, wanted
+    def __init__(self, loading: Any, model: Any, found: Mapping[str, Shape | None], wanted: dict[str, Shape]):
+        self._loading, self._model, self._wanted = loading, model, wanted
         self._hub = self._hub_shapes()
+        self._found = found = _filled(found, wanted | self._hub)
         self._routes = self._routes_of(found)
         self._ideal = self._routes if found.keys() == self._hub.keys() else self._routes_of(self._hub)
         self._given, self._pieces = _by_group(self._routes), _by_group(self._ideal)

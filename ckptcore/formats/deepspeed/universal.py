@@ -74,7 +74,8 @@ def add_universal(
     surplus = 0
     for name, states in sorted(files.universal.items(), key=lambda row: natural(row[0])):
         moments = any(key not in (MASTER, _STEP) for key in states)
-        if trained and moments and name not in trained and surplus < _MAX_REPORTED:
+        listed = name in trained or (name in shapes and not moments and _STEP not in states)
+        if trained and not listed and surplus < _MAX_REPORTED:
             surplus += 1
             path = states.get(MASTER, min(states.values()))
             message = (

@@ -63,11 +63,19 @@ def read_quantization(source: Source) -> QuantizationConfig:
         MalformedCheckpoint: A config cannot be read.
     """
     form = _form(source, CONFIG)
-    stated = next(_stated(form), None)
-    label = CONFIG
-    if stated is None:
-        label, part = MODELOPT, _form(source, MODELOPT).get("quantization")
-        stated = {"quant_method": "modelopt", **part} if isinstance(part, dict) and part else None
+    if next(_stated(form), None) is not None:
+        return quantization_of(form)
+    part = _form(source, MODELOPT).get("quantization")
+    stated = {"quant_method": "modelopt", **part} if isinstance(part, dict) and part else None
+    return _checked(stated, MODELOPT)
+
+
+def quantization_of(form: dict[str, Any]) -> QuantizationConfig:
+    """Return what the content of a config.json states; raise `MalformedCheckpoint` if it is none."""
+    return _checked(next(_stated(form), None), CONFIG)
+
+
+def _checked(stated: dict[str, Any] | None, label: str) -> QuantizationConfig:
     if not stated:
         return QuantizationConfig()
     try:

@@ -5,7 +5,9 @@ Pairs are recognised by name, dtype and shape:
 - ``X`` of a float8 dtype or int8 [R, C] and its factors: ``X_scale_inv``, one per block (torch/distributed/
   checkpoint/quantized_hf_storage.py), or ``X_scale``, one per tensor, row or block (compressed-tensors,
   ModelOpt, fbgemm_fp8). config.json states the size of a block (`quantization_config`); that of
-  ``X_scale_inv`` is 128 x 128 where it does not.
+  ``X_scale_inv`` is 128 x 128 where it does not. Experts in one tensor [E, R, C] have factors of their own.
+- ``X.weight`` of a float8 dtype and ``X.scale``, one per block (DeepSeek-V3, inference/convert.py and
+  kernel.py, `weight_dequant`). What else is called so is carried as it is stored.
 - ``X_blocks`` uint8 [..., G, 16] and ``X_scales`` uint8 [..., G]: MXFP4.
 
 The weight is read as the float32 tensor that the formula gives, under its own name, and the scale is no
@@ -26,7 +28,7 @@ from ckptcore.core.dequantize import FUNCTIONS
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.subset import derive
 from ckptcore.encodings.safetensors_header import read_header
-from ckptcore.errors import CkptError, Finding, finding
+from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
 from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
@@ -54,13 +56,16 @@ class _Rule:
 
 # The first rule that fits a name applies.
 _INVERSE = _Rule(".weight_scale_inv", ".weight")
+_DEEPSEEK = _Rule(".scale", ".weight", _FLOAT8)
 _MXFP4 = _Rule("_scales", "_blocks", ("uint8",))  # names ending so mean MXFP4 only with this dtype
 _RULES = (
     _INVERSE,
     _Rule("_scale_inv", "", (*_FLOAT8, "int8")),
     _Rule("_scale", "", (*_FLOAT8, "int8")),
+    _DEEPSEEK,
     _MXFP4,
 )
+_IN_BLOCKS = (".weight_scale_inv", "_scale_inv", ".scale")  # one factor per block, unless a config differs
 # What a weight has beside its factors where it is not their product: end of the name -> that of the weight.
 _FURTHER = {
     "_zero_point": "",
@@ -71,7 +76,10 @@ _FURTHER = {
     ".pre_quant_scale": ".weight",
 }
 _PACKED = ("_scale_2", "_global_scale")  # of 4-bit floats
-_PER = {"scaled_rows": " per row", "mxfp4": " per group"}
+_PER = {"scaled_rows": " per row", "mxfp4": " per group", "scaled_experts": " per expert"}
+# Params of `scaled_experts`: one factor per expert; one per row or column of each.
+_OF_EXPERTS = ((1,), (1, 0, 0))
+_OF_ROWS = ((1, 1, 0), (1, 0, 1))
 _Formula = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, params, shape of the weight
 _Headers = dict[str, Mapping[str, Any]]  # of files: tensor -> (dtype, shape, ...)
 _Made = tuple[TensorSpec, str, Sequence[str], tuple[int, ...]]
@@ -83,7 +91,7 @@ def detect(source: Source) -> Evidence | None:
         return None
     try:
         headers: _Headers = {}
-        stated = cache(lambda: read_quantization(source).method)
+        stated = cache(lambda: read_quantization(source))
         files = _file_of_tensor(source, headers)
         for weight, scale, rule in _pairs(files):
             if rule.dtypes and any(weight + end in files for end in _PACKED):
@@ -113,6 +121,8 @@ def read(source: Source) -> Manifest:
         one, other = specs[weight], specs[scale]
         if rule.dtypes and not _is_pair(rule, one, other):
             continue
+        if rule is _DEEPSEEK and isinstance(_formula((one, other), rule, config), str):
+            continue
         names.add(_last(scale))
         form = (rule, one.dtype, one.shape, other.dtype, other.shape)
         formula = formulas.get(form) or _formula((one, other), rule, config)
@@ -132,8 +142,8 @@ def read(source: Source) -> Manifest:
             unfit[weight] = _unfit(specs[weight], f"belongs to {found[0]}: nothing decodes it here")
     known = _with_scales(others) | {name for _, _, pair, _ in made.values() for name in pair}
     alike = {*_FLOAT8, *(specs[weight].dtype for weight in made)} - {"uint8"}
-    scaleless = _scaleless(stored.tensors, known, config, alike)
-    findings = (*unfit.values(), *scaleless, *_orphans(stored, names, known))
+    bare = scaleless(stored.tensors, known, config, alike)
+    findings = (*unfit.values(), *bare, *_orphans(stored, names, known))
     origin = {**stored.origin, "dequantised": len(made)}
     sizes = sorted({params for _, fn, _, params in made.values() if fn == "fp8_block"} - {_BLOCK})
     if sizes:
@@ -146,7 +156,11 @@ def lost_scales(source: Source, manifest: Manifest) -> Manifest:
     if source.keep_quantized or not any(t.dtype in _FLOAT8 for t in manifest.tensors):
         return manifest  # no other file is read for it
     known = _with_scales(companions(manifest.tensors))
-    found = _scaleless(manifest.tensors, known, read_quantization(source), ())
+    try:
+        found = [*scaleless(manifest.tensors, known, read_quantization(source), ())]
+    except MalformedCheckpoint as error:  # it may state that they have scales
+        codes = [t for t in manifest.tensors if t.dtype in _FLOAT8 and t.fqn not in known]
+        found = [_unfit(t, f"is {t.dtype}, and may have a scale: {error.message}") for t in codes]
     return replace(manifest, findings=(*manifest.findings, *found))
 
 
@@ -164,7 +178,7 @@ def _pairs(names: Iterable[str]) -> list[tuple[str, str, _Rule]]:
     """Return (weight, scale, rule) of every pair, found by name; those whose names are evidence first."""
     here = set(names)
     found = []
-    for name in sorted(n for n in here if "_scale" in n):  # as every rule has it
+    for name in sorted(n for n in here if "scale" in n):  # as every rule has it
         for rule in _RULES:
             weight = name.removesuffix(rule.scale) + rule.weight
             if name.endswith(rule.scale) and weight in here:
@@ -191,7 +205,7 @@ def _is_pair(rule: _Rule, weight: TensorSpec, scale: TensorSpec) -> bool:
 
 
 def _is_quantised(
-    rule: _Rule, weight: TensorSpec | None, scale: TensorSpec | None, stated: Callable[[], str]
+    rule: _Rule, weight: TensorSpec | None, scale: TensorSpec | None, stated: Callable[[], QuantizationConfig]
 ) -> bool:
     """Report whether a pair shows that a folder is quantised.
 
@@ -201,15 +215,15 @@ def _is_quantised(
         rule: That the names fit.
         weight: None where its file is missing, like scale.
         scale: Factors.
-        stated: Returns the config's method of quantisation, or "".
+        stated: Returns what the folder's config states.
     """
     if weight is None or scale is None:
         return weight is not None and weight.dtype in rule.dtypes and weight.dtype != "int8"
     if not _is_pair(rule, weight, scale):
         return False
-    if weight.dtype != "int8" or stated():
+    if rule is not _DEEPSEEK and (weight.dtype != "int8" or stated().method):
         return True
-    formula = _formula((weight, scale), rule, QuantizationConfig())
+    formula = _formula((weight, scale), rule, stated())
     return weight.fqn.endswith(".weight") and not isinstance(formula, str)
 
 
@@ -226,10 +240,10 @@ def _formula(
     shapes = [(fn, params, FUNCTIONS[fn].shape(inputs, params)) for fn, params in forms]
     fits = [(fn, params, shape) for fn, params, shape in shapes if shape is not None]
     # Blocks of several sizes may give the same number of scales.
-    sizes = {tuple(map(min, params, weight.shape)) for fn, params, _ in fits if fn == "fp8_block"}
+    sizes = {tuple(map(min, params, weight.shape[-2:])) for fn, params, _ in fits if fn == "fp8_block"}
     if fits and (len(sizes) < 2 or fits[0][0] != "fp8_block"):
         return fits[0]
-    per = ", ".join(f"{fn} with one scale{_per(fn, params)}" for fn, params in forms)
+    per = ", ".join(dict.fromkeys(f"{fn} with one scale{_per(fn, params)}" for fn, params in forms))
     does = f"{'fits' if fits else 'does not fit'} {per or 'what is decoded here'}"
     of = f"{scale.fqn} {scale.dtype} {list(scale.shape)}"
     return f"is {weight.dtype} {list(weight.shape)}, and {of} {does}"
@@ -246,13 +260,16 @@ def _forms(
     if rule is _MXFP4:
         yield "mxfp4", ()
         return
-    inverse = rule.scale.endswith("_inv")
-    strategies = config.strategies or ({"block"} if inverse else {"tensor", "channel"})
+    inverse = rule.scale in _IN_BLOCKS
+    strategies = {"block"} if rule is _DEEPSEEK else config.strategies
+    strategies = strategies or ({"block"} if inverse else {"tensor", "channel"})
     rank = (len(scale.shape),)
     if "tensor" in strategies:
         yield "scaled", rank
+        yield from (("scaled_experts", dims) for dims in _OF_EXPERTS)
     if "channel" in strategies:
         yield "scaled_rows", rank
+        yield from (("scaled_experts", dims) for dims in _OF_ROWS)
     if "block" in strategies:
         for block in config.blocks or ([_BLOCK] if inverse else []):
             yield "fp8_block", block
@@ -262,7 +279,7 @@ def _unfit(weight: TensorSpec, why: str) -> Finding:
     return finding("unfit-quantization", "coverage", f"{weight.fqn} {why}", fqn=weight.fqn)
 
 
-def _scaleless(
+def scaleless(
     tensors: Iterable[TensorSpec], known: Iterable[str], config: QuantizationConfig, alike: Collection[str]
 ) -> Iterator[Finding]:
     """Yield findings for weights that no tensor is a scale of.
@@ -297,9 +314,11 @@ def _orphans(manifest: Manifest, names: set[str], used: set[str]) -> Iterator[Fi
     if any(f.code == "missing-file" for f in manifest.findings):
         return  # it may be there
     reported = {f.fqn for f in manifest.findings}
-    here = {t.fqn for t in manifest.tensors}
-    for name in sorted(n for n in here - used if _last(n) in names):
+    here = {t.fqn: t for t in manifest.tensors}
+    for name in sorted(n for n in here.keys() - used if _last(n) in names):
         rule = next(r for r in _RULES if name.endswith(r.scale))
+        if rule is _DEEPSEEK and len(here[name].shape) != 2:
+            continue  # a parameter of this name
         weight = name.removesuffix(rule.scale) + rule.weight
         if weight not in here and weight not in reported:
             message = f"{name} scales {weight}, which is not in the folder"

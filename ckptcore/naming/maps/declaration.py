@@ -247,13 +247,13 @@ class RuleForm(_Form):
 
 
 class GroupForm(_Form):
-    """Rules that families share. defaults: texts for names in angle brackets."""
+    """Rules that families share, or what their maps require. defaults: texts for names in angle brackets."""
 
     defaults: dict[str, str] = {}
     axes: dict[str, Expression] = {}
     stacked: dict[str, str] = {}
     requires: dict[str, Values] = {}
-    rule: tuple[RuleForm, ...]
+    rule: tuple[RuleForm, ...] = ()
 
 
 class AlikeForm(_Form):

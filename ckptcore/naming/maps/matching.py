@@ -130,13 +130,16 @@ def match(
     )
 
 
-def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool = False) -> None:
+def require_fit(
+    matched: Matched, tensors: Sequence[TensorSpec], *, part: bool = False, hint: str = ""
+) -> None:
     """Require that everything fits.
 
     Args:
         matched: A map and tensors.
         tensors: The tensors.
         part: Whether a part of a model is enough.
+        hint: The next step, where one is known.
 
     Raises:
         NameMismatch: With the names that are missing and left over.
@@ -155,7 +158,7 @@ def require_fit(matched: Matched, tensors: Sequence[TensorSpec], *, part: bool =
     where = f"{matched.map.arch} ({matched.map.world} to {matched.map.to})"
     raise NameMismatch(
         f"the checkpoint does not fit the map of {where}: {'; '.join(parts)}",
-        hint="try another --arch, or --names stored to keep the names as they are",
+        hint=hint or "try another --arch, or --names stored to keep the names as they are",
         unexpected=left,
         missing=list(matched.unused),
         broken=[*twice, *matched.absent, *matched.problems],

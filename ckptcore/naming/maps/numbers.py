@@ -38,6 +38,12 @@ COMPARED = (
     "rope_part",
     "norm_eps",
     "embedding_scale",
+    "attention_scale",
+    "query_scalar",
+    "attention_softcap",
+    "final_softcap",
+    "mscale",
+    "mscale_all_dim",
 )
 # Numbers that no model has 0 of: a map would drop every element.
 _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab"})
@@ -128,6 +134,7 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
             the trainer's tokens. The message has both values.
     """
     require_same_scaling(config.rope_scaling for config in configs)
+    _require_same_routing(configs)
     found: dict[str, tuple[Number, str]] = {}
     for config in configs:
         for number, (value, key) in config.numbers.items():
@@ -145,6 +152,40 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
             hint="try the config of the model that was trained",
         )
     return found
+
+
+def _require_same_routing(configs: Sequence[Config]) -> None:
+    """Require that configs agree whether the weights of a token's experts sum to 1.
+
+    Megatron's do with sigmoid scores, or if the softmax is taken after the choice (moe_utils.py,
+    `topk_routing_with_score_function`).
+    """
+    found: dict[bool, str] = {}
+    for config in configs:
+        found |= _sums_to_one(config)
+    if len(found) > 1:
+        raise NameMismatch(
+            f"two configs contradict each other: {found[True]}, {found[False]}",
+            hint="try the config of the model that was trained",
+        )
+
+
+def _sums_to_one(config: Config) -> dict[bool, str]:
+    """Return (whether the weights of a token's experts sum to 1: the field that says so), or nothing."""
+    if config.world == "hf-hub":
+        key, below = "norm_topk_prob", config.content.get("text_config")
+        roots = [config.content, *([below] if isinstance(below, Mapping) else [])]
+        value = next((root[key] for root in roots if isinstance(root.get(key), bool)), None)
+        one = value
+    elif config.world == "megatron":
+        key, score = "moe_router_pre_softmax", config.content.get("moe_router_score_function")
+        value = config.content.get(key)
+        one = not value if isinstance(value, bool) else None
+        if score == "sigmoid":
+            key, value, one = "moe_router_score_function", score, True
+    else:
+        return {}
+    return {} if one is None else {one: f"{config.name} says {key} = {value}"}
 
 
 def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:

@@ -51,6 +51,20 @@ def test_a_parameter_that_no_file_lists_is_of_another_save(name: str, copied: Ca
     assert mixed(folder) == {"zero/layers.99.weight/fp32.pt"}
 
 
+@pytest.mark.parametrize("name", UNIVERSAL)
+@pytest.mark.parametrize("key", ["fp32", "step", "exp_avg"])
+def test_a_lone_file_of_a_parameter_that_nothing_lists_is_of_another_save(
+    name: str, key: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(name)
+    fitting = sorted((folder / "zero").glob(f"*/{key}.pt"))
+    if not fitting:
+        pytest.skip(f"the sample has no {key}.pt")
+    (folder / "zero/layers.99.weight").mkdir()
+    shutil.copyfile(fitting[0], folder / f"zero/layers.99.weight/{key}.pt")
+    assert mixed(folder) == {f"zero/layers.99.weight/{key}.pt"}
+
+
 def test_a_stage_s_file_in_the_place_of_another_leaves_parameters_unlisted(
     copied: Callable[[str], Path],
 ) -> None:

@@ -211,7 +211,7 @@ def odd_pairs() -> dict[str, tuple[dict[str, Any], Any]]:
         "not the config's strategy": (made, compressed("tensor")),
         "not the config's blocks": (made, quantization("fp8", weight_block_size=[128, 128])),
         "exponents": (made | {"l.weight_scale": torch.ones(300, 7, dtype=torch.uint8)}, None),
-        "experts": ({"e.up": weight.reshape(3, 100, 200), "e.up_scale": scales(3, 100, 1)}, None),
+        "experts": ({"e.up": weight.reshape(3, 100, 200), "e.up_scale": scales(3, 2)}, None),
         "two sizes": (
             {"l.weight": codes(260, 200), "l.weight_scale": scales(3, 2)},
             {

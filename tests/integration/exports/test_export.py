@@ -14,7 +14,7 @@ import warm
 from safetensors.torch import load_file
 
 import ckptcore
-from ckptcore.errors import DamagedCheckpoint, NameMismatch, UsageError
+from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnsupportedDtype, UsageError
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -189,3 +189,12 @@ def test_two_names_that_become_one(llama: Path, tmp_path: Path) -> None:
             verb="export",
             rename=[("model.layers.0.", "x."), ("model.layers.1.", "x.")],
         )
+
+
+def test_no_cast_is_proposed_for_complex_numbers(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "m.pt")
+    with pytest.raises(UnsupportedDtype) as caught:
+        ckptcore.convert(str(tmp_path / "m.pt"), str(tmp_path / "out"), verb="export", dtype="bf16")
+    assert "cast it" not in caught.value.hint
+    assert "--exclude" in caught.value.hint
+    ckptcore.convert(str(tmp_path / "m.pt"), str(tmp_path / "out"), verb="export", to="torch_save")

@@ -67,6 +67,21 @@ def export(source: str, target: Path, **options: Any) -> Any:
         ({"no_rope_freq": 4}, {}, "no_rope_freq = 4", "one without it"),
         ({"no_rope_freq": [0, 0, 0, 1]}, {}, "no_rope_freq = [0, 0, 0, 1]", "one without it"),
         ({"window_size": (3, 0)}, {}, "window_size = ", "one without it"),
+        ({"softmax_scale": 0.5}, {}, "softmax_scale = 0.5", "one without it"),
+        ({"softmax_type": "off-by-one"}, {}, 'softmax_type = "off-by-one"', '"vanilla"'),
+        ({"attn_logit_softcapping": 50.0}, {}, "attn_logit_softcapping = 50.0", "one without it"),
+        ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping = 30.0", "one without it"),
+        ({"qk_l2_norm": True}, {}, "qk_l2_norm = true", "false"),
+        ({"quick_geglu": True}, {}, "quick_geglu = true", "false"),
+        ({"squared_relu": True}, {}, "squared_relu = true", "false"),
+        ({"activation_func_clamp_value": 7.0}, {}, "activation_func_clamp_value = 7.0", "one without it"),
+        ({"glu_linear_offset": 1.0}, {}, "glu_linear_offset = 1.0", "one without it"),
+        (
+            {"activation_func": {"_target_": "torch.nn.functional.gelu"}},
+            {},
+            '_target_ = "torch.nn.functional.gelu"',
+            '"torch.nn.functional.silu"',
+        ),
         (
             {"apply_residual_connection_post_layernorm": True},
             {},
@@ -130,3 +145,73 @@ def test_heads_of_a_pickled_namespace_limit_the_mesh(tinies: Tinies, tmp_path: P
     dcp.save({"model": state, "args": args}, checkpoint_id=tmp_path / "source", no_dist=True)
     with pytest.raises(UsageError, match=r"4 attention heads with tp=3: the checkpoint's `args`"):
         ckptcore.convert(str(tmp_path / "source"), str(tmp_path / "out"), verb="reshard", mesh="tp=3")
+
+
+# As Megatron-LM and Megatron-Bridge store them by default.
+DEFAULTS: dict[str, Any] = {
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "quick_geglu": False,
+    "squared_relu": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_apply_probs_on_input": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "hub"),
+    [
+        ("llama", {}, {}),
+        ("mistral", {}, {}),
+        ("qwen2", {}, {}),
+        ("qwen3", {}, {}),
+        ("phi3", {}, {}),
+        ("mixtral", {}, {}),
+        ("qwen3_moe", {}, {"norm_topk_prob": True}),
+        ("qwen3_moe", {"moe_router_pre_softmax": True}, {"norm_topk_prob": False}),
+        ("olmoe", {"moe_router_pre_softmax": True}, {"norm_topk_prob": False}),
+        ("glm4_moe", SIGMOID, {"norm_topk_prob": True}),
+        ("minimax_m2", SIGMOID, {}),
+        ("deepseek_v3", SIGMOID, {"norm_topk_prob": True}),
+        ("gpt_oss", {"quick_geglu": True, "softmax_type": "learnable"}, {}),
+    ],
+)
+def test_defaults_that_change_nothing_are_no_contradiction(
+    tinies: Tinies, tmp_path: Path, family: str, arguments: dict[str, Any], hub: dict[str, Any]
+) -> None:
+    tiny = tinies(family)
+    source = trained(tiny, tmp_path / "source", **DEFAULTS | arguments)
+    export(source, tmp_path / "out", config=config(tiny, tmp_path / "config", **hub))
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "hub", "named"),
+    [
+        ("mixtral", SIGMOID, {}, "moe_router_score_function"),
+        ("mixtral", {"moe_router_pre_softmax": True}, {}, "moe_router_pre_softmax"),
+        ("qwen3_moe", {}, {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("qwen3_moe", {"moe_router_pre_softmax": True}, {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v3", {}, {"norm_topk_prob": True}, "moe_router_score_function"),
+        ("deepseek_v3", SIGMOID, {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("glm4_moe", {}, {"norm_topk_prob": True}, "moe_router_score_function"),
+        ("gemma2", {"attn_logit_softcapping": 20.0}, {}, "attn_logit_softcapping = 20"),
+        ("gemma2", {"final_logit_softcapping": 20.0}, {}, "final_logit_softcapping = 20"),
+        ("gemma2", {"query_pre_attn_scalar": 144}, {}, "query_pre_attn_scalar = 144"),
+        ("granitemoe", {"softmax_scale": 0.5}, {}, "softmax_scale = 0.5"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(
+    tinies: Tinies, tmp_path: Path, family: str, arguments: dict[str, Any], hub: dict[str, Any], named: str
+) -> None:
+    tiny = tinies(family)
+    source = trained(tiny, tmp_path / "source", **DEFAULTS | arguments)
+    with pytest.raises(NameMismatch) as error:
+        export(source, tmp_path / "out", config=config(tiny, tmp_path / "config", **hub))
+    assert named in error.value.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -204,6 +205,41 @@ def test_missing_and_left_over_tensors_are_named(tmp_path: Path) -> None:
     message = caught.value.message
     assert "no rule for decoder.layers.0.adapter.weight" in message
     assert "nothing makes model.layers.1.mlp.experts.2.down_proj.weight" in message
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rotary_pos_emb.inv_freq",
+        "rotary_emb.inv_freq",
+        "decoder.layers.0.self_attention.rotary_emb.inv_freq",
+        "decoder.rotary_pos_emb.inv_freq",
+    ],
+)
+def test_stored_frequencies_are_left_out_with_a_reason(tmp_path: Path, arch: str, name: str) -> None:
+    config, hub = hub_model(arch)
+    state = WORLDS["megatron"][0](config, dict(hub), "layers") | {name: torch.ones(2)}
+    found = mapped(stored(tmp_path, state), config)
+    assert {t.fqn for t in found.mapped.manifest.tensors} == set(hub)
+    (gone,) = [d for d in found.mapped.dropped if d.fqn.endswith("inv_freq")]
+    assert gone.rule == "computed from the config"
+
+
+@pytest.mark.parametrize("arguments", [argparse.Namespace(lr=0.1), {"lr": 0.1}, {"x": torch.ones(2)}])
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_the_prefix_of_the_part_that_a_map_takes_is_named(
+    tmp_path: Path, key: str, arguments: object
+) -> None:
+    config, hub = hub_model("llama")
+    state = WORLDS["megatron"][0](config, dict(hub), "layers")
+    torch.save({key: state, "args": arguments}, tmp_path / "m.pt")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source, target = str(tmp_path / "m.pt"), str(tmp_path / "out")
+    with pytest.raises(NameMismatch) as caught:
+        ckptcore.convert(source, target, verb="export", catalog=False)
+    assert caught.value.hint.startswith(f"add --model-prefix {key}.:")
+    ckptcore.convert(source, target, verb="export", catalog=False, model_prefix=f"{key}.")
 
 
 @pytest.mark.parametrize("form", ["layers", "grouped"])
