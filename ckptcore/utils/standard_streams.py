@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from ckptcore.errors import CkptError, DestinationUnwritable, DiskFull
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer
+    from _typeshed import ReadableBuffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -25,7 +25,7 @@ class _Outlet(io.FileIO):
 
     failure: OSError | None = None
 
-    def write(self, data: Buffer) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         if self.failure is None:
             try:
                 return super().write(data)
