@@ -19,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ckptcore.errors import CkptError
@@ -77,10 +78,18 @@ def block(text: str, *, err: bool = False, indent: str = "  ") -> None:
 
 
 def write_json(value: Any, *, indent: int | None = None) -> None:
-    """Write an answer for programs: characters beyond ASCII are escaped, URLs lose their credentials."""
-    written = json.dumps(value, ensure_ascii=True, indent=indent)
+    """Write an answer for programs.
+
+    Characters beyond ASCII are escaped, URLs lose their credentials, and numbers that JSON does not have are
+    the texts ``inf``, ``-inf`` and ``nan``.
+    """
+    write = partial(json.dumps, ensure_ascii=True, allow_nan=False, indent=indent)
+    try:
+        written = write(value)
+    except ValueError:  # looking for such numbers first would take longer than writing
+        written = write(value := _finite(value))
     if "://" in written:
-        written = json.dumps(_bare(value), ensure_ascii=True, indent=indent)
+        written = write(_bare(value))
     _write(written + "\n", False)
 
 
@@ -207,6 +216,15 @@ def _bare(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _bare(v) for k, v in value.items()}
     return [_bare(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with texts in place of infinities and NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _write(text: str, err: bool) -> None:

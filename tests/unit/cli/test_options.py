@@ -87,6 +87,14 @@ def test_options_are_those_listed_here(commands: dict[str, typer.core.TyperComma
     assert visible == {name: set(text.split()) for name, text in OPTIONS.items()}
 
 
+def test_every_command_answers_as_json() -> None:
+    complete = typer.main.get_command(program())
+    paths = {path for path, _ in _parameters(complete)}
+    answering = {path for path, parameter in _parameters(complete) if "--output" in parameter.opts}
+    # Groups have no answer, and `catalog page` is a server.
+    assert paths - answering - {tuple(group.split()) for group in GROUPS} == {("catalog", "page")}
+
+
 def test_former_options_are_hidden(commands: dict[str, typer.core.TyperCommand]) -> None:
     hidden = {
         name: flags(command.params) - set(OPTIONS[name].split())
