@@ -292,6 +292,12 @@ def test_a_saved_plan_is_executed_only_on_the_same_source(tmp_path: Path) -> Non
     assert (out / "model.safetensors").exists()
 
 
+def test_a_file_in_place_of_a_plan_is_wrong_use(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused = run("apply", str(tmp_path / "file"), "--no-catalog")
+    assert (refused.returncode, refused.stderr.splitlines()[0]) == (2, f"usage: no plan in {tmp_path}/file")
+
+
 def test_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ckptcore", "--version"], capture_output=True, text=True, check=True
