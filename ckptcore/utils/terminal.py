@@ -87,9 +87,9 @@ def write_json(value: Any, *, indent: int | None = None) -> None:
     try:
         written = write(value)
     except ValueError:  # looking for such numbers first would take longer than writing
-        written = write(value := _finite(value))
+        written = write(value := _replaced(value, _finite))
     if "://" in written:
-        written = write(_bare(value))
+        written = write(_replaced(value, _bare))
     _write(written + "\n", False)
 
 
@@ -209,22 +209,20 @@ def _aside(error: BaseException | None, where: str) -> None:
         block(f"{where}: {type(error).__name__}: {error}", err=True)
 
 
-def _bare(value: Any) -> Any:
-    """Return a value with redacted URLs. Other texts stay as they are: a tensor may be named ``token=1``."""
-    if isinstance(value, str):
-        return redacted(value) if "://" in value else value
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a value of JSON with each of its texts and numbers replaced."""
     if isinstance(value, Mapping):
-        return {k: _bare(v) for k, v in value.items()}
-    return [_bare(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _replaced(v, replace) for k, v in value.items()}
+    return [_replaced(v, replace) for v in value] if isinstance(value, list | tuple) else replace(value)
 
 
-def _finite(value: Any) -> Any:
-    """Return a value with texts in place of infinities and NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+def _bare(leaf: Any) -> Any:
+    """Redact a URL. Other texts stay as they are: a tensor may be named ``token=1``."""
+    return redacted(leaf) if isinstance(leaf, str) and "://" in leaf else leaf
+
+
+def _finite(leaf: Any) -> Any:
+    return str(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
 
 
 def _write(text: str, err: bool) -> None:
