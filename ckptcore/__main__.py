@@ -14,8 +14,7 @@ import resource
 import sys
 from typing import NoReturn
 
-from ckptcore.errors import InternalError
-from ckptcore.utils import terminal
+from ckptcore.utils import standard_streams, terminal
 
 # New objects before garbage is collected. What imports make (looking at it once takes 0.07 s) and what
 # describes a checkpoint is none.
@@ -45,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def entry() -> NoReturn:
     """Run one command as a process of its own."""
     start_quickly()
+    standard_streams.secure()
     terminal.guard()
     leave(main())
 
@@ -52,19 +52,18 @@ def entry() -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End this process with an exit code, without taking its modules apart.
 
-    Whoever has started threads that must finish ends them before.
+    Whoever has started threads that must finish ends them before. A success whose answer is lost is none.
     """
     # Measured beside an ordinary exit, medians of 9 and 7 pairs of processes, CPU time: `inspect` 0.57 s
     # against 0.66 s, `consolidate` 0.95 s against 1.17 s. `os._exit` skips what libraries registered for the
     # end (event loops of stores, logs, temporary folders). Only this private function of `atexit` runs it.
     atexit._run_exitfuncs()  # it prints errors, and raises none
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:  # the reader has gone
-        os._exit(code)
-    except OSError:  # the answer is lost: a full disk behind a redirection, say
-        os._exit(code or InternalError.exit_code)
+    lost = standard_streams.lost_answer()
+    if lost is not None:
+        terminal.line(f"{lost.code}: {lost.message}", err=True)
+        terminal.line(f"  next: {lost.hint}", err=True)
+        code = code or lost.exit_code
+    sys.stderr.flush()
     # Everything that must outlive the process is written, closed and synced by now.
     os._exit(code)
 

@@ -26,7 +26,7 @@ from ckptcore.conversion.destination import require_no_credentials
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
-from ckptcore.utils import terminal
+from ckptcore.utils import standard_streams, terminal
 from ckptcore.utils.units import show_size
 from flows._address import end_with, unanswered
 from flows._console import write_plainly
@@ -47,6 +47,7 @@ ENDS = ("source", "destination")  # positional, even if a flow has a default for
 def entry(flow: Flow[..., Any]) -> NoReturn:
     """Run `flow` as a process of its own, which ends quickly."""
     code: Any = 0
+    standard_streams.secure()
     write_plainly()
     try:
         main(flow)

@@ -20,6 +20,14 @@ root_app = group("Manage watched roots: folders that are swept for new checkpoin
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
 
+_RETENTION = '{"keep_last": 3, "rest": "weights"}'
+_JSON_EXAMPLES = {
+    "--target": '{"to": "safetensors"}',
+    "--also": '{"verb": "export", "dtype": "bf16", "destination": "/bf16/{run}/{name}"}',
+    "--retention": _RETENTION,
+    "JSON": _RETENTION,
+}
+
 
 @alias_app.command("set")
 def set_alias(
@@ -58,14 +66,15 @@ def list_aliases(catalog: Where = None, output: As = Output.TEXT) -> None:
 
 
 @alias_app.command("remove")
-def remove_alias(name: Name, catalog: Where = None) -> None:
+def remove_alias(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
     """Remove a name."""
     from ckptcore.catalog import aliases, audit
 
     with opened(catalog) as found, found.writing() as conn:
-        before = aliases.get(conn, name).checkpoint
+        row = aliases.get(conn, name)
         aliases.remove(conn, name)
-        audit.note(conn, _now(), "alias.remove", before, {"alias": name})
+        audit.note(conn, _now(), "alias.remove", row.checkpoint, {"alias": name})
+    _answer_for_programs((row,), output)
 
 
 @hold_app.command("place")
@@ -113,17 +122,20 @@ def list_holds(
 
 @hold_app.command("release")
 def release_hold(
-    hold: Annotated[str, typer.Argument(metavar="HOLD", help="Id of a hold.")], catalog: Where = None
+    hold: Annotated[str, typer.Argument(metavar="HOLD", help="Id of a hold.")],
+    catalog: Where = None,
+    output: As = Output.TEXT,
 ) -> None:
     """End a hold."""
     from ckptcore.catalog import audit, holds
 
     with opened(catalog) as found, found.writing() as conn:
-        row = next((h for h in holds.active(conn, _now()) if h.id == hold), None)
+        rows = tuple(h for h in holds.active(conn, _now()) if h.id == hold)  # none: it was released before
         holds.release(conn, _now(), hold)
-        if row is not None:  # a second release changes nothing
+        for row in rows:
             detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
             audit.note(conn, _now(), "hold.release", row.checkpoint, detail)
+    _answer_for_programs(rows, output)
 
 
 @root_app.command("add")
@@ -189,10 +201,10 @@ def add_root(
             f"note: there is no folder {uri} on this machine yet; a sweep finds nothing there", err=True
         )
     wanted = {"destination": destination, "verb": verb, **given}
-    checked = target_of(_object(target) | {k: v for k, v in wanted.items() if v is not None})
-    further = [target_of(_object(each)) for each in also or ()]
+    checked = target_of(_object(target, "--target") | {k: v for k, v in wanted.items() if v is not None})
+    further = [target_of(_object(each, "--also")) for each in also or ()]
     require_apart_targets([checked, *further])
-    kept = checked_retention(_object(retention))
+    kept = checked_retention(_object(retention, "--retention"))
     with open_catalog(catalog) as found, found.writing() as conn:
         row = roots.add(
             conn,
@@ -224,7 +236,7 @@ def retain_root(
     from ckptcore.catalog import watched_roots as roots
     from ckptcore.operations.root_retention import checked
 
-    kept = checked(_object(retention))
+    kept = checked(_object(retention, "JSON"))
     with opened(catalog) as found, found.writing() as conn:
         row = roots.retain(conn, name, kept)
     answer((row,), output)
@@ -253,12 +265,14 @@ def resume_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> 
 
 
 @root_app.command("remove")
-def remove_root(name: Name, catalog: Where = None) -> None:
+def remove_root(name: Name, catalog: Where = None, output: As = Output.TEXT) -> None:
     """Stop watching a folder."""
     from ckptcore.catalog import watched_roots as roots
 
     with opened(catalog) as found, found.writing() as conn:
+        row = roots.get(conn, name)
         roots.remove(conn, name)
+    _answer_for_programs((row,), output)
 
 
 def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> None:
@@ -269,18 +283,20 @@ def _enable(name: str, enabled: bool, catalog: str | None, output: Output) -> No
     answer((row,), output)
 
 
-def _object(text: str) -> dict[str, Any]:
+def _answer_for_programs(rows: tuple[object, ...], output: Output) -> None:
+    """Print the rows that a command removed as JSON; a table of them would look like what is there."""
+    if output is Output.JSON:
+        answer(rows, output)
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+    hint = f"for example {_JSON_EXAMPLES[name]}"
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise UsageError(
-            f"cannot parse --target as JSON: {error}", hint='for example {"to": "safetensors"}'
-        ) from error
+        raise UsageError(f"cannot parse {name} as JSON: {error}", hint=hint) from error
     if not isinstance(value, dict):
-        raise UsageError(
-            f"--target must be a JSON object (got {type(value).__name__})",
-            hint='for example {"to": "safetensors"}',
-        )
+        raise UsageError(f"{name} must be a JSON object (got {type(value).__name__})", hint=hint)
     return value
 
 

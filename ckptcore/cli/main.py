@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any
@@ -116,9 +115,6 @@ def run(argv: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _error(Interrupted("stopped by the user"), as_json=as_json)
         return Interrupted.exit_code
-    except BrokenPipeError:  # the reader of the output has gone: nothing is left to print
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it when it ends
-        return 0
     except Exception as error:
         # Unforeseen errors, too, end with a message and an exit code of their own.
         if os.environ.get("CKPTCORE_TRACEBACK"):

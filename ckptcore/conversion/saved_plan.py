@@ -83,7 +83,8 @@ def load_request(folder: Path) -> Request:
         UsageError: The folder has no plan.
     """
     home, store = _sealed(folder)
-    size = store.size(REQUEST)
+    # A file here is the user's own: no staging folder of another user, which should be removed.
+    size = None if folder.is_file() else store.size(REQUEST)
     if size is None:
         raise UsageError(f"no plan in {folder}", hint="make one with `ckptcore plan SRC DST --save DIR`")
     _require_own(home, folder)

@@ -187,11 +187,6 @@ def prove_files(run: PlanRun, indices: Sequence[int], records: Records) -> None:
     records.settle(numbers)
 
 
-def planned_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = None) -> ExpectedReads:
-    """Return the ranges that a file plan reads; their unit of time is a tensor."""
-    return _in_file_order(plan, row_reads(plan, compares=compares, part=part))
-
-
 def row_reads(plan: FilePlan, *, compares: bool = True, part: FilePart | None = None) -> RowReads:
     """Return the ranges that a file plan reads, with the rows of the tensors that they are read for."""
     reads, items = plan.reads, plan.items

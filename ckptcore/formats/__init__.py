@@ -185,12 +185,13 @@ def open_source(
             raise SourceUnreadable(f"cannot open {url[:200]}: {error.strerror}") from error
         if is_folder:
             return _source(store, None, store.stamped(), recover, keep_quantized, weights)
+        there = store.local.exists()
         parent, name = split_url(url)
         store = open_source_store(parent)
         seen = store.look(name)
         if seen is None:
-            hint = hub_hint(url) or None
-            raise SourceUnreadable(f"{url} does not exist or is not a regular file", hint=hint)
+            why = "is neither a folder nor a regular file" if there else "does not exist"
+            raise SourceUnreadable(f"{url} {why}", hint=hub_hint(url) or None)
         return _source(store, name, {name: seen}, recover, keep_quantized, weights)
     parent, name = split_url(url)
     if "." in name:  # an object store cannot tell a folder from a file; a name with a suffix may be a file

@@ -6,34 +6,10 @@ detected before the readable ones, because some of them have files that look lik
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.utils.late_pattern import late_pattern
-
-
-def _first_name(source: Source, pattern: str) -> str | None:
-    """Return the first file name of a folder that matches."""
-    if source.name is not None:
-        return None
-    rule = re.compile(pattern)
-    return next((p for p in source.listing if rule.search(p)), None)
-
-
-def _found_by_name(pattern: str, also: str = "") -> Callable[[Source], tuple[str, ...] | None]:
-    def detect(source: Source) -> tuple[str, ...] | None:
-        found = _first_name(source, pattern)
-        if found is None:
-            return None
-        more = _first_name(source, also) if also else ""
-        if more is None:
-            return None
-        return (f"found {found}", *([f"and {more}"] if more else []))
-
-    return detect
 
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:

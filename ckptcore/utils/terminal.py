@@ -19,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ckptcore.errors import CkptError
@@ -77,10 +78,18 @@ def block(text: str, *, err: bool = False, indent: str = "  ") -> None:
 
 
 def write_json(value: Any, *, indent: int | None = None) -> None:
-    """Write an answer for programs: characters beyond ASCII are escaped, URLs lose their credentials."""
-    written = json.dumps(value, ensure_ascii=True, indent=indent)
+    """Write an answer for programs.
+
+    Characters beyond ASCII are escaped, URLs lose their credentials, and numbers that JSON does not have are
+    the texts ``inf``, ``-inf`` and ``nan``.
+    """
+    write = partial(json.dumps, ensure_ascii=True, allow_nan=False, indent=indent)
+    try:
+        written = write(value)
+    except ValueError:  # looking for such numbers first would take longer than writing
+        written = write(value := _replaced(value, _finite))
     if "://" in written:
-        written = json.dumps(_bare(value), ensure_ascii=True, indent=indent)
+        written = write(_replaced(value, _bare))
     _write(written + "\n", False)
 
 
@@ -200,13 +209,20 @@ def _aside(error: BaseException | None, where: str) -> None:
         block(f"{where}: {type(error).__name__}: {error}", err=True)
 
 
-def _bare(value: Any) -> Any:
-    """Return a value with redacted URLs. Other texts stay as they are: a tensor may be named ``token=1``."""
-    if isinstance(value, str):
-        return redacted(value) if "://" in value else value
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a value of JSON with each of its texts and numbers replaced."""
     if isinstance(value, Mapping):
-        return {k: _bare(v) for k, v in value.items()}
-    return [_bare(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _replaced(v, replace) for k, v in value.items()}
+    return [_replaced(v, replace) for v in value] if isinstance(value, list | tuple) else replace(value)
+
+
+def _bare(leaf: Any) -> Any:
+    """Redact a URL. Other texts stay as they are: a tensor may be named ``token=1``."""
+    return redacted(leaf) if isinstance(leaf, str) and "://" in leaf else leaf
+
+
+def _finite(leaf: Any) -> Any:
+    return str(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
 
 
 def _write(text: str, err: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.core.box import Box, flat_start, from_flat_range
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
-from ckptcore.core.manifest import Envelope, Manifest, TensorSpec, Unread
+from ckptcore.core.manifest import Envelope, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
 from ckptcore.encodings.json_text import parse
@@ -164,13 +164,6 @@ class RankFolder:
                     builder.findings.append(
                         finding("unlisted-item", "coverage", message, fqn=name, file=path)
                     )
-
-
-def read_plain(source: Source, name: str) -> Manifest:
-    """Read a folder's tensors under their stored names."""
-    builder = Builder()
-    RankFolder(source).add_to(builder)
-    return builder.build(name, source.store.url, {})
 
 
 def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:

@@ -234,7 +234,7 @@ class RuleForm(_Form):
     only_zero: str = Field("", exclude=True)
 
     @model_validator(mode="after")
-    def _one_end(self) -> RuleForm:
+    def _is_consistent(self) -> RuleForm:
         if (self.to is None) != bool(self.drop):
             raise ValueError("a rule has either `to` or `drop`")
         if self.only_zero and not self.drop:

@@ -77,5 +77,12 @@ def test_names_that_are_too_long(tmp_path: Path) -> None:
 
 def test_special_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(SourceUnreadable, match="not a regular file"):
+    with pytest.raises(SourceUnreadable, match=r"is neither a folder nor a regular file$"):
         open_source(str(tmp_path / "pipe.pt"))
+
+
+@pytest.mark.parametrize("name", ["none", "none.pt", "none/step-3", "dangling"])
+def test_what_does_not_exist_is_called_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / "dangling").symlink_to("none")
+    with pytest.raises(SourceUnreadable, match=f"{name} does not exist$"):
+        open_source(str(tmp_path / name))

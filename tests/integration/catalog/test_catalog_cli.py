@@ -322,3 +322,44 @@ def test_changes_of_names_and_holds_are_recorded(ask, filled, path):
     assert [row.action for row in rows] == ["alias.remove", "hold.release", "hold.place", "alias.set"]
     assert {row.via for row in rows} == {"cli"}
     assert all(row.actor for row in rows)
+
+
+def test_what_was_removed_is_the_answer_as_json(ask, filled):
+    _, derived, _ = filled
+    ask("alias", "set", "prod", derived)
+    absent = "note: there is no folder /data/llama on this machine yet; a sweep finds nothing there\n"
+    ask("root", "add", "llama", "/data/llama", stderr=absent)
+    (hold,) = json.loads(ask("hold", "place", derived, "--reason", "evaluation", "--output", "json"))
+
+    (alias,) = json.loads(ask("alias", "remove", "prod", "--output", "json"))
+    (root,) = json.loads(ask("root", "remove", "llama", "--output", "json"))
+    (released,) = json.loads(ask("hold", "release", hold["id"], "--output", "json"))
+
+    assert (alias["name"], alias["checkpoint"]) == ("prod", derived)
+    assert (root["name"], root["uri"]) == ("llama", "/data/llama")
+    assert (released["id"], released["reason"]) == (hold["id"], "evaluation")
+    assert json.loads(ask("hold", "release", hold["id"], "--output", "json")) == []  # it ended before
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("--target", ("add", "r", "/data", "--target", "{")),
+        ("--also", ("add", "r", "/data", "--also", "[]")),
+        ("--retention", ("add", "r", "/data", "--retention", "{")),
+        ("JSON", ("retain", "r", "{")),
+    ],
+)
+def test_a_text_that_is_no_json_object_is_refused_by_the_name_of_its_option(ask, option, arguments):
+    with pytest.raises(UsageError, match=f"{option} (as JSON|must be a JSON object)"):
+        ask("root", *arguments)
+
+
+def test_numbers_that_json_does_not_have_are_texts(ask, filled):
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    answer = ask("sql", "SELECT 1e999 AS more, -1e999 AS less, 1.5 AS number", "--output", "json")
+
+    rows = json.loads(answer, parse_constant=no_constant)["rows"]
+    assert rows == [{"more": "inf", "less": "-inf", "number": 1.5}]

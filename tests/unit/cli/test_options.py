@@ -87,6 +87,14 @@ def test_options_are_those_listed_here(commands: dict[str, typer.core.TyperComma
     assert visible == {name: set(text.split()) for name, text in OPTIONS.items()}
 
 
+def test_every_command_answers_as_json() -> None:
+    complete = typer.main.get_command(program())
+    paths = {path for path, _ in _parameters(complete)}
+    answering = {path for path, parameter in _parameters(complete) if "--output" in parameter.opts}
+    # Groups have no answer, and `catalog page` is a server.
+    assert paths - answering - {tuple(group.split()) for group in GROUPS} == {("catalog", "page")}
+
+
 def test_former_options_are_hidden(commands: dict[str, typer.core.TyperCommand]) -> None:
     hidden = {
         name: flags(command.params) - set(OPTIONS[name].split())
@@ -282,6 +290,12 @@ def test_a_saved_plan_is_executed_only_on_the_same_source(tmp_path: Path) -> Non
     (tmp_path / "kept").replace(source)
     assert run("apply", str(plan), "--no-catalog").returncode == 0
     assert (out / "model.safetensors").exists()
+
+
+def test_a_file_in_place_of_a_plan_is_wrong_use(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused = run("apply", str(tmp_path / "file"), "--no-catalog")
+    assert (refused.returncode, refused.stderr.splitlines()[0]) == (2, f"usage: no plan in {tmp_path}/file")
 
 
 def test_version() -> None:
