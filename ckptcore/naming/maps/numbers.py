@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from math import isfinite
+from math import isclose, isfinite
 from typing import Any
 
 from ckptcore.errors import NameMismatch
@@ -50,6 +50,8 @@ _POSITIVE = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "voca
 
 # Megatron stores these, with their defaults, for models without experts, too.
 _OF_ROUTERS = ("experts_of_token", "expert_scale", "expert_groups", "groups_of_token")
+
+_SCALE = "softmax_scale"  # Megatron's, for None: 1 / sqrt(kv_channels)
 
 # Sizes that have one name in every map.
 NUMBERS = frozenset({"layer", "hidden", "heads", "kv_heads", "head_dim", "vocab", "experts"})
@@ -122,8 +124,12 @@ class Config:
         return tuple(n for n in names if isinstance(n, str))
 
     def at(self, place: str) -> Any:
-        """Return the value at a dotted path, or None."""
-        return _below(self.content, place)
+        """Return the value at a dotted path, or None; also None for a scale that is what it is without one."""
+        value = _below(self.content, place)
+        if self.world == "megatron" and place == _SCALE and isinstance(value, float):
+            usual = _usual_scale(self.content)
+            return None if usual and isclose(value, usual, rel_tol=1e-6) else value
+        return value
 
 
 def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
@@ -157,8 +163,8 @@ def agreed(configs: Sequence[Config]) -> dict[str, tuple[Number, str]]:
 def _require_same_routing(configs: Sequence[Config]) -> None:
     """Require that configs agree whether the weights of a token's experts sum to 1.
 
-    Megatron's do with sigmoid scores, or if the softmax is taken after the choice (moe_utils.py,
-    `topk_routing_with_score_function`).
+    Megatron's do with sigmoid scores of several experts, or if the softmax is taken after the choice
+    (moe_utils.py, `topk_routing_with_score_function`).
     """
     found: dict[bool, str] = {}
     for config in configs:
@@ -182,19 +188,28 @@ def _sums_to_one(config: Config) -> dict[bool, str]:
         value = config.content.get(key)
         one = not value if isinstance(value, bool) else None
         if score == "sigmoid":
-            key, value, one = "moe_router_score_function", score, True
+            key, value, one = "moe_router_score_function", score, config.content.get("moe_router_topk") != 1
     else:
         return {}
     return {} if one is None else {one: f"{config.name} says {key} = {value}"}
 
 
 def _of_megatron(content: Mapping[str, Any], found: dict[str, tuple[Number, str]]) -> None:
-    """Set query groups as Megatron does, as many as heads without the option; leave unused routers out."""
+    """Set query groups and scales as Megatron does without the options; leave unused routers out."""
     if "heads" in found and ("kv_heads" not in found or content.get("group_query_attention") is False):
         found["kv_heads"] = found["heads"]
+    usual = _usual_scale(content)
+    if _SCALE in content and "attention_scale" not in found and usual:
+        found["attention_scale"] = (usual, "1 / sqrt(kv_channels)")
     if "experts" not in found:
         for number in _OF_ROUTERS:
             found.pop(number, None)
+
+
+def _usual_scale(content: Mapping[str, Any]) -> float:
+    """Return what Megatron multiplies scores of attention with unless a scale is given, or 0.0."""
+    channels = content.get("kv_channels")
+    return channels**-0.5 if isinstance(channels, int) and channels > 0 else 0.0
 
 
 def _at(root: Mapping[str, Any], place: str) -> Number | str | None:

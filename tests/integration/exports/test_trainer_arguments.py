@@ -169,6 +169,8 @@ SIGMOID = {"moe_router_score_function": "sigmoid"}
     ("family", "arguments", "hub"),
     [
         ("llama", {}, {}),
+        ("llama", {"softmax_scale": 0.25, "kv_channels": 16}, {}),
+        ("granitemoe", {"kv_channels": 4}, {"attention_multiplier": 0.5}),
         ("mistral", {}, {}),
         ("qwen2", {}, {}),
         ("qwen3", {}, {}),
@@ -205,6 +207,8 @@ def test_defaults_that_change_nothing_are_no_contradiction(
         ("gemma2", {"final_logit_softcapping": 20.0}, {}, "final_logit_softcapping = 20"),
         ("gemma2", {"query_pre_attn_scalar": 144}, {}, "query_pre_attn_scalar = 144"),
         ("granitemoe", {"softmax_scale": 0.5}, {}, "softmax_scale = 0.5"),
+        ("granitemoe", {"kv_channels": 4}, {}, "1 / sqrt(kv_channels) = 0.5"),
+        ("glm4_moe", SIGMOID | {"moe_router_topk": 1}, {"num_experts_per_tok": 1}, "score_function = sigmoid"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(
