@@ -208,7 +208,12 @@ def test_defaults_that_change_nothing_are_no_contradiction(
         ("gemma2", {"query_pre_attn_scalar": 144}, {}, "query_pre_attn_scalar = 144"),
         ("granitemoe", {"softmax_scale": 0.5}, {}, "softmax_scale = 0.5"),
         ("granitemoe", {"kv_channels": 4}, {}, "1 / sqrt(kv_channels) = 0.5"),
-        ("glm4_moe", SIGMOID | {"moe_router_topk": 1}, {"num_experts_per_tok": 1}, "score_function = sigmoid"),
+        (
+            "glm4_moe",
+            SIGMOID | {"moe_router_topk": 1},
+            {"num_experts_per_tok": 1},
+            "score_function = sigmoid",
+        ),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(
