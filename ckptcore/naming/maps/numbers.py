@@ -124,7 +124,7 @@ class Config:
         return tuple(n for n in names if isinstance(n, str))
 
     def at(self, place: str) -> Any:
-        """Return the value at a dotted path, or None; also None for a scale that is what it is without one."""
+        """Return the value at a dotted path, or None, as for a scale that is what it is without one."""
         value = _below(self.content, place)
         if self.world == "megatron" and place == _SCALE and isinstance(value, float):
             usual = _usual_scale(self.content)
