@@ -84,7 +84,7 @@ def load_request(folder: Path) -> Request:
     """
     home, store = _sealed(folder)
     # A file here is the user's own: no staging folder of another user, which should be removed.
-    size = None if folder.is_file() else store.size(REQUEST)
+    size = None if os.path.isfile(folder) else store.size(REQUEST)
     if size is None:
         raise UsageError(f"no plan in {folder}", hint="make one with `ckptcore plan SRC DST --save DIR`")
     _require_own(home, folder)

@@ -204,6 +204,14 @@ def odd_pairs() -> dict[str, tuple[dict[str, Any], Any]]:
         "order of groups": (int8 | {"l.weight_g_idx": torch.zeros(200, dtype=torch.int32)}, None),
         "second scale": (made | {"l.weight_scale_2": torch.ones(())}, None),
         "offsets": (int8 | {"l.weight_offset": torch.zeros(300, 1)}, None),
+        "offsets of experts": (
+            {
+                "e.up": codes(300, 200, "int8").reshape(3, 100, 200),
+                "e.up_scale": torch.ones(3, 100, 1),
+                "e.up_offset": torch.zeros(3, 100, 1),
+            },
+            None,
+        ),
         "rotated inputs": (made, compressed_with_transform("weight_input", "input")),
         "scaled inputs": (made | {"l.pre_quant_scale": torch.ones(200)}, None),
         "both scales": (made | {"l.weight_scale_inv": scales(3, 2)}, None),

@@ -256,7 +256,11 @@ def test_one_hostile_value_for_each_parameter(
 FOUND = (
     *(f"catalog show --catalog {BOX}/{'n' * 256} best", f"catalog list --catalog {'n/' * 3000}"),
     *(f"plan one.pt {'n' * 300}", f"export one.pt {'x' * 5000}", f"plan one.pt out --save {'n' * 300}"),
-    *(f"apply nope://me:{SECRET}@h/x", f"plan one.pt out --save nope://me:{SECRET}@h/x"),
+    *(
+        f"apply {'n' * 300}",
+        f"apply nope://me:{SECRET}@h/x",
+        f"plan one.pt out --save nope://me:{SECRET}@h/x",
+    ),
     f"reshard one.pt out --to dcp --mesh fsdp=2 --sharding nope://me:{SECRET}@h/x",
     *(f"consolidate one.pt out --max-file-size {line.NINES}", f"diff one.pt one.pt --memory {line.NINES}GiB"),
     *("fingerprint whole --catalog sqlite://host/x", "verify-export whole --catalog sqlite://host/x"),
