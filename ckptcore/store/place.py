@@ -184,7 +184,7 @@ def perhaps_within(url: str, urls: Iterable[str]) -> tuple[str, ...]:
     if not here.exists:
         return urls
     names = {path[-1] for _, path in here.spots if path} | {"", ".", ".."}
-    folders: dict[str, bool] = {}
+    folders: dict[str, str] = {}  # -> its real path, or "" where all in it may be within
 
     def apart(each: str) -> bool:
         if not each.startswith("/") or "::" in each:
@@ -192,8 +192,9 @@ def perhaps_within(url: str, urls: Iterable[str]) -> tuple[str, ...]:
         above, _, name = each.rpartition("/")
         if above not in folders:
             inside = relation(_identified(f"{above}/", look), here) in (Relation.SAME, Relation.INSIDE)
-            folders[above] = inside
-        if folders[above] or name in names or each in look.mount_points:
+            folders[above] = "" if inside else look.real(above or "/")
+        real = os.path.join(folders[above], name)
+        if not folders[above] or name in names or real in look.mount_points:
             return False
         try:
             seen = os.lstat(each)

@@ -216,7 +216,9 @@ def test_a_part_that_is_mounted_elsewhere_may_be_within(tmp_path: Path) -> None:
     if subprocess.run(bind, capture_output=True, check=False).returncode:
         pytest.skip("cannot mount here")
     try:
-        urls = (f"{tmp_path}/elsewhere/other", best, f"{best}/deep")
+        (tmp_path / "link").symlink_to("elsewhere")
+        linked = (f"{tmp_path}/link/best", f"{tmp_path}/elsewhere/./best", f"{tmp_path}/link/best/deep")
+        urls = (f"{tmp_path}/elsewhere/other", best, f"{best}/deep", *linked)
         assert perhaps_within(here, urls) == urls[1:]
         assert Spellings(urls).of(here) == dict.fromkeys(urls[1:], Relation.INSIDE)
     finally:
