@@ -69,7 +69,7 @@ LIBRARIES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-# Read as the values that they stand for, or refused, unless they are to be kept.
+# Read as the values of the weights, or refused, unless they are to be kept.
 PAIRS = ("DeepSeek", "msmodelslim, 3 dims")
 
 
