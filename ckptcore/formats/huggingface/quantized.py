@@ -332,8 +332,8 @@ def _last(name: str) -> str:
 FORMAT = Format(
     name="hf_quantized",
     title="Hugging Face folder with quantised weights (float8, int8, MXFP4), read as float32",
-    recognised_by="`X.weight` with `X.weight_scale_inv` or `X.weight_scale`, or `X_blocks` with `X_scales`, "
-    "in safetensors",
+    recognised_by="`X.weight` with `X.weight_scale_inv`, `X.weight_scale` or `X.scale`, or `X_blocks` with "
+    "`X_scales`, in safetensors",
     detect=detect,
     reader=Reader(read, objects=True),
 )
