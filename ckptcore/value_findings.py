@@ -22,6 +22,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "a --sharding rule applies to no parameter",
         "check its globs and its place among the rules; keep it if it is for other models",
     ),
+    "lost-content": (
+        "warning",
+        "contents that were deleted in favour of a copy are in no recorded checkpoint any more",
+        "record the copy where it is now (`ckptcore fingerprint COPY`), or restore it from a backup",
+    ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "kept-quantized": (

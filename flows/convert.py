@@ -139,7 +139,8 @@ def _one(
     began = time.perf_counter()
     write_all(prepared, job.settings, job.batch_bytes, job.engine)
     timings |= {"write": time.perf_counter() - began}
-    result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings))
+    known = registration.id if registration is not None else None
+    result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings), known)
     result = replace(result, timings=result.timings | timings)
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()

@@ -1,11 +1,13 @@
-"""Delete source checkpoints that a verified conversion fully replaces, by a retention policy.
+"""Retire source checkpoints that a verified conversion fully replaces, by a retention policy.
 
-This flow is for a schedule. Without ``yes`` it deletes nothing, but lists the sources that it would delete
-and the reasons to keep the others. ``ckptcore retire`` does the same.
+This flow is for a schedule: ``yes`` sets sources aside, ``purge`` deletes those whose grace period is over.
+Without either it changes nothing, but lists the sources that it would retire and the reasons to keep the
+others. ``ckptcore retire`` does the same.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated, Any
 
 from prefect import State, flow
@@ -15,7 +17,7 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import RetireOptions
 from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.planning.options import MEANS, Option, Options, options_of
-from ckptcore.utils.units import show_size
+from ckptcore.utils.units import parse_duration, show_size
 from flows._command import entry
 from flows._naming import failed
 from flows._options import declared, takes
@@ -30,14 +32,23 @@ def retire(
     ] = None,
     **given: Any,
 ) -> State[Any]:
-    """Delete source checkpoints that a verified conversion fully replaces. Dry run by default."""
+    """Retire source checkpoints that a verified conversion fully replaces. Dry run by default."""
     wanted = RetireOptions(**{name: given[name] for name in options_of(RetireOptions)})
     try:
         means = Options(memory=given["memory"], workers=given["workers"], device=given["device"]).settings()
         policy, allowed = rules(wanted)
         take = means if wanted.fingerprint else None
         found = retire_sources(
-            scope, policy, wanted.yes, allowed, take, wanted.catalog, means, of_root(wanted)
+            scope,
+            policy,
+            wanted.yes,
+            allowed,
+            take,
+            wanted.catalog,
+            means,
+            of_root(wanted),
+            purging=wanted.purge,
+            grace=timedelta(seconds=parse_duration(wanted.grace)),
         )
     except CkptError as error:
         return failed(error)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.retirements import totals
+from ckptcore.custody.replacing import GRACE
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import OfRoot, Retired, Retirement
@@ -53,8 +56,11 @@ def retire(
     catalog: str | None,
     means: Settings | None = None,
     of_root: OfRoot | None = None,
+    *,
+    purging: bool = False,
+    grace: timedelta = GRACE,
 ) -> Retirement:
-    """Delete the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
+    """Retire the sources that the policy releases; the fate of each, with its reason, is a table artifact."""
 
     def note(each: Retired) -> None:
         log.info("%s is %s: %s", each.source.uri, each.fate.value, "; ".join(each.why))
@@ -67,6 +73,8 @@ def retire(
             policy,
             scope,
             yes=yes,
+            purging=purging,
+            grace=grace,
             allowed=allowed,
             take=take,
             means=means,

@@ -24,13 +24,17 @@ MAX_ROWS = 200  # a browser renders the table; a 405B export has about 190 files
 
 @task(task_run_name="publish", **STEP)
 def publish(
-    plan_uri: str, settings: Settings, catalog: str | bool | None = False, warnings: Sequence[Finding] = ()
+    plan_uri: str,
+    settings: Settings,
+    catalog: str | bool | None = False,
+    warnings: Sequence[Finding] = (),
+    conversion: str | None = None,
 ) -> Result:
     """Read the output back and move it to its name; a link to it and its files are artifacts.
 
-    warnings: those of the plan, which the result keeps.
+    warnings: those of the plan, which the result keeps. conversion: its id in the catalog.
     """
-    result = finish(plan_uri, settings, catalog_url=catalog)
+    result = finish(plan_uri, settings, catalog_url=catalog, conversion=conversion)
     result = replace(result, warnings=(*warnings, *result.warnings))
     files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
     counts = [count(len(result.tensors), "tensor"), count(len(files), "file"), show_size(result.nbytes)]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 LIMIT = 50
 MOST = 500  # rows of one page
-_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.DELETED.value)
+_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _CURSOR = re.compile(r"[0-9A-Za-z.:+_-]{1,100}")
 _Row = TypeVar("_Row")
 

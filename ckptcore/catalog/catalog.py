@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
 from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
+from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
 from ckptcore.catalog.types import (
@@ -137,6 +138,7 @@ class Catalog:
                 conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
                 begun += [conversions.begin_conversion(conn, _now(), process=process, **r) for r in rows]
             _RUNNING.update(dict.fromkeys(begun, process))
+            RUNNING.add(self, begun)
         finally:
             if process not in _RUNNING.values():  # nothing was recorded
                 forget(process)
@@ -366,7 +368,9 @@ class Catalog:
 
 
 def _forget_processes(ended: Iterable[str]) -> None:
-    """Drop the marks of this process whose conversions have all ended."""
+    """Drop the marks of this process whose conversions have all ended, and the renewal of those."""
+    ended = tuple(ended)
+    RUNNING.drop(ended)
     gone = {_RUNNING.pop(each) for each in ended if each in _RUNNING}
     for process in gone - set(_RUNNING.values()):
         forget(process)

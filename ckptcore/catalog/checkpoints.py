@@ -34,6 +34,8 @@ from ckptcore.errors import LEVELS, Finding, UsageError
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
+_ENDED = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)  # nothing of it is at its place
+
 
 def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind: Kind) -> tuple[int, str]:
     """Find or insert the row of the checkpoint at `facts.uri`, and mark other rows of the place as replaced.
@@ -67,7 +69,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     if same:
         row = same[0]
         changes: dict[str, Any] = {"replaced_at": None, "deleted_at": None}
-        if row.state in (State.REPLACED, State.GONE, State.DELETED):
+        if row.state in (State.REPLACED, State.GONE, State.RETIRED, State.DELETED):
             changes["state"] = State.PRESENT.value
         if kind is Kind.DERIVED:
             changes["kind"] = kind.value
@@ -116,11 +118,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         _keep_ties(conn, checkpoint, places)
     conn.execute(
         update(Checkpoint)
-        .where(
-            Checkpoint.uri.in_(places),
-            Checkpoint.id != checkpoint,
-            Checkpoint.state.not_in((State.REPLACED.value, State.DELETED.value)),
-        )
+        .where(Checkpoint.uri.in_(places), Checkpoint.id != checkpoint, Checkpoint.state.not_in(_ENDED))
         .values(state=State.REPLACED.value, replaced_at=now)
     )
     for origin, training in facts.training:
@@ -142,7 +140,7 @@ def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None
         Checkpoint.uri.in_([each for each in places if each != row.uri]),
         Checkpoint.manifest_digest == row.manifest_digest,
         *([Checkpoint.content_digest.in_([row.content_digest, ""])] if row.content_digest else []),
-        Checkpoint.state.not_in((State.REPLACED.value, State.DELETED.value)),
+        Checkpoint.state.not_in(_ENDED),
     )
     twins = list(conn.execute(others).scalars())
     if not twins:

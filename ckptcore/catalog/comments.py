@@ -32,7 +32,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "kind": "source (a trainer wrote it) or derived (a conversion wrote it).",
             "format": "On-disk format.",
             "uri": "Folder or file, in one spelling and without credentials.",
-            "state": "present, damaged, incomplete, replaced, gone or deleted.",
+            "state": "present, damaged, incomplete, replaced, gone, retired or deleted.",
             "step": "Training step, if known.",
             "total_bytes": "Bytes of all tensors.",
             "num_tensors": "Number of tensors.",
@@ -47,7 +47,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "replaced_at": "When other content was found at the URI.",
             "fingerprint": "Digest of all tensor values in any format and topology, if computed.",
             "checked_at": "When scrub last looked at it.",
-            "deleted_at": "When retire deleted it.",
+            "deleted_at": "When it was purged after retire.",
         },
     ),
     "checkpoint_file": (
@@ -106,6 +106,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "conversion_id": "Conversion.",
             "process": "Pid, start time, namespaces, and boot id with a mark, separated by spaces.",
+            "renewed_at": "When it last showed a sign of life, by the clock of the database.",
         },
     ),
     "conversion_io": (
@@ -273,6 +274,41 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "step": "Step of the measurement, if not that of the checkpoint.",
             "source": "Origin: user, announced, stored or inherited.",
             "updated_at": "When it was last changed.",
+        },
+    ),
+    "holdings": (
+        "The content ids that a checkpoint holds, as far as they are known.",
+        {
+            "checkpoint_id": "Checkpoint.",
+            "stamp": "Digest over the identity of its files when it was published; null if unknown.",
+            "ids": "Content ids of 16 bytes each, sorted; null until something needs them.",
+        },
+    ),
+    "set_aside": (
+        "A checkpoint that was retired or replaced, and is not removed yet.",
+        {
+            "record": "Path or URL of the folder with its record.",
+            "checkpoint_id": "Checkpoint, if it is known.",
+            "uri": "Its place.",
+            "nbytes": "Bytes of files that a purge frees.",
+            "at": "When it was set aside.",
+            "due_at": "When it may be purged.",
+            "digest": "BLAKE3 of its record, which lists its files.",
+            "purging": "Whether its removal is decided, and may have begun.",
+        },
+    ),
+    "obligation": (
+        "Contents that must not go, because what held them was deleted in favour of a copy.",
+        {
+            "id": "Row id.",
+            "uuid": "Public id.",
+            "checkpoint_id": "What was deleted, if it is known.",
+            "source": "URI of what was deleted.",
+            "place": "URI of the copy that it counts on.",
+            "specs": "Short digests of dtypes and shapes, 8 bytes each.",
+            "contents": "Content ids, names and dtypes with shapes, packed.",
+            "created_at": "When the deletion was.",
+            "lost": "How many contents no recorded checkpoint held when that was last looked at.",
         },
     ),
     "retirement": (

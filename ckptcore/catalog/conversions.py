@@ -9,18 +9,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, delete, false, func, insert, select, update
 
 from ckptcore.catalog import training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
+from ckptcore.catalog.database import clock, has_custody
+from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
 from ckptcore.catalog.query import current_first
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.processes import has_ended, is_running
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 _OF_OUTPUT = frozenset({"found-files", "left-beside", "not-loadable"})
 
 _AT_ONCE = 500  # values in one statement
+LEASE = timedelta(minutes=5)  # silence after which a conversion of another machine does not run any more
 
 
 def begin_conversion(
@@ -62,8 +66,10 @@ def begin_conversion(
         )
         .returning(Conversion.id)
     ).scalar_one()
-    if all(process) and process:
-        conn.execute(insert(ConversionProcess).values(conversion_id=row, process=" ".join(process)))
+    if process:
+        known = " ".join(process) if all(process) else ""
+        alive = {"conversion_id": row, "process": known, "renewed_at": clock(conn)}
+        conn.execute(insert(ConversionProcess).values(alive))
     return new
 
 
@@ -74,7 +80,7 @@ def of_machine(process: Sequence[str]) -> tuple[ColumnElement[bool]]:
 
 
 def end_interrupted(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> tuple[str, ...]:
-    """End the conversions whose process is known to have ended; return their ids.
+    """End the conversions that show no sign of life (`interrupted`); return their ids.
 
     Args:
         conn: The transaction.
@@ -88,25 +94,73 @@ def end_interrupted(conn: Connection, now: datetime, *more: ColumnElement[bool])
 
 
 def interrupted(conn: Connection, *more: ColumnElement[bool]) -> tuple[str, ...]:
-    """Return the ids of conversions that are recorded as running, but whose process has ended.
+    """Return the ids of conversions that are recorded as running, but do not run any more.
+
+    Their process is known to have ended, or it is of another machine and was silent for `LEASE`.
 
     Args:
         conn: The transaction.
         more: Conditions on the conversions.
     """
     rows = _recorded(conn, *more)
-    ended = {process for process in {row.process for row in rows} if has_ended(process.split(" "))}
-    return tuple(row.uuid for row in rows if row.process in ended)
+    dead = _dead({(row.process, row.silent) for row in rows})
+    return tuple(row.uuid for row in rows if (row.process, row.silent) in dead)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A conversion that runs: its id, what it reads and where it writes."""
+
+    id: str
+    source_uri: str
+    destination_uri: str
+
+
+def running(conn: Connection) -> tuple[Running, ...]:
+    """Return the conversions that run now; in a catalog of an older schema, all that are recorded so."""
+    ended = frozenset(interrupted(conn) if has_custody(conn) else ())
+    rows = conn.execute(
+        select(Conversion.uuid, Conversion.source_uri, Conversion.destination_uri)
+        .where(Conversion.state == Outcome.RUNNING.value)
+        .order_by(Conversion.id)
+    )
+    return tuple(Running(*row) for row in rows if row.uuid not in ended)
+
+
+def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
+    """Record that conversions still run; return those that are not recorded as running any more."""
+    mine = select(Conversion.uuid, Conversion.id).where(
+        Conversion.uuid.in_(conversions), Conversion.state == Outcome.RUNNING.value
+    )
+    rows = conn.execute(mine).all()
+    alive = ConversionProcess.conversion_id.in_([row.id for row in rows])
+    conn.execute(update(ConversionProcess).where(alive).values(renewed_at=clock(conn)))
+    return frozenset(conversions) - {row.uuid for row in rows}
 
 
 def _recorded(conn: Connection, *more: ColumnElement[bool]) -> Sequence[Any]:
-    """Return id, uuid and process of the conversions that are recorded as running, by their ids."""
+    """Return id, uuid, process and whether it was silent, of the conversions that are recorded as running."""
+    last = func.coalesce(ConversionProcess.renewed_at, Conversion.started_at)
     return conn.execute(
-        select(Conversion.id, Conversion.uuid, ConversionProcess.process)
-        .join(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
+        select(
+            Conversion.id,
+            Conversion.uuid,
+            func.coalesce(ConversionProcess.process, "").label("process"),
+            (last < clock(conn) - LEASE).label("silent"),
+        )
+        .outerjoin(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
         .where(Conversion.state == Outcome.RUNNING.value, *more)
         .order_by(Conversion.id)
     ).all()
+
+
+def _dead(signs: Iterable[tuple[str, bool]]) -> frozenset[tuple[str, bool]]:
+    """Return which (process, whether it was silent) do not run any more. A process is looked at once."""
+    return frozenset(
+        (process, silent)
+        for process, silent in signs
+        if has_ended(process.split(" ")) or (silent and not is_running(process.split(" ")))
+    )
 
 
 def succeed(
@@ -132,6 +186,7 @@ def succeed(
     derived_id, derived_uuid = put_checkpoint(
         conn, now, _of_the_same_run(conn, source_id, derived), Kind.DERIVED
     )
+    put_stamp(conn, derived_id, derived.stamp)
     _link(conn, row.id, {(source_id, Direction.IN), (derived_id, Direction.OUT)})
     every = tuple(findings)
     of_source = [f for f in every if f.code not in _OF_OUTPUT]

@@ -16,6 +16,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
 _RELEASED = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
-REVISIONS = (*_RELEASED, "0010", "0011", "0012", "0013", "0014")
+REVISIONS = (*_RELEASED, "0010", "0011", "0012", "0013", "0014", "0015")
 HEAD = REVISIONS[-1]
 # Older schemas with the tables that `query.py` reads: they are read as they are, and written once upgraded.
 # What they lack (training facts, the audit) is read as empty: `is_behind`.
-READABLE = frozenset({"0009", "0010", "0011", "0012", "0013"})
-_ONLY_PROCESSES = frozenset({"0012", "0013"})  # of these, the ones that lack no other table: `has_processes`
+READABLE = frozenset({"0009", "0010", "0011", "0012", "0013", "0014"})
+_WITHOUT_CUSTODY = frozenset({"0012", "0013", "0014"})  # these lack nothing else: `has_custody`
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable
@@ -149,12 +150,20 @@ def connect(url: str, *, create: bool) -> Engine:
 def is_behind(connection: Connection) -> bool:
     """Return whether a catalog is of an older schema, without training facts, retirements and the audit."""
     behind = connection.get_execution_options().get(BEHIND)
-    return behind is not None and behind not in _ONLY_PROCESSES
+    return behind is not None and behind not in _WITHOUT_CUSTODY
 
 
-def has_processes(connection: Connection) -> bool:
-    """Return whether a catalog has the table of the processes of running conversions."""
+def has_custody(connection: Connection) -> bool:
+    """Return whether a catalog has signs of life, holdings, obligations and what is set aside."""
     return connection.get_execution_options().get(BEHIND) is None
+
+
+def clock(connection: Connection) -> datetime:
+    """Return the time by which leases are compared: PostgreSQL's, or this machine's for SQLite."""
+    if connection.dialect.name != "postgresql":
+        return datetime.now(UTC)
+    now: datetime = connection.exec_driver_sql("SELECT clock_timestamp()").scalar_one()
+    return now.astimezone(UTC)
 
 
 def require_writable(engine: Engine) -> None:

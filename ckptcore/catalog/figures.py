@@ -20,7 +20,7 @@ from ckptcore.utils.dataclass import dataclass
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.DELETED.value)
+_NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _DATABASE_SIZE = {
     "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
     "postgresql": "SELECT pg_database_size(current_database())",

@@ -6,27 +6,18 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from sqlalchemy import and_, func, or_, select, union, update
 
-from ckptcore.catalog import retirements
 from ckptcore.catalog.checkpoints import note_findings
 from ckptcore.catalog.claims import TAKEN, read_owner
-from ckptcore.catalog.conversions import interrupted
-from ckptcore.catalog.database import has_processes
+from ckptcore.catalog.conversions import Running, running
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import Alias, Checkpoint, Claim, Conversion, ConversionIO, Hold, Tag, TrainingRun
 from ckptcore.catalog.normalize import parents, same_places
-from ckptcore.catalog.query import (
-    checkpoint_row,
-    checkpoint_rows,
-    checkpoints_of,
-    conversion_row,
-    conversions_of,
-    resolve_checkpoint,
-)
+from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, conversion_row, resolve_checkpoint
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding, UsageError
 from ckptcore.utils.dataclass import dataclass
@@ -37,9 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select
 
 _ALIVE = (State.PRESENT.value, State.DAMAGED.value, State.INCOMPLETE.value, State.GONE.value)
-_THERE = tuple(state for state in _ALIVE if state != State.GONE.value)
 _AT_ONCE = 500  # values in one statement
-_STALE = timedelta(days=1)  # a conversion that "runs" for longer was killed and left no record
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +190,15 @@ def ties(conn: Connection, now: datetime, publics: Sequence[str]) -> dict[str, T
         UsageError: One of them is not in the catalog.
     """
     found: dict[str, Ties] = {}
-    ended = _ended(conn, now)
+    reading = _by_source(running(conn))
     for at in range(0, len(publics), _AT_ONCE):
-        found |= _ties(conn, now, publics[at : at + _AT_ONCE], ended)
+        found |= _ties(conn, now, publics[at : at + _AT_ONCE], reading)
     return found
 
 
-def _ties(conn: Connection, now: datetime, publics: Sequence[str], ended: frozenset[str]) -> dict[str, Ties]:
+def _ties(
+    conn: Connection, now: datetime, publics: Sequence[str], reading: Mapping[str, Sequence[str]]
+) -> dict[str, Ties]:
     these = Checkpoint.uuid.in_(publics)
 
     def grouped(wanted: Select[tuple[str, str]]) -> dict[str, list[str]]:
@@ -216,8 +207,8 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str], ended: frozen
             values.setdefault(public, []).append(value)
         return values
 
-    known = set(conn.execute(select(Checkpoint.uuid).where(these)).scalars())
-    if missing := sorted(set(publics) - known):
+    known = {row.uuid: row.uri for row in conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(these))}
+    if missing := sorted(set(publics) - known.keys()):
         raise UsageError(f"the catalog has no checkpoint {missing[0]}")
     public = Checkpoint.uuid
     tags = grouped(select(public, Tag.key).join(Tag, Tag.checkpoint_id == Checkpoint.id).order_by(Tag.key))
@@ -230,12 +221,6 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str], ended: frozen
         .where(*in_force(now))
         .order_by(Hold.id)
     )
-    reading = grouped(
-        select(public, Conversion.uuid)
-        .join(Conversion, Conversion.source_uri == Checkpoint.uri)
-        .where(*_running(now))
-        .order_by(Conversion.id)
-    )
     claimed = grouped(
         select(public, Claim.owner)
         .join(Claim, Claim.source_uri == Checkpoint.uri)
@@ -247,10 +232,7 @@ def _ties(conn: Connection, now: datetime, publics: Sequence[str], ended: frozen
             tuple(tags.get(each, ())),
             tuple(names.get(each, ())),
             tuple(on_hold.get(each, ())),
-            (
-                *(reader for reader in reading.get(each, ()) if reader not in ended),
-                *_at_work(claimed.get(each, ())),
-            ),
+            (*reading.get(known[each], ()), *_at_work(claimed.get(each, ()))),
         )
         for each in publics
     }
@@ -262,24 +244,21 @@ def tied(conn: Connection, now: datetime) -> tuple[str, ...]:
     kept = union(on_hold, select(Tag.checkpoint_id), select(Alias.checkpoint_id))
     places = union(
         select(Checkpoint.uri).where(Checkpoint.id.in_(kept), Checkpoint.state.in_(_ALIVE)),
-        select(Conversion.source_uri).where(*_running(now)),
         select(Claim.source_uri).where(*_claimed(now)),
     )
-    return tuple(conn.execute(places.order_by("uri")).scalars())
+    return tuple(sorted({*conn.execute(places).scalars(), *_by_source(running(conn))}))
 
 
 def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, Ties]:
     """Return why these URIs must stay at this moment, without those that need not."""
-    ended, joined = _ended(conn, now), dict[str, Ties]()
+    reading, joined = _by_source(running(conn)), dict[str, Ties]()
     for at in range(0, len(uris), _AT_ONCE):
         some = uris[at : at + _AT_ONCE]
         here = Checkpoint.uri.in_(some), Checkpoint.state.in_(_ALIVE)
         rows = conn.execute(select(Checkpoint.uuid, Checkpoint.uri).where(*here).order_by(Checkpoint.id))
         known = {row.uuid: row.uri for row in rows}
         every = [(known[public], found) for public, found in ties(conn, now, list(known)).items()]
-        reading = select(Conversion.source_uri, Conversion.uuid).where(*_running(now))
-        reading = reading.where(Conversion.source_uri.in_(some))
-        every += [(uri, Ties(readers=(r,))) for uri, r in conn.execute(reading) if r not in ended]
+        every += [(uri, Ties(readers=reading[uri])) for uri in some if uri in reading]
         claimed = select(Claim.source_uri, Claim.owner).where(*_claimed(now), Claim.source_uri.in_(some))
         every += [(uri, Ties(readers=tuple(_at_work([owner])))) for uri, owner in conn.execute(claimed)]
         for uri, found in every:
@@ -287,13 +266,12 @@ def ties_at(conn: Connection, now: datetime, uris: Sequence[str]) -> dict[str, T
     return {uri: found for uri, found in joined.items() if found != Ties()}
 
 
-def _running(now: datetime) -> tuple[ColumnElement[bool], ...]:
-    return Conversion.state == Outcome.RUNNING.value, Conversion.started_at > now - _STALE
-
-
-def _ended(conn: Connection, now: datetime) -> frozenset[str]:
-    """Return the ids of conversions that are recorded as running, but whose process has ended."""
-    return frozenset(interrupted(conn, *_running(now)) if has_processes(conn) else ())
+def _by_source(conversions: Iterable[Running]) -> dict[str, tuple[str, ...]]:
+    """Return source -> ids of the conversions that read it."""
+    readers: dict[str, tuple[str, ...]] = {}
+    for each in conversions:
+        readers[each.source_uri] = (*readers.get(each.source_uri, ()), each.id)
+    return readers
 
 
 def _claimed(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -307,73 +285,15 @@ def _at_work(owners: Iterable[str]) -> Iterator[str]:
             yield owner
 
 
-def retired_into(
-    conn: Connection, uri: str, others: Iterable[str] = ()
-) -> tuple[tuple[CheckpointRow, CheckpointRow], ...]:
-    """Return (source, child) of each source that `retire` deleted and whose child a location contains.
-
-    A child is contained if it is at the normal URI, inside it, or around it, or at one of ``others``, and
-    something should be there.
-    """
-    below = Checkpoint.uri.startswith(uri.rstrip("/") + "/", autoescape=True)
-    there = or_(Checkpoint.uri.in_([uri, *parents(uri), *others]), below)
-    wanted = checkpoint_rows().where(there, Checkpoint.state.in_(_THERE))
-    found = []
-    for row in conn.execute(wanted.order_by(Checkpoint.id)).all():
-        for conversion in conversions_of(conn, row.id, Direction.OUT):
-            if conversion.state == Outcome.SUCCEEDED.value:
-                read = checkpoints_of(conn, conversion.id, Direction.IN)
-                deleted = (source for source in read if source.state == State.DELETED.value)
-                found += [(source, checkpoint_row(row)) for source in deleted]
-    return tuple(found)
-
-
-def relied_on(conn: Connection) -> tuple[str, ...]:
-    """Return the URIs of all checkpoints that were made from a source which `retire` deleted."""
-    deleted = (
-        select(ConversionIO.conversion_id)
-        .join(Checkpoint)
-        .where(ConversionIO.direction == Direction.IN.value, Checkpoint.state == State.DELETED.value)
-    )
-    wanted = (
-        select(Checkpoint.uri)
-        .join(ConversionIO)
-        .where(
-            ConversionIO.conversion_id.in_(deleted),
-            ConversionIO.direction == Direction.OUT.value,
-            Checkpoint.state.in_(_THERE),
-        )
-    )
-    return tuple(conn.execute(wanted.distinct().order_by(Checkpoint.uri)).scalars())
-
-
-def with_fingerprints(conn: Connection, prints: Iterable[str]) -> tuple[CheckpointRow, ...]:
-    """Return the present checkpoints whose tensors have one of these fingerprints."""
-    wanted = checkpoint_rows().where(
-        Checkpoint.fingerprint.in_(list(prints)), Checkpoint.state == State.PRESENT.value
-    )
-    return tuple(checkpoint_row(row) for row in conn.execute(wanted.order_by(Checkpoint.id)))
-
-
-def replacing(conn: Connection, now: datetime, uri: str) -> tuple[str, ...]:
+def replacing(conn: Connection, uri: str) -> tuple[str, ...]:
     """Return the ids of conversions that are now writing to a URI, or to a folder around it."""
-    here = [place for each in same_places(uri) for place in (each, *parents(each))]
-    return tuple(each for each, _ in _writing(conn, now, Conversion.destination_uri.in_(here)))
+    here = {place for each in same_places(uri) for place in (each, *parents(each))}
+    return tuple(each.id for each in running(conn) if each.destination_uri in here)
 
 
-def destinations(conn: Connection, now: datetime) -> dict[str, str]:
+def destinations(conn: Connection) -> dict[str, str]:
     """Return the URIs to which conversions are now writing, each with the id of one of them."""
-    return {uri: each for each, uri in _writing(conn, now)}
-
-
-def _writing(conn: Connection, now: datetime, *more: ColumnElement[bool]) -> Iterator[tuple[str, str]]:
-    """Yield id and destination of the conversions that run."""
-    running = (*_running(now), *more)
-    ended = frozenset(interrupted(conn, *running) if has_processes(conn) else ())
-    rows = select(Conversion.uuid, Conversion.destination_uri).where(*running).order_by(Conversion.id)
-    for each, uri in conn.execute(rows):
-        if each not in ended:
-            yield each, uri
+    return {each.destination_uri: each.id for each in running(conn)}
 
 
 def inside(conn: Connection, uri: str) -> tuple[str, ...]:
@@ -395,26 +315,6 @@ def existing(conn: Connection) -> tuple[str, ...]:
     """Return the URIs of all checkpoints that should exist."""
     wanted = select(Checkpoint.uri).where(Checkpoint.state.in_(_ALIVE))
     return tuple(conn.execute(wanted.distinct().order_by(Checkpoint.uri)).scalars())
-
-
-def deleted(conn: Connection, now: datetime, row: CheckpointRow) -> bool:
-    """Mark a checkpoint as deleted on purpose. Return False if its row has changed since it was read."""
-    here = (
-        Checkpoint.uuid == row.id,
-        Checkpoint.uri == row.uri,
-        Checkpoint.kind == row.kind,
-        Checkpoint.manifest_digest == row.manifest_digest,
-        Checkpoint.state == State.PRESENT.value,
-    )
-    values = {"state": State.DELETED.value, "deleted_at": now}
-    return conn.execute(update(Checkpoint).where(*here).values(values)).rowcount == 1
-
-
-def restored(conn: Connection, public: str) -> None:
-    """Mark a deleted checkpoint as present: its deletion did not happen."""
-    here = (Checkpoint.uuid == public, Checkpoint.state == State.DELETED.value)
-    retirements.withdraw(conn, public)
-    conn.execute(update(Checkpoint).where(*here).values(state=State.PRESENT.value, deleted_at=None))
 
 
 def state_of(conn: Connection, public: str) -> str | None:

@@ -22,6 +22,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -65,7 +66,14 @@ NAMING = {
 
 
 # Annotation of a column -> its type in the database.
-_TYPES = {"str": Text(), "int": BigInteger(), "float": Double(), "bool": Boolean(), "datetime": UtcDateTime()}
+_TYPES = {
+    "str": Text(),
+    "int": BigInteger(),
+    "float": Double(),
+    "bool": Boolean(),
+    "bytes": LargeBinary(),
+    "datetime": UtcDateTime(),
+}
 _DECLARED = re.compile(r"Column\[(\w+)( \| None)?\]")
 
 
@@ -265,12 +273,16 @@ class Conversion(Base):
 
 
 class ConversionProcess(Base):
-    """The process of a conversion that runs, where it is known; see `ckptcore.utils.processes`."""
+    """The process of a conversion that runs, and its last sign of life; see `heartbeats.py`.
+
+    process: as in `ckptcore.utils.processes`, '' if unknown. renewed_at: by the database's clock.
+    """
 
     __tablename__ = "conversion_process"
 
     conversion_id: Column[int] = column(ForeignKey("conversion.id"), primary_key=True)
     process: Column[str]
+    renewed_at: Column[datetime | None]
 
 
 class ConversionIO(Base):
@@ -486,6 +498,59 @@ class GivenUpRow(Base):
     name: Column[str] = column(primary_key=True)
     kind: Column[str] = column(primary_key=True)
     nbytes: Column[int | None]
+
+
+class HoldingsRow(Base):
+    """The content ids that a checkpoint holds, as far as they are known; see `holdings.py`.
+
+    stamp: digest over the identity of its files when it was published, NULL if unknown. ids: packed, NULL
+    until something needs them.
+    """
+
+    __tablename__ = "holdings"
+
+    checkpoint_id: Column[int] = column(ForeignKey("checkpoint.id"), primary_key=True)
+    stamp: Column[str | None]
+    ids: Column[bytes | None]
+
+
+class SetAsideRow(Base):
+    """A checkpoint that was retired or replaced, and is not removed yet; see `set_aside.py`.
+
+    record: path or URL of the folder with its record. digest: BLAKE3 of the record. due_at: when it may be
+    purged. purging: its removal is decided, and may have begun.
+    """
+
+    __tablename__ = "set_aside"
+
+    record: Column[str] = column(primary_key=True)
+    checkpoint_id: Column[int | None] = column(ForeignKey("checkpoint.id"), index=True)
+    uri: Column[str] = column(index=True)
+    nbytes: Column[int]
+    at: Column[datetime]
+    due_at: Column[datetime] = column(index=True)
+    digest: Column[str]
+    purging: Column[bool]
+
+
+class Obligation(Base):
+    """Content that must not go, because what held it was deleted in favour of a copy; see `obligations.py`.
+
+    source: URI of what was deleted. place: URI of the copy that it counts on. specs, contents: packed.
+    lost: how many of its contents no recorded checkpoint held when that was last looked at.
+    """
+
+    __tablename__ = "obligation"
+
+    id: Column[int] = column(_Id, primary_key=True)
+    uuid: Column[str] = column(unique=True)
+    checkpoint_id: Column[int | None] = column(ForeignKey("checkpoint.id"), index=True)
+    source: Column[str] = column(index=True)
+    place: Column[str] = column(index=True)
+    specs: Column[bytes]
+    contents: Column[bytes]
+    created_at: Column[datetime]
+    lost: Column[int] = column(server_default="0")
 
 
 class TrainingFactsRow(Base):

@@ -30,7 +30,7 @@ class State(StrEnum):
     present: no open errors. damaged: its open findings include an error.
     incomplete: it is still being written, or its save was aborted.
     replaced: other content is at its URI now. gone: nothing was there at the last check.
-    deleted: `ckptcore retire` deleted it.
+    retired: `ckptcore retire` set it aside; it can be restored until it is purged. deleted: it was purged.
     """
 
     PRESENT = "present"
@@ -38,6 +38,7 @@ class State(StrEnum):
     INCOMPLETE = "incomplete"
     REPLACED = "replaced"
     GONE = "gone"
+    RETIRED = "retired"
     DELETED = "deleted"
 
 
@@ -87,6 +88,7 @@ class CheckpointFacts:
         fingerprints: the known fingerprints of its tensors, by FQN.
         extra: as `files`, for every other file that was published or found.
         training: (origin, facts) of the training that wrote it, each as `ckptcore.catalog.training`.
+        stamp: digest over the identity of its files, right after they were published; None if unknown.
     """
 
     uri: str
@@ -103,6 +105,7 @@ class CheckpointFacts:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     extra: Sequence[tuple[str, int, str | None]] = ()
     training: Sequence[tuple[str, TrainingFacts]] = ()
+    stamp: str | None = None
 
     def __post_init__(self) -> None:
         if self.verified is not None and self.verified not in LEVELS:

@@ -110,14 +110,14 @@ WHERE c.state IN ('damaged', 'incomplete')""",
 SELECT c.uuid AS checkpoint, c.uri, c.kind, c.state, c.total_bytes AS bytes, c.verified_level, c.verified_at,
        $days AS days
 FROM checkpoint c
-WHERE c.state NOT IN ('replaced', 'gone', 'deleted')""",
+WHERE c.state NOT IN ('replaced', 'gone', 'retired', 'deleted')""",
     "duplicates": """
 SELECT fingerprint, copies, checkpoint, uri, format, state, bytes
 FROM (
   SELECT c.fingerprint, count(*) OVER (PARTITION BY c.fingerprint) AS copies, c.uuid AS checkpoint, c.uri,
          c.format, c.state, c.total_bytes AS bytes
   FROM checkpoint c
-  WHERE c.fingerprint IS NOT NULL AND c.state NOT IN ('replaced', 'gone', 'deleted')
+  WHERE c.fingerprint IS NOT NULL AND c.state NOT IN ('replaced', 'gone', 'retired', 'deleted')
 ) counted
 WHERE copies > 1""",
     "storage_by_run": """
@@ -167,14 +167,14 @@ JOIN (
          sum(total_bytes) AS bytes, min(step) AS first_step, max(step) AS last_step,
          min(created_at) AS first_at, max(created_at) AS last_at
   FROM checkpoint
-  WHERE state NOT IN ('replaced', 'gone', 'deleted') AND run_id IS NOT NULL
+  WHERE state NOT IN ('replaced', 'gone', 'retired', 'deleted') AND run_id IS NOT NULL
   GROUP BY run_id
 ) k ON k.run_id = r.id
 LEFT JOIN (
   SELECT id, run_id, row_number() OVER (PARTITION BY run_id
                                         ORDER BY coalesce(step, -1) DESC, kind DESC, id DESC) AS place
   FROM checkpoint
-  WHERE state NOT IN ('replaced', 'gone', 'deleted') AND run_id IS NOT NULL
+  WHERE state NOT IN ('replaced', 'gone', 'retired', 'deleted') AND run_id IS NOT NULL
 ) n ON n.run_id = r.id AND n.place = 1
 LEFT JOIN checkpoint c     ON c.id = n.id
 LEFT JOIN training_facts f ON f.checkpoint_id = n.id""",

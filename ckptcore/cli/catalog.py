@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.catalog import Kind, default_url, upgrade
-from ckptcore.cli.catalog_names import alias_app, hold_app, root_app
+from ckptcore.cli.catalog_names import alias_app, hold_app, obligation_app, root_app
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
 from ckptcore.cli.options import Output, group, note_former
@@ -22,6 +22,7 @@ from ckptcore.utils.text import count
 app = group("Query the catalog of checkpoints and conversions.")
 app.add_typer(alias_app, name="alias")
 app.add_typer(hold_app, name="hold")
+app.add_typer(obligation_app, name="obligation")
 app.add_typer(root_app, name="root")
 app.add_typer(inbox_app, name="inbox")
 app.add_typer(outbox_app, name="outbox")
@@ -37,6 +38,26 @@ def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
         terminal.line(f"the catalog is up to date (schema {after})")
     else:
         terminal.line(f"the catalog went from schema {before or 'none'} to {after}")
+
+
+@app.command("restore")
+def restore_(
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="Its place, its id, or the folder that it was moved into.")
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="NAME", help="Another name in the same folder.")] = "",
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Restore a checkpoint that `retire` or --overwrite set aside, and that is not purged yet."""
+    from ckptcore.operations.purge import restore
+
+    with opened(catalog) as known:
+        place = restore(known, ref, to)
+    if output is Output.JSON:
+        write_json({"restored": place})
+        return
+    terminal.line(f"restored {place}")
 
 
 @app.command("list")

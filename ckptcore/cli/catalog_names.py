@@ -1,4 +1,4 @@
-"""Run `ckptcore catalog alias|hold|root`: names for checkpoints, checkpoints to keep, folders to watch."""
+"""Run `ckptcore catalog alias|hold|obligation|root`: names, what must be kept, and folders to watch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ckptcore.utils import terminal
 
 alias_app = group("Manage names that refer to one checkpoint at a time.")
 hold_app = group("Manage holds, which keep checkpoints from being deleted.")
+obligation_app = group("Manage obligations: contents that must not go with the copy that holds them alone.")
 root_app = group("Manage watched roots: folders that are swept for new checkpoints.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
@@ -118,6 +119,38 @@ def list_holds(
     with opened(catalog) as found, found.reading() as conn:
         rows = holds.active(conn, _now(), ref)
     answer(rows, output)
+
+
+@obligation_app.command("list")
+def list_obligations(catalog: Where = None, output: As = Output.TEXT) -> None:
+    """List what was deleted in favour of a copy, and how many of its contents no checkpoint holds now."""
+    from ckptcore.custody.upkeep import listed, note_lost
+
+    with opened(catalog) as known:
+        note_lost(known)
+        rows = listed(known)
+    answer(rows, output)
+
+
+@obligation_app.command("release")
+def release_obligation(
+    obligation: Annotated[str, typer.Argument(metavar="ID", help="Id of an obligation, or its beginning.")],
+    accept_loss: Annotated[
+        list[str],
+        typer.Option("--accept-loss", metavar="GLOB", help="Contents to give up, by name (repeatable)."),
+    ],
+    catalog: Where = None,
+    output: As = Output.TEXT,
+) -> None:
+    """Give contents up, so that the copy that holds them alone can be replaced."""
+    from ckptcore.custody.upkeep import release
+
+    with opened(catalog) as known:
+        names = release(known, obligation, accept_loss)
+    if output is Output.JSON:
+        terminal.write_json({"given_up": list(names)}, indent=2)
+        return
+    terminal.line(f"given up: {', '.join(names)}")
 
 
 @hold_app.command("release")

@@ -31,6 +31,7 @@ from ckptcore.catalog.types import (
 )
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.cli.tables import wrap_name
+from ckptcore.custody.upkeep import ListedObligation
 from ckptcore.errors import Finding
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils import terminal
@@ -105,6 +106,14 @@ NAMED: dict[type, tuple[Column, ...]] = {
         ("version", lambda r: str(r.version)),
         ("set", lambda r: _when(r.updated_at)),
         ("uri", lambda r: tail(r.uri, 30)),
+    ),
+    ListedObligation: (
+        ("obligation", lambda r: r.id[:_ID]),
+        ("since", lambda r: _when(r.created_at)),
+        ("contents", lambda r: str(len(r.contents))),
+        ("lost", lambda r: str(r.lost)),
+        ("deleted", lambda r: tail(r.source, 30)),
+        ("counts on", lambda r: tail(r.place, 30)),
     ),
     HoldRow: (
         ("hold", lambda r: r.id),

@@ -6,6 +6,7 @@ call and print; `ckptcore.cli.main` handles errors.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
@@ -80,15 +81,17 @@ def retire(
     ] = None,
     **given: Any,
 ) -> None:
-    """Delete sources that a verified conversion fully replaces.
+    """Retire sources that a verified conversion fully replaces.
 
-    This is a dry run by default. The newest steps and checkpoints on hold are kept. `ckptcore prune` is the
-    same command.
+    This is a dry run by default. `--yes` sets sources aside for a grace period, `--purge` deletes those whose
+    grace period is over. The newest steps and checkpoints on hold are kept. `ckptcore prune` is the same
+    command.
     """
     from ckptcore.catalog import default_url, open_catalog
     from ckptcore.cli import render_operations as show
     from ckptcore.operations.retire import retire as run
     from ckptcore.operations.root_retention import of_root, rules
+    from ckptcore.utils.units import parse_duration
 
     settings = Options(**{name: given[name] for name in RUN}).settings()
     asked = read_options(RetireOptions, given)
@@ -100,6 +103,8 @@ def retire(
             policy,
             scope,
             yes=given["yes"],
+            purging=given["purge"],
+            grace=timedelta(seconds=parse_duration(given["grace"])),
             take=settings if given["fingerprint"] else None,
             means=settings,
             allowed=allowed,

@@ -93,17 +93,19 @@ def retired(value: Retirement, *, as_json: bool) -> None:
     if as_json:
         terminal.write_json(value.as_dict(), indent=2)
         return
-    for kept in value.left:
-        terminal.line(f"kept      {kept}")
+    for each in value.set_aside:
+        why = f": {each.why}" if each.why else ""
+        terminal.line(f"{each.fate:<9} {each.uri} in {each.record}{why}")
     counted = f"{_counts(value.counts)}, {show_size(value.nbytes)} of tensors"
     terminal.line(f"files: {files_line(value)}")
-    terminal.line(counted if value.done else f"{counted}; nothing was deleted, --yes does it")
+    terminal.line(counted if value.done else f"{counted}; nothing was changed, --yes sets them aside")
 
 
 def files_line(value: Retirement) -> str:
-    """Return the bytes of files before and after, and what was freed, or would be."""
+    """Return the bytes of files before and after, and what was freed, or would be, now and by a purge."""
     freed = f"{show_size(value.freed)} {'freed' if value.done else 'would be freed'}"
-    return f"{show_size(value.before)} before, {freed}, {show_size(value.before - value.freed)} after"
+    later = f"; --purge frees {show_size(value.waiting)} later" if value.waiting else ""
+    return f"{show_size(value.before)} before, {freed}, {show_size(value.before - value.freed)} after{later}"
 
 
 def _item(item: SweepItem) -> str:

@@ -70,6 +70,22 @@ def leaves(
     return found
 
 
+def exact_leaves(blob: Blob) -> Iterator[tuple[str, list[Any]]]:
+    """Yield (path, form) of every leaf of an object; equal forms are equal values in equal containers."""
+    todo: list[tuple[Any, str, list[Any]]] = [(blob.tree, blob.key, [])]
+    while todo:
+        tree, path, around = todo.pop()
+        if isinstance(tree, dict) and tree.get("$") in _WRAPPERS:
+            todo.append((tree["value"], path, [*around, tree["$"]]))
+            continue
+        below = _children(tree)
+        if not below:
+            yield path, [around, tree]
+        kind = "list" if isinstance(tree, list) else tree.get("$") if isinstance(tree, dict) else None
+        inside = around if kind is None else [*around, kind]
+        todo += [(value, f"{path}.{key}", inside) for key, value in below]
+
+
 def compare(a: Leaves, b: Leaves) -> tuple[list[ObjectDifference], int, list[tuple[str, str]]]:
     """Return (differences, number of equal leaves, (name, reason) of leaves that cannot be compared)."""
     different: list[ObjectDifference] = []

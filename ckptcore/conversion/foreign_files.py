@@ -20,6 +20,7 @@ from blake3 import blake3
 from ckptcore.conversion.destination import require_unprotected
 from ckptcore.conversion.publication_record import Publication, Replaced
 from ckptcore.core.used_files import placed, used
+from ckptcore.custody.judged import is_of_custody
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, UsageError
 from ckptcore.execution.receipts import has_digest
 from ckptcore.formats import open_source, read_manifest
@@ -172,6 +173,13 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
             f"cannot replace {request.destination}: {len(special)} of its files are special or mounts, which "
             f"are never replaced: {some(special)}",
             hint="choose another destination",
+        )
+    kept = [name for name in there if any(map(is_of_custody, name.split("/")))]
+    if kept:
+        raise UsageError(
+            f"cannot replace {request.destination}: something in it is set aside, or has obligations: "
+            f"{some(kept)}",
+            hint="see ckptcore retire, and ckptcore catalog obligation list; or choose another destination",
         )
     if local_path(request.destination) is None:
         return

@@ -258,6 +258,9 @@ def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool
     found, target, aside = take_at(spots.aside), spots.target, spots.aside
     # Moving a file changes its own status.
     strangers = [n for n, e in found.items() if not same(replaces.inventory.get(n), e, status=bool(n))]
+    if not strangers and replaces.home:
+        _keep_aside(spots, replaces.home)
+        return
     if not strangers or (begun and not found.keys() >= replaces.inventory.keys()):
         _discard(spots, replaces.inventory)
         return
@@ -271,6 +274,16 @@ def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool
         "it is restored to its place",
         hint="inspect it, then run again",
     )
+
+
+def _keep_aside(spots: Spots, home: str) -> None:
+    """Move what was replaced into the folder with its record, from which it can be restored."""
+    aside = spots.aside
+    path = os.path.join(os.path.dirname(spots.target.path), home)
+    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=spots.target.at)) as at:
+        rename_new(aside, Spot(at, spots.target.name, os.path.join(path, spots.target.name)))
+        sync_folder(".", at)
+    _log.warning("%s is replaced; what was there can be restored from %s", spots.target.path, path)
 
 
 def _discard(spots: Spots, inventory: Inventory) -> None:

@@ -30,6 +30,7 @@ from ckptcore.conversion.staged_plan import REQUEST, look_ahead, plan_run, renew
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
+from ckptcore.custody.judged import Writer
 from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, StagingForeign
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.join_parts import join_parts
@@ -237,15 +238,17 @@ def finish(
     settings: Settings | None = None,
     progress: Progress | None = None,
     catalog_url: str | bool | None = False,
+    conversion: str | None = None,
 ) -> Result:
     """Verify that every file exists and that the output reads back as planned, then publish it.
 
-    The staging folder stays, for `register`; `settle` removes it. The catalog is that of `prepare`.
+    The staging folder stays, for `register`; `settle` removes it. The catalog is that of `prepare`;
+    ``conversion`` is its id there, if this process began it.
     """
     staging = Staging.of_plan(plan_uri)
     staging.arbiter = claim_of(catalog_url, staging.destination)
     with span("publish", destination=staging.destination), staging.lock():
-        return finish_staged(staging, settings or Settings(), progress)
+        return finish_staged(staging, settings or Settings(), progress, Writer(catalog_url, conversion))
 
 
 def settle(plan_uri: str) -> None:
@@ -312,7 +315,9 @@ def _convert(
 ) -> Result:
     seen: list[Manifest] = []
     try:
-        with publishing(request, settings, progress, catalog_url, topology, seen=seen) as result:
+        own = registration.id if registration is not None else None
+        stages = publishing(request, settings, progress, catalog_url, topology, seen=seen, conversion=own)
+        with stages as result:
             (progress or _silent)("register", result.nbytes, result.nbytes)
             with span("register", destination=request.destination):
                 result = register(registration, result, seen[0])
@@ -334,6 +339,7 @@ def publishing(
     topology: Layouts | None = None,
     *,
     seen: list[Manifest],
+    conversion: str | None = None,
 ) -> Iterator[Result]:
     """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
 
@@ -346,6 +352,7 @@ def publishing(
         catalog_url: The catalog that accounts for files of a destination that is replaced; see `prepare`.
         topology: See `ckptcore.planning.compose.compose`.
         seen: Receives the source's manifest, as soon as it is read.
+        conversion: Id of the conversion in the catalog, if this process began it.
 
     Yields:
         The published output, not yet recorded.
@@ -371,7 +378,7 @@ def publishing(
             receipts = _execute(staging, None, settings, progress, just_planned=True)
         wrote = time.perf_counter() - began
         with span("publish", destination=request.destination):
-            result = finish_staged(staging, settings, progress)
+            result = finish_staged(staging, settings, progress, Writer(catalog_url, conversion))
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings)
@@ -445,10 +452,12 @@ def _prepare(
             if request.replaces:
                 # Late imports: most conversions replace nothing.
                 from ckptcore.conversion.foreign_files import require_accounted
-                from ckptcore.conversion.sole_copies import require_other_copies
+                from ckptcore.custody.replacing import may_replace
 
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
-                require_other_copies(request.destination, replaced.inventory, catalog_url)
+                if replaced.inventory:
+                    judged = may_replace(request.destination, Writer(catalog_url), settings)
+                    replaced = replace(replaced, judged=judged)
             records.insert(0, packed_replaced(replaced))
         if staging.places is not None:
             from ckptcore.conversion.staged_uploads import begin_uploads, upload_budget

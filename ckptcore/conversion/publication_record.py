@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptcore.conversion.staging import DRAFT, PUBLISHING, Staging
 from ckptcore.core.columnar_file import canonical_json
+from ckptcore.custody.judged import Judged
 from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store, fetch
@@ -35,10 +36,14 @@ class Replaced:
     Attributes:
         inventory: All of it; empty for nothing.
         first: Files that make it loadable; they are removed before the files with its tensors.
+        judged: What the gate decided about it (`ckptcore.custody.gate`); None if it was not asked.
+        home: Name of the folder beside the destination that it is moved into; "" if it is removed.
     """
 
     inventory: Inventory = field(default_factory=dict)
     first: tuple[str, ...] = ()
+    judged: Judged | None = None
+    home: str = ""
 
     @property
     def lacks_times(self) -> bool:
@@ -47,12 +52,20 @@ class Replaced:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {"inventory": {n: asdict(e) for n, e in self.inventory.items()}, "first": list(self.first)}
+        form: dict[str, Any] = {"inventory": {n: asdict(e) for n, e in self.inventory.items()}}
+        judged = None if self.judged is None else self.judged.as_dict()
+        return form | {"first": list(self.first), "judged": judged, "home": self.home}
 
     @classmethod
     def from_dict(cls, form: Mapping[str, Any]) -> Replaced:
         """Read the form of `as_dict`."""
-        return cls({n: entry_of(e) for n, e in form["inventory"].items()}, tuple(form["first"]))
+        judged = form.get("judged")
+        return cls(
+            {n: entry_of(e) for n, e in form["inventory"].items()},
+            tuple(form["first"]),
+            None if judged is None else Judged.from_dict(judged),
+            str(form.get("home", "")),
+        )
 
 
 @dataclass(frozen=True, slots=True)

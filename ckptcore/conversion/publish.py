@@ -26,6 +26,7 @@ from ckptcore.conversion.staged_plan import planned_paths, staged_request
 from ckptcore.conversion.staged_proof import require_source
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.custody.judged import NOBODY, Writer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError, finding
 from ckptcore.execution.receipts import Receipt, digest_of, every_receipt, is_intact, seen_as
 from ckptcore.execution.source_stamps import digest as stamps_digest
@@ -133,13 +134,16 @@ class Result:
         return "no" if any(w.code == "not-loadable" for w in self.warnings) else None
 
 
-def finish_staged(staging: Staging, settings: Settings, progress: Progress | None) -> Result:
+def finish_staged(
+    staging: Staging, settings: Settings, progress: Progress | None, writer: Writer = NOBODY
+) -> Result:
     """Verify and publish a staged output whose files are all written.
 
     Args:
         staging: The staging folder, locked.
         settings: Memory, threads and device.
         progress: Called with the number of bytes done.
+        writer: The conversion in the catalog, which decides what may be replaced.
 
     Returns:
         The published output.
@@ -193,7 +197,7 @@ def finish_staged(staging: Staging, settings: Settings, progress: Progress | Non
         verified = time.perf_counter()
         if not begun and not proven:  # else it was verified, and may no longer exist
             require_source(staging, plan, settings, progress)
-        publication = _publication(staging, plan, receipts, record)
+        publication = _admitted(staging, _publication(staging, plan, receipts, record), writer, settings)
         _log.info("verified %s, publishing", staging.destination)
         if staging.root.local is not None:
             with staging.moving(single=single):
@@ -379,7 +383,7 @@ def _publication(
     if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
         return begun
     replaces = noted_replaced(staging)
-    if replaces is None or replaces.lacks_times:  # an earlier version made the plan
+    if replaces is None or replaces.lacks_times:  # an earlier version made the plan, or a crash truncated it
         replaces, request = Replaced(), staged_request(staging)
         if request.replaces:
             # A late import: most conversions replace nothing.
@@ -392,6 +396,19 @@ def _publication(
     }
     puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
     return Publication(plan.digest, None, "", replaces or Replaced(), puts, receipts=receipts)
+
+
+def _admitted(staging: Staging, publication: Publication, writer: Writer, settings: Settings) -> Publication:
+    """Return a publication that may replace what it lists; on an object store also one that was begun."""
+    replaces = publication.replaces
+    if not replaces.inventory:
+        return publication
+    # A late import: most conversions replace nothing.
+    from ckptcore.custody.replacing import admit
+
+    judged = None if publication.step else replaces.judged  # what it counts on may have gone since it began
+    home = admit(staging.destination, writer, settings, judged)
+    return replace(publication, replaces=replace(replaces, home=home))
 
 
 def _uploads(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Uploads | None:

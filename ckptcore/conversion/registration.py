@@ -18,6 +18,7 @@ from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.stored_training import stored_facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
+from ckptcore.execution.source_stamps import published_stamp
 from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
@@ -211,6 +212,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
         prints=matching(result.written, numbers, {}),
         published=result.published,
     )
+    made = replace(made, stamp=published_stamp(result.written) if made.fingerprint is not None else None)
     done = ConversionFacts(
         plan_digest=result.plan_digest,
         bytes_in=result.bytes_in,

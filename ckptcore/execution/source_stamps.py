@@ -23,7 +23,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import SourceChanged, SourceUnreadable
-from ckptcore.store import YOUNG, Store, fetch, put_each
+from ckptcore.store import YOUNG, Store, fetch, open_store, put_each
 from ckptcore.store.ahead import ReadsAhead
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
@@ -137,6 +137,16 @@ def digest(noted: Mapping[str, str | int | None] | None) -> str | None:
     for path in sorted(noted):
         total.update(f"{path}\0{noted[path]}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
+
+
+def published_stamp(manifest: Manifest) -> str | None:
+    """Return a digest over the identity of a checkpoint's files, ctimes included; None if it is unknown."""
+    with contextlib.closing(open_store(manifest.root)) as store:
+        if store.local is None:
+            return None  # one that needs requests, and the store's word for it
+        paths = placed(manifest)
+        times, stamps = digest(take_ctimes(paths, store)), digest(take(manifest, store))
+    return None if times is None or stamps is None else digest({"status": times, "identity": stamps})
 
 
 def _load(plan: Store, name: str) -> dict[str, Any] | None:

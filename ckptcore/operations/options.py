@@ -89,7 +89,21 @@ class RetireOptions:
             "TIER",
         ),
     ] = None
-    yes: Annotated[bool, Option("Delete. Without it, nothing is changed.", off="dry-run")] = False
+    yes: Annotated[
+        bool,
+        Option(
+            "Set sources aside, from where `ckptcore catalog restore` brings them back. Without it, nothing "
+            "is changed.",
+            off="dry-run",
+        ),
+    ] = False
+    purge: Annotated[
+        bool, Option("Delete what was set aside, and whose grace period is over, if it is proven once more.")
+    ] = False
+    grace: Annotated[
+        str,
+        Option("How long what --yes sets aside can be restored: 7d or 12h. 0 deletes it at once.", "TIME"),
+    ] = "7d"
     fingerprint: Annotated[bool, Option("Read sources and their conversions to compare fingerprints.")] = (
         False
     )

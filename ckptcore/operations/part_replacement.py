@@ -13,7 +13,7 @@ Every other tensor, object or file that the export lacks needs its own name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptcore.catalog.retirements import GivenUp
@@ -28,7 +28,6 @@ from ckptcore.naming.rename import is_kept
 from ckptcore.naming.training_state import training_state
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store.contents import NameKind, Thing
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
@@ -110,20 +109,6 @@ def classified(manifest: Manifest, name: str, what: str) -> str:
 def is_training_state(loss: GivenUp) -> bool:
     """Return whether ``--accept-loss optimizer`` accepts a loss."""
     return training_state(loss.name) == loss.kind
-
-
-def sized(
-    lost: Iterable[tuple[str, str]], manifest: Manifest, things: Mapping[str, Thing], *, classify: bool
-) -> list[GivenUp]:
-    """Return lost names with their sizes, where these are known. classify: find out what objects are."""
-    specs = {spec.fqn: spec.nbytes for spec in manifest.tensors}
-    sizes = {name: thing.nbytes for name, thing in things.items() if thing.kind is NameKind.FILE}
-    return [
-        GivenUp(
-            name, classified(manifest, name, what) if classify else what, specs.get(name, sizes.get(name))
-        )
-        for name, what in lost
-    ]
 
 
 def _require_recorded(conversion: ConversionRow, child: CheckpointRow) -> None:

@@ -20,6 +20,7 @@ from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.registration import Prints, Published, facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
+from ckptcore.custody.upkeep import read_records
 from ckptcore.errors import CkptError
 from ckptcore.execution.receipts import digest_of
 from ckptcore.formats import Source, detect, open_source, read_manifest
@@ -124,6 +125,11 @@ def rebuild(
         public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
         found[public] = uri, manifest.format
         on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
+    count, unread = read_records(catalog, kinds)
+    if count:
+        on_place(f"recorded  {count} obligations, from records beside their copies")
+    for message in unread:
+        on_place(f"left out  {message}")
     # After all of them: a source may be found later than its output.
     origins = {public: _adopted(catalog, began, public, uri) for public, (uri, _) in found.items()}
     for public, (uri, _) in found.items():

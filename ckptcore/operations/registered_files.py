@@ -223,7 +223,9 @@ def _known(uri: str, catalog_url: str | None) -> tuple[CheckpointRow, tuple[File
 
 def _registered_at(catalog: Catalog, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
     found = catalog.at(uri)
-    return None if found is None or found[0].state in (State.REPLACED, State.DELETED) else found
+    return (
+        None if found is None or found[0].state in (State.REPLACED, State.RETIRED, State.DELETED) else found
+    )
 
 
 def _size_finding(store: Store, file: FileRow) -> Finding | None:

@@ -1,41 +1,56 @@
-"""Find a child that provably replaces a source.
+"""Find a child that provably replaces a source, content by content.
 
-A child (an output of its conversion) replaces its source if the fingerprints of both are equal: every tensor
-is there, bit for bit, under its own name. The source's fingerprint is valid if its files are, by size, times
-and inode or version, those that the conversion read; otherwise both are read. Two clocks are never compared.
-A cast child does not prove its source: it is accepted only if the user allows the loss ``cast``; then the
-conversion's fingerprint, computed before the cast, must be the source's.
-
-Fingerprints cover tensors. Other files and objects of the source are checked name by name
-(`ckptcore.operations.proven_files`), and the user must allow the loss of each that the child lacks, by name.
+Everything that a source holds (`ckptcore.custody.holdings`) its child holds, too, or it goes by a name that
+the user said. Contents are compared by their ids: those of tensors are recorded sums, which count while the
+source's files are, by size, times and inode or version, those that the conversion read; otherwise both sides
+are read. Two clocks are never compared. What a conversion computed (an export's layout, a cast) has other
+ids: `ckptcore.operations.part_replacement` proves it, and the user must allow the loss ``cast``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import field, replace
-from datetime import UTC, datetime
+from dataclasses import field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import CheckpointDetail
+from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog import maintenance as tending
-from ckptcore.catalog.retirements import GivenUp
+from ckptcore.catalog.normalize import storable
+from ckptcore.catalog.retirements import FULL, PART, GivenUp
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, State
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
-from ckptcore.conversion.sole_copies import export_failed
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
+from ckptcore.custody.distinct import files_of, require_apart
+from ckptcore.custody.holdings import descriptions_last, file_holdings, objects_of, rest_of, tensors_recorded
+from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
+from ckptcore.fingerprints.holdings import (
+    FILE,
+    OBJECT,
+    Holding,
+    file_holding,
+    ids_of,
+    numbered,
+    tensor_holdings,
+)
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
-from ckptcore.operations.distinct import files_of, require_apart
-from ckptcore.operations.part_replacement import CAST, MODEL, OPTIMIZER, is_training_state, prove_part, sized
-from ckptcore.operations.place_ties import writer_of_place
-from ckptcore.operations.proven_files import accepted, descriptions_last, not_proven
+from ckptcore.operations.part_replacement import (
+    CAST,
+    MODEL,
+    OPTIMIZER,
+    ProvenPart,
+    classified,
+    is_training_state,
+    prove_part,
+)
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
@@ -47,10 +62,10 @@ if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
 _UNKNOWN = "its fingerprint is not known; --fingerprint computes it"
-_PLAIN = ("file", "object")  # kinds that go without saying
+_PLAIN = (FILE, OBJECT)  # kinds that go without saying
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Allowed:
     """What may be lost.
 
@@ -80,49 +95,30 @@ class Allowed:
         return (self.optimizer and is_training_state(loss)) or accepted(loss.name, self.loss)
 
 
-@dataclass(frozen=True)
+def accepted(name: str, globs: Iterable[str]) -> bool:
+    """Return whether the user accepts the loss of a name; a glob may match a folder without its slash."""
+    return any(fnmatchcase(name, glob) or fnmatchcase(name.rstrip("/"), glob) for glob in globs)
+
+
+@dataclass(frozen=True, slots=True)
 class Replacement:
     """The child that replaces a source, or the reason why there is none.
 
     Attributes:
         child: The child, or None.
-        conversion: The conversion that made it, or None.
         why: Why there is no child.
-        fresh: Source and child were read for this just now.
-        cast: The child is a cast one, allowed by name.
-        things: All of the source before it was read, links not followed, in the order of removal.
-        files: The child's files before they were read, links followed.
-        lost: (name, kind) of what the child lacks: allowed if there is a child, else not.
-        fingerprint: That the child must have when it is read again; None where its digests prove it.
-        given_up: What is allowed to be lost, with kinds and sizes.
-        part: Whether the child holds the model part only.
+        things: All of the source before it was looked at, links not followed, in the order of removal.
+        expects: What the child must hold when it is read; () where its digests must prove it.
+        losses: What goes without proof: allowed if there is a child, else not.
+        proof: FULL, or PART if the child holds the model part only.
     """
 
     child: CheckpointRow | None
-    conversion: ConversionRow | None
     why: str
-    fresh: bool = False
-    cast: bool = False
     things: Mapping[str, Thing] = field(default_factory=dict)
-    files: Mapping[str, Thing] = field(default_factory=dict)
-    lost: tuple[tuple[str, str], ...] = ()
-    fingerprint: str | None = None
-    given_up: tuple[GivenUp, ...] = ()
-    part: bool = False
-
-    def of(
-        self,
-        files: Mapping[str, Thing],
-        *,
-        fresh: bool,
-        cast: bool,
-        fingerprint: str | None,
-        part: bool = False,
-    ) -> Replacement:
-        """Return this one with how its child was proven; one without a child stays as it is."""
-        if self.child is None:
-            return self
-        return replace(self, files=files, fresh=fresh, cast=cast, fingerprint=fingerprint, part=part)
+    expects: tuple[Holding, ...] = ()
+    losses: tuple[GivenUp, ...] = ()
+    proof: str = FULL
 
 
 def find_replacement(
@@ -139,7 +135,7 @@ def find_replacement(
         catalog: The catalog.
         source: The source.
         allowed: What may be lost.
-        take: Memory and threads for computing both fingerprints anew; None to use those in the catalog.
+        take: Memory and threads for reading both sides; None to use the sums in the catalog.
         means: Memory and threads for computing casts again.
 
     Returns:
@@ -151,35 +147,24 @@ def find_replacement(
     with catalog.reading() as conn:
         made = tending.children(conn, source.id)
     if not made:
-        return Replacement(None, None, "it has no child")
-    things = contents(source.uri)
-    manifest = inspect(source.uri)
+        return Replacement(None, "it has no child")
+    things, manifest = contents(source.uri), inspect(source.uri)
     if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
-        return Replacement(None, None, "another checkpoint is there now")
-    exports = [(allowed.optimizer and conversion.verb == "export") for conversion, _ in made]
-    mine = source.fingerprint
-    if all(exports):
-        mine = None  # nothing needs the fingerprint of all its tensors
-    elif take is not None:
-        mine = _taken_fingerprint(catalog, source.uri, manifest, take)
-    elif mine is not None:
-        _require_own_fingerprint(catalog, source)
-    elif not any(exports):
-        return Replacement(None, None, _UNKNOWN)
+        return Replacement(None, "another checkpoint is there now")
+    exports = [allowed.optimizer and conversion.verb == "export" for conversion, _ in made]
+    side = _Side(catalog, source, manifest, things, None if all(exports) else take)
+    if not any(exports) and side.tensors is None:
+        return Replacement(None, _UNKNOWN)
     rejected: Replacement | None = None
-    asked = _Source(source, things, manifest, mine)
     # A child with everything comes first.
     for export, (conversion, child) in sorted(zip(exports, made, strict=True), key=lambda row: row[0]):
         try:
-            if export:
-                found = _check_part(catalog, asked, conversion, child, allowed, take, means)
-            else:
-                found = _check_child(catalog, asked, conversion, child, allowed, take)
+            replacement = _judged(side, conversion, child, allowed, take, means or Settings(), export=export)
         except CkptError as error:  # another child may replace it
-            found = Replacement(None, None, error.message)
-        if found.child is not None:
-            return found
-        rejected = rejected or found
+            replacement = Replacement(None, error.message)
+        if replacement.child is not None:
+            return replacement
+        rejected = rejected or replacement
     assert rejected is not None
     return rejected
 
@@ -195,12 +180,14 @@ def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
         raise UsageError(f"{public} is not a checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
-    if export_failed(detail):
+    verdicts = (c.export_verdict for c in detail.written_by)
+    # An equal one that replaced it since has no verdict of its own yet, and does not cancel this one.
+    if next((v for v in verdicts if v in ("ok", "failed")), None) == "failed":
         raise UsageError(
             f"{detail.checkpoint.uri} failed when it was verified as an export. Try verify-export again"
         )
     with catalog.reading() as conn:
-        writer = writer_of_place(conn, datetime.now(UTC), detail.checkpoint.uri)
+        writer = writer_of_place(conn, detail.checkpoint.uri)
     if writer is not None:
         raise UsageError(f"conversion {writer} writes to {detail.checkpoint.uri}")
     return detail
@@ -226,158 +213,178 @@ def require_as_converted(manifest: Manifest, conversion: ConversionRow) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Source:
-    row: CheckpointRow
-    things: Mapping[str, Thing]
-    manifest: Manifest
-    fingerprint: str | None
+class _Side:
+    """A source or a child, with what it holds.
+
+    Attributes:
+        tensors: The holdings of its tensors, numbered; None if they are not known.
+        fingerprint: Of all its tensors; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        row: CheckpointRow,
+        manifest: Manifest,
+        things: Mapping[str, Thing],
+        take: Settings | None,
+    ) -> None:
+        self.catalog, self.row, self.manifest, self.things = catalog, row, manifest, things
+        self.objects = tuple(objects_of(manifest))
+        self.fingerprint = row.fingerprint
+        self.tensors = self._tensors(take)
+
+    def _tensors(self, take: Settings | None) -> tuple[Holding, ...] | None:
+        if take is not None:
+            sums = fingerprint(self.manifest, take).tensors
+            self.record(sums)
+            self.fingerprint = checkpoint_fingerprint(sums)
+            return numbered(tensor_holdings(sums, {t.fqn: t.nbytes for t in self.manifest.tensors}))
+        with self.catalog.reading() as conn:
+            prints = recorded.fingerprints_of(conn, self.row.id)
+        holdings = None if prints is None else tensors_recorded(self.manifest, prints)
+        if self.row.fingerprint is None:
+            return None
+        rows = [
+            (t.fqn, t.dtype, t.shape, (prints or {}).get(storable(t.fqn), "")) for t in self.manifest.tensors
+        ]
+        # A row that was edited proves nothing.
+        if holdings is None or checkpoint_fingerprint(rows) != self.row.fingerprint:
+            raise UsageError(
+                f"the fingerprint of {self.row.uri} in the catalog does not match those of its tensors; "
+                "--fingerprint recomputes it"
+            )
+        return numbered(holdings)
+
+    def record(self, sums: Iterable[Fingerprinted]) -> None:
+        """Record sums that were just read."""
+        prints = matching(self.manifest, sums, {})
+        warnings = [f for f in self.manifest.findings if f.severity == "warning"]
+        known = facts(self.manifest, self.row.uri, verified="coverage", prints=prints)
+        self.catalog.record_validation(known, warnings, level="coverage")
 
 
-def _check_part(
-    catalog: Catalog,
-    source: _Source,
+def _judged(
+    source: _Side,
     conversion: ConversionRow,
     child: CheckpointRow,
     allowed: Allowed,
     take: Settings | None,
-    means: Settings | None,
+    means: Settings,
+    *,
+    export: bool,
 ) -> Replacement:
-    """Return whether an export holds the model part of a source, and all the rest is given up by name."""
-    detail, manifest, files = _opened_child(catalog, source, child)
-    if take is None:
-        require_as_converted(source.manifest, conversion)
-    part = prove_part(source.row, source.manifest, conversion, child, take, means or Settings())
-    if part.fresh:
-        _record(catalog, child.uri, manifest, part.proof.tensors, {})
-    if part.cast and not allowed.cast:
-        return Replacement(None, None, _cast_message(child))
-    rows = detail.files if all(row.digest for row in detail.files) else ()
-    lost = not_proven(source.manifest, source.row.uri, source.things, manifest, rows)
-    beside = sized(lost, source.manifest, source.things, classify=True)
-    losses = {(each.name, each.kind): each for each in (*part.losses, *beside)}
-    return _decided(source, conversion, child, allowed, tuple(losses.values())).of(
-        files, fresh=part.fresh, cast=part.cast, fingerprint=part.fingerprint, part=True
-    )
-
-
-def _check_child(
-    catalog: Catalog,
-    source: _Source,
-    conversion: ConversionRow,
-    child: CheckpointRow,
-    allowed: Allowed,
-    means: Settings | None,
-) -> Replacement:
-    """Return whether one child replaces a source."""
-    if source.fingerprint is None:
-        return Replacement(None, None, _UNKNOWN)
-    detail, manifest, files = _opened_child(catalog, source, child)
-    theirs = child.fingerprint if means is None else _taken_fingerprint(catalog, child.uri, manifest, means)
-    cast = theirs != source.fingerprint
-    if cast:
-        if not (_casts(conversion) and conversion.fingerprint == source.fingerprint):
-            return Replacement(None, None, _differs(conversion, child, theirs))
-        if not allowed.cast:
-            return Replacement(None, None, _cast_message(child))
-    if means is None:
-        require_as_converted(source.manifest, conversion)
-    rows = detail.files if all(row.digest for row in detail.files) else ()
-    lost = not_proven(source.manifest, source.row.uri, source.things, manifest, rows)
-    losses = tuple(sized(lost, source.manifest, source.things, classify=allowed.optimizer))
-    if cast:
-        stored = {spec.fqn: spec for spec in source.manifest.tensors}
-        losses += tuple(
-            GivenUp(spec.fqn, CAST, max(0, stored[spec.fqn].nbytes - spec.nbytes))
-            for spec in manifest.tensors
-            if spec.fqn in stored and stored[spec.fqn].dtype != spec.dtype
-        )
-    fingerprint = None if cast else source.fingerprint
-    return _decided(source, conversion, child, allowed, losses).of(
-        files, fresh=means is not None, cast=cast, fingerprint=fingerprint
-    )
-
-
-def _opened_child(
-    catalog: Catalog, source: _Source, child: CheckpointRow
-) -> tuple[CheckpointDetail, Manifest, Mapping[str, Thing]]:
-    """Return a child's row, manifest and files; raise `UsageError` if it proves nothing."""
-    detail = child_of(catalog, child.id)
+    """Return whether a child replaces a source. export: whether its model part is proven, not all of it."""
+    detail = child_of(source.catalog, child.id)
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:
         raise UsageError(f"another checkpoint is at {child.uri} now")
     files = files_of(child.uri, manifest, [row.path for row in detail.files])
     require_apart(source.row.uri, source.things, child.uri, files)
-    return detail, manifest, files
-
-
-def _decided(
-    source: _Source,
-    conversion: ConversionRow,
-    child: CheckpointRow,
-    allowed: Allowed,
-    losses: tuple[GivenUp, ...],
-) -> Replacement:
-    """Return the child, if every loss is allowed."""
-    lost = tuple((each.name, each.kind) for each in losses if each.kind != CAST)
+    if take is None:
+        require_as_converted(source.manifest, conversion)
+    other = _Side(source.catalog, child, manifest, files, None if export else take)
+    tensor_losses: Iterable[GivenUp]
+    if export:
+        part = prove_part(source.row, source.manifest, conversion, child, take, means)
+        if part.fresh:
+            other.record(part.proof.tensors)
+        tensor_losses, relied_tensors, proof = part.losses, _of_part(other, part), PART
+    else:
+        tensor_losses, relied_tensors = _tensor_losses(source, other, conversion)
+        proof = FULL
+    beside_losses, relied_rest = _beside(source, other, detail, classify=allowed.optimizer)
+    losses = (*tensor_losses, *beside_losses)
     missing = tuple(each for each in losses if not allowed.accepts(each))
     if missing:
-        names = some([e.name if e.kind in _PLAIN else f"{e.name} ({e.kind})" for e in missing])
-        why = f"{child.uri} does not contain {names}; --accept-loss GLOB accepts the loss"
-        if any(each.kind == MODEL for each in missing):
-            why = f"{child.uri} does not contain {names}: a part of the model is never given up"
-        return Replacement(None, None, why, lost=tuple((e.name, e.kind) for e in missing))
+        return Replacement(None, _why_not(child, missing), losses=missing)
     order = descriptions_last(source.manifest, source.row.uri, source.things)
     things = {name: source.things[name] for name in order}
-    return Replacement(child, conversion, "", things=things, lost=lost, given_up=losses)
+    expects = (*relied_tensors, *relied_rest) if relied_tensors else ()
+    if not all(row.digest for row in detail.files) and not relied_tensors:
+        raise UsageError(f"{child.uri} has no digests: --fingerprint reads both")
+    named = tuple({(each.name, each.kind): each for each in losses}.values())
+    return Replacement(child, "", things, expects, named, proof if named else FULL)
 
 
-def _taken_fingerprint(catalog: Catalog, uri: str, manifest: Manifest, settings: Settings) -> str:
-    found = fingerprint(manifest, settings)
-    _record(catalog, uri, manifest, found.tensors, dict(found.renamed))
-    return found.fingerprint
+def _tensor_losses(
+    source: _Side, child: _Side, conversion: ConversionRow
+) -> tuple[list[GivenUp], tuple[Holding, ...]]:
+    """Return the tensors that a child has in another dtype, and those that it must hold; () if unknown.
 
-
-def _record(
-    catalog: Catalog, uri: str, manifest: Manifest, found: Iterable[Fingerprinted], names: Mapping[str, str]
-) -> None:
-    """Record the fingerprints of tensors that were just read."""
-    prints = matching(manifest, found, names)
-    warnings = [f for f in manifest.findings if f.severity == "warning"]
-    catalog.record_validation(
-        facts(manifest, uri, verified="coverage", prints=prints), warnings, level="coverage"
-    )
-
-
-def _cast_message(child: CheckpointRow) -> str:
-    return (
-        f"{child.uri} is cast and does not prove its source; "
-        f"--accept-loss {CAST} accepts the loss of precision"
-    )
-
-
-def _require_own_fingerprint(catalog: Catalog, source: CheckpointRow) -> None:
-    """Raise `UsageError` unless a source's fingerprint in the catalog matches those of its tensors.
-
-    A row that was edited proves nothing.
+    Raises:
+        UsageError: Its tensors are not known, or other ones.
     """
-    detail = catalog.show(source.id)
-    assert isinstance(detail, CheckpointDetail)
-    known = [(t.fqn, t.dtype, t.shape, t.fingerprint or "") for t in detail.tensors]
-    if checkpoint_fingerprint(known) != source.fingerprint:
-        raise UsageError(
-            "its fingerprint in the catalog does not match those of its tensors; --fingerprint recomputes it"
+    if source.tensors is None:
+        raise UsageError(_UNKNOWN)
+    casts = bool(conversion.request.get("dtype") or conversion.request.get("dtype_for"))
+    if casts and conversion.fingerprint == source.fingerprint != child.fingerprint:
+        stored = {t.fqn: t for t in source.manifest.tensors}
+        cast = [
+            GivenUp(t.fqn, CAST, max(0, stored[t.fqn].nbytes - t.nbytes))
+            for t in child.manifest.tensors
+            if t.fqn in stored and stored[t.fqn].dtype != t.dtype
+        ]
+        return cast, child.tensors or ()
+    if child.tensors is None:
+        raise UsageError(f"the fingerprint of {child.row.uri} is not known; --fingerprint computes it")
+    if not ids_of(source.tensors) <= ids_of(child.tensors):
+        why = f"{child.row.uri} has other tensors"
+        if conversion.verb == "export":
+            why += f"; --accept-loss {OPTIMIZER} compares the model part alone"
+        raise UsageError(why)
+    wanted = ids_of(source.tensors)
+    return [], tuple(each for each in child.tensors if each.id in wanted)
+
+
+def _of_part(child: _Side, part: ProvenPart) -> tuple[Holding, ...]:
+    """Return the tensors of an export that are its model part of its source."""
+    if part.fresh:
+        sizes = {t.fqn: t.nbytes for t in child.manifest.tensors}
+        return numbered(tensor_holdings(part.proof.tensors, sizes))
+    if child.tensors is None:
+        raise UsageError(f"the fingerprint of {child.row.uri} is not known; --fingerprint computes it")
+    return child.tensors
+
+
+def _beside(
+    source: _Side, child: _Side, detail: CheckpointDetail, *, classify: bool
+) -> tuple[list[GivenUp], tuple[Holding, ...]]:
+    """Return the objects and files that a child lacks, and those that it must hold when it is read.
+
+    classify: find out which training state objects are.
+    """
+    sizes = {row.nbytes for row in detail.files}
+    mine = (*source.objects, *rest_of(source.manifest, source.row.uri, source.things, sizes))
+    files = _recorded_files(detail, child, {each.nbytes for each in mine if each.kind == FILE})
+    theirs = (*child.objects, *files)
+    child_ids, wanted = ids_of(theirs), ids_of(mine)
+    lacking = {(each.name, each.kind): each for each in mine if each.id not in child_ids}
+    kinds = {key: classified(source.manifest, *key) if classify else key[1] for key in lacking}
+    losses = [GivenUp(each.name, kinds[key], each.nbytes) for key, each in lacking.items()]
+    return losses, tuple(each for each in theirs if each.id in wanted)
+
+
+def _recorded_files(
+    detail: CheckpointDetail, child: _Side, sizes: Collection[int | None]
+) -> tuple[Holding, ...]:
+    """Return the holdings of a child's files of these sizes by recorded digests; one of parts is none."""
+    if not all(row.digest for row in detail.files):
+        return ()
+    rows = [row for row in detail.files if row.nbytes in sizes]
+    parts = {name: child.things[name] for row in rows if ":" in (row.digest or "") for name in (row.path,)}
+    found = [file_holding(row.path, row.nbytes, row.digest or "") for row in rows if row.path not in parts]
+    return (*found, *file_holdings(child.row.uri, parts, sizes))
+
+
+def _why_not(child: CheckpointRow, missing: Sequence[GivenUp]) -> str:
+    """Return why a child with losses that are not allowed replaces nothing."""
+    if any(each.kind == CAST for each in missing):
+        return (
+            f"{child.uri} is cast and does not prove its source; "
+            f"--accept-loss {CAST} accepts the loss of precision"
         )
-
-
-def _casts(conversion: ConversionRow) -> bool:
-    return bool(conversion.request.get("dtype") or conversion.request.get("dtype_for"))
-
-
-def _differs(conversion: ConversionRow, child: CheckpointRow, theirs: str | None) -> str:
-    why = f"{child.uri} has other tensors"
-    if theirs is None:
-        why = f"the fingerprint of {child.uri} is not known; --fingerprint computes it"
-    if conversion.verb == "export":
-        why += f"; --accept-loss {OPTIMIZER} compares the model part alone"
-    return why
+    names = some([e.name if e.kind in _PLAIN else f"{e.name} ({e.kind})" for e in missing])
+    if any(each.kind == MODEL for each in missing):
+        return f"{child.uri} does not contain {names}: a part of the model is never given up"
+    return f"{child.uri} does not contain {names}; --accept-loss GLOB accepts the loss"

@@ -76,7 +76,8 @@ def api(site: Site) -> APIRouter:
     def checkpoints(
         request: Request,
         kind: Literal["source", "derived"] | None = None,
-        state: Literal["present", "damaged", "incomplete", "replaced", "gone", "deleted"] | None = None,
+        state: Literal["present", "damaged", "incomplete", "replaced", "gone", "retired", "deleted"]
+        | None = None,
         before: Cursor = None,
         limit: Limit = browse.LIMIT,
     ) -> Any:

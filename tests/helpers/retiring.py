@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,12 @@ from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
+
+
+def delete_now(catalog, policy, scope=None, **options):
+    """Retires without a grace period: what goes is deleted at once."""
+    return retire(catalog, policy, scope, grace=timedelta(0), **options)
+
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 
@@ -107,10 +113,16 @@ class World:
     def retire(self, *loss, take=False, cast=False, last=1):
         """What becomes of the first step."""
         allowed = Allowed(cast, loss)
-        found = retire(
-            self.catalog, Policy(last), self.name, yes=True, allowed=allowed, take=MEANS if take else None
+        found = delete_now(
+            self.catalog,
+            Policy(last),
+            self.name,
+            yes=True,
+            purging=True,
+            allowed=allowed,
+            take=MEANS if take else None,
         )
-        self.left = getattr(found, "left", ())
+        self.left = found.left
         return next((item for item in found.items if item.source.step == 1), None)
 
     def keeps(self, *says, kept=None, **options):

@@ -1,13 +1,16 @@
-"""A conversion whose process has ended holds nothing, where that can be proven; otherwise for a day."""
+"""A conversion whose process has ended holds nothing, where that can be proven; else while it shows life."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import update
 
-from ckptcore.catalog import conversions, maintenance, open_catalog
+from ckptcore.catalog import conversions, heartbeats, maintenance, open_catalog
 from ckptcore.catalog.migrate import migrate, migrating
+from ckptcore.catalog.models import ConversionProcess
+from ckptcore.errors import Interrupted
 from ckptcore.utils import processes
 
 BEGIN_AND_END = """
@@ -38,13 +41,20 @@ def begin(catalog, uri="/s"):
     return catalog.begin({}, source_uri=uri, destination_uri="/out/new", verb="consolidate", tool_version="1")
 
 
+def silent(catalog, how_long):
+    """Let every conversion have shown its last sign of life so long ago."""
+    with catalog.writing() as conn:
+        then = conversions.clock(conn) - how_long
+        conn.execute(update(ConversionProcess).values(renewed_at=then))
+
+
 def readers(catalog, source, now=None):
     now = now or datetime.now(UTC)
     with catalog.reading() as conn:
         mine = maintenance.ties(conn, now, [source])[source].readers
         every = maintenance.ties_at(conn, now, ["/s"]).get("/s", maintenance.Ties()).readers
         assert mine == every
-        assert set(maintenance.replacing(conn, now, "/out/new")) == set(mine)
+        assert set(maintenance.replacing(conn, "/out/new")) == set(mine)
         return mine
 
 
@@ -64,10 +74,43 @@ def test_it_is_kept_where_its_end_cannot_be_proven(catalog, source, killed, monk
             patch.setattr(processes, "_here", lambda found=elsewhere: found)
             assert readers(catalog, source) == (killed,)
     assert readers(catalog, source) == ()
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "_here", lambda: (*here[:3], "another boot"))
+        silent(catalog, timedelta(minutes=4))
+        assert readers(catalog, source) == (killed,)
+        silent(catalog, timedelta(minutes=6))
+        assert readers(catalog, source) == ()
     with catalog.writing() as conn:  # as a version before this one began it
         conn.exec_driver_sql("DELETE FROM conversion_process")
     assert readers(catalog, source) == (killed,)
-    assert readers(catalog, source, datetime.now(UTC) + timedelta(days=2)) == ()
+
+
+def test_a_live_process_of_this_machine_runs_however_long_it_is_silent(catalog, source):
+    running = begin(catalog)
+    silent(catalog, timedelta(days=3))
+    assert readers(catalog, source) == (running,)
+    assert catalog.end_interrupted() == ()
+
+
+def test_a_thread_renews_the_rows_of_running_conversions(catalog, source, monkeypatch):
+    running = begin(catalog)
+    silent(catalog, timedelta(minutes=6))
+    heartbeats.RUNNING._renew(catalog, [running])
+    with catalog.reading() as conn:
+        (silence,) = [row.silent for row in conversions._recorded(conn)]
+    assert not silence
+
+
+def test_a_conversion_that_lost_its_row_publishes_nothing(catalog, source, monkeypatch):
+    """It was stopped for longer than its lease, and another machine has ended its row."""
+    running = begin(catalog)
+    heartbeats.RUNNING.require(catalog, running)
+    with catalog.writing() as conn:
+        conversions._end(conn, datetime.now(UTC), conversions.Conversion.uuid == running, "silent")
+    heartbeats.RUNNING.require(catalog, running)  # it was renewed a moment ago: nobody could end it
+    monkeypatch.setattr(heartbeats, "_SURE_S", -1.0)
+    with pytest.raises(Interrupted, match="counts as ended"):
+        heartbeats.RUNNING.require(catalog, running)
 
 
 def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):
@@ -167,7 +210,7 @@ def test_a_catalog_of_an_older_schema_is_read(bare):
     with open_catalog(bare, create=False) as catalog, catalog.reading() as conn:
         assert maintenance.tied(conn, started) == ("/s",)
         assert maintenance.ties_at(conn, started, ["/s"])["/s"].readers == ("c1",)
-        assert maintenance.replacing(conn, started, "/b") == ("c1",)
+        assert maintenance.replacing(conn, "/b") == ("c1",)
 
 
 def test_marks_go_with_the_conversions_of_a_process(catalog, tmp_path, monkeypatch):

@@ -140,10 +140,16 @@ AT = {
         INSERT INTO given_up VALUES (1, 'optim.state.w.exp_avg', 'optimizer', 8)""",
     "0013": "",
     "0014": "INSERT INTO conversion_process VALUES (1, '1 2 pid:[1] boot:mark')",
+    "0015": """
+        UPDATE conversion_process SET renewed_at = NOW;
+        INSERT INTO holdings VALUES (1, 's', NULL);
+        INSERT INTO set_aside VALUES ('/r/.step-1.retiring-0badcafe.ckptcore', 1, '/r/step-1', 4, NOW, NOW,
+                                      'd', false);
+        INSERT INTO obligation VALUES (1, 'b1', 1, '/r/step-1', '/b', '', '', NOW, 0)""",
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0014", "67886621aa8aa19a52e73f325c0d7847af39a0da09f565080ad9107b3fe7729b")
+VIEWS_OF = ("0015", "f10c50ddde9fc43e45b3be1cdc5d4befe5bdb2397f3dbb595d1f575e0e069e8e")
 
 
 def test_views_change_with_a_revision_only():

@@ -9,9 +9,9 @@ import pytest
 from ckptcore.catalog import aliases, claims, holds, maintenance
 from ckptcore.catalog.query import files_at
 from ckptcore.catalog.run_outputs import output_at
+from ckptcore.custody.place_ties import inside_of_place
 from ckptcore.errors import UsageError
 from ckptcore.operations.claims import made_from, rewritten
-from ckptcore.operations.place_ties import inside_of_place
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 PAIRS = [("s3://b/run", "s3a://b/run/"), ("gcs://b/run", "gs://b/run"), ("az://c/run", "abfss://c/run")]
@@ -153,5 +153,5 @@ def test_a_conversion_that_writes_is_seen_under_each_scheme(catalog):
     running = catalog.begin({}, source_uri="s3://b/run", destination_uri="s3a://b/out", **given)
     with catalog.reading() as conn:
         for uri in ("s3://b/out", "s3a://b/out/folder", "s3://b/out/folder"):
-            assert maintenance.replacing(conn, datetime.now(UTC), uri) == (running,)
-        assert maintenance.replacing(conn, datetime.now(UTC), "gs://b/out") == ()
+            assert maintenance.replacing(conn, uri) == (running,)
+        assert maintenance.replacing(conn, "gs://b/out") == ()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from checkpoints import save
 from fault_s3 import Stored, serving
+from retiring import delete_now as retire
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations import retire as module
+from ckptcore.operations import purge as module
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.operations.sweep import sweep
 from ckptcore.planning.request import Request, Settings
@@ -180,7 +180,7 @@ def test_a_root_in_a_bucket(bucket, catalog, url, monkeypatch):
     assert bucket.exists("/tending/runs/llama/step-2/.metadata")
 
 
-@pytest.mark.parametrize("when", ["prove", "_mark"])
+@pytest.mark.parametrize("when", ["_require_same", "_mark_retired"])
 def test_a_source_saved_meanwhile_in_a_bucket_is_not_deleted(when, bucket, catalog, url, monkeypatch):
     means = Settings(memory=32 << 20, workers=1, fingerprint=True)
     with catalog.writing() as conn:

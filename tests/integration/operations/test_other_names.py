@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from checkpoints import save
+from retiring import delete_now as retire
 
 from ckptcore.catalog import aliases, claims, holds
 from ckptcore.catalog import watched_roots as roots
@@ -15,7 +16,6 @@ from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DestinationExists
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)

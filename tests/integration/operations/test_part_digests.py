@@ -18,6 +18,7 @@ import fsspec
 import pytest
 import torch
 from checkpoints import save
+from retiring import delete_now as retire
 
 import ckptcore
 from ckptcore.catalog import CheckpointDetail, open_catalog
@@ -29,7 +30,6 @@ from ckptcore.errors import CkptError, DestinationExists
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Settings
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save
+from retiring import delete_now as retire
 from torch import arange, ones
 from torch import save as torch_save
 
@@ -21,12 +22,13 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
+from ckptcore.custody import holdings
+from ckptcore.custody.set_aside import LocalSetAside
 from ckptcore.errors import CatalogError, Conflict
-from ckptcore.operations import replacement as replaceable
-from ckptcore.operations import retire as module
+from ckptcore.operations import purge
+from ckptcore.operations import replacement as module
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
@@ -191,9 +193,9 @@ def one_file_more(source):
 
 @pytest.mark.parametrize("options", [{}, {"take": MEANS}], ids=["known", "fingerprint"])
 @pytest.mark.parametrize("happens", [resaved, touched_scale, one_file_more])
-@pytest.mark.parametrize("when", ["prove", "_mark"])
+@pytest.mark.parametrize("when", ["_require_same", "_mark_retired"])
 def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, retired, monkeypatch):
-    before = getattr(module, when)
+    before = getattr(purge, when)
 
     def meanwhile(*given):
         if made[1].exists() and not (noticed := getattr(meanwhile, "once", False)):
@@ -201,7 +203,7 @@ def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, r
             happens(made[1])
         return before(*given)
 
-    monkeypatch.setattr(module, when, meanwhile)
+    monkeypatch.setattr(purge, when, meanwhile)
     found = retired(**options)
     assert (found[1][0], "while this ran" in found[1][1][0]) == ("unsafe", True)
     assert sorted(p.name for p in made[1].parent.iterdir()) == ["step-1", "step-3"]
@@ -210,31 +212,32 @@ def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, r
 
 @pytest.mark.parametrize("which", ["source", "child"])
 def test_a_source_saved_after_its_fingerprint_is_not_deleted(which, made, retired, tmp_path, monkeypatch):
-    take, child = replaceable.fingerprint, tmp_path / "out/step-1"
+    take, child = module.fingerprint, tmp_path / "out/step-1"
 
     def meanwhile(manifest, settings):
         found = take(manifest, settings)
         if which == "source" and manifest.root == str(made[1]):
             touched_scale(made[1])
-        if which == "child" and manifest.root == str(child):
-            os.utime(child / "model.safetensors")
+        if which == "child" and manifest.root == str(child) and not made[1].exists():
+            os.utime(child / "model.safetensors")  # the purge reads it
         return found
 
-    monkeypatch.setattr(replaceable, "fingerprint", meanwhile)
+    for where in (module, holdings):
+        monkeypatch.setattr(where, "fingerprint", meanwhile)
     found = retired(take=MEANS)
     assert (found[1][0], "while this ran" in found[1][1][0]) == ("unsafe", True)
     assert made[1].exists()
 
 
 def test_a_source_written_while_it_is_moved_is_restored(made, retired, monkeypatch):
-    move = module._moved_away
+    move = LocalSetAside.move_in
 
     def meanwhile(aside):
         move(aside)
-        if aside.path == str(made[1]):
+        if aside.record.uri == str(made[1]):
             touched_scale(Path(aside.home, made[1].name))  # a writer that had it open
 
-    monkeypatch.setattr(module, "_moved_away", meanwhile)
+    monkeypatch.setattr(LocalSetAside, "move_in", meanwhile)
     found = retired()
     assert fates(found) == {1: "unsafe", 2: "deleted", 3: "kept"}
     assert sorted(p.name for p in made[1].parent.iterdir()) == ["step-1", "step-3"]
@@ -265,15 +268,15 @@ def test_a_root_of_another_case_is_another_root(made, retired, catalog, tmp_path
 
 
 def test_a_hold_that_is_set_meanwhile_wins(made, retired, catalog, monkeypatch):
-    prove = module.prove
+    same = purge._require_same
 
-    def meanwhile(detail, *given):
+    def meanwhile(*given):
         with open_catalog(catalog.url.removeprefix("sqlite:///")) as other, other.writing() as conn:
             if not holds.active(conn, datetime.now(UTC), str(made[1])):
                 holds.place(conn, datetime.now(UTC), str(made[1]), "needed")
-        return prove(detail, *given)
+        return same(*given)
 
-    monkeypatch.setattr(module, "prove", meanwhile)
+    monkeypatch.setattr(purge, "_require_same", meanwhile)
     found = retired()
     assert found[1] == ("kept", ("held: needed, meanwhile",))
     assert made[1].exists()
@@ -310,7 +313,7 @@ def test_holds_and_deletions_race(runs, url, watch, catalog, tmp_path):
 
 def test_a_failing_commit_restores_it(made, retired, monkeypatch):
     moved = []
-    rename, writing = module._moved_away, Catalog.writing
+    rename, writing = LocalSetAside.move_in, Catalog.writing
 
     def noted(aside):
         rename(aside)
@@ -324,24 +327,11 @@ def test_a_failing_commit_restores_it(made, retired, monkeypatch):
                 moved.clear()
                 raise CatalogError("the disk of the catalog is full")
 
-    monkeypatch.setattr(module, "_moved_away", noted)
+    monkeypatch.setattr(LocalSetAside, "move_in", noted)
     monkeypatch.setattr(Catalog, "writing", failing)
     found = retired()
     assert found[1] == ("unsafe", ("the disk of the catalog is full",))
     assert made[1].exists()
-
-
-def test_interrupted_deletions_are_finished(made, retired, catalog):
-    away = made[1].with_name(".step-1.retired-0badcafe.ckptcore")
-    made[1].rename(away)  # by a version without records, killed between moving and committing
-    retired(last=3)
-    assert made[1].exists()
-    assert retired()[1][0] == "deleted"
-    shutil.copytree(made[3], away)  # the same, killed while removing: nothing says what was proven of it
-    kept = retire(catalog, Policy(1), yes=True).left
-    assert len(kept) == 1
-    assert f"{away} is kept" in kept[0]
-    assert len(list(away.iterdir())) == 2
 
 
 def test_a_deleted_checkpoint_gets_no_alias_and_no_hold(made, retired, catalog):
@@ -368,13 +358,13 @@ def test_a_file_saved_meanwhile_is_not_deleted(runs, url, watch, retired, tmp_pa
     for n in (1, 2):
         torch_save({"w": arange(4) + n}, runs / "pl" / f"step={n}.pt")
         convert(Request(str(runs / f"pl/step={n}.pt"), str(tmp_path / f"o{n}.safetensors")), MEANS, None, url)
-    prove = module.prove
+    same = purge._require_same
 
-    def meanwhile(detail, *given):
+    def meanwhile(*given):
         torch_save({"w": arange(4) + 7}, runs / "pl" / "step=1.pt")
-        return prove(detail, *given)
+        return same(*given)
 
-    monkeypatch.setattr(module, "prove", meanwhile)
+    monkeypatch.setattr(purge, "_require_same", meanwhile)
     assert fates(retired()) == {1: "unsafe", 2: "kept"}
     assert len(list((runs / "pl").iterdir())) == 2
 
@@ -382,7 +372,7 @@ def test_a_file_saved_meanwhile_is_not_deleted(runs, url, watch, retired, tmp_pa
 def test_the_command_line(made, url, capsys):
     assert run(["retire", "--keep-last", "1", "--catalog", url]) == 0
     text = capsys.readouterr().out
-    assert "nothing was deleted, --yes does it" in text
+    assert "nothing was changed, --yes sets them aside" in text
     assert "1 kept, 2 let go" in text
     assert made[1].exists()
     assert (
@@ -404,7 +394,7 @@ def test_the_command_line(made, url, capsys):
         == 0
     )
     answer = json.loads(capsys.readouterr().out)
-    assert answer["counts"] == {"deleted": 1, "kept": 2}
+    assert answer["counts"] == {"retired": 1, "kept": 2}
     assert answer["checkpoints"][0]["why"][0] == "not one of the last 1, not of every 2"
     assert not made[1].exists()
     assert run(["retire", "--keep-last", "0", "--catalog", url]) == 2

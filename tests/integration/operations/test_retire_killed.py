@@ -9,13 +9,13 @@ import signal
 
 import pytest
 from retiring import World, on_both, snapshot
+from retiring import delete_now as retire
 
-from ckptcore.catalog import open_catalog
-from ckptcore.operations import retire as module
-from ckptcore.operations import set_aside as aside
+from ckptcore.catalog import obligations, open_catalog
+from ckptcore.custody import set_aside as aside
+from ckptcore.operations import purge
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 
 
 def _is_at(name):
@@ -40,18 +40,20 @@ def _is_at(name):
 FAULTS = {
     "before the folder that it is moved to": (aside.os, "mkdir", 1, False),
     "before its record": (aside.os, "mkdir", 1, True),
-    "in its record": (aside.RemovalRecord, "dump", 1, True),
-    "before it is moved": (aside.Aside, "take", 1, False),
-    "moved and not committed": (aside.Aside, "take", 1, True),
-    "committed": (module, "_require_replacement", 1, False),
-    "read again": (module, "_require_replacement", 1, True),
-    "before the first name goes": (aside.Aside, "remove", 1, False),
+    "in its record": (aside.SetAsideRecord, "dump", 1, True),
+    "before it is moved": (aside.LocalSetAside, "move_in", 1, False),
+    "moved and not committed": (aside.LocalSetAside, "move_in", 1, True),
+    "committed": (purge, "_read_child", 1, False),
+    "read": (purge, "_read_child", 1, True),
+    "its copy has a record": (purge, "add_duties", 1, True),
+    "obliged and not committed": (obligations, "put", 1, True),
+    "before the first name goes": (aside.LocalSetAside, "remove", 1, False),
     "one name gone": (aside, "_unlink", 1, True),
     "two names gone": (aside, "_unlink", 2, True),
     "in a folder below": (aside, "_unlink", 4, True),
     "before the last folder": (aside, "_remove_folder", 2, False),
     "before its record goes": (aside, "_forget", 1, False),
-    "removed": (aside.Aside, "remove", 1, True),
+    "removed": (aside.LocalSetAside, "remove", 1, True),
 }
 
 
@@ -145,9 +147,10 @@ def test_a_run_leaves_alone_what_another_is_deleting(shared, template, tmp_path,
     seen = []
 
     def other(*_):
-        seen.append((retire(world.catalog, Policy(3), world.name, yes=True).left, world.source.exists()))
+        left = retire(world.catalog, Policy(3), world.name, yes=True, purging=True).left
+        seen.append((left, world.source.exists()))
 
-    step = module._require_replacement
-    monkeypatch.setattr(module, "_require_replacement", lambda *given: (other(), step(*given)))
+    step = purge._read_child
+    monkeypatch.setattr(purge, "_read_child", lambda *given: (other(), step(*given))[1])
     world.deletes()
     assert seen == [((), False)]

@@ -11,8 +11,9 @@ from retire_sequences import data_of, move, rewrite, run_sequence
 from retiring import MEANS, on_both, snapshot
 
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations import retire as module
-from ckptcore.operations import set_aside as aside
+from ckptcore.custody import set_aside as aside
+from ckptcore.errors import UsageError
+from ckptcore.operations import purge
 from ckptcore.planning.request import Request
 
 SEQUENCES = {}
@@ -46,7 +47,7 @@ def behind(w, where, name, happens, *, before=False):
 def child_rewritten_behind_its_proof(w):
     w.make()
     file = w.child / "model.safetensors"
-    behind(w, module, "prove", lambda *_: rewrite(file, bytes(8) * 4))
+    behind(w, purge, "_read_child", lambda *_: rewrite(file, bytes(8) * 4))
     w.keeps("while this ran")
 
 
@@ -60,15 +61,15 @@ def child_exchanged_while_the_source_is_away(w):
         shutil.rmtree(w.child)
         move(other, w.child)
 
-    behind(w, module, "_moved_away", exchanged)
-    w.keeps("has other tensors now")
+    behind(w, aside.LocalSetAside, "move_in", exchanged)
+    w.keeps("has other tensors")
     assert w.catalog.show(str(w.source)).checkpoint.state == "present"
 
 
 @sequence
 def child_deleted_while_the_source_is_away(w):
     w.make()
-    behind(w, module, "_moved_away", lambda *_: shutil.rmtree(w.child))
+    behind(w, aside.LocalSetAside, "move_in", lambda *_: shutil.rmtree(w.child))
     w.keeps("does not exist")
 
 
@@ -80,8 +81,8 @@ def child_becomes_a_link_to_where_the_source_is_kept(w):
         shutil.rmtree(w.child)
         w.child.symlink_to(Path(away.home, w.source.name))
 
-    behind(w, module, "_moved_away", linked)
-    w.keeps("while this ran")
+    behind(w, aside.LocalSetAside, "move_in", linked)
+    w.keeps("both names lead to one place")
 
 
 @sequence
@@ -94,7 +95,7 @@ def source_exchanged_for_a_link(w):
             w.source.symlink_to(w.elsewhere / "step-1")
 
         before_link = snapshot(w.source)
-        behind(w, module, "_mark", linked, before=before)
+        behind(w, purge, "_mark_retired", linked, before=before)
         assert w.retire().fate.value in ("unsafe", "kept")
         assert snapshot(w.elsewhere / "step-1") == before_link
         w.source.unlink()
@@ -111,7 +112,7 @@ def source_exchanged_for_another_folder(w):
         move(w.source, w.elsewhere / "step-1")
         shutil.copytree(w.elsewhere / "step-1", w.source)
 
-    behind(w, module, "_mark", copied)
+    behind(w, purge, "_mark_retired", copied)
     w.keeps("while this ran")
 
 
@@ -122,7 +123,7 @@ def file_comes_while_the_source_is_moved(w):
     def late(away):
         Path(away.home, w.source.name, "late.pt").write_bytes(b"only copy")
 
-    behind(w, module, "_moved_away", late)
+    behind(w, aside.LocalSetAside, "move_in", late)
     assert "while this ran" in w.retire().why[0]
     assert (w.source / "late.pt").read_bytes() == b"only copy"
     w.holds_all(w.source)
@@ -192,26 +193,30 @@ def saved_anew_while_the_source_is_away_and_the_child_fails(w):
         shutil.copytree(w.template.other_step, w.source)
         shutil.rmtree(w.child)
 
-    behind(w, module, "_moved_away", anew)
+    behind(w, aside.LocalSetAside, "move_in", anew)
     found = w.retire()
-    assert (found.fate.value, f"it is in {w.source.parent}/." in found.why[0]) == ("unsafe", True)
+    assert found.fate.value == "unsafe"
     assert snapshot(w.source) == snapshot(w.template.other_step)
     home = next(w.source.parent.glob(".*.ckptcore"))
     assert snapshot(home / "step-1") == old
     w.retire(last=3)  # it must not be removed, and is reported
     assert (len(w.left), str(home) in w.left[0]) == (1, True)
+    with pytest.raises(UsageError, match="something else is there now"):
+        purge.restore(w.catalog, str(w.source))
     shutil.rmtree(w.source)
+    assert purge.restore(w.catalog, str(w.source)) == str(w.source)
     w.retire(last=3)
     assert (snapshot(w.source), w.left) == (old, ())
+    assert w.catalog.show(str(w.source)).checkpoint.state == "present"
 
 
 @sequence
 def status_changes_while_it_runs(w):
     w.make()
-    behind(w, module, "prove", lambda *_: data_of(w.source).chmod(0o600))
+    behind(w, purge, "_require_same", lambda *_: data_of(w.source).chmod(0o600))
     w.keeps("while this ran")
     w.monkeypatch.undo()
-    behind(w, module, "_moved_away", lambda away: os.utime(data_of(Path(away.home, "step-1"))))
+    behind(w, aside.LocalSetAside, "move_in", lambda away: os.utime(data_of(Path(away.home, "step-1"))))
     w.keeps("while this ran", take=True)
 
 

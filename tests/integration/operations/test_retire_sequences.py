@@ -445,7 +445,7 @@ def rows_of_the_childs_files_removed(w):
         "DELETE FROM checkpoint_file WHERE checkpoint_id = (SELECT id FROM checkpoint WHERE uri = :uri)",
         uri=str(w.child),
     )
-    w.keeps()
+    w.deletes()  # what the child holds is read, whatever is recorded about its files
 
 
 @sequence

@@ -7,13 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from retiring import delete_now as retire
 
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DestinationExists
-from ckptcore.operations import retire as module
+from ckptcore.operations import purge as module
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
@@ -48,7 +48,7 @@ class Steps:
         assert str(self.source) in error.value.message
         assert before
         assert {p: p.read_bytes() for p in target.rglob("*") if p.is_file()} == before
-        assert not list(target.parent.glob(".*ckptcore"))
+        assert not list(target.parent.glob(f".{target.name}.ckptcore"))
 
 
 @pytest.fixture
@@ -126,13 +126,13 @@ def test_no_source_is_deleted_while_its_child_is_replaced(steps, monkeypatch):
     found = steps.fate()
     assert (found.fate.value, "writes to" in found.why[0]) == ("unsafe", True), found.why
     steps.catalog.fail(begun, code="destination-exists", message="it exists")
-    require = module._require_replacement
+    require = module._read_child
 
     def overtaken(*given):
         begin(request.as_dict(), **facts, tool_version="0")
         return require(*given)
 
-    monkeypatch.setattr(module, "_require_replacement", overtaken)
+    monkeypatch.setattr(module, "_read_child", overtaken)
     found = steps.fate()
     assert (found.fate.value, "writes to" in found.why[0]) == ("unsafe", True), found.why
     assert (steps.source / ".metadata").is_file()

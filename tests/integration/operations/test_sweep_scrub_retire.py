@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from checkpoints import save
+from retiring import delete_now as retire
 
 from ckptcore.catalog import open_catalog, queues
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.conversion.pipeline import convert
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.operations.sweep import sweep
 from ckptcore.planning.request import Settings

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from paths import ROOT
+from retiring import delete_now as retire
 from standardwebhooks import Webhook
 from starlette.testclient import TestClient
 from tiny_llama import tiny_llama
@@ -36,7 +37,6 @@ from ckptcore.cli.main import run as ckptcore
 from ckptcore.conversion import pipeline
 from ckptcore.conversion.registration import Announcement, start
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.operations.verify import Proof
 from ckptcore.planning.request import Request, Settings
@@ -233,7 +233,7 @@ def drop_optimizers(url: str, run: Path, exports: Path) -> None:
         assert all((run / f"step-{step}" / ".metadata").is_file() for step in LOSSES)
         before = {step: catalog.show(str(exports / f"step-{step}")).checkpoint for step in LOSSES}  # type: ignore[union-attr]
     nbytes = sum(file.stat().st_size for file in run.glob("step-[12]0/*"))
-    assert ckptcore([*asked, "--rest", "weights", "--yes", "--catalog", url]) == 0
+    assert ckptcore([*asked, "--rest", "weights", "--yes", "--grace", "0", "--catalog", url]) == 0
     assert sorted(place.name for place in run.iterdir()) == ["step-30"]
     assert (run / "step-30" / ".metadata").is_file()
     with open_catalog(url) as catalog:

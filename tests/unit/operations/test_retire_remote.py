@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 from paths import FIXTURES
+from retiring import delete_now as retire
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
@@ -20,7 +21,6 @@ from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
-from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store.remote import FsspecStore
 from ckptcore.store.s3 import S3Store
@@ -80,7 +80,7 @@ class World:
 
     def resume(self) -> tuple[str, ...]:
         """Return the messages of a later run that deletes nothing else."""
-        return retire(self.catalog, Policy(9), "r", yes=True, means=MEANS).left
+        return retire(self.catalog, Policy(9), "r", yes=True, purging=True, means=MEANS).left
 
     def state(self) -> str:
         row: Any = self.catalog.show(self.old)
@@ -119,7 +119,7 @@ def test_a_killed_deletion_is_resumed_with_the_proof_of_its_model_part(root: str
         assert world.kill(2, Allowed.of(["optimizer"]))
         (name,) = (n for n in world.there() if n.endswith("record.json"))
         rest, data = world.there(), world.there()[name]
-        forged = json.dumps(json.loads(data) | {"fingerprint": "0" * 64}).encode()
+        forged = json.dumps(json.loads(data) | {"child": "0" * 32}).encode()
         world.fs.pipe_file(f"{world.path}/runs/{name}", forged)
         assert len(world.resume()) == 1
         assert world.there() == rest | {name: forged}

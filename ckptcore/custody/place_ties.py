@@ -60,11 +60,11 @@ def inside_of_place(conn: Any, uri: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*Spellings(every).inside(uri), *merged)))
 
 
-def writer_of_place(conn: Any, now: datetime, uri: str) -> str | None:
+def writer_of_place(conn: Any, uri: str) -> str | None:
     """Return the id of a conversion that now writes to a place or around it, whatever its name, or None."""
-    found = tending.replacing(conn, now, uri)
+    found = tending.replacing(conn, uri)
     if found:
         return found[0]
-    writing = tending.destinations(conn, now)
+    writing = tending.destinations(conn)
     others = Spellings(writing).of(uri).items()
     return next((writing[each] for each, how in others if how in (Relation.SAME, Relation.AROUND)), None)

@@ -1,0 +1,99 @@
+"""Show that the conversions of this process run, as long as it does.
+
+A conversion of another machine that is silent for `ckptcore.catalog.conversions.LEASE` has ended: what it
+reads may be deleted, and what it was about to replace may be relied on. So a thread renews the row of each
+conversion that this process began, and a conversion that lost its row publishes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from ckptcore.catalog import conversions
+from ckptcore.errors import CkptError, Interrupted
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+PERIOD_S = 30.0
+# Without a renewal for this long, a row is looked at before something is published: less than the lease.
+_SURE_S = conversions.LEASE.total_seconds() / 2
+_log = logging.getLogger("ckptcore")
+
+
+class Heartbeats:
+    """The conversions of this process that run, and the thread that renews their rows."""
+
+    def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._renewed: dict[str, tuple[Catalog, float]] = {}  # conversion -> its catalog, when (monotonic)
+        self._thread: threading.Thread | None = None
+
+    def add(self, catalog: Catalog, begun: Collection[str]) -> None:
+        """Renew these conversions, which were recorded as begun a moment ago, until `drop`."""
+        with self._lock:
+            self._renewed |= {each: (catalog, time.monotonic()) for each in begun}
+            if self._thread is None and begun:
+                self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+                self._thread.start()
+
+    def drop(self, ended: Collection[str]) -> None:
+        """Stop renewing these conversions; without any, the thread ends at its next turn."""
+        with self._lock:
+            for conversion in ended:
+                self._renewed.pop(conversion, None)
+
+    def require(self, catalog: Catalog, conversion: str) -> None:
+        """Check that a conversion of this process may publish.
+
+        Raises:
+            Interrupted: The catalog counts it as ended, because this process was stopped for too long.
+            CatalogError: The catalog cannot be asked.
+        """
+        with self._lock:
+            _, renewed = self._renewed.get(conversion, (catalog, float("-inf")))
+        if time.monotonic() - renewed < _SURE_S:
+            return
+        with catalog.writing() as conn:
+            if conversion in conversions.renew(conn, [conversion]):
+                raise Interrupted(
+                    f"conversion {conversion} was silent for too long, and counts as ended",
+                    hint="run the same command again: written files are kept",
+                )
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(PERIOD_S)
+            with self._lock:
+                if not self._renewed:
+                    self._thread = None
+                    return
+                catalogs = {id(catalog): catalog for catalog, _ in self._renewed.values()}
+                rows = {key: [c for c, (x, _) in self._renewed.items() if id(x) == key] for key in catalogs}
+            for key, catalog in catalogs.items():
+                self._renew(catalog, rows[key])
+
+    def _renew(self, catalog: Catalog, mine: Collection[str]) -> None:
+        began = time.monotonic()
+        try:
+            with catalog.writing() as conn:
+                lost = conversions.renew(conn, list(mine))
+        except CkptError as error:  # more tries fit into the lease; `require` looks at what was not renewed
+            _log.warning("cannot renew the row of a running conversion: %s", error.message)
+            return
+        with self._lock:
+            for conversion in set(mine) - lost:
+                if conversion in self._renewed:
+                    self._renewed[conversion] = catalog, began
+
+
+RUNNING = Heartbeats()

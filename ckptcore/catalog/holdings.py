@@ -1,0 +1,90 @@
+"""Record which content ids checkpoints hold (`ckptcore.fingerprints.holdings`), and find who may hold some.
+
+Ids are kept when something first needs them, in one blob for each checkpoint. What is recorded says where to
+look, and proves nothing: a place is read before anything goes because of it.
+
+Every function runs inside the given transaction. Functions that change something need a writer's transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from sqlalchemy import and_, delete, insert, or_, select, update
+
+from ckptcore.catalog.models import Checkpoint, HoldingsRow, Tensor
+from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, resolve_checkpoint
+from ckptcore.catalog.types import CheckpointRow, State
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+_NOWHERE = (State.REPLACED.value, State.RETIRED.value, State.DELETED.value)
+_SAMPLE = 64  # tensors by which copies are looked for
+_ID_BYTES = 16  # as `ckptcore.fingerprints.holdings`, which the catalog does not import
+
+
+def put_stamp(conn: Connection, checkpoint: int, stamp: str | None) -> None:
+    """Record the identity of a checkpoint's files as they were published. checkpoint: its row id."""
+    conn.execute(delete(HoldingsRow).where(HoldingsRow.checkpoint_id == checkpoint))
+    if stamp is not None:
+        conn.execute(insert(HoldingsRow).values(checkpoint_id=checkpoint, stamp=stamp))
+
+
+def stamp_of(conn: Connection, public: str) -> str | None:
+    """Return the identity of a checkpoint's files as they were published; None if it is unknown."""
+    row = resolve_checkpoint(conn, public)
+    return conn.execute(select(HoldingsRow.stamp).where(HoldingsRow.checkpoint_id == row)).scalar()
+
+
+def keep(conn: Connection, public: str, ids: bytes) -> None:
+    """Record the content ids that a checkpoint was found to hold. ids: packed."""
+    row = resolve_checkpoint(conn, public)
+    mine = HoldingsRow.checkpoint_id == row
+    if not conn.execute(update(HoldingsRow).where(mine).values(ids=ids)).rowcount:
+        conn.execute(insert(HoldingsRow).values(checkpoint_id=row, ids=ids))
+
+
+def ids_of_row(conn: Connection, public: str) -> bytes | None:
+    """Return the packed content ids that a checkpoint was found to hold; None if nothing needed them yet."""
+    row = resolve_checkpoint(conn, public)
+    return conn.execute(select(HoldingsRow.ids).where(HoldingsRow.checkpoint_id == row)).scalar()
+
+
+def fingerprints_of(conn: Connection, public: str) -> dict[str, str] | None:
+    """Return FQN -> fingerprint of all tensors of a checkpoint; None if one is unknown."""
+    row = resolve_checkpoint(conn, public)
+    rows = conn.execute(select(Tensor.fqn, Tensor.fingerprint).where(Tensor.checkpoint_id == row)).all()
+    known = {fqn: found for fqn, found in rows if found is not None}
+    return known if len(known) == len(rows) else None
+
+
+def may_hold(
+    conn: Connection, ids: Collection[bytes], manifests: Collection[str] = ()
+) -> tuple[CheckpointRow, ...]:
+    """Return the checkpoints that may hold some of these ids, by their records or as copies of a holder.
+
+    Args:
+        conn: The transaction.
+        ids: Content ids.
+        manifests: Manifest digests of holders: copies of them have the same.
+    """
+    there = Checkpoint.state.not_in(_NOWHERE)
+    prefixes = [each.hex() for each in islice(sorted(ids), _SAMPLE)]
+    same = or_(*(and_(Tensor.fingerprint >= p, Tensor.fingerprint < p + "g") for p in prefixes))
+    rows = (
+        set(conn.execute(select(Tensor.checkpoint_id).where(same).distinct()).scalars())
+        if prefixes
+        else set()
+    )
+    kept = select(HoldingsRow.checkpoint_id, HoldingsRow.ids).where(HoldingsRow.ids.is_not(None))
+    rows |= {row for row, blob in conn.execute(kept) if _holds_some(blob, ids)}
+    wanted = or_(Checkpoint.id.in_(rows), Checkpoint.manifest_digest.in_(list(manifests)))
+    found = conn.execute(checkpoint_rows().where(there, wanted).order_by(Checkpoint.id))
+    return tuple(checkpoint_row(row) for row in found)
+
+
+def _holds_some(blob: bytes, ids: Collection[bytes]) -> bool:
+    return any(blob[at : at + _ID_BYTES] in ids for at in range(0, len(blob), _ID_BYTES))

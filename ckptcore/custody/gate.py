@@ -1,0 +1,197 @@
+"""Decide whether a place may be replaced, by the contents that it holds.
+
+1. The obligations are those of the catalog, and those in records beside the place, in it and around it.
+2. The place is looked through: every checkpoint that opens there, and its contents. What cannot be read
+   counts as everything that an obligation counts on there.
+3. Contents under an obligation must be proven elsewhere: read now, in files that are not those of the place,
+   where no conversion writes. Everything else is named by ``--overwrite``.
+
+It is asked when a conversion is planned, at each resume, and in the transaction before it publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.types import CheckpointRow
+from ckptcore.custody.distinct import require_apart
+from ckptcore.custody.judged import Judged
+from ckptcore.custody.obligation_records import Duty, place_of, read_duties
+from ckptcore.custody.place_contents import PlaceContents, contents_at
+from ckptcore.custody.place_ties import writer_of_place
+from ckptcore.errors import CatalogError, CkptError, DestinationExists
+from ckptcore.fingerprints.holdings import Holding, Ids, pack_specs, unpack, unpack_specs
+from ckptcore.planning.request import Settings
+from ckptcore.store import join_url, split_url
+from ckptcore.store.contents import Thing, contents
+from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.text import some
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+_HINT = (
+    "choose another destination. A copy counts once the catalog knows what it holds: `ckptcore fingerprint "
+    "COPY`. To give these contents up by name: `ckptcore catalog obligation release {} --accept-loss GLOB`"
+)
+
+
+@contextmanager
+def existing_catalog(catalog: str | bool | None) -> Iterator[Catalog | None]:
+    """Open a catalog that exists; None where there is none, or none is to be used.
+
+    Args:
+        catalog: Its URL; None for the default one, False for none.
+    """
+    from ckptcore.catalog import open_catalog
+
+    known = None
+    if catalog is not False:
+        try:
+            known = open_catalog(catalog if isinstance(catalog, str) else None, create=False)
+        except CatalogError as error:
+            if not error.values.get("missing"):
+                raise
+    if known is None:
+        yield None
+        return
+    with known:
+        yield known
+
+
+def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tuple[Duty, ...]:
+    """Return the obligations to consider before a place is replaced.
+
+    Those of the catalog may count on any place: what is there may have been moved there. names: everything at
+    the place; records of obligations may be among it.
+    """
+    inside = {place_of(join_url(place, name.rstrip("/"))) for name in names if name.endswith("/")}
+    inside |= {place_of(join_url(place, name.rpartition("/")[0])) for name in names if "/" in name}
+    beside = dict.fromkeys([place, *_around(place), *sorted(filter(None, inside))])
+    known = {duty.row.id: duty for each in beside for duty in read_duties(each)}
+    if catalog is not None:
+        with catalog.reading() as conn:
+            rows = obligations.every(conn)
+            known |= {r.id: Duty(r, unpack(obligations.contents_of(conn, r.id))) for r in rows}
+    return tuple(known.values())
+
+
+def judge(catalog: Catalog | None, place: str, settings: Settings, called: str = "") -> Judged:
+    """Decide whether a place may go.
+
+    Args:
+        catalog: The catalog, or None.
+        place: Path or URL; something is there.
+        settings: Memory and threads for reading.
+        called: Its name in messages, if that is another one.
+
+    Returns:
+        Where contents under an obligation were read.
+
+    Raises:
+        DestinationExists: It holds contents under an obligation that are proven nowhere else.
+        SourceUnreadable: The place, or a record of obligations, cannot be read.
+    """
+    things = contents(place)
+    duties = duties_at(catalog, place, things)
+    if not duties:
+        return Judged()
+    wanted = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
+    there = contents_at(place, things, wanted, settings, catalog)
+    matched = {duty.row.id: _matched(duty, there, place) for duty in duties}
+    needed = {row.id: row for rows in matched.values() for row in rows if row.id is not None}
+    proven = elsewhere(catalog, place, things, needed, there.manifests, settings)
+    missing = [row for key, row in needed.items() if not any(key in ids for ids in proven.values())]
+    if missing:
+        raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
+    moves = {
+        duty: tuple(where for where, ids in proven.items() if any(row.id in ids for row in rows))
+        for duty, rows in matched.items()
+        if rows
+    }
+    return Judged(moves)
+
+
+def elsewhere(
+    catalog: Catalog | None,
+    place: str,
+    things: Mapping[str, Thing],
+    needed: Mapping[bytes, Holding],
+    manifests: Collection[str],
+    settings: Settings,
+) -> dict[str, Ids]:
+    """Return the places outside of one that hold needed contents, with what was read there now.
+
+    Args:
+        catalog: The catalog, which says where to look; None for none.
+        place: Where the contents are that may go.
+        things: Everything there.
+        needed: Content id -> content.
+        manifests: Digests of the manifests there: copies have the same.
+        settings: Memory and threads for reading.
+    """
+    proven: dict[str, Ids] = {}
+    if catalog is None or not needed:
+        return proven
+    with catalog.reading() as conn:
+        candidates = holdings.may_hold(conn, needed, manifests)
+    specs, left = unpack_specs(pack_specs(needed.values())), set(needed)
+    for row in candidates:
+        if left and (ids := _read_apart(catalog, row, place, things, specs, settings) & left):
+            proven[row.uri] = ids
+            left -= ids
+    return proven
+
+
+def _read_apart(
+    catalog: Catalog,
+    row: CheckpointRow,
+    place: str,
+    things: Mapping[str, Thing],
+    specs: Ids,
+    settings: Settings,
+) -> Ids:
+    """Return what a checkpoint holds, if it is apart from a place, and nothing writes there."""
+    try:
+        if relation(identify(place), identify(row.uri)) is not Relation.APART:
+            return frozenset()
+        with catalog.reading() as conn:
+            if writer_of_place(conn, row.uri) is not None:
+                return frozenset()
+        files = contents(row.uri, follow=True)
+        require_apart(place, things, row.uri, files)
+        return contents_at(row.uri, files, specs, settings).ids
+    except CkptError:  # it is away, or another name of the place: it proves nothing
+        return frozenset()
+
+
+def _matched(duty: Duty, there: PlaceContents, place: str) -> tuple[Holding, ...]:
+    """Return the contents of an obligation that a place holds, or may hold where it cannot be read."""
+    if not there.readable and relation(identify(duty.row.place), identify(place)) is not Relation.APART:
+        return duty.contents
+    return tuple(row for row in duty.contents if row.id in there.ids)
+
+
+def _around(place: str) -> Iterator[str]:
+    """Yield the folders around a place."""
+    parent, name = split_url(place)
+    while name and parent not in ("", "/", place):
+        yield parent
+        place = parent
+        parent, name = split_url(parent)
+
+
+def _only_copy(place: str, missing: list[Holding], duties: list[Duty]) -> DestinationExists:
+    sources = list(dict.fromkeys(duty.row.source for duty in duties))
+    more = f" and {len(sources) - 1} more" if sources[1:] else ""
+    return DestinationExists(
+        f"cannot replace {place}: it holds the only proven copy of {len(missing)} contents of "
+        f"{sources[0]}{more}, deleted because this copy exists: {some([row.name for row in missing])}",
+        hint=_HINT.format(duties[0].row.id),
+        sources=sources[:100],
+        contents=[row.name for row in missing[:100]],
+        obligations=[duty.row.id for duty in duties[:100]],
+    )

@@ -1,0 +1,156 @@
+"""Find what a checkpoint holds, by content ids (`ckptcore.fingerprints.holdings`).
+
+Everything in a folder is accounted for: a file by the tensors and objects that its reader found in it, or as
+the description of where these are, or by its digest. What nothing identifies (links, FIFOs, empty folders,
+values that were not built, files that the reader could not read) is a holding without an id.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
+from fnmatch import fnmatchcase
+
+from ckptcore.catalog.normalize import storable
+from ckptcore.comparison.fingerprint import fingerprint
+from ckptcore.comparison.object_leaves import exact_leaves
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.subset import select
+from ckptcore.core.used_files import used
+from ckptcore.execution.receipts import digest_of
+from ckptcore.fingerprints.holdings import (
+    FILE,
+    OBJECT,
+    Holding,
+    file_holding,
+    file_spec,
+    leaf_holding,
+    tensor_holdings,
+    tensor_spec,
+)
+from ckptcore.planning.request import Settings
+from ckptcore.store import open_store, split_url
+from ckptcore.store.contents import NameKind, Thing
+
+# Files that only describe where tensors and objects are stored; they count if their reader read them.
+_DESCRIBE = (".metadata", "__*.metadata", "metadata.json", "*.index.json", ".zarray")
+# Findings that do not mean that the manifest, and so a copy of it, lacks something; files that they name are
+# listed by themselves. Any other warning or error does.
+_HARMLESS = frozenset(
+    {
+        "consolidated-differs",
+        "flat-buffers",
+        "missing-part",
+        "names-unchecked",
+        "not-finite",
+        "shape-lost",
+        "stale-file",
+        "stray-file",
+        "total-mismatch",
+        "unlisted-tensor",
+        "unusual-layout",
+    }
+)
+
+
+def tensors_read(
+    manifest: Manifest, settings: Settings, wanted: Callable[[str], bool] = lambda _spec: True
+) -> list[Holding]:
+    """Read tensors, and return their holdings, not numbered. wanted: whether to read those of a spec."""
+    rows = [n for n, t in enumerate(manifest.tensors) if wanted(tensor_spec(t.dtype, t.shape))]
+    if not rows:
+        return []
+    part = manifest if len(rows) == len(manifest.tensors) else select(manifest, rows)
+    return tensor_holdings(fingerprint(part, settings).tensors, _sizes(part))
+
+
+def tensors_recorded(manifest: Manifest, prints: Mapping[str, str]) -> list[Holding] | None:
+    """Return the holdings of tensors by recorded fingerprints, not numbered; None if one is unknown.
+
+    prints: FQN, as the catalog stores it -> fingerprint.
+    """
+    names = [storable(t.fqn) for t in manifest.tensors]
+    if not prints.keys() >= set(names):
+        return None
+    rows = ((t.fqn, t.dtype, t.shape, prints[name]) for t, name in zip(manifest.tensors, names, strict=True))
+    return tensor_holdings(rows, _sizes(manifest))
+
+
+def objects_of(manifest: Manifest) -> Iterator[Holding]:
+    """Yield the holdings of objects, leaf by leaf; a value that was not built has no id."""
+    for blob in manifest.blobs:
+        if blob.known and not blob.refused:
+            for path, form in exact_leaves(blob):
+                yield leaf_holding(blob.key, path, form)
+        else:
+            yield Holding(OBJECT if blob.unread is None else "unreadable tensor", blob.key)
+
+
+def rest_of(
+    manifest: Manifest, uri: str, things: Mapping[str, Thing], sizes: Collection[int] | None = None
+) -> Iterator[Holding]:
+    """Yield the holdings of everything in a folder that is neither tensor nor object.
+
+    Args:
+        manifest: Of the checkpoint there.
+        uri: Its path or URL.
+        things: All of the folder, links not followed.
+        sizes: Files of these sizes are read for their id; None for all.
+    """
+    for finding in manifest.findings:
+        if finding.severity != "info" and finding.code not in _HARMLESS:
+            yield Holding(finding.code, finding.fqn or finding.file or finding.code)
+    if "" in things:
+        return  # it is one file, and the files beside it stay
+    above, files = inner_path(manifest, uri), used(manifest)
+    interpreted = {above + name for name in files.data}
+    interpreted |= {above + name for name in files.described if _describes(name)}
+    filled = {os.path.dirname(name.rstrip("/")) + "/" for name in things}
+    with closing(open_store(uri)) as store:
+        for name, thing in things.items():
+            if thing.kind is NameKind.FOLDER:
+                if name not in filled:
+                    yield Holding("empty folder", name)
+            elif thing.kind is not NameKind.FILE:
+                yield Holding(thing.kind.value, name)
+            elif name not in interpreted:
+                if sizes is None or thing.nbytes in sizes:
+                    yield file_holding(name, thing.nbytes, digest_of(store, name, thing.nbytes))
+                else:
+                    yield Holding(FILE, name, None, file_spec(thing.nbytes), thing.nbytes)
+
+
+def file_holdings(
+    uri: str, things: Mapping[str, Thing], sizes: Collection[int | None]
+) -> tuple[Holding, ...]:
+    """Return the holdings of all files of these sizes at a place, read now."""
+    folder, name = split_url(uri) if "" in things else (uri, "")
+    with closing(open_store(folder)) as store:
+        return tuple(
+            file_holding(path or name, thing.nbytes, digest_of(store, path or name, thing.nbytes))
+            for path, thing in things.items()
+            if thing.kind is NameKind.FILE and thing.nbytes in sizes
+        )
+
+
+def inner_path(manifest: Manifest, uri: str) -> str:
+    """Return where a checkpoint's own folder is below its place: empty, or a path with a slash behind it."""
+    inner = manifest.root.rstrip("/").removeprefix(uri.rstrip("/")).strip("/")
+    return f"{inner}/" if inner else ""
+
+
+def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, Thing]) -> list[str]:
+    """Return the names of things, files with tensors last: a reader finds nothing rather than a half."""
+    _, name = split_url(uri)
+    data, inner = used(manifest).data, inner_path(manifest, uri)
+    return sorted(things, key=lambda thing: (thing or name).removeprefix(inner) in data)
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    return {t.fqn: t.nbytes for t in manifest.tensors}
+
+
+def _describes(path: str) -> bool:
+    name = os.path.basename(path)
+    return any(fnmatchcase(name, glob) for glob in _DESCRIBE)

@@ -1,0 +1,138 @@
+"""Find what a place holds, whatever is there: one checkpoint, several in folders, or files without a format.
+
+Every folder and file that no checkpoint around it uses is tried as a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+
+from ckptcore.catalog import holdings as recorded
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.normalize import hex_digest
+from ckptcore.catalog.types import State
+from ckptcore.checking.examine import inspect
+from ckptcore.core.manifest import Manifest
+from ckptcore.core.used_files import used
+from ckptcore.custody.holdings import file_holdings, inner_path, objects_of, tensors_read, tensors_recorded
+from ckptcore.errors import CkptError, UnknownFormat
+from ckptcore.execution.source_stamps import published_stamp
+from ckptcore.fingerprints.holdings import FILE, TENSOR, Ids, file_spec, ids_of, numbered, spec_digest
+from ckptcore.planning.request import Settings
+from ckptcore.store import join_url
+from ckptcore.store.contents import NameKind, Thing
+from ckptcore.utils.dataclass import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceContents:
+    """What a place holds, as far as it was looked for.
+
+    Attributes:
+        ids: Content ids.
+        readable: Whether everything that looks like a checkpoint could be read.
+        manifests: Digests of the manifests of its checkpoints.
+    """
+
+    ids: Ids = frozenset()
+    readable: bool = True
+    manifests: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Walk:
+    opened: list[tuple[str, Manifest]] = field(default_factory=list)  # place -> manifest
+    readable: bool = True
+
+
+def contents_at(
+    url: str, things: Mapping[str, Thing], wanted: Ids, settings: Settings, catalog: Catalog | None = None
+) -> PlaceContents:
+    """Find the contents of a place that have one of the specs.
+
+    Tensors are read, unless the catalog has their sums, and their files are those that were published then.
+
+    Args:
+        url: The place.
+        things: Everything there, links not followed.
+        wanted: Digests of specs (`ckptcore.fingerprints.holdings.pack_specs`).
+        settings: Memory and threads for reading.
+        catalog: The catalog with the sums; None to read everything.
+
+    Raises:
+        CkptError: Something cannot be read now, and a retry may help.
+    """
+
+    def is_wanted(spec: str) -> bool:
+        return spec_digest(TENSOR, spec) in wanted
+
+    walk, ids = _walked(url, things), frozenset[bytes]()
+    for place, manifest in walk.opened:
+        prints = _recorded_prints(catalog, place, manifest) if catalog is not None else None
+        tensors = None if prints is None else tensors_recorded(manifest, prints)
+        try:
+            tensors = tensors_read(manifest, settings, is_wanted) if tensors is None else tensors
+        except CkptError as error:
+            if error.transient:
+                raise
+            walk.readable, tensors = False, []
+        ids |= ids_of((*numbered(tensors), *objects_of(manifest)))
+        walk.readable &= not manifest.unread
+    sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in wanted}
+    ids |= ids_of(file_holdings(url, things, sizes)) if sizes else frozenset()
+    return PlaceContents(ids, walk.readable, frozenset(hex_digest(m.digest) for _, m in walk.opened))
+
+
+def _walked(url: str, things: Mapping[str, Thing]) -> _Walk:
+    walk = _Walk()
+    if "" in things:
+        _opened_at(walk, url)
+        walk.readable &= bool(walk.opened)
+        return walk
+    files = {name for name, thing in things.items() if thing.kind in (NameKind.FILE, NameKind.LINK)}
+    folders = ["", *(name for name, thing in things.items() if thing.kind is NameKind.FOLDER)]
+    folders.sort(key=lambda name: name.count("/"))
+    for folder in folders:
+        if any(name.startswith(folder) for name in files):
+            place = join_url(url, folder.rstrip("/")) if folder else url
+            for manifest in _opened_at(walk, place):
+                above = folder + inner_path(manifest, place)
+                files -= {above + name for name in used(manifest).all}
+    for name in sorted(files):
+        if things[name].nbytes:
+            _opened_at(walk, join_url(url, name))
+    if not walk.opened and files:
+        walk.readable = False  # nothing of it is understood
+    return walk
+
+
+def _opened_at(walk: _Walk, place: str) -> Iterator[Manifest] | tuple[Manifest, ...]:
+    """Open a checkpoint, quantised values as stored ones, too; note what could not be read."""
+    opened = []
+    for keep_quantized in (False, True):
+        try:
+            opened.append(inspect(place, False, keep_quantized))
+        except UnknownFormat:
+            break
+        except CkptError as error:
+            if error.transient:
+                raise
+            walk.readable = False
+            break
+        if not opened[0].derived:
+            break
+    walk.opened += [(place, manifest) for manifest in opened]
+    return tuple(opened)
+
+
+def _recorded_prints(catalog: Catalog, place: str, manifest: Manifest) -> Mapping[str, str] | None:
+    """Return recorded fingerprints of a checkpoint whose files are unchanged since it was published."""
+    known = catalog.at(place)
+    if known is None or known[0].manifest_digest != hex_digest(manifest.digest):
+        return None
+    if known[0].state != State.PRESENT.value:
+        return None
+    with catalog.reading() as conn:
+        stamp, prints = recorded.stamp_of(conn, known[0].id), recorded.fingerprints_of(conn, known[0].id)
+    return prints if stamp is not None and stamp == published_stamp(manifest) else None

@@ -1,0 +1,102 @@
+"""Let a conversion replace a place: ask the gate, move obligations, and set aside what is under one.
+
+A conversion has a row in the catalog from before it asks first until it has published; while the row is
+alive, no purge counts on its destination. So the last look before it publishes is at the row; without one
+(another catalog, or none) the gate is asked once more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+
+from ckptcore.catalog import obligations, set_aside
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.heartbeats import RUNNING
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.custody.gate import duties_at, existing_catalog, judge
+from ckptcore.custody.judged import Judged, Writer
+from ckptcore.custody.obligation_records import add_duties
+from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin
+from ckptcore.errors import UsageError
+from ckptcore.planning.request import Settings
+from ckptcore.store import local_path
+from ckptcore.store.contents import NameKind, contents
+
+GRACE = timedelta(days=7)  # until what was set aside may be purged
+
+
+def may_replace(place: str, writer: Writer, settings: Settings) -> Judged:
+    """Decide when a conversion is planned whether it may replace what is at its destination; see `judge`."""
+    with existing_catalog(writer.catalog) as catalog:
+        return judge(catalog, place, settings)
+
+
+def admit(place: str, writer: Writer, settings: Settings, judged: Judged | None) -> str:
+    """Let a conversion replace a place now.
+
+    Args:
+        place: Its destination; something is there.
+        writer: The conversion.
+        settings: Memory and threads for reading.
+        judged: What was decided when it was planned; None to decide now.
+
+    Returns:
+        The name of the folder beside the destination into which the old output is moved; "" if nothing of it
+        is under an obligation, or on an object store.
+
+    Raises:
+        DestinationExists: It holds contents under an obligation that are proven nowhere else.
+        Interrupted: The conversion lost its row.
+    """
+    with existing_catalog(writer.catalog) as catalog:
+        if judged is None or catalog is None or writer.conversion is None:
+            judged = judge(catalog, place, settings)
+        elif writer.conversion is not None:
+            RUNNING.require(catalog, writer.conversion)
+        if not judged.moves:
+            return ""
+        assert catalog is not None  # without one, no other place is known
+        move_obligations(catalog, place, judged.moves)
+        return _set_aside(catalog, place) if local_path(place) is not None else ""
+
+
+def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str, ...]]) -> None:
+    """Record that obligations count on other places now; each place first gets its own record.
+
+    Args:
+        catalog: The catalog.
+        place: What is about to go.
+        moves: Id of an obligation -> the places where its contents were read.
+    """
+    if not moves:
+        return
+    duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())}
+    for where in dict.fromkeys(where for places in moves.values() for where in places):
+        add_duties(where, [duties[key] for key, places in moves.items() if where in places])
+    with catalog.writing() as conn:
+        for key, places in moves.items():
+            obligations.move(conn, key, places[0])
+
+
+def _set_aside(catalog: Catalog, place: str) -> str:
+    """Make the folder into which the old output is moved; return its name."""
+    uri = normal_uri(place)
+    things, now = contents(place), datetime.now(UTC)
+    nbytes = sum(thing.nbytes for thing in things.values() if thing.kind is NameKind.FILE)
+    known = catalog.at(place)
+    checkpoint = known[0].id if known is not None else ""
+    record = SetAsideRecord(REPLACED, checkpoint, uri, "", "", (), (), now, now + GRACE, things)
+    try:
+        above = os.open(os.path.dirname(uri), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"cannot set {place} aside: {error.strerror}") from error
+    with closing(begin(record, above)) as aside:
+        assert isinstance(aside, LocalSetAside)
+        with catalog.writing() as conn:
+            due = now + GRACE
+            row = set_aside.SetAside(aside.home, checkpoint or None, uri, nbytes, now, due, record.digest)
+            set_aside.put(conn, row)
+        return os.path.basename(aside.home)

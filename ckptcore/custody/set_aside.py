@@ -1,0 +1,537 @@
+"""Set a checkpoint aside, so that it can be restored, and purge exactly the files that were approved.
+
+What goes is first moved into a new folder beside it, or stays where it is on an object store:
+
+    .NAME.retiring-1a2b3c4d.ckptcore/
+        record.json     what it is, why it goes, until when it can be restored, and every file of it
+        NAME            the checkpoint, on this machine
+
+The record decides what is here: a killed run leaves the folder, and the next one reads it. All steps on this
+machine use descriptors of folders that were opened one below the other, so that no link redirects them. The
+record is locked while a process works on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import uuid
+from collections.abc import Mapping
+from contextlib import closing
+from datetime import datetime
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from ckptcore.catalog.retirements import GivenUp
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import Busy, CkptError, SourceChanged, SourceUnreadable, UsageError
+from ckptcore.fingerprints.holdings import Holding, pack, unpack
+from ckptcore.store import join_url, local_path, open_store, split_url
+from ckptcore.store.below import FOLDER, open_folder
+from ckptcore.store.contents import Thing, contents, difference, same, thing_of
+from ckptcore.store.folder_tree import Spot, rename_new
+from ckptcore.store.listing import names_at
+from ckptcore.utils.dataclass import dataclass
+
+_NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
+RECORD, _DRAFT = "record.json", ".record.json.part"
+RETIRED, REPLACED = "retired", "replaced"
+_MOST_BYTES = 1 << 30  # of a record
+
+
+@dataclass(frozen=True)
+class SetAsideRecord:
+    """What is set aside.
+
+    Attributes:
+        why: RETIRED, or REPLACED by a conversion.
+        checkpoint: Its id in the catalog; "" if it has none.
+        uri: Its path or URL.
+        child: For a retired one, the id of the checkpoint that replaces it.
+        proof: For a retired one, what that holds: see `ckptcore.catalog.retirements`.
+        expects: What the child must hold when it is read; () if its digests prove it.
+        given_up: What goes without proof, as a user said.
+        at: When it was set aside.
+        due_at: When it may be purged.
+        things: Its files by name, in the order of removal; the names of folders end with a slash.
+    """
+
+    why: str
+    checkpoint: str
+    uri: str
+    child: str
+    proof: str
+    expects: tuple[Holding, ...]
+    given_up: tuple[GivenUp, ...]
+    at: datetime
+    due_at: datetime
+    things: Mapping[str, Thing]
+
+    def dump(self) -> bytes:
+        """Return the JSON form."""
+        form = {name: getattr(self, name) for name in ("why", "checkpoint", "uri", "child", "proof")}
+        form |= {"at": self.at.isoformat(), "due_at": self.due_at.isoformat()}
+        form["expects"] = base64.b64encode(pack(self.expects)).decode()
+        form["given_up"] = [each.as_dict() for each in self.given_up]
+        form["things"] = [[name, thing.as_list()] for name, thing in self.things.items()]
+        return canonical_json({"version": 2, **form})
+
+    @property
+    def digest(self) -> str:
+        """Return the BLAKE3 of the JSON form."""
+        return blake3(self.dump()).hexdigest()
+
+    @classmethod
+    def load(cls, data: bytes) -> SetAsideRecord:
+        """Read the form of `dump`; raise `ValueError` for other data."""
+        try:
+            form: dict[str, Any] = json.loads(data)
+            if form["version"] != 2:
+                raise ValueError(f"cannot read version {form['version']}")
+            return cls(
+                str(form["why"]),
+                str(form["checkpoint"]),
+                str(form["uri"]),
+                str(form["child"]),
+                str(form["proof"]),
+                unpack(base64.b64decode(form["expects"], validate=True)),
+                tuple(GivenUp(g["name"], g["kind"], g["bytes"]) for g in form["given_up"]),
+                datetime.fromisoformat(form["at"]),
+                datetime.fromisoformat(form["due_at"]),
+                {str(name): Thing.of_list(thing) for name, thing in form["things"]},
+            )
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError(f"it is not a record: {error!r}") from error
+
+
+class SetAside(Protocol):
+    """A checkpoint that is set aside, or about to be, from `begin` or `open_set_aside` to `close`.
+
+    Attributes:
+        record: What it is.
+        home: Path or URL of the folder with the record.
+    """
+
+    record: SetAsideRecord
+    home: str
+
+    @property
+    def place(self) -> str:
+        """Where its files are now."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything of it is set aside."""
+
+    def move_in(self) -> None:
+        """Set it aside. Raises `UsageError`."""
+
+    def restore(self, uri: str = "") -> None:
+        """Move it back to its place, or to another one; raise `UsageError` if something else is there."""
+
+    def require_approved(self) -> None:
+        """Raise `SourceChanged` unless its files are, name by name, those of the record."""
+
+    def remove(self) -> tuple[tuple[str, ...], str]:
+        """Remove the files of the record that are unchanged, and the record if nothing is left.
+
+        Returns:
+            The names that stay, and the system's message if a file could not be removed.
+        """
+
+    def close(self) -> None:
+        """Leave the rest to other processes."""
+
+
+def begin(record: SetAsideRecord, above: int = -1) -> SetAside:
+    """Write a record beside a checkpoint; nothing is moved yet.
+
+    Args:
+        record: What is about to be set aside.
+        above: On this machine, the open folder that contains it; it is closed with the result.
+    """
+    if local_path(record.uri) is not None:
+        return LocalSetAside.begin(record, above)
+    return RemoteSetAside.begin(record)
+
+
+def homes_in(folder: str) -> tuple[str, ...]:
+    """Return the folders with records in a folder: of what is set aside, and of what killed runs left.
+
+    Raises:
+        CkptError: The folder cannot be listed.
+    """
+    path = local_path(folder)
+    if path is None:
+        return tuple(join_url(folder, name) for name in names_at(folder) if _NAME.fullmatch(name))
+    try:
+        names = sorted(os.listdir(path))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise SourceUnreadable(f"cannot list {folder}: {error.strerror}") from error
+    return tuple(join_url(folder, name) for name in names if _NAME.fullmatch(name))
+
+
+def place_of(home: str) -> str | None:
+    """Return the place of a checkpoint whose record is in this folder; None for any other folder."""
+    parent, name = split_url(home)
+    matched = _NAME.fullmatch(name)
+    return None if matched is None else join_url(parent, matched["name"])
+
+
+def open_set_aside(home: str, above: int = -1) -> SetAside | None:
+    """Open a folder of `homes_in`.
+
+    Args:
+        home: Its path or URL.
+        above: On this machine, the open folder that contains it; it is closed with the result, or here.
+
+    Returns:
+        What is set aside; None for a folder without a record, which is removed.
+
+    Raises:
+        Busy: Another process works on it.
+        UsageError: It is no such folder, or it belongs to another user.
+    """
+    if local_path(home) is not None:
+        return LocalSetAside.opened(home, above)
+    return RemoteSetAside.opened(home)
+
+
+class LocalSetAside:
+    """See `SetAside`; on this machine, the checkpoint is moved into the folder of the record."""
+
+    def __init__(self, record: SetAsideRecord, home: str, above: int, at: int, lock: int) -> None:
+        self.record, self.home = record, home
+        self._above, self._at, self._lock = above, at, lock
+        self._name = os.path.basename(record.uri)
+        self._arrived: Thing | None = None  # one that is one file: moving it changed its status
+
+    @classmethod
+    def begin(cls, record: SetAsideRecord, above: int) -> LocalSetAside:
+        """See `begin`."""
+        parent, name = os.path.split(record.uri)
+        home = f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
+        at = lock = -1
+        try:
+            os.mkdir(home, 0o700, dir_fd=above)
+            at = os.open(home, FOLDER, dir_fd=above)
+            lock = os.open(_DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with os.fdopen(os.dup(lock), "wb") as file:
+                file.write(record.dump())
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(_DRAFT, RECORD, src_dir_fd=at, dst_dir_fd=at)
+            os.fsync(at)
+            os.fsync(above)
+        except OSError as error:
+            _forget(home, at, above)
+            _close(lock, at, above)
+            raise UsageError(f"cannot set {record.uri} aside: {error.strerror}") from error
+        return cls(record, f"{parent.rstrip('/')}/{home}", above, at, lock)
+
+    @classmethod
+    def opened(cls, path: str, above: int) -> LocalSetAside | None:
+        """See `open_set_aside`."""
+        home, at, lock = os.path.basename(path), -1, -1
+        try:
+            at = os.open(home, FOLDER, dir_fd=above)
+            lock = os.open(RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(_own_record(path, at, lock), path, above, at, lock)
+        except BlockingIOError as error:
+            _close(lock, at, above)
+            raise Busy(f"another process works on {path}") from error
+        except FileNotFoundError:  # killed before it was written, or after all was removed
+            _forget(home, at, above)
+            rest = _exists(home, above)
+            _close(lock, at, above)
+            if rest:
+                raise UsageError(f"cannot use {path}: it has no record") from None
+            return None
+        except (OSError, ValueError) as error:
+            _close(lock, at, above)
+            raise UsageError(f"cannot use {path}: {_reason(error)}") from error
+
+    @property
+    def place(self) -> str:
+        """See `SetAside`."""
+        return f"{self.home}/{self._name}"
+
+    @property
+    def holds(self) -> bool:
+        """See `SetAside`."""
+        return _exists(self._name, self._at)
+
+    @property
+    def inside(self) -> Spot:
+        """The name of the checkpoint in the folder, for a publication that moves it there itself."""
+        return Spot(self._at, self._name, self.place)
+
+    def move_in(self) -> None:
+        """Move it here in one step, through the open folder, not by its path."""
+        try:
+            os.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
+            os.fsync(self._at)
+            os.fsync(self._above)
+        except OSError as error:
+            raise UsageError(f"cannot set {self.record.uri} aside: {error.strerror}") from error
+
+    def restore(self, uri: str = "") -> None:
+        """See `SetAside`; another place must be in the same folder."""
+        name = os.path.basename(uri) if uri else self._name
+        if self.holds:
+            try:
+                rename_new(self.inside, Spot(self._above, name, uri or self.record.uri))
+                os.fsync(self._above)
+            except OSError as error:
+                there = _exists(name, self._above)
+                why = "something else is there now" if there else error.strerror
+                raise UsageError(
+                    f"cannot restore {uri or self.record.uri}: {why}; it is complete in {self.place}",
+                    hint="name another place in the same folder: ckptcore catalog restore ... --to NAME",
+                ) from error
+        _forget(os.path.basename(self.home), self._at, self._above)
+
+    def require_approved(self) -> None:
+        """See `SetAside`."""
+        now, approved = contents(self.place), self.record.things
+        if "" in approved and self._arrived is None:
+            name = difference(approved, now, status=False)
+            self._arrived = now.get("")
+        else:
+            name = difference({"": self._arrived} if self._arrived else approved, now)
+        if name is not None:
+            raise _changed(self.record.uri, name)
+
+    def remove(self) -> tuple[tuple[str, ...], str]:
+        """See `SetAside`."""
+        left: list[str] = []
+        try:
+            if "" in self.record.things:
+                _unlink(self._name, self._at, "", {"": self._arrived or self.record.things[""]}, left)
+            else:
+                below = open_folder(self._name, self._at, self.place)
+                try:
+                    _remove_approved(below, "", self.record.things, left)
+                    if not left:
+                        _remove_folder(self._name, self._at, below, "", left)
+                finally:
+                    os.close(below)
+        except (OSError, UsageError) as error:
+            return tuple(left), _reason(error)
+        if not left:
+            _forget(os.path.basename(self.home), self._at, self._above)
+        return tuple(left), ""
+
+    def close(self) -> None:
+        """See `SetAside`."""
+        _close(self._lock, self._at, self._above)
+        self._lock = self._at = self._above = -1
+
+
+class RemoteSetAside:
+    """See `SetAside`; objects cannot be moved, and stay at their place until they are purged."""
+
+    def __init__(self, record: SetAsideRecord, home: str) -> None:
+        self.record, self.home = record, home
+
+    @classmethod
+    def begin(cls, record: SetAsideRecord) -> RemoteSetAside:
+        """See `begin`."""
+        parent, name = split_url(record.uri)
+        home = join_url(parent, f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore")
+        with closing(open_store(home)) as store:
+            store.put(RECORD, record.dump())
+        return cls(record, home)
+
+    @classmethod
+    def opened(cls, home: str) -> RemoteSetAside | None:
+        """See `open_set_aside`."""
+        with closing(open_store(home)) as store:
+            size = store.size(RECORD)
+            if size is None:
+                return None
+            if size > _MOST_BYTES:
+                raise UsageError(f"cannot use {home}: its record has {size} bytes")
+            try:
+                record = SetAsideRecord.load(store.read(RECORD, 0, size))
+            except ValueError as error:
+                raise UsageError(f"cannot use {home}: {error}") from error
+        if record.uri.rstrip("/") != place_of(home):
+            raise UsageError(f"cannot use {home}: its record is of {record.uri}")
+        return cls(record, home)
+
+    @property
+    def place(self) -> str:
+        """See `SetAside`."""
+        return self.record.uri
+
+    @property
+    def holds(self) -> bool:
+        """Whether an object of the record is there, as it was."""
+        there = self._there()
+        return any(name in there and same(thing, there[name]) for name, thing in self.record.things.items())
+
+    def move_in(self) -> None:
+        """Do nothing: the objects stay."""
+
+    def restore(self, uri: str = "") -> None:
+        """Forget the record: the objects are at their place."""
+        if uri:
+            raise UsageError(f"cannot restore {self.record.uri} to another place: its objects were not moved")
+        self._forget()
+
+    def require_approved(self) -> None:
+        """See `SetAside`."""
+        name = difference(self.record.things, self._there())
+        if name is not None:
+            raise _changed(self.record.uri, name)
+
+    def remove(self) -> tuple[tuple[str, ...], str]:
+        """Remove the objects one by one, each checked right before: one that was written since is kept."""
+        single = "" in self.record.things
+        folder, itself = split_url(self.record.uri) if single else (self.record.uri, "")
+        try:
+            with closing(open_store(folder)) as store:
+                stamps = {name: store.stamp(name or itself) for name in self.record.things}
+                there = self._there()  # an object that is unchanged now was unchanged when its stamp was read
+                for name, thing in self.record.things.items():
+                    unchanged = name in there and same(thing, there[name]) and stamps[name] is not None
+                    if unchanged and store.stamp(name or itself) == stamps[name]:
+                        store.remove(name or itself)
+            left = tuple(self._there())
+        except CkptError as error:
+            return (), error.message
+        self._forget()
+        return left, ""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+    def _there(self) -> dict[str, Thing]:
+        try:
+            return contents(self.record.uri)
+        except SourceUnreadable:
+            return {}
+
+    def _forget(self) -> None:
+        with closing(open_store(self.home)) as store:
+            store.remove(RECORD)
+
+
+def partly_gone(set_aside: SetAside) -> bool:
+    """Return whether a file of the record is gone: its removal had begun."""
+    there = contents(set_aside.place) if set_aside.holds else {}
+    return not set_aside.record.things.keys() <= there.keys()
+
+
+def _own_record(path: str, at: int, lock: int) -> SetAsideRecord:
+    """Read a record; raise `OSError`, and `ValueError` for another user's, or one of another place."""
+    seen = os.fstat(at), os.fstat(lock)
+    if {each.st_uid for each in seen} != {os.geteuid()} or not stat.S_ISREG(seen[1].st_mode):
+        raise ValueError("it is another user's")
+    if seen[1].st_size > _MOST_BYTES:
+        raise ValueError(f"its record has {seen[1].st_size} bytes")
+    record = SetAsideRecord.load(os.pread(lock, seen[1].st_size, 0))
+    if record.uri != place_of(path):
+        raise ValueError(f"its record is of {record.uri}")
+    return record
+
+
+def _changed(uri: str, name: str) -> SourceChanged:
+    return SourceChanged(
+        f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
+        hint="run again when no process writes there",
+    )
+
+
+def _remove_approved(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -> None:
+    """Remove approved names below a descriptor, depth first. No link is followed, no mount crossed."""
+    for name in os.listdir(at):
+        approved = things.get(f"{prefix}{name}/")
+        if approved is None:
+            _unlink(name, at, prefix + name, things, left)
+            continue
+        try:
+            below = open_folder(name, at, prefix + name)
+        except UsageError:  # no folder any more
+            left.append(prefix + name)
+            continue
+        try:
+            if not same(approved, thing_of(os.fstat(below))):
+                left.append(f"{prefix}{name}/")
+                continue
+            before = len(left)
+            _remove_approved(below, f"{prefix}{name}/", things, left)
+            if len(left) == before:
+                _remove_folder(name, at, below, f"{prefix}{name}/", left)
+        finally:
+            os.close(below)
+
+
+def _remove_folder(name: str, at: int, below: int, prefix: str, left: list[str]) -> None:
+    """Remove a folder, unless files appeared in it meanwhile."""
+    try:
+        os.rmdir(name, dir_fd=at)
+    except OSError as error:
+        came = sorted(os.listdir(below))
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not came:
+            raise
+        left += [prefix + each for each in came]
+
+
+def _unlink(name: str, at: int, full: str, things: Mapping[str, Thing], left: list[str]) -> None:
+    seen = os.stat(name, dir_fd=at, follow_symlinks=False)
+    approved = things.get(full)
+    target = os.readlink(name, dir_fd=at) if stat.S_ISLNK(seen.st_mode) else ""
+    # The status of a file with several names changes when another of its names is removed.
+    if approved is None or not same(approved, thing_of(seen, target), status=approved.links == 1):
+        left.append(full)
+        return
+    os.unlink(name, dir_fd=at)
+
+
+def _removed_empty(name: str, at: int) -> bool:
+    try:
+        os.rmdir(name, dir_fd=at)
+    except OSError:
+        return False
+    return True
+
+
+def _exists(name: str, at: int) -> bool:
+    try:
+        os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _forget(home: str, at: int, above: int) -> None:
+    """Remove the record and its folder, unless another process has a file there."""
+    for name in (_DRAFT, RECORD):
+        with contextlib.suppress(OSError):
+            if at >= 0:
+                os.unlink(name, dir_fd=at)
+    with contextlib.suppress(OSError):
+        os.rmdir(home, dir_fd=above)
+
+
+def _close(*descriptors: int) -> None:
+    for fd in descriptors:
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,177 @@
+"""Name the contents of a checkpoint by content ids, whatever it calls them and however it stores them.
+
+A *holding* is one content with its name: a tensor, a leaf of an object, or a file that its reader does not
+interpret. Its *content id* is derived from the content alone: for a tensor from its fingerprint
+(`ckptcore.fingerprints.sums`), for a leaf from its path and its value, for a file from its BLAKE3. Equal
+tensors of one checkpoint are numbered, so a checkpoint with one zero bias does not hold two. What nothing
+can identify (a FIFO, a value that was not built) has no id, and is held by no other checkpoint.
+
+Ids detect accidents, not forgery: fingerprints are sums, and anybody can construct another tensor with one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from ckptcore.core import columnar_file
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.fingerprints.sums import Fingerprinted
+from ckptcore.utils.dataclass import dataclass
+
+ID_BYTES = 16
+TENSOR, OBJECT, FILE = "tensor", "object", "file"  # kinds of holdings with an id
+Ids = frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One content of a checkpoint.
+
+    Attributes:
+        kind: TENSOR, OBJECT or FILE; else why nothing can identify it.
+        name: Its name in the checkpoint.
+        id: Its content id; None if nothing can identify it.
+        spec: What equal contents have in common, and is known without reading them: dtype and shape of a
+            tensor, the size of a file.
+        nbytes: Its size; None if unknown.
+    """
+
+    kind: str
+    name: str
+    id: bytes | None = None
+    spec: str = ""
+    nbytes: int | None = None
+
+
+def tensor_spec(dtype: str, shape: Sequence[int]) -> str:
+    """Return the spec of a tensor.
+
+    >>> tensor_spec("bfloat16", (4, 2))
+    'bfloat16[4,2]'
+    """
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def file_spec(nbytes: int) -> str:
+    """Return the spec of a file."""
+    return f"{nbytes} bytes"
+
+
+def tensor_holdings(tensors: Iterable[Fingerprinted], nbytes: Mapping[str, int]) -> list[Holding]:
+    """Return the holdings of fingerprinted tensors. nbytes: FQN -> size."""
+    return [
+        Holding(TENSOR, fqn, tensor_id(found), tensor_spec(dtype, shape), nbytes.get(fqn))
+        for fqn, dtype, shape, found in tensors
+    ]
+
+
+def tensor_id(fingerprint: str) -> bytes:
+    """Return the content id of a tensor. fingerprint: in hex."""
+    return bytes.fromhex(fingerprint)[:ID_BYTES]
+
+
+def leaf_holding(name: str, path: str, values: Any) -> Holding:
+    """Return the holding of one leaf of an object. name: the object's. values: its JSON forms."""
+    return Holding(OBJECT, name, _digest("object", canonical_json([path, values])))
+
+
+def file_holding(name: str, nbytes: int, digest: str) -> Holding:
+    """Return the holding of a file. digest: its BLAKE3, in hex."""
+    return Holding(FILE, name, _digest("file", bytes.fromhex(digest)), file_spec(nbytes), nbytes)
+
+
+def numbered(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+    """Return holdings whose tensors have different ids: each further equal tensor gets an id of its own."""
+    counts: Counter[bytes] = Counter()
+    done = []
+    for each in holdings:
+        if each.id is not None and each.kind == TENSOR:
+            counts[each.id] += 1
+            each = replace(each, id=nth(each.id, counts[each.id]))
+        done.append(each)
+    return tuple(done)
+
+
+def nth(id: bytes, count: int) -> bytes:
+    """Return the id of the n-th tensor with an equal content in one checkpoint."""
+    return id if count == 1 else _digest("again", id + count.to_bytes(8, "little"))
+
+
+def ids_of(holdings: Iterable[Holding]) -> Ids:
+    """Return the content ids of holdings."""
+    return frozenset(each.id for each in holdings if each.id is not None)
+
+
+def pack_ids(ids: Collection[bytes]) -> bytes:
+    """Return content ids in one blob, sorted."""
+    return b"".join(sorted(ids))
+
+
+def unpack_ids(blob: bytes) -> Ids:
+    """Return the content ids of `pack_ids`."""
+    return frozenset(blob[at : at + ID_BYTES] for at in range(0, len(blob), ID_BYTES))
+
+
+def pack(holdings: Sequence[Holding]) -> bytes:
+    """Return holdings with ids in one compressed blob."""
+    specs = {spec: n for n, spec in enumerate(dict.fromkeys(each.spec for each in holdings))}
+    head = {
+        "version": 1,
+        "kinds": [each.kind for each in holdings],
+        "names": [each.name for each in holdings],
+        "specs": list(specs),
+    }
+    ids = np.frombuffer(b"".join(each.id or b"" for each in holdings), np.uint8)
+    spec = np.array([specs[each.spec] for each in holdings], np.int64)
+    nbytes = np.array([-1 if each.nbytes is None else each.nbytes for each in holdings], np.int64)
+    return columnar_file.dump(head, {"ids": ids, "spec": spec, "nbytes": nbytes})
+
+
+def unpack(blob: bytes) -> tuple[Holding, ...]:
+    """Return the holdings of `pack`; raise `ValueError` for another blob."""
+    try:
+        head, arrays = columnar_file.load(blob)
+        ids, specs = arrays["ids"].tobytes(), head["specs"]
+        rows = zip(
+            head["kinds"], head["names"], arrays["spec"].tolist(), arrays["nbytes"].tolist(), strict=True
+        )
+        found = tuple(
+            Holding(
+                str(kind),
+                str(name),
+                ids[n * ID_BYTES : (n + 1) * ID_BYTES],
+                str(specs[spec]),
+                None if nbytes < 0 else nbytes,
+            )
+            for n, (kind, name, spec, nbytes) in enumerate(rows)
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"these are no holdings: {error!r}") from error
+    if head["version"] != 1 or len(ids) != ID_BYTES * len(found):
+        raise ValueError("these are holdings of another version, or truncated")
+    return found
+
+
+def pack_specs(holdings: Iterable[Holding]) -> bytes:
+    """Return a short digest of each spec of some holdings, to rule out equal contents without unpacking."""
+    return b"".join(sorted({spec_digest(each.kind, each.spec) for each in holdings}))
+
+
+def spec_digest(kind: str, spec: str) -> bytes:
+    """Return the digest of a spec in `pack_specs`, 8 bytes."""
+    return _digest("spec", canonical_json([kind, spec]))[:8]
+
+
+def unpack_specs(blob: bytes) -> Ids:
+    """Return the digests of `pack_specs`."""
+    return frozenset(blob[at : at + 8] for at in range(0, len(blob), 8))
+
+
+def _digest(kind: str, data: bytes) -> bytes:
+    return blake3(data, derive_key_context=f"ckptcore holding 1 {kind}").digest(ID_BYTES)

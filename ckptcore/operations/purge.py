@@ -1,0 +1,638 @@
+"""Set retired sources aside, purge them when their grace period is over, and restore them.
+
+A source is set aside in one transaction: ties are asked about, its row is marked, and last it is moved out
+of sight. Nothing is read for that. The purge reads the child that replaces it once, from its own place: a
+link from the child to the source is broken now. Then the gate is asked again, an obligation is put on what
+the child holds alone from now on, and exactly the files of the record are removed. If anything is in doubt,
+the source stays aside, complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from ckptcore.catalog import CheckpointDetail, obligations, retirements, set_aside
+from ckptcore.catalog import holdings as recorded
+from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.obligations import ObligationRow
+from ckptcore.catalog.retirements import RetirementRecord
+from ckptcore.catalog.types import CheckpointRow, State
+from ckptcore.checking.examine import inspect
+from ckptcore.conversion.registration import facts
+from ckptcore.conversion.staging import Staging
+from ckptcore.core.used_files import used
+from ckptcore.custody.distinct import files_of, require_apart
+from ckptcore.custody.gate import judge
+from ckptcore.custody.holdings import file_holdings, objects_of, tensors_read
+from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
+from ckptcore.custody.place_ties import inside_of_place, ties_of_places, writer_of_place
+from ckptcore.custody.replacing import move_obligations
+from ckptcore.custody.set_aside import (
+    RETIRED,
+    SetAside,
+    SetAsideRecord,
+    begin,
+    homes_in,
+    open_set_aside,
+    partly_gone,
+    place_of,
+)
+from ckptcore.errors import Busy, CkptError, Conflict, SourceChanged, UsageError
+from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack, pack_ids, pack_specs
+from ckptcore.operations.registered_files import compare, same_manifest
+from ckptcore.operations.replacement import Replacement, child_of
+from ckptcore.operations.retention import RetentionEntry, user_reasons
+from ckptcore.operations.verify import Proof, Proven, prove
+from ckptcore.planning.request import Settings
+from ckptcore.store import join_url, local_path, split_url
+from ckptcore.store.below import open_above, open_below
+from ckptcore.store.contents import NameKind, Thing, contents, difference, require_no_mount
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.merged_url import is_merged
+from ckptcore.utils.text import some
+
+if TYPE_CHECKING:
+    from ckptcore.catalog.catalog import Catalog
+
+_log = logging.getLogger("ckptcore")
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """One thing that was set aside, and what a purge did with it.
+
+    Attributes:
+        uri: Its place.
+        record: Path or URL of the folder with its record.
+        fate: purged, waiting (its grace period is not over) or kept.
+        why: Why it waits or is kept.
+        nbytes: Bytes of its files.
+        due_at: When it may be purged.
+    """
+
+    uri: str
+    record: str
+    fate: str
+    why: str
+    nbytes: int
+    due_at: datetime
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        form = {name: getattr(self, name) for name in ("uri", "record", "fate", "why")}
+        return form | {"bytes": self.nbytes, "due_at": self.due_at.isoformat()}
+
+
+PURGED, WAITING, KEPT = "purged", "waiting", "kept"
+
+
+def put_aside(
+    catalog: Catalog, source: CheckpointRow, replacement: Replacement, nbytes: int, grace: timedelta
+) -> SetAside:
+    """Set a source aside, and mark it as retired.
+
+    Args:
+        catalog: The catalog.
+        source: The source.
+        replacement: The child that replaces it.
+        nbytes: Bytes of files that its purge frees.
+        grace: How long it can be restored.
+
+    Returns:
+        What is set aside; the caller closes it.
+
+    Raises:
+        Conflict: A user wants to keep it, or its row changed.
+        SourceChanged: Its files changed since they were looked at.
+        UsageError: It cannot be moved.
+    """
+    assert replacement.child is not None
+    local = local_path(source.uri) is not None
+    if local:
+        require_no_mount(source.uri)
+    with catalog.reading() as conn:
+        root = root_above(roots.every(conn), source.uri)
+    now = datetime.now(UTC)
+    record = SetAsideRecord(
+        RETIRED,
+        source.id,
+        source.uri,
+        replacement.child.id,
+        replacement.proof,
+        replacement.expects,
+        replacement.losses,
+        now,
+        now + grace,
+        replacement.things,
+    )
+    _require_same(source.uri, replacement.things)
+    aside = begin(record, open_above(root, source.uri) if local else -1)
+    row = set_aside.SetAside(aside.home, source.id, source.uri, nbytes, now, now + grace, record.digest)
+    try:
+        with catalog.writing() as conn:
+            _mark_retired(conn, now, source, row)
+            aside.move_in()  # last in the transaction: no reader sees half of it
+            aside.require_approved()  # a trainer that saves from here on creates a new folder
+    except BaseException:
+        # The reply to a commit may be lost: what the catalog says now is what happened.
+        listed = _row_of(catalog, aside.home)
+        if isinstance(listed, set_aside.SetAside) and aside.holds:
+            return aside
+        if listed is None:
+            _restore(aside)
+        aside.close()
+        raise
+    return aside
+
+
+def _mark_retired(conn: Any, now: datetime, source: CheckpointRow, row: set_aside.SetAside) -> None:
+    require_free(conn, now, source)
+    if not set_aside.retired(conn, now, source):
+        raise Conflict("its row in the catalog changed meanwhile")
+    set_aside.put(conn, row)
+
+
+def _restore(aside: SetAside) -> None:
+    """Restore a source after an error, which matters more than one of this."""
+    try:
+        aside.restore()
+    except CkptError as error:
+        _log.warning("cannot restore %s: %s", aside.record.uri, error.message)
+
+
+def purge(
+    catalog: Catalog, means: Settings, places: Sequence[str] | None, *, due: datetime, run: str | None = None
+) -> Iterator[Purged]:
+    """Purge what was set aside and is due; finish what killed runs left.
+
+    Args:
+        catalog: The catalog.
+        means: Memory and threads for reading.
+        places: Only what was in one of these folders; None for everything.
+        due: Purge what is due at this time.
+        run: Only sources of this training run.
+
+    Yields:
+        What became of each thing that is set aside.
+    """
+    with catalog.reading() as conn:
+        listed = {row.record: row for row in set_aside.every(conn)}
+        above = roots.every(conn)
+        known = {uri for root in above for uri in tending.known_below(conn, root.uri)}
+    homes = dict.fromkeys(listed)
+    for folder in sorted({split_url(uri)[0] for uri in known}):
+        try:
+            homes |= dict.fromkeys(homes_in(folder))
+        except CkptError as error:
+            _log.warning("cannot search %s for what was set aside: %s", folder, error.message)
+    for home in homes:
+        uri = place_of(home) or home
+        if places is not None and not _is_below(uri, places):
+            continue
+        item = _purged(catalog, home, listed.get(home), above, means, due, run)
+        if item is not None:
+            yield item
+
+
+def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = None) -> Iterator[Purged]:
+    """Yield what is set aside, by the catalog alone; the arguments are those of `purge`."""
+    with catalog.reading() as conn:
+        rows = set_aside.every(conn)
+    for row in rows:
+        if places is not None and not _is_below(row.uri, places):
+            continue
+        detail = catalog.show(row.checkpoint, tensors=False) if row.checkpoint else None
+        if run is not None and not (isinstance(detail, CheckpointDetail) and detail.checkpoint.run == run):
+            continue
+        yield Purged(row.uri, row.record, WAITING, _until(row.due_at), row.nbytes, row.due_at)
+
+
+def put_back(catalog: Catalog, aside: SetAside) -> None:
+    """Restore a source whose purge failed right after it was set aside; a purge that has begun goes on later.
+
+    An error of this is logged: the first one matters more.
+    """
+    try:
+        row = _row_of(catalog, aside.home)
+        if isinstance(row, set_aside.SetAside) and not row.purging:
+            aside.restore()
+            with catalog.writing() as conn:
+                set_aside.drop(conn, aside.home)
+                set_aside.restored(conn, aside.record.checkpoint)
+    except CkptError as error:
+        _log.warning("cannot restore %s: %s", aside.record.uri, error.message)
+
+
+def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, ...]:
+    """Purge one thing that is set aside.
+
+    Args:
+        catalog: The catalog.
+        aside: It; it is open.
+        means: Memory and threads for reading.
+
+    Returns:
+        Messages about files that are kept.
+
+    Raises:
+        CkptError: It is not proven elsewhere any more, or a user wants to keep it. It stays aside.
+    """
+    record = aside.record
+    begun = partly_gone(aside)
+    if not begun:
+        aside.require_approved()
+    if record.why == RETIRED:
+        _give_to_child(catalog, aside, means)
+    else:
+        judged = judge(catalog, aside.place, means, record.uri)
+        move_obligations(catalog, aside.place, judged.moves)
+        with catalog.writing() as conn:
+            set_aside.drop(conn, aside.home)
+    if not begun:
+        aside.require_approved()
+    left, trouble = aside.remove()
+    if trouble:
+        return (
+            f"cannot remove all of it: {trouble}; the rest is in {aside.place}, and the next run resumes",
+        )
+    return _restore_rest(aside, left) if left else ()
+
+
+def restore(catalog: Catalog, ref: str, to: str = "") -> str:
+    """Restore what is set aside.
+
+    Args:
+        catalog: The catalog.
+        ref: Its place, its id in the catalog, or the folder with its record.
+        to: The name to give it instead, in the same folder.
+
+    Returns:
+        Where it is now.
+
+    Raises:
+        UsageError: Nothing of this name is set aside, or something else is at its place now.
+        SourceChanged: Objects of it changed since.
+    """
+    home = _home_of(catalog, ref)
+    uri = place_of(home) or ref
+    above = -1
+    if local_path(home) is not None:
+        above = os.open(os.path.dirname(home), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    aside = open_set_aside(home, above)
+    if aside is None or not aside.holds:
+        raise UsageError(f"nothing is set aside in {home}", hint="see ckptcore retire --purge --dry-run")
+    with closing(aside):
+        target = join_url(split_url(uri)[0], os.path.basename(to.rstrip("/"))) if to else ""
+        if local_path(home) is None:
+            aside.require_approved()
+        aside.restore(target)
+        with catalog.writing() as conn:
+            set_aside.drop(conn, home)
+            state = tending.state_of(conn, aside.record.checkpoint)
+            back = aside.record.why == RETIRED and state in (State.RETIRED, State.DELETED)
+            if back:
+                set_aside.restored(conn, aside.record.checkpoint, target or None)
+        if not back and target:
+            catalog.record_validation(facts(inspect(target), target), level="files")
+    return target or uri
+
+
+def root_above(above: Iterable[roots.RootRow], uri: str) -> str:
+    """Return the watched root of a source, by its real place, not by its name or through a link.
+
+    On an object store the name is the place. Raise `UsageError` if there is none.
+    """
+    if is_merged(uri):
+        # Its folders may be of other machines and stores, and other saves may use them: what one deletion
+        # cannot prove and undo as one is not begun.
+        raise UsageError(
+            f"cannot delete {uri}: it is several folders", hint="remove them by hand when they are replaced"
+        )
+    error: UsageError | None = None
+    for root in above:
+        if not uri.startswith(root.uri.rstrip("/") + "/"):
+            continue
+        if local_path(uri) is None:
+            if ".." not in uri.split("/"):
+                return root.uri
+            continue
+        try:
+            os.close(open_above(root.uri, uri))
+        except UsageError as refused:
+            error = error or refused
+        else:
+            return root.uri
+    raise error or UsageError(f"cannot delete {uri}: it is not below a watched root")
+
+
+def retention_entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
+    """Return a source as a retention policy sees it."""
+    readers = tuple(f"{reader} reads it" for reader in ties.readers)
+    run = row.run or os.path.dirname(row.uri)
+    return RetentionEntry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
+
+
+def inside_of(conn: Any, source: CheckpointRow) -> str:
+    """Return why a source must stay because of another checkpoint in its folder; empty if none is there."""
+    others = inside_of_place(conn, source.uri)
+    return f"{others[0]} is inside it" if others else ""
+
+
+def require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
+    """Raise `Conflict` if a user wants to keep it now, or it is not below a watched root."""
+    _require_untied(conn, now, source)
+    if inside := inside_of(conn, source):
+        raise Conflict(inside)
+    try:
+        root_above(roots.every(conn), source.uri)
+    except UsageError as error:
+        raise Conflict(error.message) from error
+
+
+def _require_untied(conn: Any, now: datetime, source: CheckpointRow) -> None:
+    ties = ties_of_places(conn, now, [source])[source.id]
+    why = user_reasons(retention_entry(source, ties))
+    if why:
+        raise Conflict(f"{why[0]}, meanwhile")
+
+
+def _require_same(uri: str, things: Mapping[str, Thing]) -> None:
+    """Raise `SourceChanged` unless a source is, name by name, unchanged since before it was looked at."""
+    name = difference(things, contents(uri))
+    if name is not None:
+        raise _changed(uri, name)
+
+
+def _changed(uri: str, name: str) -> SourceChanged:
+    return SourceChanged(
+        f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
+        hint="run again when no process writes there",
+    )
+
+
+def _row_of(catalog: Catalog, home: str) -> set_aside.SetAside | CkptError | None:
+    """Return the row of what is set aside, None if there is none, or why the catalog does not answer."""
+    try:
+        with catalog.reading() as conn:
+            return next((row for row in set_aside.every(conn) if row.record == home), None)
+    except CkptError as error:
+        _log.warning("the catalog does not answer: the next run looks at %s: %s", home, error.message)
+        return error
+
+
+def _purged(
+    catalog: Catalog,
+    home: str,
+    row: set_aside.SetAside | None,
+    above: Sequence[roots.RootRow],
+    means: Settings,
+    due: datetime,
+    run: str | None,
+) -> Purged | None:
+    """Return what becomes of one folder; None if nothing of it is left, or it is of another run."""
+    item = Purged(
+        place_of(home) or home, home, KEPT, "", row.nbytes if row else 0, row.due_at if row else due
+    )
+    try:
+        aside = _opened(home, row, above)
+        if aside is None:
+            _forget(catalog, home)
+            return None
+        with closing(aside):
+            record = aside.record
+            item = replace(item, due_at=record.due_at)
+            source = _source_of(catalog, record)
+            if run is not None and (source is None or source.run != run):
+                return None
+            if row is None:
+                return _unlisted(item, aside, source)
+            if not aside.holds:  # all of it was removed
+                aside.restore()
+                _forget(catalog, home)
+                return None
+            if record.digest != row.digest:
+                raise UsageError("its record is not the one that the catalog knows")
+            if row.purging or record.due_at <= due:
+                left = purge_one(catalog, aside, means)
+                return replace(item, fate=KEPT if left else PURGED, why="; ".join(left))
+            return replace(item, fate=WAITING, why=_until(record.due_at))
+    except Busy:
+        return None  # its process is alive
+    except CkptError as error:
+        return replace(item, why=error.message)
+
+
+def _unlisted(item: Purged, aside: SetAside, source: CheckpointRow | None) -> Purged | None:
+    """Restore what a run set aside that was killed before its transaction ended; report anything else."""
+    if aside.holds and (source is None or source.state != State.PRESENT.value or partly_gone(aside)):
+        return replace(item, why="this catalog does not know that it was set aside")
+    aside.restore()
+    return None
+
+
+def _until(due_at: datetime) -> str:
+    return f"it can be restored until {due_at:%Y-%m-%d %H:%M} UTC"
+
+
+def _is_below(uri: str, places: Sequence[str]) -> bool:
+    return any(f"{uri}/".startswith(f"{place.rstrip('/')}/") for place in places)
+
+
+def _opened(home: str, row: set_aside.SetAside | None, above: Sequence[roots.RootRow]) -> SetAside | None:
+    if local_path(home) is None:
+        return open_set_aside(home)
+    parent = os.path.dirname(home)
+    around = next((r.uri for r in above if f"{parent}/".startswith(f"{r.uri.rstrip('/')}/")), None)
+    try:
+        if around is not None:
+            folder = open_below(around, parent, parent)
+        else:
+            folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"cannot open {parent}: {error.strerror}") from error
+    return open_set_aside(home, folder)
+
+
+def _forget(catalog: Catalog, home: str) -> None:
+    with catalog.writing() as conn:
+        set_aside.drop(conn, home)
+
+
+def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None:
+    """Return the row of what is set aside; None if this catalog does not know it."""
+    if not record.checkpoint:
+        return None
+    try:
+        detail = catalog.show(record.checkpoint, tensors=False)
+    except UsageError:
+        return None
+    if not isinstance(detail, CheckpointDetail) or detail.checkpoint.uri != normal_uri(record.uri):
+        return None
+    return detail.checkpoint
+
+
+def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
+    """Prove that the child holds everything, put an obligation on that, and mark the source as deleted.
+
+    A run that writes to the child has a row in the catalog, or it holds the lock of the child's staging
+    folder, or it reads the record beside the child, which is there before the last look: it cannot be missed.
+    """
+    record, source = aside.record, _source_of(catalog, aside.record)
+    detail = child_of(catalog, record.child)
+    child, before = detail.checkpoint, files_now(detail)
+    require_apart(aside.place, contents(aside.place), child.uri, before)
+    child_holdings = _read_child(catalog, detail, record.expects, means)
+    now = datetime.now(UTC)
+    row = ObligationRow(
+        _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
+    )
+    add_duties(child.uri, [Duty(row, child_holdings)])
+    try:
+        with Staging(child.uri).lock(shared=True), catalog.writing() as conn:
+            if source is not None:
+                _require_untied(conn, now, source)
+            _require_at_rest(conn, detail, before)
+            obligations.put(conn, row, pack(child_holdings))
+            set_aside.deleted(conn, now, record.checkpoint)
+            freed = freed_bytes(record.things)
+            proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
+            retirements.note(conn, now, record.checkpoint, proven)
+            set_aside.purging(conn, aside.home)
+    except BaseException:
+        # The reply to a commit may be lost: what the catalog says now is what happened.
+        known = _row_of(catalog, aside.home)
+        if isinstance(known, set_aside.SetAside) and known.purging:
+            return
+        if not isinstance(known, CkptError):
+            drop_duties(child.uri, [row.id])
+        raise
+
+
+def _require_at_rest(conn: Any, detail: CheckpointDetail, before: Mapping[str, Thing]) -> None:
+    """Raise an error unless a child is as it was before it was read, and nothing writes to it."""
+    uri, state = detail.checkpoint.uri, tending.state_of(conn, detail.checkpoint.id)
+    if state != State.PRESENT.value:
+        raise UsageError(f"{uri} is {state}")
+    if writer := writer_of_place(conn, uri):
+        raise UsageError(f"conversion {writer} writes to {uri}")
+    if name := difference(before, files_now(detail)):
+        raise _changed(uri, name)
+
+
+def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
+    """Return the child's current files, each with its identity."""
+    child = detail.checkpoint
+    manifest = same_manifest(child.uri, child.manifest_digest)
+    if manifest is None:
+        raise UsageError(f"another checkpoint is at {child.uri} now")
+    known = {file.path for file in detail.files if file.digest}
+    name = manifest.origin.get("file")
+    missing = sorted(used(manifest).data - known - {name}) if known else []
+    if missing:
+        raise UsageError(f"{child.uri}: the catalog has no digest of {missing[0]}")
+    return files_of(child.uri, manifest, [file.path for file in detail.files])
+
+
+def _read_child(
+    catalog: Catalog, detail: CheckpointDetail, expects: Sequence[Holding], means: Settings
+) -> tuple[Holding, ...]:
+    """Read a child in its own place; return what of it replaces the source.
+
+    Raises:
+        UsageError: It does not hold what it must.
+    """
+    uri = detail.checkpoint.uri
+    manifest = same_manifest(uri, detail.checkpoint.manifest_digest)
+    if manifest is None:
+        raise UsageError(f"another checkpoint is at {uri} now")
+    if not expects:
+        _require_proven(uri, prove(detail))
+    sizes = {each.nbytes for each in expects if each.kind == FILE}
+    things = contents(uri, follow=True) if sizes else {}
+    child_holdings = (
+        *numbered(tensors_read(manifest, means)),
+        *objects_of(manifest),
+        *file_holdings(uri, things, sizes),
+    )
+    missing = [each.name for each in expects if each.id not in ids_of(child_holdings)]
+    if missing:
+        raise UsageError(f"{uri} has other tensors or objects now: {some(missing)}")
+    data = used(manifest).data
+    others = tuple(file for file in detail.files if file.digest and file.path not in data)
+    for wrong in compare(uri, others).findings if others else ():
+        raise UsageError(f"{uri}: {wrong.message}")
+    with catalog.writing() as conn:
+        recorded.keep(conn, detail.checkpoint.id, pack_ids(ids_of(child_holdings)))
+    wanted = ids_of(expects or child_holdings)
+    return tuple(each for each in child_holdings if each.id in wanted)
+
+
+def _require_proven(uri: str, proven: Proven) -> None:
+    """Raise `UsageError` unless every file of a child is, byte for byte, the one that was written."""
+    if any(f.code == "no-checksum" for f in proven.findings):
+        raise UsageError(f"{uri} has no digests: --fingerprint reads both")
+    # With digests, only files without tensors that are not recorded are unproven: they are no evidence.
+    if proven.proof not in (Proof.PROVEN, Proof.UNPROVEN):
+        raise UsageError(f"{uri}: {proven.message}")
+
+
+def _id_of(aside: SetAside) -> str:
+    """Return the id of the obligation of one purge: a resumed one puts the same."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, aside.home))
+
+
+def _restore_rest(aside: SetAside, left: Sequence[str]) -> tuple[str, ...]:
+    """Restore files that appeared while the source was removed to the place where they were written."""
+    names = ", ".join(left[:5])
+    try:
+        aside.restore()
+    except CkptError as error:
+        return (f"{names} could not be removed: {error.message}",)
+    return (f"{names} appeared or changed meanwhile, and is kept in {aside.record.uri}",)
+
+
+def _home_of(catalog: Catalog, ref: str) -> str:
+    """Return the folder with the record of what a user names. Raises `UsageError`."""
+    uri = normal_uri(ref)
+    with catalog.reading() as conn:
+        rows = set_aside.every(conn)
+    homes = [row.record for row in rows if ref == row.record or uri == row.uri]
+    homes = homes or [row.record for row in rows if row.checkpoint and row.checkpoint.startswith(ref)]
+    if not homes:  # the catalog may be lost
+        homes = [ref] if place_of(ref) else [h for h in homes_in(split_url(uri)[0]) if place_of(h) == uri]
+    if len(homes) != 1:
+        what = "nothing" if not homes else f"{len(homes)} checkpoints"
+        names = f" ({some(homes)})" if homes else ""
+        raise UsageError(
+            f"{what} of the name {ref} {'is' if len(homes) < 2 else 'are'} set aside{names}",
+            hint="name the folder with its record: ckptcore retire lists them",
+        )
+    return homes[0]
+
+
+def freed_bytes(things: Mapping[str, Thing]) -> int:
+    """Return the bytes of files that are freed if all these names are removed.
+
+    A file with several names counts once, and not at all if a name of it stays.
+    """
+    removed: Counter[tuple[int, int]] = Counter()
+    total, linked = 0, dict[tuple[int, int], Thing]()
+    for thing in things.values():
+        if thing.kind is not NameKind.FILE:
+            continue
+        if thing.links in (None, 1) or thing.device is None or thing.inode is None:
+            total += thing.nbytes
+            continue
+        removed[thing.device, thing.inode] += 1
+        linked[thing.device, thing.inode] = thing
+    return total + sum(t.nbytes for each, t in linked.items() if t.links == removed[each])
