@@ -97,6 +97,11 @@ def _of(read: Figures, now: datetime) -> Iterator[Metric]:
     )
     yield _labelled("open_findings", "Open findings of current checkpoints.", "severity", read.findings)
     yield _gauge("holds", "Holds in force.", read.holds)
+    yield _gauge("set_aside_bytes", "Bytes of files that purges free.", read.set_aside_bytes)
+    yield _gauge("obligations", "Deletions whose copies must not go.", read.obligations)
+    yield _gauge(
+        "lost_contents", "Contents under an obligation that no recorded checkpoint holds.", read.lost_contents
+    )
     yield _gauge("catalog_bytes", "Size of the catalog's database.", read.database_bytes)
 
 

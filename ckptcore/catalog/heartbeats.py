@@ -43,7 +43,7 @@ class Heartbeats:
         with self._lock:
             self._renewed |= {each: (catalog, time.monotonic()) for each in begun}
             if self._thread is None and begun:
-                self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
                 self._thread.start()
 
     def drop(self, ended: Collection[str]) -> None:

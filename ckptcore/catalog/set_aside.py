@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
+class SetAsideEntry:
     """What is set aside.
 
     Attributes:
@@ -45,7 +45,7 @@ class SetAside:
     purging: bool = False
 
 
-def put(conn: Connection, row: SetAside) -> None:
+def put(conn: Connection, row: SetAsideEntry) -> None:
     """Record what is set aside."""
     drop(conn, row.record)
     checkpoint = conn.execute(select(Checkpoint.id).where(Checkpoint.uuid == row.checkpoint)).scalar()
@@ -64,7 +64,7 @@ def drop(conn: Connection, record: str) -> None:
     conn.execute(delete(SetAsideRow).where(SetAsideRow.record == record))
 
 
-def every(conn: Connection) -> tuple[SetAside, ...]:
+def every(conn: Connection) -> tuple[SetAsideEntry, ...]:
     """Return everything that is set aside, the earliest to purge first."""
     if not has_custody(conn):
         return ()
@@ -74,7 +74,7 @@ def every(conn: Connection) -> tuple[SetAside, ...]:
         .order_by(SetAsideRow.due_at, SetAsideRow.record)
     )
     return tuple(
-        SetAside(r.record, r.uuid, r.uri, r.nbytes, r.at, r.due_at, r.digest, r.purging)
+        SetAsideEntry(r.record, r.uuid, r.uri, r.nbytes, r.at, r.due_at, r.digest, r.purging)
         for r in conn.execute(rows)
     )
 

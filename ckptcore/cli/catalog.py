@@ -30,7 +30,7 @@ app.add_typer(outbox_app, name="outbox")
 
 @app.command("upgrade")
 def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """Migrate the catalog to the schema of this version, or create it."""
+    """Migrate the catalog to this version's schema, or create it."""
     before, after = upgrade(catalog or default_url())
     if output is Output.JSON:
         write_json({"from": before, "to": after, "changed": before != after})
@@ -49,7 +49,7 @@ def restore_(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Restore a checkpoint that `retire` or --overwrite set aside, and that is not purged yet."""
+    """Restore a checkpoint that was set aside."""
     from ckptcore.operations.purge import restore
 
     with opened(catalog) as known:
@@ -125,7 +125,7 @@ def lineage(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Show what a checkpoint was made from, and what was made from it."""
+    """Show what a checkpoint was made from, and what of it."""
     with opened(catalog) as found:
         lines = found.lineage(ref, up=up or not down, down=down or not up)
     answer(lines, output)

@@ -16,8 +16,8 @@ from ckptcore.utils import terminal
 
 alias_app = group("Manage names that refer to one checkpoint at a time.")
 hold_app = group("Manage holds, which keep checkpoints from being deleted.")
-obligation_app = group("Manage obligations: contents that must not go with the copy that holds them alone.")
-root_app = group("Manage watched roots: folders that are swept for new checkpoints.")
+obligation_app = group("Manage contents that must not go with their last copy.")
+root_app = group("Manage watched roots: folders that are swept.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
 
@@ -123,11 +123,11 @@ def list_holds(
 
 @obligation_app.command("list")
 def list_obligations(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """List what was deleted in favour of a copy, and how many of its contents no checkpoint holds now."""
-    from ckptcore.custody.upkeep import listed, note_lost
+    """List what was deleted for a copy, and what of it is lost."""
+    from ckptcore.custody.upkeep import listed, look_after
 
     with opened(catalog) as known:
-        note_lost(known)
+        look_after(known)
         rows = listed(known)
     answer(rows, output)
 
@@ -142,7 +142,7 @@ def release_obligation(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Give contents up, so that the copy that holds them alone can be replaced."""
+    """Give contents up: then their last copy can be replaced."""
     from ckptcore.custody.upkeep import release
 
     with opened(catalog) as known:

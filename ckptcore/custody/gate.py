@@ -23,7 +23,7 @@ from ckptcore.custody.obligation_records import Duty, place_of, read_duties
 from ckptcore.custody.place_contents import PlaceContents, contents_at
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CatalogError, CkptError, DestinationExists
-from ckptcore.fingerprints.holdings import Holding, Ids, pack_specs, unpack, unpack_specs
+from ckptcore.fingerprints.holdings import Holding, Ids, pack, pack_specs, unpack, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, split_url
 from ckptcore.store.contents import Thing, contents
@@ -75,7 +75,12 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     if catalog is not None:
         with catalog.reading() as conn:
             rows = obligations.every(conn)
-            known |= {r.id: Duty(r, unpack(obligations.contents_of(conn, r.id))) for r in rows}
+            listed = {r.id: Duty(r, unpack(obligations.contents_of(conn, r.id))) for r in rows}
+        if forgotten := [known[key] for key in known.keys() - listed.keys()]:  # it was lost, or restored
+            with catalog.writing() as conn:
+                for duty in forgotten:
+                    obligations.put(conn, duty.row, pack(duty.contents))
+        known |= listed
     return tuple(known.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -9,32 +10,26 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties, read_duties
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.fingerprints.holdings import Ids, ids_of, nth, pack, pack_specs, tensor_id, unpack, unpack_ids
-from ckptcore.utils.dataclass import dataclass
+from ckptcore.fingerprints.holdings import (
+    TENSOR,
+    Ids,
+    ids_of,
+    nth,
+    pack,
+    pack_specs,
+    tensor_id,
+    unpack,
+    unpack_ids,
+)
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
-_NOT_THERE = (State.GONE.value,)  # beside those that `holdings.may_hold` leaves out
-
-
-@dataclass(frozen=True, slots=True)
-class ListedObligation:
-    """One obligation, for people.
-
-    id: its id. source: what was deleted. place: the copy that it counts on. created_at: since when. lost: how
-    many of its contents no recorded checkpoint holds. contents: their names.
-    """
-
-    id: str
-    source: str
-    place: str
-    created_at: datetime
-    lost: int
-    contents: tuple[str, ...]
+_log = logging.getLogger("ckptcore")
 
 
 def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
@@ -96,29 +91,50 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
     return tuple(names)
 
 
-def note_lost(catalog: Catalog) -> int:
-    """Record which contents under an obligation no recorded checkpoint holds; return how many.
+def look_after(catalog: Catalog) -> int:
+    """Record what of the contents under obligations no recorded checkpoint holds; return how many.
 
-    It is what records say. Nothing is blocked by it: a disk may be away, or a copy not be recorded.
+    An obligation whose copy was moved counts on the copy's new place from then on. This is what records say:
+    nothing is blocked by it. A disk may be away, or a copy not be recorded.
     """
-    lost: dict[str, list[str]] = {}
+    now = datetime.now(UTC)
+    cache: dict[str, Ids] = {}
+    total = 0
     with catalog.reading() as conn:
-        rows = obligations.every(conn)
-        cache: dict[str, Ids] = {}
-        for row in rows:
-            contents = unpack(obligations.contents_of(conn, row.id))
-            wanted = ids_of(contents)
-            there = frozenset[bytes]()
+        rows = [(row, unpack(obligations.contents_of(conn, row.id))) for row in obligations.every(conn)]
+    for row, contents in rows:
+        wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
+        with catalog.reading() as conn:
             for holder in holdings.may_hold(conn, wanted):
-                if holder.state not in _NOT_THERE and not wanted <= there:
-                    there |= cache.setdefault(holder.id, recorded_ids(conn, holder))
-            lost[row.id] = [each.name for each in contents if each.id not in there]
-    if any(len(lost[row.id]) != row.lost for row in rows):
-        with catalog.writing() as conn:
-            for row in rows:
-                if len(lost[row.id]) != row.lost:
-                    obligations.note_lost(conn, datetime.now(UTC), row, lost[row.id])
-    return sum(map(len, lost.values()))
+                if holder.state != State.GONE.value:
+                    ids = cache.setdefault(holder.id, recorded_ids(conn, holder))
+                    by_place[holder.uri] = ids & wanted
+                    # Only tensors have recorded sums before something reads all of a checkpoint.
+                    in_part |= holdings.ids_of_row(conn, holder.id) is None
+        lost = [
+            each.name
+            for each in contents
+            if not (in_part and each.kind != TENSOR) and not any(each.id in ids for ids in by_place.values())
+        ]
+        total += len(lost)
+        if len(lost) != row.lost:
+            with catalog.writing() as conn:
+                obligations.note_lost(conn, now, row, lost)
+        most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
+        if row.place not in by_place and by_place.get(most):
+            _move(catalog, Duty(row, contents), most)
+    return total
+
+
+def _move(catalog: Catalog, duty: Duty, place: str) -> None:
+    """Let an obligation count on a copy at another place, as far as a record can be written beside it."""
+    try:
+        add_duties(place, [duty])
+    except CkptError as error:
+        _log.warning("no record of an obligation beside %s: %s", place, error.message)
+        return
+    with catalog.writing() as conn:
+        obligations.move(conn, duty.row.id, place)
 
 
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:

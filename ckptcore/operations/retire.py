@@ -26,24 +26,18 @@ from ckptcore.custody.place_ties import ties_of_places
 from ckptcore.custody.replacing import GRACE
 from ckptcore.errors import CkptError, Conflict, UsageError
 from ckptcore.operations.part_replacement import CAST
-from ckptcore.operations.purge import (
-    KEPT,
-    PURGED,
-    WAITING,
-    Purged,
+from ckptcore.operations.purge import KEPT, PURGED, WAITING, Purged, purge, purge_one, waiting
+from ckptcore.operations.registered_files import same_manifest
+from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
+from ckptcore.operations.retention import Policy, decide
+from ckptcore.operations.setting_aside import (
     freed_bytes,
     inside_of,
-    purge,
-    purge_one,
     put_aside,
     put_back,
     retention_entry,
     root_above,
-    waiting,
 )
-from ckptcore.operations.registered_files import same_manifest
-from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
-from ckptcore.operations.retention import Policy, decide
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.contents import contents, require_no_mount
@@ -172,6 +166,11 @@ class Retirement:
         return earlier + sum(i.freed for i in self.items if i.fate is Fate.RETIRED)
 
     @property
+    def purged(self) -> int:
+        """Bytes of files that were set aside before, and were deleted now."""
+        return sum(each.nbytes for each in self.set_aside if each.fate == PURGED)
+
+    @property
     def left(self) -> tuple[str, ...]:
         """Messages about what was set aside, and could not be purged."""
         kept = (each for each in self.set_aside if each.fate == KEPT)
@@ -180,14 +179,14 @@ class Retirement:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         every = [each for i in self.items if i.freed for each in i.given_up]
-        freed = self.freed + sum(each.nbytes for each in self.set_aside if each.fate == PURGED)
         return {
             "deleted": self.done,
             "counts": self.counts,
             "bytes": self.nbytes,
             "files": {
                 "before": self.before,
-                "freed": freed,
+                "freed": self.freed,
+                "purged": self.purged,
                 "after": self.before - self.freed,
                 "waiting": self.waiting,
             },

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow
-from ckptcore.custody.upkeep import note_lost
+from ckptcore.custody.upkeep import look_after
 from ckptcore.errors import UsageError
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.utils.dataclass import dataclass
@@ -116,7 +116,7 @@ def scrub(
             on_look(found)
         if found.proven.proof is Proof.STOPPED:
             break
-    note_lost(catalog)
+    look_after(catalog)
     return Scrubbed(tuple(looked), len(wanted), len(rows))
 
 

@@ -372,7 +372,7 @@ def test_a_file_saved_meanwhile_is_not_deleted(runs, url, watch, retired, tmp_pa
 def test_the_command_line(made, url, capsys):
     assert run(["retire", "--keep-last", "1", "--catalog", url]) == 0
     text = capsys.readouterr().out
-    assert "nothing was changed, --yes sets them aside" in text
+    assert "no source was changed, --yes sets them aside" in text
     assert "1 kept, 2 let go" in text
     assert made[1].exists()
     assert (
