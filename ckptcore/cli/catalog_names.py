@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
+from ckptcore.cli.catalog_shared import As, Ref, Where, answer, clock, opened
 from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
 from ckptcore.store import local_path
@@ -48,8 +48,8 @@ def set_alias(
     """Set the checkpoint that a name refers to."""
     from ckptcore.catalog import aliases, audit
 
-    now = _now()
     with opened(catalog) as found, found.writing() as conn:
+        now = clock(conn)
         before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
         row = aliases.set_alias(conn, now, name, ref, expect)
         audit.note(conn, now, "alias.set", row.checkpoint, {"alias": name, "before": before})
@@ -74,7 +74,7 @@ def remove_alias(name: Name, catalog: Where = None, output: As = Output.TEXT) ->
     with opened(catalog) as found, found.writing() as conn:
         row = aliases.get(conn, name)
         aliases.remove(conn, name)
-        audit.note(conn, _now(), "alias.remove", row.checkpoint, {"alias": name})
+        audit.note(conn, clock(conn), "alias.remove", row.checkpoint, {"alias": name})
     _answer_for_programs((row,), output)
 
 
@@ -98,8 +98,8 @@ def place_hold(
     from ckptcore.catalog import audit, holds
 
     end = None if until is None else until.replace(tzinfo=UTC)
-    now = _now()
     with opened(catalog) as found, found.writing() as conn:
+        now = clock(conn)
         hold = holds.place(conn, now, ref, reason, owner=owner, until=end)
         rows = holds.active(conn, now, ref)
         detail = {"hold": hold, "reason": reason, "until": None if end is None else f"{end:%Y-%m-%d}"}
@@ -117,7 +117,7 @@ def list_holds(
     from ckptcore.catalog import holds
 
     with opened(catalog) as found, found.reading() as conn:
-        rows = holds.active(conn, _now(), ref)
+        rows = holds.active(conn, clock(conn), ref)
     answer(rows, output)
 
 
@@ -163,11 +163,12 @@ def release_hold(
     from ckptcore.catalog import audit, holds
 
     with opened(catalog) as found, found.writing() as conn:
-        rows = tuple(h for h in holds.active(conn, _now()) if h.id == hold)  # none: it was released before
-        holds.release(conn, _now(), hold)
+        now = clock(conn)
+        rows = tuple(h for h in holds.active(conn, now) if h.id == hold)  # none: it was released before
+        holds.release(conn, now, hold)
         for row in rows:
             detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
-            audit.note(conn, _now(), "hold.release", row.checkpoint, detail)
+            audit.note(conn, now, "hold.release", row.checkpoint, detail)
     _answer_for_programs(rows, output)
 
 
@@ -241,7 +242,7 @@ def add_root(
     with open_catalog(catalog) as found, found.writing() as conn:
         row = roots.add(
             conn,
-            _now(),
+            clock(conn),
             name,
             uri,
             include=include or (),
@@ -331,7 +332,3 @@ def _object(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{name} must be a JSON object (got {type(value).__name__})", hint=hint)
     return value
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

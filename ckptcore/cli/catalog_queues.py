@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.catalog_shared import As, Limit, Where, answer, opened, write_json
+from ckptcore.cli.catalog_shared import As, Limit, Where, answer, clock, opened, write_json
 from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
@@ -58,7 +57,7 @@ def _add_commands(app: typer.Typer, name: str) -> None:
                 hint=f"`ckptcore catalog {name} list --state failed` lists them",
             )
         with opened(catalog) as found, found.queueing() as conn:
-            ids = _queue(name).retry(conn, datetime.now(UTC), ref)
+            ids = _queue(name).retry(conn, clock(conn), ref)
         if output is Output.JSON:
             write_json({"put_back": list(ids)})
             return

@@ -11,9 +11,9 @@ import logging
 import os
 import socket
 import uuid
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptcore.catalog.database import clock
 from ckptcore.errors import Busy, CkptError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DestinationClaim:
         key = claims.Key("", self._destination, _OPTIONS)
         name = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex[:8]}"
         with catalog.writing() as conn:
-            claim = claims.take(conn, datetime.now(UTC), key, self._destination, name, retry=True)
+            claim = claims.take(conn, clock(conn), key, self._destination, name, retry=True)
         if not claim.mine:
             holder = claim.owner.rpartition(" ")[0]
             raise Busy(
@@ -62,7 +62,7 @@ class DestinationClaim:
         if self._taken is not None:
             catalog, claim = self._taken
             with catalog.writing() as conn:
-                if claims.renew(conn, datetime.now(UTC), claim):
+                if claims.renew(conn, clock(conn), claim):
                     return
         raise Busy(
             f"this run was stopped for longer than its claim of {self._destination}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from ckptcore.catalog import obligations, set_aside
 from ckptcore.catalog.catalog import Catalog
@@ -115,7 +115,7 @@ def _device_of(path: str) -> int | None:
 def _set_aside(catalog: Catalog, place: str) -> str:
     """Make the folder into which the old output is moved; return its name."""
     uri = normal_uri(place)
-    things, now = contents(place), datetime.now(UTC)
+    things, now = contents(place), catalog.now()
     nbytes = sum(thing.nbytes for thing in things.values() if thing.kind is NameKind.FILE)
     known = catalog.at(place)
     checkpoint = known[0].id if known is not None else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties, read_duties
@@ -62,8 +62,8 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
     Raises:
         UsageError: There is no such obligation, or it has no such contents.
     """
-    now = datetime.now(UTC)
     with catalog.writing() as conn:
+        now = clock(conn)
         rows = [row for row in obligations.every(conn) if row.id.startswith(public)]
         if len(rows) != 1:
             raise UsageError(
@@ -97,7 +97,7 @@ def look_after(catalog: Catalog) -> int:
     An obligation whose copy was moved counts on the copy's new place from then on. This is what records say:
     nothing is blocked by it. A disk may be away, or a copy not be recorded.
     """
-    now = datetime.now(UTC)
+    now = catalog.now()
     cache: dict[str, Ids] = {}
     total = 0
     with catalog.reading() as conn:

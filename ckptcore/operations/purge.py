@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail, obligations, retirements, set_aside
@@ -320,7 +320,7 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
     child, before = detail.checkpoint, files_now(detail)
     require_apart(aside.place, aside.look(), child.uri, before)
     child_holdings = _read_child(catalog, detail, record.expects, means)
-    now = datetime.now(UTC)
+    now = catalog.now()
     row = ObligationRow(
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import retirements
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.retirements import GivenUp
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import ties_of_places
@@ -262,8 +263,8 @@ def plan(
     The arguments are those of `retire`, and two for a part of the plan, with the verdicts of the whole: as
     many sources as ``limit`` at most, ordered by URI, behind the one with the public id ``after``.
     """
-    now = datetime.now(UTC)
     with catalog.reading() as conn:
+        now = clock(conn)
         above = roots.every(conn)
         below, run = _scope(above, scope)
         rows = tending.sources(conn, below, run, after=after, limit=limit) if below else ()
@@ -347,7 +348,7 @@ def _earlier(
         places, run = _scope(roots.every(conn), scope) if scope is not None else (None, None)
     if not yes and not purging:
         return tuple(waiting(catalog, places, run))
-    due = datetime.now(UTC) if purging else datetime.min.replace(tzinfo=UTC)
+    due = catalog.now() if purging else datetime.min.replace(tzinfo=UTC)
     return tuple(purge(catalog, means, places, due=due, run=run))
 
 

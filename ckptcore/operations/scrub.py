@@ -10,7 +10,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail
@@ -121,7 +120,7 @@ def scrub(
 
 
 def _record_look(catalog: Catalog, found: Looked) -> None:
-    proven, id, now = found.proven, found.checkpoint.id, datetime.now(UTC)
+    proven, id, now = found.proven, found.checkpoint.id, catalog.now()
     if proven.now is not None:
         catalog.record_validation(proven.now, (), level="files")
         return

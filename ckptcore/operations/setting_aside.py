@@ -10,12 +10,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import set_aside
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import inside_of_place, ties_of_places
 from ckptcore.custody.set_aside import RETIRED, SetAside, SetAsideRecord, begin
@@ -58,8 +59,7 @@ def put_aside(
     if local:
         require_no_mount(source.uri)
     with catalog.reading() as conn:
-        root = root_above(roots.every(conn), source.uri)
-    now = datetime.now(UTC)
+        root, now = root_above(roots.every(conn), source.uri), clock(conn)
     record = SetAsideRecord(
         RETIRED,
         source.id,

@@ -13,13 +13,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import claims, queues, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri, same_places
 from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
@@ -202,7 +203,7 @@ def end_interrupted(catalog: Catalog) -> None:
 def forget_events(catalog: Catalog) -> None:
     """Delete events and messages that ended longer ago than `queues.KEEP`."""
     with catalog.queueing() as conn:
-        gone = queues.forget(conn, datetime.now(UTC))
+        gone = queues.forget(conn, clock(conn))
     if gone:
         _log.info("deleted %d events and messages that ended %d days ago", gone, queues.KEEP.days)
 
@@ -213,7 +214,7 @@ def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> N
     with catalog.writing() as conn:
         if any(r.name == root.name for r in roots.every(conn)):  # it may have been removed meanwhile
             note = ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) or "nothing there"
-            roots.swept(conn, datetime.now(UTC), root.name, note)
+            roots.swept(conn, clock(conn), root.name, note)
 
 
 def look_through(
@@ -229,7 +230,7 @@ def look_through(
 
     The arguments are those of `sweep`.
     """
-    now = datetime.now(UTC)
+    now = catalog.now()
     try:
         targets = targets_of(root)
         with catalog.reading() as conn:
