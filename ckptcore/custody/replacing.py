@@ -24,6 +24,7 @@ from ckptcore.errors import UsageError
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.contents import NameKind, contents
+from ckptcore.store.listing import nothing_at
 
 GRACE = timedelta(days=7)  # until what was set aside may be purged
 
@@ -74,6 +75,8 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
         if catalog is not None and writer.conversion is not None:
             RUNNING.require(catalog, writer.conversion)
         in_place = local_path(place) is None  # nothing of it can be set aside: copies are read once more
+        if in_place and nothing_at(place):  # an interrupted run was admitted, and removed it
+            return ""
         asked = judged is not None and catalog is not None and writer.conversion is not None
         if judged is None or not asked or (judged.moves and in_place):
             judged = judge(catalog, place, settings)

@@ -22,6 +22,7 @@ from ckptcore.catalog import CheckpointDetail, obligations, retirements, set_asi
 from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.catalog.retirements import RetirementRecord
@@ -45,7 +46,7 @@ from ckptcore.custody.set_aside import (
     partly_gone,
     place_of,
 )
-from ckptcore.errors import Busy, CkptError, UsageError
+from ckptcore.errors import Busy, CkptError, SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack, pack_ids, pack_specs
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.replacement import child_of
@@ -172,7 +173,8 @@ def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, 
         return (
             f"cannot remove all of it: {trouble}; the rest is in {aside.place}, and the next run resumes",
         )
-    _forget(catalog, aside.home)
+    with catalog.writing() as conn:
+        set_aside.drop(conn, aside.home)
     return _restore_rest(aside, left) if left else ()
 
 
@@ -198,6 +200,13 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
         above = os.open(os.path.dirname(home), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     aside = open_set_aside(home, above)
     if aside is None or not aside.holds:
+        with catalog.reading() as conn:
+            row = next((row for row in set_aside.every(conn) if row.record == home), None)
+        _settle(catalog, home, row)  # a run that restored it could not say so
+        if row is not None and row.checkpoint:
+            with catalog.reading() as conn:
+                if tending.state_of(conn, row.checkpoint) == State.PRESENT:
+                    return row.uri
         raise UsageError(f"nothing is set aside in {home}", hint="see ckptcore retire --purge --dry-run")
     with closing(aside):
         if partly_gone(aside):
@@ -236,7 +245,7 @@ def _purged(
         except Busy:
             return None  # another process works on it
         if aside is None:
-            _forget(catalog, home)
+            _settle(catalog, home, row)
             return None
         with closing(aside):
             record = aside.record
@@ -248,7 +257,7 @@ def _purged(
                 return _unlisted(item, aside, source)
             if not aside.holds:  # all of it was removed
                 aside.restore()
-                _forget(catalog, home)
+                _settle(catalog, home, row)
                 return None
             if record.digest != row.digest:
                 raise UsageError("its record is not the one that the catalog knows")
@@ -291,9 +300,25 @@ def _opened(home: str, above: Sequence[roots.RootRow]) -> SetAside | None:
     return open_set_aside(home, folder)
 
 
-def _forget(catalog: Catalog, home: str) -> None:
+def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) -> None:
+    """Record what became of what is not set aside any more: an earlier run could not say it.
+
+    It was removed as decided, or restored, or somebody removed the folder.
+    """
+    back, public = False, "" if row is None or row.purging else row.checkpoint or ""
+    if public and row is not None:
+        detail = catalog.show(public, tensors=False)
+        assert isinstance(detail, CheckpointDetail)
+        try:
+            back = same_manifest(row.uri, detail.checkpoint.manifest_digest) is not None
+        except SourceUnreadable:
+            _log.warning("nothing of %s is left, and no run of retire removed it", row.uri)
     with catalog.writing() as conn:
         set_aside.drop(conn, home)
+        if public and tending.state_of(conn, public) == State.RETIRED:
+            set_aside.restored(conn, public)
+            if not back:
+                tending.gone(conn, clock(conn), public)
 
 
 def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None:

@@ -102,6 +102,11 @@ def _bounded(url: str, files: Iterable[tuple[str, ListedFile]], max_files: int) 
     return dict(sorted(found.items()))
 
 
+def nothing_at(url: str) -> bool:
+    """Return whether an object store has nothing at a URL; raises `StorageTrouble`, `SourceUnreadable`."""
+    return not any(True for _ in _remote(url, itself=True))
+
+
 def everything_at(url: str) -> dict[str, ListedFile]:
     """Return `survey`'s files, or for a checkpoint that is one file, that file under the empty name.
 
