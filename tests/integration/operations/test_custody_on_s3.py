@@ -254,3 +254,61 @@ def test_retire_killed_at_each_change_of_the_bucket(grace, bucket):
             bucket.server.put(name, data)
         bucket.catalog.record_validation(facts(inspect(SOURCE), SOURCE), ())
     assert last > 3
+
+
+@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
+def test_d20_restored_while_a_purge_reads(bucket, monkeypatch):
+    from ckptcore.operations import purge as module
+
+    assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
+    before = bucket.there("runs/llama/step-1/")
+    read = module._read_child
+
+    def overtaken(*given):
+        assert restore(bucket.catalog, SOURCE) == SOURCE
+        return read(*given)
+
+    monkeypatch.setattr(module, "_read_child", overtaken)
+    bucket.due()
+    assert bucket.there("runs/llama/step-1/") == before
+    assert bucket.catalog.show(SOURCE).checkpoint.state == "present"
+
+
+@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
+def test_d21_swept_or_validated_while_it_waits(bucket):
+    from ckptcore.operations.sweep import sweep
+
+    assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
+    found = sweep(bucket.catalog, lambda r: convert(r, MEANS, None, bucket.url), settle_s=0)
+    print([(i.source, str(i.standing) if hasattr(i, "standing") else i) for i in found.items])
+    print(sorted(bucket.server.objects))
+    assert bucket.catalog.show(SOURCE).checkpoint.state == "retired"
+
+
+@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
+def test_d21b_validated_while_it_waits(bucket):
+    assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
+    bucket.catalog.record_validation(facts(inspect(SOURCE), SOURCE), ())
+    done = bucket.retire(WEEK)
+    print(done.counts, done.set_aside)
+    assert len([n for n in bucket.there("runs/llama/.") if n.endswith("record.json")]) == 1
+
+
+@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
+def test_d18_requests_of_the_gate(bucket):
+    bucket.counted_on()
+    bucket.server.log.clear()
+    bucket.convert(COPY, "s3://b/out/x")
+    bucket.server.log.clear()
+    bucket.convert(OTHER, COPY, **IN_PLACE)
+    for row in bucket.server.log:
+        if "obligations" in row[1]:
+            print(row)
+
+
+@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
+def test_d18_a_user_of_one_prefix(bucket):
+    """Who may not read what is above the destination may replace it."""
+    bucket.convert(OTHER, "s3://b/team/mine/x")
+    bucket.server.fault("*", path=r"^b/\.team|^b/\.b|^\.", action="status", status=403, code="AccessDenied", times=99)
+    bucket.convert(SOURCE, "s3://b/team/mine/x", **IN_PLACE)
