@@ -21,6 +21,7 @@ from ckptcore.catalog.models import Base
 from ckptcore.conversion.pipeline import convert, inspect
 from ckptcore.conversion.registration import facts, record_fingerprint
 from ckptcore.errors import DestinationExists
+from ckptcore.operations.purge import purge
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
@@ -107,6 +108,10 @@ class Copies:
         assert not self.source.exists()
         (home,) = self.homes(self.source)
         return home
+
+    def due(self, after=WEEK + timedelta(hours=1)):
+        """A purge after some time."""
+        return tuple(purge(self.catalog, MEANS, None, due=datetime.now(UTC) + after))
 
     def homes(self, place):
         return sorted(place.parent.glob(f".{place.name}.retiring-*.ckptcore"))

@@ -1,8 +1,8 @@
 """What checkpoints hold, read without ckptcore: a plain set of content ids for whatever is on a disk.
 
-A tensor's id is of its dtype, shape and bytes; an object's of its name and value; another file's of its bytes.
-Names of tensors play no part. `LocalDisk` and `BucketDisk` are the same disk for the sequences of tests: files
-by path, in a folder or in a bucket of `fault_s3`.
+A tensor's id is of its dtype, shape and bytes; an object's of its name and value; another file's of its
+bytes. Names of tensors play no part. `LocalDisk` and `BucketDisk` are the same disk for the sequences of
+tests: files by path, in a folder or in a bucket of `fault_s3`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random programs of commands and accidents, and what must be true after each step of one.
 
-A program is a list of (verb, number): the number decides everything about the step, so any part of a program
-is a program, too. The model is a plain set of content ids (`custody_model`): what a purge deleted, and the user
-did not name, is held by some place on disk after every step. What the environment destroys (rot, a hand) is
-excused by looking again right after it.
+A program is a list of (verb, number). The number decides everything about the step, so any part of a program
+is a program, too. The model is a plain set of content ids (`custody_model`): what a purge deleted, and the
+user did not name, is held by some place on disk after every step. What the environment destroys (rot, a
+hand) is excused by looking again right after it.
 """
 
 from __future__ import annotations
@@ -289,7 +289,10 @@ class Run:
 
     def _known(self, place: str) -> None:
         """Catalog a place: by a validation, with or without its fingerprint, or as an output."""
-        url, how = self.disk.url(place), self.draw.choice(["validate", "fingerprint", "fingerprint", "rebuild"])
+        url, how = (
+            self.disk.url(place),
+            self.draw.choice(["validate", "fingerprint", "fingerprint", "rebuild"]),
+        )
         with suppress(CkptError):
             if how == "rebuild":
                 rebuild(self.catalog, [], made=[url], take=MEANS)
@@ -308,7 +311,7 @@ class Run:
             self.held, self.forgot = {}, True
 
     def _lose(self) -> None:
-        put_rows(self.catalog, dict.fromkeys(rows_of(self.catalog), []))
+        put_rows(self.catalog, {table: [] for table in rows_of(self.catalog)})
         self._watch()
         self.held, self.forgot = {}, True
         tops = [top for top in ("out", "disk") if self.disk.exists(top)]
@@ -362,7 +365,9 @@ class Run:
         if target and source:
             self._convert(source, target, options, catalog=self.draw.random() < 0.8)
 
-    def _convert(self, source: str | None, target: str, options: dict[str, Any], *, catalog: bool = True) -> None:
+    def _convert(
+        self, source: str | None, target: str, options: dict[str, Any], *, catalog: bool = True
+    ) -> None:
         if source is None:
             return
         options["to"] = "torch_save" if target.endswith(".pt") else self.draw.choice(["safetensors", "dcp"])
@@ -509,7 +514,11 @@ class Run:
             if outcome.startswith("killed") and self.disk.kind == "bucket":
                 continue  # objects are replaced one at a time; nothing opens meanwhile
             raise Broken(f"{place} is not whole: {old} -> {new}, not {made}")
-        if outcome == "done" and made is not None and set((after.get(target) or {}).values()) != set(made.values()):
+        if (
+            outcome == "done"
+            and made is not None
+            and set((after.get(target) or {}).values()) != set(made.values())
+        ):
             raise Broken(f"{target} is not the new output: {after.get(target)}, not {made}")
         if outcome.startswith("refused") and before.get(target) != after.get(target) and before.get(target):
             raise Broken(f"{target} was refused, and changed: {before.get(target)} -> {after.get(target)}")
@@ -584,13 +593,3 @@ def _strike_at(last: int) -> None:
         setattr(os, name, counting(getattr(os, name)))
     folder_tree._renameat2 = counting(folder_tree._renameat2)  # type: ignore[assignment]
     event.listen(Engine, "commit", count)
-
-
-def shrunk(steps: Sequence[tuple[str, int]], fails: Callable[[Sequence[tuple[str, int]]], bool]) -> list[tuple[str, int]]:
-    """Return a shorter program that fails, too: without each step that does not matter."""
-    left = list(steps)
-    for at in range(len(left) - 1, -1, -1):
-        fewer = left[:at] + left[at + 1 :]
-        if fails(fewer):
-            left = fewer
-    return left

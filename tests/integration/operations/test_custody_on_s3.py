@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import fault_s3
 import pytest
-from custody_copies import NOW, WEEK, save
+from custody_buckets import COPY, IN_PLACE, OTHER, SOURCE, Bucket
+from custody_copies import NOW, WEEK
 from retiring import MEANS
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion import remote_publication
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare, settle
 from ckptcore.conversion.registration import facts, start
@@ -25,79 +25,6 @@ from ckptcore.planning.request import Request
 on_some = pytest.mark.parametrize(
     "either", ["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)], indirect=True
 )
-SOURCE, COPY, OTHER = "s3://b/runs/llama/step-1", "s3://b/out/k", "s3://b/other"
-IN_PLACE = {"overwrite": True, "overwrite_in_place": True}
-
-
-class Bucket:
-    """Two watched steps, the copy of the first, and `other`, of other contents."""
-
-    def __init__(self, server, catalog, url, tmp):
-        self.server, self.catalog, self.url, self.tmp = server, catalog, url, tmp
-        for number, place in enumerate(("runs/llama/step-1", "runs/llama/step-2", "other"), start=1):
-            self.put(place, number)
-        with catalog.writing() as conn:
-            roots.add(conn, datetime.now(UTC), "r", "s3://b/runs")
-        newest = "s3://b/runs/llama/step-2"
-        catalog.record_validation(facts(inspect(newest), newest), ())
-        self.convert(SOURCE, COPY)
-
-    def put(self, place, number, **more):
-        for file in save(self.tmp / f"{place}-{number}", number, **more).iterdir():
-            self.server.put(f"b/{place}/{file.name}", file.read_bytes())
-
-    def convert(self, source, target, *, catalog=None, **options):
-        url = self.url if catalog is None else catalog
-        return convert(Request(str(source), str(target), **options), MEANS, None, url)
-
-    def retire(self, grace=NOW, **options):
-        return retire(self.catalog, Policy(1), yes=True, grace=grace, **options)
-
-    def due(self):
-        return tuple(purge(self.catalog, MEANS, None, due=datetime.now(UTC) + 2 * WEEK))
-
-    def counted_on(self):
-        assert self.retire().counts == {"deleted": 1, "kept": 1}
-        assert not self.there("runs/llama/step-1/")
-        return self
-
-    def there(self, prefix):
-        prefix = f"b/{prefix}"
-        found = self.server.objects.items()
-        return {name: stored.data for name, stored in sorted(found) if name.startswith(prefix)}
-
-    def refuses(self, target=COPY, **options):
-        before = self.there(target.removeprefix("s3://b/"))
-        assert before
-        with pytest.raises(DestinationExists, match="only proven copy") as error:
-            self.convert(OTHER, target, **IN_PLACE, **options)
-        assert self.there(target.removeprefix("s3://b/")) == before
-        return error.value
-
-    def killed(self, last, act):
-        """Something in a process of its own, which is killed after its n-th change; False: it ended before."""
-        child = os.fork()
-        if not child:
-            try:
-                with open_catalog(self.url) as catalog:
-                    act(catalog)
-                os._exit(0)
-            except CkptError:
-                os._exit(3)
-            finally:
-                os._exit(4)
-        left = [last]
-
-        def strike(_path):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(child, signal.SIGKILL)
-
-        self.server.after = strike
-        status = os.waitpid(child, 0)[1]
-        self.server.after = None
-        assert status in (0, signal.SIGKILL), status
-        return status == signal.SIGKILL
 
 
 @pytest.fixture
@@ -188,7 +115,9 @@ def test_the_objects_of_a_source_stay_until_it_is_purged(bucket):
     log = bucket.server.log
     log.clear()
     assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
-    read = [path for method, path, *_ in log if method == "GET" and path.endswith((".distcp", ".safetensors"))]
+    read = [
+        path for method, path, *_ in log if method == "GET" and path.endswith((".distcp", ".safetensors"))
+    ]
     assert len(read) <= 1, read  # the header of the copy
     assert bucket.there("runs/llama/step-1/") == before
     assert [each.fate for each in bucket.retire(WEEK).set_aside] == ["waiting"]
@@ -224,10 +153,12 @@ def test_a_destination_with_a_record_in_it_is_not_replaced(bucket):
 
 
 @pytest.mark.parametrize("either", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("grace", [NOW, timedelta(days=7)])
-def test_retire_killed_at_each_change_of_the_bucket(grace, bucket):
+@pytest.mark.parametrize(
+    ("grace", "first"), [(NOW, 3), *(pytest.param(each, 0, marks=pytest.mark.soak) for each in (NOW, WEEK))]
+)
+def test_retire_killed_at_each_change_of_the_bucket(grace, first, bucket):
     """Each ends with the whole source, or with its contents in the copy, where they are protected."""
-    before, last = bucket.there("runs/llama/step-1/"), 0
+    before, last = bucket.there("runs/llama/step-1/"), first
     copy = bucket.there("out/k/")
 
     def act(catalog):
@@ -254,61 +185,3 @@ def test_retire_killed_at_each_change_of_the_bucket(grace, bucket):
             bucket.server.put(name, data)
         bucket.catalog.record_validation(facts(inspect(SOURCE), SOURCE), ())
     assert last > 3
-
-
-@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
-def test_d20_restored_while_a_purge_reads(bucket, monkeypatch):
-    from ckptcore.operations import purge as module
-
-    assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
-    before = bucket.there("runs/llama/step-1/")
-    read = module._read_child
-
-    def overtaken(*given):
-        assert restore(bucket.catalog, SOURCE) == SOURCE
-        return read(*given)
-
-    monkeypatch.setattr(module, "_read_child", overtaken)
-    bucket.due()
-    assert bucket.there("runs/llama/step-1/") == before
-    assert bucket.catalog.show(SOURCE).checkpoint.state == "present"
-
-
-@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
-def test_d21_swept_or_validated_while_it_waits(bucket):
-    from ckptcore.operations.sweep import sweep
-
-    assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
-    found = sweep(bucket.catalog, lambda r: convert(r, MEANS, None, bucket.url), settle_s=0)
-    print([(i.source, str(i.standing) if hasattr(i, "standing") else i) for i in found.items])
-    print(sorted(bucket.server.objects))
-    assert bucket.catalog.show(SOURCE).checkpoint.state == "retired"
-
-
-@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
-def test_d21b_validated_while_it_waits(bucket):
-    assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
-    bucket.catalog.record_validation(facts(inspect(SOURCE), SOURCE), ())
-    done = bucket.retire(WEEK)
-    print(done.counts, done.set_aside)
-    assert len([n for n in bucket.there("runs/llama/.") if n.endswith("record.json")]) == 1
-
-
-@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
-def test_d18_requests_of_the_gate(bucket):
-    bucket.counted_on()
-    bucket.server.log.clear()
-    bucket.convert(COPY, "s3://b/out/x")
-    bucket.server.log.clear()
-    bucket.convert(OTHER, COPY, **IN_PLACE)
-    for row in bucket.server.log:
-        if "obligations" in row[1]:
-            print(row)
-
-
-@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
-def test_d18_a_user_of_one_prefix(bucket):
-    """Who may not read what is above the destination may replace it."""
-    bucket.convert(OTHER, "s3://b/team/mine/x")
-    bucket.server.fault("*", path=r"^b/\.team|^b/\.b|^\.", action="status", status=403, code="AccessDenied", times=99)
-    bucket.convert(SOURCE, "s3://b/team/mine/x", **IN_PLACE)
