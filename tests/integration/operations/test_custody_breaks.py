@@ -1,0 +1,363 @@
+"""The last copy of what `retire` deleted is not replaced, whatever happened to it, to others, to the catalog.
+
+Each test is a chain of ordinary commands that all end well; the last one would take the only copy.
+"""
+
+from __future__ import annotations
+
+import shutil
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+from custody_copies import Copies, copy_by_hand, files_of, flip, is_copy_of, put_rows, rewrite, rows_of, save
+from retiring import MEANS
+from sqlalchemy import text
+
+from ckptcore.catalog import open_catalog
+from ckptcore.conversion.pipeline import execute, finish, prepare
+from ckptcore.conversion.publication_record import REPLACES
+from ckptcore.conversion.staging import Staging
+from ckptcore.errors import CkptError, DestinationExists, UsageError
+from ckptcore.operations.scrub import scrub
+from ckptcore.planning.request import Request
+
+on_each = pytest.mark.parametrize("either", ["sqlite", "postgresql"], indirect=True)
+# Where what rows say hardly matters, PostgreSQL is of the long tier.
+on_some = pytest.mark.parametrize(
+    "either", ["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)], indirect=True
+)
+
+
+def rarely(value):
+    """A case of the long tier."""
+    return pytest.param(value, marks=pytest.mark.soak)
+
+
+@pytest.fixture
+def copies(either, tmp_path):
+    with open_catalog(either) as catalog:
+        yield Copies(catalog, either, tmp_path)
+
+
+# What happened to the copy.
+
+
+@on_some
+def test_its_disk_was_away_during_a_scrub(copies):
+    copies.counted_on()
+    away = copies.tmp / "away"
+    copies.out.rename(away)
+    scrub(copies.catalog, share=1)
+    assert copies.catalog.show(str(copies.copy)).checkpoint.state == "gone"
+    away.rename(copies.out)
+    copies.refuses()
+
+
+@on_some
+@pytest.mark.parametrize("again", ["rebuild", rarely("validate")])
+def test_it_was_moved_and_cataloged_again(again, copies):
+    copies.counted_on()
+    moved = copies.tmp / "archive" / "k"
+    moved.parent.mkdir()
+    copies.copy.rename(moved)
+    scrub(copies.catalog, share=1)
+    if again == "rebuild":
+        copies.rebuilt(moved)
+    else:
+        copies.validated(moved)
+    copies.refuses(moved)
+
+
+@pytest.mark.soak
+@on_some
+def test_it_was_moved_and_nobody_said_so(copies):
+    copies.counted_on()
+    moved = copies.tmp / "archive"
+    copies.copy.rename(moved)
+    copies.refuses(moved)
+
+
+@on_some
+@pytest.mark.parametrize("known", [False, rarely(True)])
+def test_it_was_rewritten_by_hand_with_one_tensor_more(known, copies):
+    copies.counted_on()
+    rewrite(copies.copy, extra=torch.ones(3))
+    if known:
+        copies.validated(copies.copy)
+    copies.refuses()
+
+
+@pytest.mark.soak
+@on_some
+def test_it_was_overwritten_and_written_back_by_hand(copies):
+    """The row of its place is of another content now."""
+    kept = copy_by_hand(copies.copy, copies.tmp / "kept")
+    copies.counted_on()
+    shutil.rmtree(copies.copy)
+    save(copies.copy, 7)
+    copies.validated(copies.copy)
+    shutil.rmtree(copies.copy)
+    kept.rename(copies.copy)
+    copies.refuses()
+
+
+@pytest.mark.soak
+@on_some
+def test_it_is_inside_what_is_replaced(copies):
+    copies.counted_on()
+    shutil.rmtree(copies.out / ".k.obligations.ckptcore")  # with it, nothing that is around it is replaced
+    copies.refuses(copies.out, overwrite_foreign=True)
+
+
+# What happened to other copies.
+
+
+@on_some
+def test_a_copy_of_it_is_replaced_after_it(copies):
+    copies.counted_on()
+    second = copies.out / "x"
+    copies.convert(copies.copy, second)
+    copies.replaces()
+    copies.refuses(second)
+    third = copies.out / "y"
+    copies.convert(second, third, to="dcp")
+    copies.replaces(second)
+    copies.refuses(third)
+
+
+@pytest.mark.soak
+@on_some
+def test_a_copy_by_hand_is_replaced_after_it(copies):
+    copies.counted_on()
+    second = copy_by_hand(copies.copy, copies.out / "x")
+    copies.refuses()  # the catalog does not know what it holds
+    copies.validated(second)
+    copies.replaces()
+    copies.refuses(second)
+
+
+@on_some
+def test_the_other_copy_lacks_an_object(copies):
+    copies.counted_on()
+    second = copy_by_hand(copies.copy, copies.out / "x")
+    rewrite(second, drop_objects=True)
+    copies.rebuilt(second)
+    assert copies.refuses().values["contents"] == ["note", "step"]
+
+
+@on_some
+@pytest.mark.parametrize("place", ["first", rarely("last")])
+def test_the_other_copy_rotted_and_nobody_looked(place, copies):
+    second = copies.out / "x"
+    copies.convert(copies.source, second, to="torch_save")
+    copies.convert(copies.source, copies.copy, overwrite=True)  # the newest, so it is counted on
+    copies.counted_on()
+    rotten, whole = (second, copies.copy) if place == "first" else (copies.copy, second)
+    file = next(p for p in rotten.rglob("*") if p.is_file()) if rotten.is_dir() else rotten
+    at = file.read_bytes().index(torch.full((4,), 1.5).numpy().tobytes())
+    flip(file, at)
+    copies.refuses(whole)
+
+
+@on_some
+@pytest.mark.parametrize("how", [rarely("exclude"), rarely("dtype")])
+def test_the_other_copy_is_a_part_or_cast(how, copies):
+    copies.counted_on()
+    options = {"exclude": ("bias",)} if how == "exclude" else {"dtype": "bfloat16"}
+    copies.convert(copies.copy, copies.out / "x", **options)
+    copies.refuses()
+
+
+@on_some
+def test_two_parts_are_as_good_as_a_whole(copies):
+    copies.counted_on()
+    copies.convert(copies.copy, copies.out / "x", exclude=("bias",))
+    copies.convert(copies.copy, copies.out / "y", include=("bias",))
+    copies.replaces()
+    copies.refuses(copies.out / "x")
+    copies.refuses(copies.out / "y")
+
+
+@pytest.mark.soak
+@on_some
+def test_copies_of_copies_in_turns(copies):
+    copies.counted_on()
+    for _ in range(3):
+        copies.convert(copies.copy, copies.out / "x", overwrite=True)
+        copies.replaces()
+        copies.convert(copies.out / "x", copies.copy, overwrite=True)
+    copies.replaces(copies.out / "x")
+    copies.refuses()
+
+
+# What happened to the catalog.
+
+
+@on_each
+def test_the_catalog_was_restored_from_before_the_deletion(copies):
+    backup = rows_of(copies.catalog)
+    copies.counted_on()
+    put_rows(copies.catalog, backup)
+    assert copies.catalog.show(str(copies.source)).checkpoint.state == "present"
+    copies.refuses()
+
+
+@pytest.mark.soak
+@on_some
+def test_the_catalog_was_restored_from_before_its_copy_was_replaced(copies):
+    copies.convert(copies.source, copies.out / "x")
+    copies.counted_on()  # on x, the newest
+    backup = rows_of(copies.catalog)
+    copies.replaces(copies.out / "x")
+    put_rows(copies.catalog, backup)
+    copies.refuses()
+
+
+@on_some
+def test_no_catalog_is_used(copies):
+    copies.counted_on()
+    copies.refuses(catalog=False)
+    copies.refuses(catalog=False, overwrite_foreign=True)
+    copies.convert(copies.copy, copies.out / "x")
+    copies.refuses(catalog=False)  # without it, nobody knows of the second
+
+
+@on_some
+@pytest.mark.parametrize("found", ["record", "rebuilt"])
+def test_the_catalog_was_lost(found, copies, tmp_path, request):
+    copies.counted_on()
+    with open_catalog(str(tmp_path / "new.sqlite")) as catalog:
+        copies.catalog, copies.url = catalog, catalog.url
+        if found == "rebuilt":
+            copies.rebuilt(copies.copy)
+            shutil.rmtree(copies.out / ".k.obligations.ckptcore")
+        copies.refuses()
+
+
+# What else runs.
+
+
+@on_each
+def test_a_conversion_has_been_running_over_it_for_two_days(copies):
+    request = Request(str(copies.other), str(copies.copy), overwrite=True)
+    uris = {"source_uri": request.source, "destination_uri": request.destination}
+    begun = copies.catalog.begin(request.as_dict(), **uris, verb="consolidate", tool_version="0")
+    with copies.catalog.writing() as conn:
+        long_ago = datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2)
+        conn.execute(
+            text("UPDATE conversion SET started_at = :at WHERE uuid = :id"), {"at": long_ago, "id": begun}
+        )
+    done = copies.fate()
+    assert (done.fate.value, "writes to it" in done.why[0] or "writes to" in done.why[0]) == ("unsafe", True)
+    assert copies.source.exists()
+
+
+@on_some
+@pytest.mark.parametrize("list_of", ["lost", "kept"])
+def test_a_publication_that_was_prepared_before_the_deletion(list_of, copies):
+    """Without its list of what it replaces: a crash truncated it, or an earlier version planned."""
+    request = Request(str(copies.other), str(copies.copy), overwrite=True)
+    plan = prepare(request, MEANS, None, copies.url).plan_uri
+    execute(plan, None, MEANS)
+    copies.counted_on()
+    if list_of == "lost":
+        Staging.of_plan(plan).root.remove(REPLACES)
+    before = files_of(copies.copy)
+    with pytest.raises(DestinationExists, match="only proven copy"):
+        finish(plan, MEANS, None, copies.url)
+    assert files_of(copies.copy) == before
+
+
+# How an obligation ends.
+
+
+@on_some
+def test_two_obligations_on_one_copy(copies, cli):
+    """Two sources of equal contents; both are deleted because of one copy."""
+    twin = copies.runs / "llama/step-0"
+    shutil.copytree(copies.source, twin)
+    copies.convert(twin, copies.copy, overwrite=True)
+    assert copies.retire().counts == {"deleted": 2, "kept": 1}
+    assert not twin.exists()
+    listed = cli("catalog", "obligation", "list", "--output", "json", "--catalog", copies.url, catalog=True)
+    rows = listed.json
+    assert {row["source"] for row in rows} == {str(copies.source), str(twin)}
+    given = ("catalog", "obligation", "release", rows[0]["id"], "--accept-loss", "*", "--catalog", copies.url)
+    assert cli(*given, catalog=True).code == 0
+    assert copies.refuses().values["sources"] == [rows[1]["source"]]
+    copies.refuses(catalog=False)
+    given = ("catalog", "obligation", "release", rows[1]["id"], "--accept-loss", "*", "--catalog", copies.url)
+    assert cli(*given, catalog=True).code == 0
+    assert not list(copies.out.glob(".*.ckptcore"))
+    copies.replaces()
+
+
+@on_some
+def test_contents_are_given_up_by_name(copies, cli):
+    copies.counted_on()
+    with copies.catalog.reading() as conn:
+        public = conn.execute(text("SELECT uuid FROM obligation")).scalar_one()
+    given = ("catalog", "obligation", "release", public[:8])
+    where = ("--catalog", copies.url)
+    unknown = cli(*given, "--accept-loss", "nothing", *where, catalog=True)
+    assert (unknown.code, "no contents of these names" in unknown.stderr) == (2, True)
+    assert cli(*given, "--accept-loss", "[wbz]*", *where, catalog=True).code == 0
+    assert copies.refuses().values["contents"] == ["note", "step"]
+    assert copies.refuses(catalog=False).values["contents"] == ["note", "step"]
+    rewrite(copies.copy, drop_objects=True)  # now nothing of it is there
+    copies.replaces()
+
+
+@on_some
+def test_what_no_place_holds_any_more_is_a_finding(copies, cli):
+    copies.counted_on()
+    shutil.rmtree(copies.copy)
+    scrub(copies.catalog, share=1)
+    listed = cli("catalog", "obligation", "list", "--output", "json", "--catalog", copies.url, catalog=True)
+    assert [row["lost"] for row in listed.json] == [5]
+    with copies.catalog.reading() as conn:
+        codes = text("SELECT code FROM finding WHERE resolved_at IS NULL")
+        assert "lost-content" in conn.execute(codes).scalars().all()
+    save(copies.copy, 7, zero=torch.ones(2))
+    copies.replaces()  # it blocks nothing
+
+
+# What is no destination.
+
+
+@on_some
+@pytest.mark.parametrize("inside", ["set aside", "record"])
+def test_a_destination_with_something_of_custody_in_it_is_not_replaced(inside, copies):
+    target = copies.source.parent if inside == "set aside" else copies.out
+    if inside == "set aside":
+        copies.aside()
+    else:
+        copies.counted_on()
+        shutil.rmtree(copies.copy)
+    before = files_of(target)
+    for catalog in (None, False):
+        with pytest.raises(UsageError, match="set aside, or has obligations"):
+            copies.overwrite(target, catalog=catalog, overwrite_foreign=True)
+    assert files_of(target) == before
+
+
+@on_some
+def test_the_folder_of_what_is_set_aside_is_no_destination(copies):
+    home = copies.aside()
+    before = files_of(home)
+    for target in (home, home / "step-1"):
+        for options in ({}, {"overwrite_foreign": True}, {"catalog": False}):
+            with pytest.raises(CkptError):
+                copies.overwrite(target, **options)
+            assert files_of(home) == before
+
+
+@on_some
+def test_a_record_that_cannot_be_read_blocks(copies):
+    copies.counted_on()
+    (copies.out / ".k.obligations.ckptcore" / "record.json").write_bytes(b"{")
+    for catalog in (None, False):
+        with pytest.raises(CkptError):
+            copies.overwrite(catalog=catalog)
+    is_copy_of(copies.copy, 1)
