@@ -71,6 +71,14 @@ class Catalog:
         """Close the database connections."""
         self._engine.dispose()
 
+    def rest(self) -> None:
+        """Close the database connections that nobody uses; one is opened when the next is needed."""
+        # A late import: a catalog is open by then, and has imported it.
+        from sqlalchemy.pool import QueuePool
+
+        if isinstance(self._engine.pool, QueuePool):
+            self._engine.dispose()
+
     def __enter__(self) -> Self:
         return self
 

@@ -508,6 +508,7 @@ class SetAsideRow(Base):
     """A checkpoint that was retired or replaced, and is not removed yet; see `set_aside.py`.
 
     record: path or URL of the folder with its record; digest: BLAKE3 of that. purging: removal is decided.
+    folder: inode of the folder around it, on this machine.
     """
 
     __tablename__ = "set_aside"
@@ -520,6 +521,7 @@ class SetAsideRow(Base):
     due_at: Column[datetime] = column(index=True)
     digest: Column[str]
     purging: Column[bool]
+    folder: Column[str] = column(server_default="")
 
 
 class Obligation(Base):

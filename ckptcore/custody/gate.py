@@ -11,6 +11,7 @@ It is asked when a conversion is planned, at each resume, and in the transaction
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,17 +23,19 @@ from ckptcore.custody.judged import Judged
 from ckptcore.custody.obligation_records import Duty, place_of, read_duties
 from ckptcore.custody.place_contents import PlaceContents, contents_at
 from ckptcore.custody.place_ties import writer_of_place
-from ckptcore.errors import CatalogError, CkptError, DestinationExists
+from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
 from ckptcore.fingerprints.holdings import Holding, Ids, pack, pack_specs, unpack, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, split_url
 from ckptcore.store.contents import Thing, contents
+from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
+_log = logging.getLogger("ckptcore")
 _HINT = (
     "choose another destination. A copy counts once the catalog knows what it holds: `ckptcore fingerprint "
     "COPY`. To give these contents up by name: `ckptcore catalog obligation release {} --accept-loss GLOB`"
@@ -70,8 +73,9 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     """
     inside = {place_of(join_url(place, name.rstrip("/"))) for name in names if name.endswith("/")}
     inside |= {place_of(join_url(place, name.rpartition("/")[0])) for name in names if "/" in name}
-    beside = dict.fromkeys([place, *_around(place), *sorted(filter(None, inside))])
-    known = {duty.row.id: duty for each in beside for duty in read_duties(each)}
+    beside = dict.fromkeys([place, *sorted(filter(None, inside))])
+    read = [*(read_duties(each) for each in beside), *(_read_around(each) for each in _around(place))]
+    known = {duty.row.id: duty for duties in read for duty in duties}
     if catalog is not None:
         with catalog.reading() as conn:
             rows = obligations.every(conn)
@@ -187,6 +191,17 @@ def _around(place: str) -> Iterator[str]:
         yield parent
         place = parent
         parent, name = split_url(parent)
+
+
+def _read_around(folder: str) -> tuple[Duty, ...]:
+    """Read the record beside a folder around the place, if the user may look there at all."""
+    try:
+        return read_duties(folder)
+    except SourceUnreadable as error:
+        if kind_of(error) is not Kind.DENIED:
+            raise
+        _log.info("not allowed to look for obligations beside %s", folder)
+        return ()
 
 
 def _only_copy(place: str, missing: list[Holding], duties: list[Duty]) -> DestinationExists:

@@ -10,6 +10,7 @@ the folder, as they do staging folders.
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from ckptcore.errors import CkptError, SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import Holding, pack, pack_specs, unpack
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.folder_tree import FOLDER, closing_fd
+from ckptcore.store.listing import names_at
 from ckptcore.utils.dataclass import dataclass
 
 RECORD, _DRAFT = "record.json", ".record.json.part"
@@ -40,8 +42,9 @@ class Duty:
 
 
 def home_of(place: str) -> str:
-    """Return the folder of the record beside a place."""
-    parent, name = split_url(place)
+    """Return the folder of the record beside a place; for a link, beside what it leads to."""
+    path = local_path(place)
+    parent, name = split_url(place if path is None else os.path.realpath(path))
     return join_url(parent, f".{name}.obligations.ckptcore")
 
 
@@ -59,6 +62,8 @@ def read_duties(place: str) -> tuple[Duty, ...]:
         SourceUnreadable: There is one, and it cannot be read: what it protects is not known.
     """
     home = home_of(place)
+    if _cannot_be(home):
+        return ()
     try:
         with closing(open_store(home)) as store:
             size = store.size(RECORD)
@@ -72,6 +77,20 @@ def read_duties(place: str) -> tuple[Duty, ...]:
             f"cannot read {home}/{RECORD}, which says what must not be replaced: {error}",
             hint="restore it from a backup, or move it away if nothing beside it is needed",
         ) from error
+
+
+def places_with_records(folder: str) -> tuple[str, ...]:
+    """Return the places in a folder beside which there is, or was, a record.
+
+    Raises:
+        CkptError: The folder cannot be listed.
+    """
+    path = local_path(folder)
+    try:
+        names = names_at(folder) if path is None else sorted(os.listdir(path))
+    except OSError as error:
+        raise SourceUnreadable(f"cannot list {folder}: {error.strerror}") from error
+    return tuple(place for name in names if (place := place_of(join_url(folder, name))) is not None)
 
 
 def write_duties(place: str, duties: Sequence[Duty]) -> None:
@@ -111,6 +130,15 @@ def drop_duties(place: str, ids: Iterable[str]) -> None:
             write_duties(place, [each for each in known if each.row.id not in gone])
     except CkptError:  # the copy may be on a disk that is away: a record too many refuses, and loses nothing
         return
+
+
+def _cannot_be(home: str) -> bool:
+    """Return whether there is no folder of this name on this machine, such as one of more than 255 bytes."""
+    path = local_path(home)
+    try:
+        return path is not None and not os.stat(path)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 def _put_local(home: str, data: bytes | None) -> None:

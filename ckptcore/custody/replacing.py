@@ -18,8 +18,8 @@ from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.custody.gate import duties_at, existing_catalog, judge
 from ckptcore.custody.judged import Judged, Replacer
-from ckptcore.custody.obligation_records import add_duties
-from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin
+from ckptcore.custody.obligation_records import add_duties, drop_duties
+from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin, folder_of
 from ckptcore.errors import UsageError
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
@@ -99,10 +99,13 @@ def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str
         return
     duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())}
     with catalog.writing() as conn:  # records beside copies are changed by one process at a time
-        for where in dict.fromkeys(where for places in moves.values() for where in places):
-            add_duties(where, [duties[key] for key, places in moves.items() if where in places])
-        for key, places in moves.items():
+        left = {key: places for key, places in moves.items() if key in duties}  # the others ended meanwhile
+        for where in dict.fromkeys(where for places in left.values() for where in places):
+            add_duties(where, [duties[key] for key, places in left.items() if where in places])
+        for key, places in left.items():
             obligations.move(conn, key, places[0])
+            if (before := duties[key].row.place) not in places:
+                drop_duties(before, [key])
 
 
 def _device_of(path: str) -> int | None:
@@ -132,7 +135,14 @@ def _set_aside(catalog: Catalog, place: str) -> str:
         with catalog.writing() as conn:
             due = now + GRACE
             row = set_aside.SetAsideEntry(
-                aside.home, checkpoint or None, uri, nbytes, now, due, record.digest
+                aside.home,
+                checkpoint or None,
+                uri,
+                nbytes,
+                now,
+                due,
+                record.digest,
+                folder=folder_of(aside.home),
             )
             set_aside.put(conn, row)
         return os.path.basename(aside.home)

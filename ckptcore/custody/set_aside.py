@@ -186,6 +186,18 @@ def homes_in(folder: str) -> tuple[str, ...]:
     return tuple(join_url(folder, name) for name in names if _NAME.fullmatch(name))
 
 
+def folder_of(home: str) -> str:
+    """Return the inode of the folder around a record's folder; "" on an object store, or if there is none.
+
+    Where a disk is away there is another folder of that name, or none.
+    """
+    path = local_path(home)
+    try:
+        return "" if path is None else str(os.stat(os.path.dirname(path)).st_ino)
+    except OSError:
+        return ""
+
+
 def place_of(home: str) -> str | None:
     """Return the place of a checkpoint whose record is in this folder; None for any other folder."""
     parent, name = split_url(home)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import holdings, obligations
 from ckptcore.catalog.database import clock
+from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.types import CheckpointRow, State
-from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties, read_duties
+from ckptcore.custody.obligation_records import (
+    Duty,
+    add_duties,
+    drop_duties,
+    places_with_records,
+    read_duties,
+)
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.fingerprints.holdings import (
     TENSOR,
@@ -25,6 +33,7 @@ from ckptcore.fingerprints.holdings import (
     unpack,
     unpack_ids,
 )
+from ckptcore.store import split_url
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -135,6 +144,7 @@ def _move(catalog: Catalog, duty: Duty, place: str) -> None:
         return
     with catalog.writing() as conn:
         obligations.move(conn, duty.row.id, place)
+    drop_duties(duty.row.place, [duty.row.id])
 
 
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
@@ -146,13 +156,19 @@ def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
 
 
 def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[str, ...]]:
-    """Record the obligations that records beside these places have, and the catalog does not.
+    """Record the obligations that records beside and in these places have, and the catalog does not.
+
+    A copy may have been moved away from its record: the others beside these places are read as well.
 
     Returns:
         How many were recorded, and messages about records that cannot be read.
     """
     count, unread = 0, []
-    for place in places:
+    every = dict.fromkeys(normal_uri(place) for place in places)
+    for folder in dict.fromkeys([*every, *(split_url(place)[0] for place in every)]):
+        with suppress(CkptError):  # a file, or a folder that is not ours to list
+            every |= dict.fromkeys(places_with_records(folder))
+    for place in every:
         try:
             duties = read_duties(place)
         except CkptError as error:

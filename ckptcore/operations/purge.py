@@ -28,6 +28,7 @@ from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
+from ckptcore.conversion.publication_record import noted
 from ckptcore.conversion.registration import facts
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.used_files import used
@@ -38,15 +39,17 @@ from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.replacing import move_obligations
 from ckptcore.custody.set_aside import (
+    REPLACED,
     RETIRED,
     SetAside,
     SetAsideRecord,
+    folder_of,
     homes_in,
     open_set_aside,
     partly_gone,
     place_of,
 )
-from ckptcore.errors import Busy, CkptError, SourceUnreadable, UsageError
+from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack, pack_ids, pack_specs
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.replacement import child_of
@@ -165,7 +168,7 @@ def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, 
         judged = judge(catalog, aside.place, means, record.uri)
         move_obligations(catalog, aside.place, judged.moves)
         with catalog.writing() as conn:
-            set_aside.purging(conn, aside.home)
+            _decide(conn, aside)
     if not begun:
         aside.require_approved()
     left, trouble = aside.remove()
@@ -201,12 +204,9 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
     aside = open_set_aside(home, above)
     if aside is None or not aside.holds:
         with catalog.reading() as conn:
-            row = next((row for row in set_aside.every(conn) if row.record == home), None)
-        _settle(catalog, home, row)  # a run that restored it could not say so
-        if row is not None and row.checkpoint:
-            with catalog.reading() as conn:
-                if tending.state_of(conn, row.checkpoint) == State.PRESENT:
-                    return row.uri
+            row = set_aside.get(conn, home)
+        if row is not None and row.checkpoint and _settle(catalog, home, row) == State.PRESENT:
+            return row.uri  # a run that restored it could not say so
         raise UsageError(f"nothing is set aside in {home}", hint="see ckptcore retire --purge --dry-run")
     with closing(aside):
         if partly_gone(aside):
@@ -214,13 +214,16 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
         target = join_url(split_url(uri)[0], os.path.basename(to.rstrip("/"))) if to else ""
         if local_path(home) is None:
             aside.require_approved()
-        aside.restore(target)
         with catalog.writing() as conn:
+            row = set_aside.get(conn, home)
+            if row is not None and row.purging:
+                raise UsageError(f"cannot restore {uri}: its removal is decided, and the next purge ends it")
             set_aside.drop(conn, home)
             state = tending.state_of(conn, aside.record.checkpoint)
             back = aside.record.why == RETIRED and state in (State.RETIRED, State.DELETED)
             if back:
                 set_aside.restored(conn, aside.record.checkpoint, target or None)
+            aside.restore(target)  # last in the transaction: a purge sees nothing of it, or all
         if not back and target:
             catalog.record_validation(facts(inspect(target), target), level="files")
     return target or uri
@@ -255,6 +258,8 @@ def _purged(
                 return None
             if row is None:
                 return _unlisted(item, aside, source)
+            if not aside.holds and record.why == REPLACED and _is_awaited(home, record.uri):
+                return None
             if not aside.holds:  # all of it was removed
                 aside.restore()
                 _settle(catalog, home, row)
@@ -300,11 +305,30 @@ def _opened(home: str, above: Sequence[roots.RootRow]) -> SetAside | None:
     return open_set_aside(home, folder)
 
 
-def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) -> None:
+def _is_awaited(home: str, place: str) -> bool:
+    """Return whether a conversion is about to move what it replaces here, or was killed before that."""
+    staging = Staging(place)
+    try:
+        with staging.lock(shared=True):
+            begun = noted(staging)
+    except Busy:
+        return True
+    return begun is not None and begun.replaces.home == os.path.basename(home)
+
+
+def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) -> str | None:
     """Record what became of what is not set aside any more: an earlier run could not say it.
 
     It was removed as decided, or restored, or somebody removed the folder.
+
+    Returns:
+        The state of its checkpoint now.
+
+    Raises:
+        UsageError: The folder around it is another one than it was: its disk may be away.
     """
+    if row is not None and row.folder and row.folder != folder_of(home):
+        raise UsageError(f"{home} is not there, and the folder around it is another one: is its disk away?")
     back, public = False, "" if row is None or row.purging else row.checkpoint or ""
     if public and row is not None:
         detail = catalog.show(public, tensors=False)
@@ -319,6 +343,7 @@ def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) ->
             set_aside.restored(conn, public)
             if not back:
                 tending.gone(conn, clock(conn), public)
+        return tending.state_of(conn, row.checkpoint) if row is not None and row.checkpoint else None
 
 
 def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None:
@@ -363,15 +388,19 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
                 freed = freed_bytes(record.things)
                 proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
                 retirements.note(conn, now, record.checkpoint, proven)
-                set_aside.purging(conn, aside.home)
+                _decide(conn, aside)
     except BaseException:
-        # The reply to a commit may be lost: what the catalog says now is what happened.
         known = row_of(catalog, aside.home)
-        if isinstance(known, set_aside.SetAsideEntry) and known.purging:
-            return
-        if not isinstance(known, CkptError):
+        decided = isinstance(known, set_aside.SetAsideEntry) and known.purging  # by an earlier run
+        if not decided and not isinstance(known, CkptError):
             drop_duties(child.uri, [row.id])
         raise
+
+
+def _decide(conn: Any, aside: SetAside) -> None:
+    """Record that the removal is decided; raise `Conflict` if another process restored it meanwhile."""
+    if not set_aside.purging(conn, aside.home):
+        raise Conflict(f"{aside.record.uri} is not set aside any more")
 
 
 def _require_at_rest(conn: Any, child: CheckpointRow) -> None:

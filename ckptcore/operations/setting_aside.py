@@ -19,7 +19,7 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import inside_of_place, ties_of_places
-from ckptcore.custody.set_aside import RETIRED, SetAside, SetAsideRecord, begin
+from ckptcore.custody.set_aside import RETIRED, SetAside, SetAsideRecord, begin, folder_of
 from ckptcore.errors import CkptError, Conflict, SourceChanged, UsageError
 from ckptcore.operations.replacement import Replacement
 from ckptcore.operations.retention import RetentionEntry, user_reasons
@@ -74,7 +74,16 @@ def put_aside(
     )
     _require_same(source.uri, replacement.things)
     aside = begin(record, open_above(root, source.uri) if local else -1)
-    row = set_aside.SetAsideEntry(aside.home, source.id, source.uri, nbytes, now, now + grace, record.digest)
+    row = set_aside.SetAsideEntry(
+        aside.home,
+        source.id,
+        source.uri,
+        nbytes,
+        now,
+        now + grace,
+        record.digest,
+        folder=folder_of(aside.home),
+    )
     try:
         with catalog.writing() as conn:
             _mark_retired(conn, now, source, row)

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import claims, queues, sightings
+from ckptcore.catalog import claims, queues, set_aside, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
 from ckptcore.catalog.database import clock
@@ -235,6 +235,8 @@ def look_through(
         targets = targets_of(root)
         with catalog.reading() as conn:
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
+            # Objects cannot be moved: what is retired stays in sight until it is purged.
+            outputs |= {row.uri for row in set_aside.every(conn) if local_path(row.uri) is None}
             written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
         kept = () if relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)

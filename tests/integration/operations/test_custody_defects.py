@@ -1,7 +1,7 @@
-"""DEFECTS FOUND: each test fails today, and says what must be true instead.
+"""Kills, races and chains of commands around what is set aside and what is counted on.
 
-The first two lose data; the next three delete or show what they must not; the rest end in a crash, in a state
-that no command leaves, or in what was given up or removed coming back.
+The first two would lose data; the next three delete or show what they must not; the rest end in a crash, in a
+state that no command leaves, or in what was given up or removed coming back.
 """
 
 from __future__ import annotations
@@ -68,12 +68,7 @@ def begun(copies, target):
 
 
 def test_a_conversion_that_was_silent_for_too_long_publishes_nothing(copies):
-    """Its machine slept. `retire` counted it as ended, and counts on what it was about to replace.
-
-    `conversions.renew` takes a row that was silent for longer than the lease for alive again: nothing ended
-    it. So `Heartbeats.require` finds nothing wrong, and the decision of hours ago holds. The row must end in
-    the transaction that counts on its destination (or a late renewal must fail, by the database's clock).
-    """
+    """Its machine slept. `retire` counted it as ended, and counts on what it was about to replace."""
     plan, registration = begun(copies, copies.copy)
     RUNNING.drop([registration.id])  # its thread slept, too
     long_ago = datetime.now(UTC).replace(tzinfo=None) - timedelta(minutes=10)
@@ -88,8 +83,7 @@ def test_a_conversion_that_was_silent_for_too_long_publishes_nothing(copies):
 
 
 def test_a_resumed_purge_heeds_what_it_finds(copies, monkeypatch):
-    """`_give_to_child` takes any error of a resumed purge for a lost reply: the row says ``purging`` already,
-    from the attempt before. The copy is exchanged between its reading and the transaction."""
+    """The row says ``purging`` already, from the attempt before; then the copy is exchanged."""
     unlink = os.unlink
 
     def refused(name, **options):
@@ -120,7 +114,7 @@ def test_a_resumed_purge_heeds_what_it_finds(copies, monkeypatch):
 
 
 def test_a_source_on_s3_that_is_restored_while_a_purge_reads_stays(bucket, monkeypatch):
-    """No lock is on its record there, and the purge's transaction does not look whether it is still aside."""
+    """No lock is on its record there."""
     assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
     before = bucket.there("runs/llama/step-1/")
     read = module._read_child
@@ -137,7 +131,7 @@ def test_a_source_on_s3_that_is_restored_while_a_purge_reads_stays(bucket, monke
 
 @pytest.mark.parametrize("verb", ["sweep", "validate"])
 def test_what_waits_on_s3_stays_retired(verb, bucket):
-    """Its objects are still there: a sweep converts it once more, and both call it present again."""
+    """Its objects are still there."""
     assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
     if verb == "sweep":
         made = sweep(bucket.catalog, lambda each: convert(each, MEANS, None, bucket.url), settle_s=0)
@@ -150,7 +144,6 @@ def test_what_waits_on_s3_stays_retired(verb, bucket):
 
 
 def test_what_is_half_purged_is_not_restored(copies, monkeypatch):
-    """It is moved back to its place, and called present."""
     unlink, gone = os.unlink, []
 
     def once(name, **options):
@@ -182,7 +175,7 @@ def test_a_record_is_beside_the_place_itself_and_not_beside_a_link_to_it(copies)
 
 
 def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
-    """The record still lies in the folder; only records of places with a checkpoint are read."""
+    """The record still lies in the folder."""
     copies.counted_on()
     moved = copies.out / "moved"
     copies.copy.rename(moved)
@@ -193,7 +186,7 @@ def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
 
 
 def test_a_disk_is_away_when_a_purge_looks(copies):
-    """Where it is mounted is an empty folder then: the row of what is set aside is dropped for good."""
+    """Where it is mounted is an empty folder then."""
     home = copies.aside()
     run, away = copies.source.parent, copies.tmp / "away"
     run.rename(away)
@@ -209,7 +202,7 @@ def test_a_disk_is_away_when_a_purge_looks(copies):
 
 
 def test_a_purge_while_the_old_output_is_on_its_way(copies, monkeypatch):
-    """The folder that it is moved into is still empty, and not locked: the purge removes it."""
+    """The folder that it is moved into is still empty, and not locked."""
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
     move = local_publication._move
@@ -223,7 +216,6 @@ def test_a_purge_while_the_old_output_is_on_its_way(copies, monkeypatch):
 
 
 def test_a_purge_after_a_kill_before_the_old_output_is_set_aside(copies, monkeypatch):
-    """From then on each conversion to this place ends with "No such file or directory"."""
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
     with monkeypatch.context() as patch:
@@ -235,7 +227,7 @@ def test_a_purge_after_a_kill_before_the_old_output_is_set_aside(copies, monkeyp
 
 
 def test_a_purge_of_what_was_replaced_that_is_killed_is_finished(copies, monkeypatch):
-    """Its row goes before its files, and its folder is not below a watched root: nobody looks there again."""
+    """Its folder is not below a watched root."""
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
     copies.replaces(copies.out / "x")
@@ -249,7 +241,6 @@ def test_a_purge_of_what_was_replaced_that_is_killed_is_finished(copies, monkeyp
 
 
 def test_an_obligation_ends_while_a_conversion_over_its_copy_runs(copies):
-    """`move_obligations` raises `KeyError` for one that was decided about, and is released since."""
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
     plan, registration = begun(copies, copies.out / "x")
@@ -258,8 +249,7 @@ def test_an_obligation_ends_while_a_conversion_over_its_copy_runs(copies):
 
 
 def test_what_was_given_up_after_it_moved_stays_given_up(copies):
-    """The record beside the place that it counted on first stays; `rebuild` records it again, and
-    ``--no-catalog`` refuses."""
+    """No record beside the place that it counted on first says otherwise."""
     copies.convert(copies.source, copies.out / "x")
     copies.counted_on()
     copies.replaces(copies.out / "x")
