@@ -20,6 +20,7 @@ from ckptcore.utils.dataclass import dataclass
 # The version of the JSON form, where it is stored outside of this project's own files. A new kind that an
 # older reader would misread needs a new version.
 VERSION = 1
+MAX_DEPTH = 500  # containers of a JSON form; a tree of a pickle has 150 levels, and a form has three for one
 # Values that hold no others; long runs of them are encoded and decoded at once.
 SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
 _AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has these types
