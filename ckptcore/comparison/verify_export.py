@@ -58,6 +58,7 @@ from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
 from ckptcore.planning.hub_files import ADAPTER, CONFIG, INDEX
 from ckptcore.planning.request import Settings
+from ckptcore.reading.rereading import rereading
 from ckptcore.store.listing import folder_at
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
@@ -369,6 +370,7 @@ _MISFITS = {
 }
 
 
+@rereading
 def _values(
     export: OpenExport, mapped: MappedSource, tied: Ties, settings: Settings, progress: Progress | None
 ) -> tuple[Check, Check, tuple[Seen, ...]]:
@@ -479,6 +481,7 @@ def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
     return passed(FINITE, text, **values)
 
 
+@rereading
 def _near(
     export: OpenExport, base: Manifest, wanted: Wanted, settings: Settings, progress: Progress | None
 ) -> Check:
