@@ -19,6 +19,7 @@ from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
 from ckptcore.redaction import GONE, without_arguments
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr as quoted
 
@@ -440,6 +441,6 @@ def _name(text: str) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return load_json(text)
+    except InvalidText:
         return text

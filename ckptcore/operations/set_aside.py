@@ -16,13 +16,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import stat
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import Busy, SourceChanged, UsageError
@@ -30,6 +28,7 @@ from ckptcore.store.below import FOLDER, open_above, open_below, open_folder
 from ckptcore.store.contents import Thing, contents, difference, same, thing_of
 from ckptcore.store.folder_tree import Spot, rename_new
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 _OLDER = re.compile(r"\.(?P<name>.+)\.retired-[0-9a-f]{8}\.ckptcore")  # the source itself, and no record
@@ -64,17 +63,15 @@ class RemovalRecord:
 
     @classmethod
     def load(cls, data: bytes) -> RemovalRecord:
-        """Read the form of `dump`; raise `ValueError` for other data."""
-        try:
-            form: dict[str, Any] = json.loads(data)
+        """Read the form of `dump`; raise `InvalidText` for other data."""
+        with parsing("a record"):
+            form = load_json_object(data)
             if form["version"] != 1:
-                raise ValueError(f"cannot read version {form['version']}")
+                raise InvalidText(f"cannot read version {form['version']}")
             things = {str(name): Thing.of_list(each) for name, each in form["things"].items()}
             wanted = form["fingerprint"]
             wanted = None if wanted is None else str(wanted)
             return cls(str(form["checkpoint"]), str(form["child"]), str(form["uri"]), wanted, things)
-        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(f"it is not a record: {error!r}") from error
 
 
 class Aside:

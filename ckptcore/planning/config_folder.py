@@ -17,6 +17,7 @@ from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning.kept_answers import ask_once
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
 
@@ -39,9 +40,8 @@ class ConfigFolder:
 
     @cached_property
     def form(self) -> dict[str, Any]:
-        """Content of config.json."""
-        form: dict[str, Any] = json.loads(self.content["config.json"])
-        return form
+        """Content of config.json; raises `InvalidText` if it is no JSON object."""
+        return load_json_object(self.content["config.json"])
 
     def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
         """Return the files to publish.
@@ -51,7 +51,7 @@ class ConfigFolder:
             plain: Whether quantised weights became values: config.json then has no quantisation.
         """
         out = dict(self.content)
-        config = json.loads(out["config.json"])
+        config = load_json_object(out["config.json"])
         changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _with_nested(config)) > 0
         gone = plain and sum(_drop_quantisation(part) for part in [*_with_nested(config)]) > 0
         if changed or gone:

@@ -15,11 +15,12 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ckptcore.store import local_path
 from ckptcore.store.options import configured
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parse_url
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import roots_of
 
@@ -424,10 +425,10 @@ def _endpoint(scheme: str, family: str, rest: str) -> str:
     if not named:
         return ""  # a profile may name one
     try:
-        seen = urlsplit(str(named) if "://" in str(named) else f"//{named}")
-        host, port = (seen.hostname or "").lower().rstrip("."), seen.port
-    except ValueError:
+        seen = parse_url(str(named) if "://" in str(named) else f"//{named}")
+    except InvalidText:
         return ""
+    host, port = (seen.hostname or "").lower().rstrip("."), seen.port
     if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         return "aws"
     host = "localhost" if host in _LOOPBACK or host.startswith("127.") else host

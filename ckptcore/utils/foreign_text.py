@@ -21,6 +21,7 @@ from ckptcore.errors import CkptError
 BOM = b"\xef\xbb\xbf"
 MAX_DEPTH = 127  # containers in each other, as in serde_json; Python's own limit depends on who calls
 _MAX_DIGITS = 308  # a longer integer fits no float
+_FEW_DIGITS = 18  # fit 64 bits
 _LONG_NUMBER = b"0" * (_MAX_DIGITS + 1)
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _REASON = 200  # characters of a library's message
@@ -65,11 +66,16 @@ def decoded(data: bytes) -> str:
 
 
 def load_json(
-    data: bytes | str, *, finite: bool = False, unique: bool = False, depth: int = MAX_DEPTH
+    data: bytes | str,
+    *,
+    finite: bool = False,
+    unique: bool = False,
+    half_pairs: bool = False,
+    depth: int = MAX_DEPTH,
 ) -> Any:
     r"""Return the value of a JSON text.
 
-    Integers have at most 308 digits, and every text in the value can be encoded.
+    Integers have at most 308 digits.
 
     >>> load_json(b'{"a": [1, NaN]}'), load_json('"\\ud83d\\ude00"')
     ({'a': [1, nan]}, '😀')
@@ -78,6 +84,8 @@ def load_json(
         data: The text; bytes in UTF-8 without a byte order mark.
         finite: Refuse NaN, infinities and numbers that are larger than a float. Python writes them.
         unique: Refuse objects with a name twice; else the last value counts.
+        half_pairs: Accept halves of surrogate pairs: a program that cuts a text leaves them, and they have no
+            encoding.
         depth: How deep containers may nest.
 
     Raises:
@@ -93,9 +101,9 @@ def load_json(
         value = _load_unique(text, hooks) if unique else json.loads(text, **hooks)
         require_depth(value, depth)
         # JSON spells a character outside of the basic plane as two, and half of one has no encoding.
-        if "\\ud" in text or "\\uD" in text:
+        if not half_pairs and ("\\ud" in text or "\\uD" in text):
             json.dumps(value, ensure_ascii=False).encode()
-        elif isinstance(data, str):
+        elif not half_pairs and isinstance(data, str):
             text.encode()
     return value
 
@@ -135,6 +143,15 @@ def load_toml(data: bytes | str) -> dict[str, Any]:
     return value
 
 
+def is_number(text: str) -> bool:
+    """Report whether a text is a decimal number of at most 18 digits, without a sign.
+
+    >>> is_number("007"), is_number("²"), is_number("9" * 5000), is_number("")
+    (True, False, False, False)
+    """
+    return text.isascii() and text.isdigit() and len(text) <= _FEW_DIGITS
+
+
 def parse_integer(text: str) -> int:
     """Return the integer of a text of decimal digits; raise `InvalidText`."""
     if len(text) > _MAX_DIGITS:
@@ -163,9 +180,9 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_date(text: str) -> date:
-    """Return the day of an ISO 8601 text; raise `InvalidText`."""
-    with parsing("an ISO 8601 date"):
-        return date.fromisoformat(text)
+    """Return the day of a text ``YYYY-MM-DD``; raise `InvalidText`."""
+    with parsing("a date"):
+        return datetime.strptime(text, "%Y-%m-%d").date()
 
 
 def parse_http_time(text: str) -> datetime:

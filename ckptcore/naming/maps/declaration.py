@@ -67,6 +67,7 @@ from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
 from ckptcore.naming.worlds import is_world
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import load_toml
 
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ADDING = "adding to a weight rounds: adding the opposite need not give it back"
@@ -328,7 +329,7 @@ def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
         UsageError: The file is not valid, or its rules contradict each other.
     """
     try:
-        family = FamilyForm.model_validate(tomllib.loads(text))
+        family = FamilyForm.model_validate(load_toml(text))
         return tuple(_map(family, form) for form in family.map)
     except ValidationError as error:
         first = error.errors()[0]

@@ -170,8 +170,8 @@ def test_no_text_of_a_user_leaves_a_secret(
         left.run("catalog", *argv)
     left.run("consolidate", str(DCP), f"{out}.2", "--meta", texts[0], code=2)  # no KEY=VALUE: it is quoted
     assert left.search() == []
-    shown = json.loads(left.run("catalog", "show", out, "--output", "json"))
-    assert "--lr 1e-4" in json.dumps(shown)
+    detail = json.loads(left.run("catalog", "show", out, "--output", "json"))
+    assert "--lr 1e-4" in json.dumps(detail)
 
 
 @pytest.mark.soak

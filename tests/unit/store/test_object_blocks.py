@@ -200,7 +200,7 @@ def test_steps_follow_each_other() -> None:
     assert len(joined([])) == 0
 
 
-def test_a_forgotten_block_is_asked_for_again_while_another_reads_it() -> None:
+def test_a_forgotten_block_is_fetched_while_another_reads_it() -> None:
     """It came altered, so whoever reads next must not get what the other one still copies."""
     origin = Origin({"a": MIB})
     table = plan_blocks(expected([("a", 0, MIB)] * 3), 4 * MIB)

@@ -129,6 +129,7 @@ def test_what_is_read() -> None:
     assert math.isnan(load_json("[NaN]")[0])  # Python's own writer spells it
     assert load_json("[-0, -0.0]") == [0, 0]
     assert load_json(nested(MAX_DEPTH)) is not None
+    assert load_json(rb'["\ud800"]', half_pairs=True) == ["\ud800"]
     assert load_toml("a = 1\n[b]\nc = 'x'") == {"a": 1, "b": {"c": "x"}}
     assert parse_time("2026-11-28T09:00:00+01:00") == parse_http_time("Sat, 28 Nov 2026 08:00:00 GMT")
     assert parse_url("http://h:80/a").port == 80
