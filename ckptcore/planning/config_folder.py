@@ -26,6 +26,7 @@ _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier o
 _QUANTISATION = ("quantization_config", "compression_config")  # the second: older compressed-tensors
 _COUNTS = late_pattern(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
 _EXPERTS = late_pattern(r"experts?$")
+_OF_TOKEN = "num_experts_per_tok"  # transformers builds a model of any number, which fails when it runs
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
 _ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported
 _SECONDS = 600  # building a model on the meta device takes a few
@@ -138,7 +139,8 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
         shapes: Of the checkpoint's tensors, elements.
 
     Raises:
-        UsageError: The config counts more modules, or its counts multiplied do.
+        UsageError: The config counts more modules, or its counts multiplied do; or a token would visit more
+            experts than there are.
     """
     rows = [max(shape, default=1) if all(shape) else 0 for shape in shapes]
     most, together = max([len(rows), *rows]), max(sum(rows), _ALWAYS_TOGETHER)
@@ -157,6 +159,13 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
             raise UsageError(
                 f"{label}: config.json says {short_repr(layers)} layers of {short_repr(experts)} experts, "
                 f"the checkpoint's tensors have {together} rows",
+                hint="name the folder of the model that was trained, or leave --config out",
+            )
+        of_token = part.get(_OF_TOKEN)
+        if experts > 1 and isinstance(of_token, int) and not 1 <= of_token <= experts:
+            raise UsageError(
+                f"{label}: config.json says {_OF_TOKEN} = {short_repr(of_token)}, which must be from 1 to its "
+                f"{short_repr(experts)} experts",
                 hint="name the folder of the model that was trained, or leave --config out",
             )
 

@@ -68,6 +68,7 @@ from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
 from ckptcore.naming.worlds import is_world
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import load_toml
+from ckptcore.utils.text import short_repr
 
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ADDING = "adding to a weight rounds: adding the opposite need not give it back"
@@ -351,9 +352,10 @@ def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None
 @cache
 def _groups(name: str) -> Mapping[str, GroupForm]:
     """Return the groups of a shared file."""
-    file = resources.files(__package__) / "shared" / f"{name}.toml"
-    if not file.is_file():
-        raise ValueError(f"there is no file of shared rules called {name}")
+    files = {file.name: file for file in (resources.files(__package__) / "shared").iterdir()}
+    file = files.get(f"{name}.toml")
+    if file is None:
+        raise ValueError(f"there is no file of shared rules called {short_repr(name, 60)}")
     return {k: GroupForm.model_validate(v) for k, v in tomllib.loads(file.read_text("utf-8")).items()}
 
 

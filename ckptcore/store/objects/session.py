@@ -222,7 +222,8 @@ def _moment(text: Any) -> datetime:
             return found
     from botocore.utils import parse_timestamp
 
-    other: datetime = parse_timestamp(text)
+    with parsing("a time"):
+        other: datetime = parse_timestamp(text)
     return other
 
 
