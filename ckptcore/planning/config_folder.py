@@ -164,8 +164,8 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
         of_token = part.get(_OF_TOKEN)
         if experts > 1 and isinstance(of_token, int) and not 1 <= of_token <= experts:
             raise UsageError(
-                f"{label}: config.json says {_OF_TOKEN} = {short_repr(of_token)}, which must be from 1 to its "
-                f"{short_repr(experts)} experts",
+                f"{label}: config.json says {_OF_TOKEN} = {short_repr(of_token)}, which must be from 1 to "
+                f"{short_repr(experts)}, its experts",
                 hint="name the folder of the model that was trained, or leave --config out",
             )
 
