@@ -149,7 +149,7 @@ def _fields(folders: Sequence[str]) -> list[Problem]:
 
 def _config_form(folder: str) -> dict[str, Any]:
     with open(f"{folder}/config.json", "rb") as file:  # transformers opened it before
-        return load_json_object(file.read(), half_pairs=True)
+        return load_json_object(file.read())
 
 
 def require_folder(url: str) -> str:

@@ -319,7 +319,7 @@ def _elements(export: OpenExport, mapped: MappedSource) -> Check:
 def _adapter_names(export: OpenExport, content: bytes) -> Check:
     """Check an adapter's names, shapes and ranks against its own config; its base model is not available."""
     try:
-        form = load_json_object(content, half_pairs=True)
+        form = load_json_object(content)
         shapes = export.shapes()
         adapter = find_adapter(shapes, form)
         if adapter is None:

@@ -212,13 +212,13 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _json_state(data: bytes) -> Form:
-    state = load_json(data, half_pairs=True)
+    state = load_json(data)
     return _of_trainer_state(state) if isinstance(state, Mapping) else {}
 
 
 def _olmo_core_config(data: bytes) -> Form:
     """OLMo-core, train/callbacks/config_saver.py. A hub's config has the same name, and none of its keys."""
-    config = load_json(data, half_pairs=True)
+    config = load_json(data)
     known = isinstance(config, dict) and {"trainer", "train_module", "data_loader"} & set(config)
     return {"config": config} if known else {}
 

@@ -66,7 +66,7 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     """
     meter().require(cost(raw), what)  # what the caller keeps is counted there
     try:
-        top = load_json_object(raw, finite=True, unique=True)
+        top = load_json_object(raw, finite=True, unique=True, encodable=True)
     except InvalidText as error:
         raise MalformedCheckpoint(f"{what}: cannot read the header: {error}") from error
     metadata = top.pop(METADATA, None)

@@ -42,7 +42,7 @@ class ConfigFolder:
     @cached_property
     def form(self) -> dict[str, Any]:
         """Content of config.json; raises `InvalidText` if it is no JSON object."""
-        return load_json_object(self.content["config.json"], half_pairs=True)
+        return load_json_object(self.content["config.json"])
 
     def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
         """Return the files to publish.
@@ -52,7 +52,7 @@ class ConfigFolder:
             plain: Whether quantised weights became values: config.json then has no quantisation.
         """
         out = dict(self.content)
-        config = load_json_object(out["config.json"], half_pairs=True)
+        config = load_json_object(out["config.json"])
         changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _with_nested(config)) > 0
         gone = plain and sum(_drop_quantisation(part) for part in [*_with_nested(config)]) > 0
         if changed or gone:

@@ -143,7 +143,7 @@ def json_object(data: bytes) -> dict[str, Any] | None:
     ({'a': 1}, None, None)
     """
     try:
-        return load_json_object(data, half_pairs=True)
+        return load_json_object(data)
     except InvalidText:
         return None
 

@@ -97,7 +97,7 @@ def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | Non
 def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:
     """Return a config's content; None if it is no mapping."""
     try:
-        content = load_json(data, half_pairs=True) if path.endswith(".json") else load_yaml(data)
+        content = load_json(data) if path.endswith(".json") else load_yaml(data)
     except InvalidText:
         return None
     return content if isinstance(content, dict) else None

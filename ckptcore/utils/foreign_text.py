@@ -70,7 +70,7 @@ def load_json(
     *,
     finite: bool = False,
     unique: bool = False,
-    half_pairs: bool = False,
+    encodable: bool = False,
     depth: int = MAX_DEPTH,
 ) -> Any:
     r"""Return the value of a JSON text.
@@ -84,8 +84,8 @@ def load_json(
         data: The text; bytes in UTF-8 without a byte order mark.
         finite: Refuse NaN, infinities and numbers that are larger than a float. Python writes them.
         unique: Refuse objects with a name twice; else the last value counts.
-        half_pairs: Accept halves of surrogate pairs: a program that cuts a text leaves them, and they have no
-            encoding.
+        encodable: Refuse halves of surrogate pairs, which have no encoding. Programs that cut a text leave
+            them, and file names that are not UTF-8 are spelled with them.
         depth: How deep containers may nest.
 
     Raises:
@@ -101,10 +101,8 @@ def load_json(
         value = _load_unique(text, hooks) if unique else json.loads(text, **hooks)
         require_depth(value, depth)
         # JSON spells a character outside of the basic plane as two, and half of one has no encoding.
-        if not half_pairs and ("\\ud" in text or "\\uD" in text):
+        if encodable and ("\\ud" in text or "\\uD" in text):
             json.dumps(value, ensure_ascii=False).encode()
-        elif not half_pairs and isinstance(data, str):
-            text.encode()
     return value
 
 

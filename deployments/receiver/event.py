@@ -113,7 +113,7 @@ def parse(body: bytes) -> dict[str, Any]:
     {'a': [1]}
     """
     try:
-        found = load_json(body, finite=True, unique=True, half_pairs=True)
+        found = load_json(body, finite=True, unique=True)
     except InvalidText as error:
         raise RequestRefused("malformed", f"the body: {short_repr(str(error), 120)}") from error
     if not isinstance(found, dict):
