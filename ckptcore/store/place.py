@@ -129,6 +129,17 @@ def overlaps(a: Location, b: Location) -> bool:
     return relation(a, b) is not Relation.APART
 
 
+def first_overlap(urls: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first two of many URLs that overlap, or None; each is compared with few others."""
+    look = _Look()
+    index = _Index([_identified(url, look) for url in urls])
+    for n, place in enumerate(index.places):
+        for other in index.near(place):
+            if n < other and overlaps(place, index.places[other]):
+                return urls[n], urls[other]
+    return None
+
+
 class Spellings:
     """Many URLs, to find those that may lead to one place under other names.
 
@@ -260,7 +271,9 @@ def _marks(place: Location) -> tuple[set[Any], set[Any], bool]:
     if place.parts:
         for part in place.parts:
             of_itself, around, unknown = _marks(part)
-            itself, above, anywhere = itself | of_itself, above | around, anywhere or unknown
+            itself |= of_itself
+            above |= around
+            anywhere = anywhere or unknown
         return itself, above, anywhere
     for bucket, path in place.spots:
         itself.add((bucket, path))
