@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
 from ckptcore.store import local_path
 from ckptcore.utils import terminal
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 
 alias_app = group("Manage names that refer to one checkpoint at a time.")
 hold_app = group("Manage holds, which keep checkpoints from being deleted.")
@@ -326,9 +326,6 @@ def _answer_for_programs(rows: tuple[object, ...], output: Output) -> None:
 def _object(text: str, name: str) -> dict[str, Any]:
     hint = f"for example {_JSON_EXAMPLES[name]}"
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"cannot parse {name} as JSON: {error}", hint=hint) from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{name} must be a JSON object (got {type(value).__name__})", hint=hint)
-    return value
+        return load_json_object(text, finite=True)
+    except InvalidText as error:
+        raise UsageError(f"cannot parse {name}: {error}", hint=hint) from error

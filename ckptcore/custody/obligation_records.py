@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import errno
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.folder_tree import FOLDER, closing_fd
 from ckptcore.store.listing import names_at
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 RECORD, _DRAFT = "record.json", ".record.json.part"
 _NAME = re.compile(r"\.(?P<name>.+)\.obligations\.ckptcore")
@@ -70,9 +70,10 @@ def read_duties(place: str) -> tuple[Duty, ...]:
             if size is None:
                 return ()
             data = store.read(RECORD, 0, min(size, _MOST_BYTES))
-        form = json.loads(data)
-        return tuple(_loaded(each, form["version"]) for each in form["obligations"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        with parsing("a record"):
+            form = load_json_object(data)
+            return tuple(_loaded(each, form["version"]) for each in form["obligations"])
+    except InvalidText as error:
         raise SourceUnreadable(
             f"cannot read {home}/{RECORD}, which says what must not be replaced: {error}",
             hint="restore it from a backup, or move it away if nothing beside it is needed",
@@ -179,7 +180,7 @@ def _dumped(each: Duty) -> dict[str, str]:
 
 def _loaded(form: dict[str, str], version: int) -> Duty:
     if version != 1:
-        raise ValueError(f"it is of version {version}")
+        raise InvalidText(f"cannot read version {version}")
     contents = unpack(base64.b64decode(form["contents"], validate=True))
     row = ObligationRow(
         str(form["id"]),

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import stat
@@ -25,7 +24,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -39,6 +38,7 @@ from ckptcore.store.contents import Thing, contents, difference, same, thing_of
 from ckptcore.store.folder_tree import Spot, rename_new
 from ckptcore.store.listing import names_at
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 RECORD, _DRAFT = "record.json", ".record.json.part"
@@ -90,11 +90,11 @@ class SetAsideRecord:
 
     @classmethod
     def load(cls, data: bytes) -> SetAsideRecord:
-        """Read the form of `dump`; raise `ValueError` for other data."""
-        try:
-            form: dict[str, Any] = json.loads(data)
+        """Read the form of `dump`; raise `InvalidText` for other data."""
+        with parsing("a record"):
+            form = load_json_object(data)
             if form["version"] != 2:
-                raise ValueError(f"cannot read version {form['version']}")
+                raise InvalidText(f"cannot read version {form['version']}")
             return cls(
                 str(form["why"]),
                 str(form["checkpoint"]),
@@ -107,8 +107,6 @@ class SetAsideRecord:
                 datetime.fromisoformat(form["due_at"]),
                 {str(name): Thing.of_list(thing) for name, thing in form["things"]},
             )
-        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(f"it is not a record: {error!r}") from error
 
 
 class SetAside(Protocol):

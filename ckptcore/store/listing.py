@@ -12,6 +12,7 @@ from blake3 import blake3
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import join_url, local_path
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parse_time
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 MAX_FILES = 2_000_000
@@ -324,6 +325,6 @@ def _seconds(at: Any) -> float | None:
     if isinstance(at, int | float):
         return float(at)
     try:
-        return datetime.fromisoformat(str(at)).timestamp() if at else None
-    except ValueError:
+        return parse_time(str(at)).timestamp() if at else None
+    except InvalidText:
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from ckptcore.utils.foreign_text import parse_time
 from deployments import POOL
 from deployments.local import postgres
 from deployments.local.state import LocalState
@@ -195,7 +196,7 @@ def _works(state: LocalState) -> bool:
         known = answer.json() if answer.status_code == 200 else []
     except (OSError, httpx.HTTPError):
         return False
-    seen = [datetime.fromisoformat(one["last_heartbeat_time"]) for one in known if one["name"] == WORKER]
+    seen = [parse_time(one["last_heartbeat_time"]) for one in known if one["name"] == WORKER]
     return any(heartbeat >= since for heartbeat in seen)
 
 

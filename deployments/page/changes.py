@@ -9,6 +9,7 @@ from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.holds import HoldRow
 from ckptcore.errors import UsageError
+from ckptcore.utils.foreign_text import InvalidText, parse_date
 
 
 def set_alias(catalog: Catalog, user: str, ref: str, name: str, expect: str | None) -> AliasRow:
@@ -59,8 +60,8 @@ def day(text: str) -> datetime | None:
     if not text:
         return None
     try:
-        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
-    except ValueError as error:
+        return datetime.combine(parse_date(text), datetime.min.time(), UTC)
+    except InvalidText as error:
         raise UsageError(f"{text[:20]!r} is not a date", hint="as in 2027-01-31") from error
 
 

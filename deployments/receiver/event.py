@@ -7,7 +7,6 @@ event is only a hint about a run and a URI. It is never trusted about the checkp
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptcore.catalog.training import read_facts
+from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.text import short_repr
 from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
@@ -113,11 +113,9 @@ def parse(body: bytes) -> dict[str, Any]:
     {'a': [1]}
     """
     try:
-        found = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
-    except UnicodeDecodeError as error:
-        raise RequestRefused("malformed", "the body is not UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused("malformed", f"the body is not JSON: {short_repr(str(error), 120)}") from error
+        found = load_json(body, finite=True, unique=True)
+    except InvalidText as error:
+        raise RequestRefused("malformed", f"the body: {short_repr(str(error), 120)}") from error
     if not isinstance(found, dict):
         raise RequestRefused("not-understood", "the body is not a JSON object")
     return found

@@ -19,6 +19,7 @@ from prefect.states import AwaitingRetry, Failed
 
 from ckptcore.errors import UsageError
 from ckptcore.redaction import beginning
+from ckptcore.utils.foreign_text import parse_time
 from deployments.parameters import unknown
 from deployments.receiver.dispatch import DEFAULT_BEAT, Away, RunState, is_overlooked
 from tasks.attempts import begun
@@ -105,7 +106,7 @@ class PrefectRuns:
         """Return the time of a run's last event."""
         wanted = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 1}
         found = self._client._client.post("/events/filter", json=wanted).json()["events"]  # newest first
-        return datetime.fromisoformat(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
+        return parse_time(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Send Prefect an event about a checkpoint, which can trigger automations."""

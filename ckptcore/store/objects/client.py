@@ -25,6 +25,7 @@ from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeat
 from ckptcore.store.objects.s3_options import open_file_system
 from ckptcore.store.objects.session import PartBody, S3Session, receive, release
 from ckptcore.store.objects.threads import GivenUp, RequestThreads
+from ckptcore.utils.foreign_text import is_number
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -502,7 +503,7 @@ class _Body:
             )
         if first == 0 and not place:
             self._kept = kept_checksums(answer)
-        nbytes = int(total) if total.isdigit() else first + length
+        nbytes = int(total) if is_number(total) else first + length
         return ObjectSeen(self._key, nbytes, etag, checksums=self._kept)
 
 
