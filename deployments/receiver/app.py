@@ -26,9 +26,9 @@ from starlette.requests import ClientDisconnect
 from ckptcore.catalog.queues import Stage
 from ckptcore.errors import CkptError
 from ckptcore.utils.text import short_repr
+from deployments.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.batch_writer import Keeper
 from deployments.receiver.event import read_event
-from deployments.receiver.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.inbox import Kept, Mailbox
 from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import Sender

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ckptcore.errors import CkptError
+from deployments.http_errors import RequestRefused
 from deployments.receiver.event import Event
-from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import Kept, Mailbox
 
 SECONDS = 5.0  # for the inbox to store an event; senders wait 10 to 30 s

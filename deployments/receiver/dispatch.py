@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from ckptcore.catalog.promotions import MOVED, REMOVED
 from ckptcore.redaction import beginning, redacted
+from deployments.http_errors import RequestRefused
 from deployments.receiver.event import meta_of
-from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import InboxEvent, Mailbox, News
 from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import PREFECT, NotifyTarget, Sender

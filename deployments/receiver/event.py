@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from ckptcore.catalog.training import read_facts
 from ckptcore.utils.text import short_repr
-from deployments.receiver.http_errors import RequestRefused
+from deployments.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
 _log = logging.getLogger("deployments.receiver")

@@ -14,9 +14,9 @@ import yaml
 
 from ckptcore.errors import UsageError
 from ckptcore.planning.request import Request
+from deployments.http_errors import REFUSALS, RequestRefused
 from deployments.local.services import receiver_config
 from deployments.local.state import Choices, LocalState
-from deployments.receiver.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.run_request import order_of
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
