@@ -1,4 +1,4 @@
-"""Keep the trouble of one item its own, whatever raises it."""
+"""Keep the trouble of one item its own, and that of foreign text, whatever raises it."""
 
 from __future__ import annotations
 
@@ -30,3 +30,13 @@ def attempt(
         if ended is not error:
             ended.__cause__ = error
         return ended
+
+
+def parsed_or_none(parse: Callable[[str], _Result], text: str) -> _Result | None:
+    """Return what a parser makes of text from a stranger, or None if it raises, whatever it raises.
+
+    >>> parsed_or_none(int, "7"), parsed_or_none(int, "seven")
+    (7, None)
+    """
+    value = attempt(parse, text)
+    return None if isinstance(value, CkptError) else value

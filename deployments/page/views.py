@@ -71,7 +71,7 @@ class Site:
             user=user,
             csrf="" if user is None else csrf_of(request, self.access, user),
             done=done,
-            path=request.url.path,
+            path=request.scope["path"],
             asked=dict(request.query_params),
             **values,
         )

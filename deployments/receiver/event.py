@@ -16,6 +16,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptcore.catalog.training import read_facts
+from ckptcore.errors import CkptError
+from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import short_repr
 from deployments.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
@@ -112,15 +114,18 @@ def parse(body: bytes) -> dict[str, Any]:
     >>> parse(b'{"a": [1]}')
     {'a': [1]}
     """
-    try:
-        found = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
-    except UnicodeDecodeError as error:
-        raise RequestRefused("malformed", "the body is not UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused("malformed", f"the body is not JSON: {short_repr(str(error), 120)}") from error
-    if not isinstance(found, dict):
+    document = attempt(_json, body)
+    if isinstance(document, CkptError):
+        raise RequestRefused(
+            "malformed", f"the body is not JSON in UTF-8: {short_repr(document.message, 120)}"
+        ) from document
+    if not isinstance(document, dict):
         raise RequestRefused("not-understood", "the body is not a JSON object")
-    return found
+    return document
+
+
+def _json(body: bytes) -> Any:
+    return json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
 
 
 def _meta(dialect: Dialect, document: Mapping[str, Any]) -> Any:
