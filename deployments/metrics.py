@@ -17,6 +17,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ckptcore import __version__
@@ -25,6 +26,7 @@ from ckptcore.catalog.figures import Figures, figures
 from ckptcore.catalog.types import Outcome
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import beginning
+from ckptcore.utils.isolation import parsed_or_none
 
 KEEP_SECONDS = 10.0  # several monitors cost the catalog one reading
 
@@ -215,9 +217,21 @@ def serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
             f"cannot serve metrics at {host}:{port}: {error.strerror or error}",
             hint="--metrics-host must be an address of this machine, and the port free there; 0 picks one",
         ) from error
+    server.set_app(_of_any_client(server.get_app()))
     try:
         yield int(server.server_address[1])
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _of_any_client(app: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the application with its usual format for clients whose Accept header it cannot parse."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if parsed_or_none(choose_encoder, environ.get("HTTP_ACCEPT", "")) is None:
+            environ = environ | {"HTTP_ACCEPT": ""}
+        return app(environ, start_response)
+
+    return answer
