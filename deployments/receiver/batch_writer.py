@@ -49,7 +49,7 @@ class Keeper:
         self._checked = 0.0  # end of the last check, by the event loop's clock
 
     async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
-        """Store an event and return its row. Raises `RequestRefused` if the inbox does not answer."""
+        """Store an event and return its row. Raises `RequestRefused` if the inbox does not accept it."""
         if len(self._waiting) >= MAX_WAITING:
             raise RequestRefused("unavailable", "too many events are waiting for the inbox")
         kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
@@ -102,6 +102,10 @@ class Keeper:
                     if not entry.kept.done():
                         entry.kept.set_exception(RequestRefused("unavailable", str(error)))
                 continue
-            for entry, one in zip(batch, rows, strict=True):
-                if not entry.kept.done():
-                    entry.kept.set_result(one)
+            for entry, kept in zip(batch, rows, strict=True):
+                if entry.kept.done():
+                    continue
+                if kept.refused:
+                    entry.kept.set_exception(RequestRefused("id-reused", kept.refused))
+                else:
+                    entry.kept.set_result(kept)

@@ -37,11 +37,16 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The row of an event. new: False for a repeated event. state: waiting, taken, done or failed."""
+    """The row of an event.
+
+    new: False for a repeated event. state: waiting, taken, done or failed. refused: why the event is not
+    accepted; "" if it is.
+    """
 
     id: str
     new: bool
     state: str
+    refused: str = ""
 
 
 class Mailbox:
@@ -65,13 +70,14 @@ class Mailbox:
             events: (event, URI, body) each. The URI is the allowed, normalized one; the body is as received.
             now: the time to record.
         """
-        found = []
+        kept = []
         with self._transaction() as conn:
             for event, uri, body in events:
-                came = NewEvent(event.source, event.event_id, event.type, uri, event.run, event.step, body)
-                row, new = inbox.accept(conn, now, came)
-                found.append(Kept(row.id, new, row.state))
-        return found
+                announced = (event.type, uri, event.run, event.step, body, event.has_id)
+                row, new = inbox.accept(conn, now, NewEvent(event.source, event.event_id, *announced))
+                refused = row.error_message or "" if row.event_id != event.event_id else ""
+                kept.append(Kept(row.id, new, row.state, refused))
+        return kept
 
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
         """Take events of these sources. Nobody else gets them while the lease runs."""
