@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    make_wsgi_app,
+    start_http_server,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -217,7 +224,7 @@ def serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
             f"cannot serve metrics at {host}:{port}: {error.strerror or error}",
             hint="--metrics-host must be an address of this machine, and the port free there; 0 picks one",
         ) from error
-    server.set_app(_of_any_client(server.get_app()))
+    server.set_app(_of_any_client(make_wsgi_app(registry)))
     try:
         yield int(server.server_address[1])
     finally:

@@ -232,8 +232,8 @@ def page(
     url = catalog or default_url()
     if any("\0" in text for text in (*command, url)):
         raise UsageError("an option contains a NUL character", hint="remove it")
-    # This process becomes the server: whatever ends the command ends it too. A URL may contain a password, and
-    # arguments are visible to all users.
+    # This process becomes the server: whatever ends the command ends it too. The URL, which may contain a
+    # password, is no argument: those are visible to all users.
     os.execve(sys.executable, command, {**os.environ, "CKPTCORE_CATALOG_URL": url})
 
 
