@@ -42,7 +42,10 @@ def _add_commands(app: typer.Typer, name: str) -> None:
         """List the rows that are not done, newest first."""
         with opened(catalog) as known, known.reading() as conn:
             rows = _queue(name).listed(conn, state, limit)
+            waiting = _queue(name).postponed(conn, datetime.now(UTC)) if name == "inbox" else ()
         answer(rows, output)
+        for each in waiting:
+            terminal.line(str(each), err=True)
 
     @app.command("retry")
     def retry(

@@ -280,7 +280,8 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             rows = queues.inbox.listed(conn, None, 200)
-        return site.page(request, "inbox.html", user, rows=rows)
+            waiting = queues.inbox.postponed(conn, datetime.now(UTC))
+        return site.page(request, "inbox.html", user, rows=rows, waiting=waiting)
 
     @router.get("/audit")
     def changes(request: Request, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:

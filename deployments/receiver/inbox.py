@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.catalog import open_catalog, promotions
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, inbox, outbox
+from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, Postponed, inbox, outbox
 from ckptcore.catalog.run_outputs import output_at, outputs_of_run
 from deployments.receiver.event import Event
 
@@ -154,6 +154,11 @@ class Mailbox:
         """Return the URIs of the enabled watched roots."""
         with self._catalog.reading() as conn:
             return [root.uri for root in roots.every(conn, enabled=True)]
+
+    def postponed(self, now: datetime, sources: Collection[str]) -> tuple[Postponed, ...]:
+        """Return why events of these sources have been waiting for a while."""
+        with self._catalog.reading() as conn:
+            return inbox.postponed(conn, now, sources)
 
     def check(self) -> None:
         """Raise `CatalogError` if the database does not answer or lacks the tables."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -19,10 +20,10 @@ from deployments import http_server
 from deployments.metrics import ReceiverMetrics, registry_of, serving
 from deployments.receiver.app import make_app
 from deployments.receiver.background import Loop, Watched
-from deployments.receiver.dispatch import announce_aliases, work
+from deployments.receiver.dispatch import FlowRuns, announce_aliases, require_progress, work
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.notify import send_due
-from deployments.receiver.settings import ReceiverSettings, load
+from deployments.receiver.settings import NotifyTarget, ReceiverSettings, Sender, load
 
 _log = logging.getLogger("deployments.receiver")
 CONNECTIONS = 1024  # open at a time; each body is at most `max_body`, and takes at most ten seconds
@@ -54,14 +55,9 @@ def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = 
         client = opened.enter_context(httpx.Client())
         watched = Watched(rows, senders)
         watched.refresh()
-        loop = Loop(
-            {
-                "roots": watched.refresh,
-                "start": lambda: work(rows, runs, senders, settings.notify),
-                "aliases": lambda: announce_aliases(rows, runs, settings.notify),
-            },
-            beside=Loop({"notify": lambda: send_due(news, settings.notify, client)}),
-        )
+        notify = settings.notify
+        beside = Loop({"notify": lambda: send_due(news, notify, client)})
+        loop = Loop({"roots": watched.refresh, **steps_of(rows, runs, senders, notify)}, beside=beside)
         count: Callable[[str, str], None] | None = None
         if metrics is not None:
             registry = registry_of(settings.catalog)
@@ -78,6 +74,21 @@ def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = 
     rows.close()
     news.close()
     runs.close()
+
+
+def steps_of(
+    box: Mailbox,
+    runs: FlowRuns,
+    senders: Mapping[str, Sender],
+    targets: Mapping[str, NotifyTarget],
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> dict[str, Callable[[], int]]:
+    """Return the steps that start events and follow their runs, in their order. clock: returns the time."""
+    return {
+        "start": lambda: work(box, runs, senders, targets, clock()),
+        "aliases": lambda: announce_aliases(box, runs, targets, clock()),
+        "waiting": lambda: require_progress(box, senders, clock()),
+    }
 
 
 def _page(settings: ReceiverSettings) -> tuple[str, FastAPI] | None:
