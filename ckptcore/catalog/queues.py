@@ -37,6 +37,7 @@ from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
+from ckptcore.catalog.readable_rows import ReadRows, read_rows
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
@@ -226,9 +227,11 @@ class Queue(Generic[Row]):
             .where(mine)
             .values(state=Stage.TAKEN.value, due_at=now + lease, attempts=table.attempts + 1)
         )
-        return [
-            self._read(row) for row in conn.execute(select(table.__table__).where(mine).order_by(table.id))
-        ]
+        found = read_rows(conn, select(table.__table__).where(mine).order_by(table.id), table.id, self._read)
+        for broken in found.broken:  # nobody could process it: it is not due again and again
+            failed = {"state": Stage.FAILED.value, "ended_at": now, "error_message": clean(broken.message)}
+            conn.execute(update(table).where(table.id == int(broken.row)).values(failed))
+        return list(found.values)
 
     def done(self, conn: Connection, now: datetime, row: Row, **columns: Any) -> bool:
         """End a finished row. Return False if its lease expired and another worker has taken it."""
@@ -273,13 +276,17 @@ class Queue(Generic[Row]):
         return tuple(row.uuid for row in found)
 
     def listed(self, conn: Connection, state: str | None = None, limit: int = 50) -> tuple[Row, ...]:
+        """Return the rows of `browsed` that can be read. Raises `UsageError`."""
+        return self.browsed(conn, state, limit).values
+
+    def browsed(self, conn: Connection, state: str | None = None, limit: int = 50) -> ReadRows[Row]:
         """Return rows of a stage, or all that are not done, newest first. Raises `UsageError`."""
         if state is not None and state not in list(Stage):
             raise UsageError(f"unknown state {state!r}", hint=f"use one of {', '.join(Stage)}")
         table = self._table
         wanted = table.state != Stage.DONE.value if state is None else table.state == state
-        newest = select(table.__table__).where(wanted).order_by(table.id.desc()).limit(limit)
-        return tuple(self._read(row) for row in conn.execute(newest))
+        newest = select(table.__table__).where(wanted).order_by(table.id.desc())
+        return read_rows(conn, newest, table.id, self._read, limit)
 
     def depth(self, conn: Connection) -> dict[str, int]:
         """Return the number of rows in each stage."""

@@ -41,11 +41,11 @@ def _add_commands(app: typer.Typer, name: str) -> None:
     ) -> None:
         """List the rows that are not done, newest first."""
         with opened(catalog) as known, known.reading() as conn:
-            rows = _queue(name).listed(conn, state, limit)
+            found = _queue(name).browsed(conn, state, limit)
             waiting = _queue(name).postponed(conn, datetime.now(UTC)) if name == "inbox" else ()
-        answer(rows, output)
-        for each in waiting:
-            terminal.line(str(each), err=True)
+        answer(found.values, output)
+        for text in (*map(str, waiting), *(row.message for row in found.broken)):
+            terminal.line(text, err=True)
 
     @app.command("retry")
     def retry(

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from ckptcore.errors import CkptError
+from ckptcore.errors import CkptError, ended_by
 from ckptcore.utils.isolation import attempt, parsed_or_none
 from deployments.page.settings import PageAccess, plain_address
 
@@ -75,8 +75,11 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        begun: list[bool] = []
+
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
+                begun.append(True)
                 own = {name.encode(): value.encode() for name, value in HEADERS.items()}
                 given = [pair for pair in message.get("headers", []) if pair[0].lower() not in own]
                 cached = [p for p in message.get("headers", []) if p[0].lower() == b"cache-control"]
@@ -89,7 +92,16 @@ class Guard:
         if not self._known_host(scope):
             await _plain(guarded, 421, "this server has another name; add it to the allowed hosts")
             return
-        await self.app(scope, receive, guarded)
+        try:
+            await self.app(scope, receive, guarded)
+        except Exception as error:
+            # Whatever a page raises is the end of this request alone, with the headers of every answer.
+            if begun:
+                raise
+            _log.error("%s cannot be shown", scope["path"][:200], exc_info=error)
+            await _plain(
+                guarded, 500, f"{ended_by(error).code}: this cannot be shown; the log has the reason"
+            )
 
     def _known_host(self, scope: Scope) -> bool:
         hosts = [value for name, value in scope["headers"] if name == b"host"]

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ckptcore.errors import CkptError
+from ckptcore.errors import CkptError, InternalError
+from ckptcore.utils.isolation import attempt
 from deployments.http_errors import RequestRefused
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import Kept, Mailbox
@@ -90,22 +91,28 @@ class Keeper:
             del self._waiting[:MAX_TOGETHER]
             if not batch:
                 continue
-            try:
-                now = datetime.fromtimestamp(self._clock(), UTC)
-                events = [(entry.event, entry.uri, entry.body) for entry in batch]
-                loop = asyncio.get_running_loop()
-                rows: Sequence[Kept] = await loop.run_in_executor(self._thread, self._box.put, events, now)
-            except Exception as error:  # whatever the error, the senders must be asked to retry
-                known = isinstance(error, CkptError)
-                _log.error("the inbox cannot be written: %s", error, exc_info=not known)
-                for entry in batch:
-                    if not entry.kept.done():
-                        entry.kept.set_exception(RequestRefused("unavailable", str(error)))
-                continue
-            for entry, kept in zip(batch, rows, strict=True):
+            loop = asyncio.get_running_loop()
+            for entry, kept in zip(
+                batch, await loop.run_in_executor(self._thread, self._put, batch), strict=True
+            ):
                 if entry.kept.done():
                     continue
-                if kept.refused:
+                if isinstance(kept, CkptError):
+                    entry.kept.set_exception(RequestRefused("unavailable", kept.message))
+                elif kept.refused:
                     entry.kept.set_exception(RequestRefused("id-reused", kept.refused))
                 else:
                     entry.kept.set_result(kept)
+
+    def _put(self, batch: Sequence[PendingEvent]) -> Sequence[Kept | CkptError]:
+        """Store events together, or each alone if one of them cannot be stored; return the row of each."""
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        events = [(entry.event, entry.uri, entry.body) for entry in batch]
+        rows = attempt(self._box.put, events, now)
+        if not isinstance(rows, CkptError):
+            return rows
+        if rows.transient or len(batch) == 1:  # whatever the error, the senders are asked to retry
+            trace = rows.__cause__ if isinstance(rows, InternalError) else None
+            _log.error("the inbox cannot be written: %s", rows.message, exc_info=trace)
+            return [rows] * len(batch)
+        return [each for entry in batch for each in self._put([entry])]
