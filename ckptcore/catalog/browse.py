@@ -161,12 +161,12 @@ def runs(
         numbers = (int(row.sources), int(row.outputs), int(row.damaged), int(row.nbytes))
         return RunSummary(named[row.run_id], *numbers, row.first_step, row.last_step, row.last_at)
 
-    found = read_rows(conn, counted, Checkpoint.run_id, summary)
-    rows = dict(found.rows)
-    unreadable = {int(each.row) for each in found.broken}
+    summaries = read_rows(conn, counted, Checkpoint.run_id, summary)
+    rows = dict(summaries.rows)
+    unreadable = {int(row.row) for row in summaries.broken}
     empty = (0, 0, 0, 0, None, None, None)
     listed = tuple(rows.get(i) or RunSummary(named[i], *empty) for i in ids if i not in unreadable)
-    broken = tuple(_of_run(each, named[int(each.row)]) for each in found.broken)
+    broken = tuple(_of_run(row, named[int(row.row)]) for row in summaries.broken)
     return Page(listed, named[ids[-1]] if more else None, broken)
 
 
@@ -193,10 +193,8 @@ def checkpoints(
     if before:
         at, row = _cursor(before, 2)
         wanted = wanted.where(_before(Checkpoint.created_at, _time(at), Checkpoint.id, _number(row)))
-    found = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, _checked(limit) + 1)
-    return _page(
-        found, limit, lambda id, row: f"{row.created_at.timestamp():.6f}:{id}", partial(_listed, conn)
-    )
+    rows = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, _checked(limit) + 1)
+    return _page(rows, limit, lambda id, row: _behind(row.created_at, id), partial(_listed, conn))
 
 
 def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: int = LIMIT) -> Page[Listed]:
@@ -243,8 +241,8 @@ def conversions(
     if before:
         at, row = _cursor(before, 2)
         wanted = wanted.where(_before(Conversion.started_at, _time(at), Conversion.id, _number(row)))
-    found = read_rows(conn, wanted, Conversion.id, conversion_row, _checked(limit) + 1)
-    return _page(found, limit, lambda id, row: _behind(row.started_at, id), _values)
+    rows = read_rows(conn, wanted, Conversion.id, conversion_row, _checked(limit) + 1)
+    return _page(rows, limit, lambda id, row: _behind(row.started_at, id), _values)
 
 
 def tensors(
@@ -257,8 +255,8 @@ def tensors(
         wanted = wanted.where(Tensor.fqn.contains(search, autoescape=True))
     if after:
         wanted = wanted.where(Tensor.fqn > after)
-    found = read_rows(conn, wanted, Tensor.fqn, _tensor, _checked(limit) + 1)
-    return _page(found, limit, lambda name, _: str(name), _values)
+    rows = read_rows(conn, wanted, Tensor.fqn, _tensor, _checked(limit) + 1)
+    return _page(rows, limit, lambda name, _: str(name), _values)
 
 
 def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = LIMIT) -> Page[FileRow]:
@@ -267,8 +265,8 @@ def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = 
     wanted = select(CheckpointFile).where(CheckpointFile.checkpoint_id == row).order_by(CheckpointFile.path)
     if after:
         wanted = wanted.where(CheckpointFile.path > after)
-    found = read_rows(conn, wanted, CheckpointFile.path, _file, _checked(limit) + 1)
-    return _page(found, limit, lambda name, _: str(name), _values)
+    rows = read_rows(conn, wanted, CheckpointFile.path, _file, _checked(limit) + 1)
+    return _page(rows, limit, lambda name, _: str(name), _values)
 
 
 def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
@@ -345,14 +343,14 @@ def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:
 
 
 def _page(
-    found: ReadRows[_Value],
+    rows: ReadRows[_Value],
     limit: int,
     cursor: Callable[[Any, _Value], str],
-    shown: Callable[[Sequence[tuple[Any, _Value]]], tuple[_Row, ...]],
+    values_of: Callable[[Sequence[tuple[Any, _Value]]], tuple[_Row, ...]],
 ) -> Page[_Row]:
     """Return a page of rows, of which one more than its limit was read; the cursor names its last one."""
-    here = found.rows[:limit]
-    return Page(shown(here), cursor(*here[-1]) if len(found.rows) > limit else None, found.broken)
+    first = rows.rows[:limit]
+    return Page(values_of(first), cursor(*first[-1]) if len(rows.rows) > limit else None, rows.broken)
 
 
 def _behind(time: datetime, id: int) -> str:

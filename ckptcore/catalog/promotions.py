@@ -60,9 +60,9 @@ def _data(conn: Connection, change: AuditRow) -> dict[str, Any]:
         "actor": change.actor,
         "via": change.via,
     }
-    here = checkpoint_rows().where(Checkpoint.uuid == change.subject)
-    found = read_rows(conn, here, Checkpoint.id, checkpoint_row)
-    for id, row in found.rows:
+    subject = checkpoint_rows().where(Checkpoint.uuid == change.subject)
+    checkpoint = read_rows(conn, subject, Checkpoint.id, checkpoint_row)
+    for id, row in checkpoint.rows:
         data |= {
             "uri": row.uri,
             "run": row.run,
@@ -72,6 +72,6 @@ def _data(conn: Connection, change: AuditRow) -> dict[str, Any]:
             "verified_level": row.verified_level,
             **export_of(conn, id),
         }
-    for broken in found.broken:  # the change is announced, without what cannot be told of the checkpoint
+    for broken in checkpoint.broken:  # the change is announced, without what cannot be read of the checkpoint
         data["error"] = f"{broken.code}: {broken.message}"
     return data

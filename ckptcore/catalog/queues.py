@@ -50,7 +50,7 @@ KEEP = timedelta(days=90)  # how long ended rows are kept
 # How long an event may wait because of an error: then it is trouble, and not a moment's.
 PATIENCE = timedelta(minutes=1)
 MOST_REASONS = 5
-MOST_SHOWN = 300  # characters of a value in an error
+MOST_QUOTED = 300  # characters of a value in an error
 _ANNOUNCED = ("uri", "run", "step")  # what an event is about
 _COLUMNS = {"id": "uuid", "row": "id"}  # field -> column, where they differ
 
@@ -227,11 +227,11 @@ class Queue(Generic[Row]):
             .where(mine)
             .values(state=Stage.TAKEN.value, due_at=now + lease, attempts=table.attempts + 1)
         )
-        found = read_rows(conn, select(table.__table__).where(mine).order_by(table.id), table.id, self._read)
-        for broken in found.broken:  # nobody could process it: it is not due again and again
+        taken = read_rows(conn, select(table.__table__).where(mine).order_by(table.id), table.id, self._read)
+        for broken in taken.broken:  # nobody could process it: it is not due again and again
             failed = {"state": Stage.FAILED.value, "ended_at": now, "error_message": clean(broken.message)}
             conn.execute(update(table).where(table.id == int(broken.row)).values(failed))
-        return list(found.values)
+        return list(taken.values)
 
     def done(self, conn: Connection, now: datetime, row: Row, **columns: Any) -> bool:
         """End a finished row. Return False if its lease expired and another worker has taken it."""
@@ -367,8 +367,8 @@ class _Inbox(Queue[InboxEvent]):
         if row.state not in (Stage.DONE, Stage.FAILED) and row.flow_run_id is None:
             return row, new
         # The id becomes free. Of two receivers, the second changes nothing here, and repeats the first one's.
-        here = (self._table.id == row.row, self._table.event_id == row.event_id)
-        conn.execute(update(self._table).where(*here).values(event_id=f"{row.event_id}:{row.id}"))
+        started = (self._table.id == row.row, self._table.event_id == row.event_id)
+        conn.execute(update(self._table).where(*started).values(event_id=f"{row.event_id}:{row.id}"))
         return self._insert(conn, now, values)
 
     @staticmethod
@@ -380,7 +380,7 @@ class _Inbox(Queue[InboxEvent]):
     ) -> tuple[InboxEvent, bool]:
         """Insert a failed row for an event with the id of another one, and return it."""
         before, after = (
-            ", ".join(f"{name} {short_repr(of(name), MOST_SHOWN)}" for name in _ANNOUNCED)
+            ", ".join(f"{name} {short_repr(of(name), MOST_QUOTED)}" for name in _ANNOUNCED)
             for of in (partial(getattr, row), values.__getitem__)
         )
         id = values["event_id"]
@@ -405,14 +405,14 @@ class _Inbox(Queue[InboxEvent]):
             table.received_at <= now - PATIENCE,
         )
         number = func.count()
-        found = conn.execute(
+        reasons = conn.execute(
             select(table.error_message, number, func.min(table.received_at), func.min(table.due_at))
             .where(*waiting, *chosen)
             .group_by(table.error_message)
             .order_by(number.desc(), table.error_message)
             .limit(MOST_REASONS)
         )
-        return tuple(Postponed(*row) for row in found)
+        return tuple(Postponed(*row) for row in reasons)
 
     def get(self, conn: Connection, event_id: str) -> InboxEvent:
         """Return the event with this row id (not the sender's). Raises `UsageError`."""

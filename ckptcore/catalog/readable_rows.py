@@ -108,10 +108,10 @@ def require_types(value: Any) -> None:
     if not is_dataclass(value) or isinstance(value, type):
         return
     for name, kind in _declared(type(value)):
-        held = getattr(value, name)
-        if not _fits(held, kind):
-            raise ValueError(f"{name} must be {_name_of(kind)} (got {short_repr(held)})")
-        require_types(held)
+        stored = getattr(value, name)
+        if not _fits(stored, kind):
+            raise ValueError(f"{name} must be {_name_of(kind)} (got {short_repr(stored)})")
+        require_types(stored)
 
 
 @cache

@@ -148,10 +148,10 @@ def best(
     limit: int = 10,
 ) -> tuple[Ranked, ...]:
     """Return the checkpoints of `ranked`. Raises `CatalogError` if one of them cannot be read, too."""
-    found = ranked(conn, metric, goal, run=run, kind=kind, limit=limit)
-    for broken in found.broken:
+    rows = ranked(conn, metric, goal, run=run, kind=kind, limit=limit)
+    for broken in rows.broken:
         raise CatalogError(broken.message, hint=broken.hint)
-    return found.values
+    return rows.values
 
 
 def ranked(
@@ -210,15 +210,15 @@ def ranked(
         step = r.step if r.metric_step is None else r.metric_step
         return Ranked(metric, r.metric_value, step, checkpoint_row(r))
 
-    found = read_rows(conn, wanted, Checkpoint.id, read, limit)
+    rows = read_rows(conn, wanted, Checkpoint.id, read, limit)
     if (
-        not found.rows
-        and not found.broken
+        not rows.rows
+        and not rows.broken
         and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None
     ):
         known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
         raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
-    return found
+    return rows
 
 
 def _put_one(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:

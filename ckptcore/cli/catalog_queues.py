@@ -41,10 +41,10 @@ def _add_commands(app: typer.Typer, name: str) -> None:
     ) -> None:
         """List the rows that are not done, newest first."""
         with opened(catalog) as known, known.reading() as conn:
-            found = _queue(name).browsed(conn, state, limit)
+            rows = _queue(name).browsed(conn, state, limit)
             waiting = _queue(name).postponed(conn, datetime.now(UTC)) if name == "inbox" else ()
-        answer(found.values, output)
-        for text in (*map(str, waiting), *(row.message for row in found.broken)):
+        answer(rows.values, output)
+        for text in (*map(str, waiting), *(row.message for row in rows.broken)):
             terminal.line(text, err=True)
 
     @app.command("retry")

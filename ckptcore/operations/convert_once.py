@@ -93,10 +93,10 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
         for redo in (False, True):  # an output that was made and removed since is made again
             with claiming.claimed(known, key, request.source, who, redo=redo) as claim:
                 if claim.mine:
-                    made = is_made(known, key, request, digest)
-                    if made:
+                    exists = is_made(known, key, request, digest)
+                    if exists:
                         tidy(request.destination, known)
-                    yield not made
+                    yield not exists
                     return
             if claim.state != DONE:
                 break

@@ -113,9 +113,9 @@ class Guard:
 
 def user_of(request: Request, access: PageAccess) -> str | None:
     """Return the user that a request comes from, or None without a login."""
-    headers, given = request.headers, _bearer(request)
-    if given is not None:
-        return _user_of_token(given, access)
+    headers, token = request.headers, _bearer(request)
+    if token is not None:
+        return _user_of_token(token, access)
     if _is_proxied(request, access):
         named = headers.getlist(access.user_header)
         if len(named) == 1 and _USER.fullmatch(named[0]):
@@ -175,8 +175,8 @@ def address_of(request: Request, access: PageAccess) -> str:
     for hop in reversed(lines.split(",") if lines else []):
         if address not in access.proxies:
             break
-        found = _HOP.fullmatch(hop.strip())
-        before = "" if found is None else plain_address(found["v4"] or found["v6"] or found["bare"])
+        written = _HOP.fullmatch(hop.strip())
+        before = "" if written is None else plain_address(written["v4"] or written["v6"] or written["bare"])
         if not before:  # the proxy saw no address: it is the last that is known
             break
         address = before

@@ -335,12 +335,12 @@ def find(conn: Any, what: str) -> Found:
         add(lineage.which, lambda o: "digest of a file" if o.file else "place")
     elif "/" in what:
         add(lineage.which, lambda o: "file" if o.file else "place")
-    add(_shown, lambda o: "id, alias or place")
+    add(_by_reference, lambda o: "id, alias or place")
     runs = browse.runs(conn, name=what, limit=20)
     return Found(tuple(places.values()), runs.rows, tuple(errors))
 
 
-def _shown(conn: Any, what: str) -> list[Origin]:
+def _by_reference(conn: Any, what: str) -> list[Origin]:
     detail = query.show(conn, what, tensors=False)
     return [Origin(detail.checkpoint, None, None, ())] if isinstance(detail, CheckpointDetail) else []
 
@@ -356,10 +356,10 @@ def _attempt(look: Callable[..., _Value], *given: Any) -> _Value | CkptError:
         with translated("the catalog"):
             return look(*given)
 
-    found = attempt(translated_look)
-    if isinstance(found, CkptError) and found.transient:
-        raise found
-    return found
+    result = attempt(translated_look)
+    if isinstance(result, CkptError) and result.transient:
+        raise result
+    return result
 
 
 def detail_of(site: Site, ref: str) -> CheckpointDetail | ConversionDetail:

@@ -97,8 +97,8 @@ class Loop:
     def _report(self, name: str, error: Exception) -> None:
         if name not in self._trouble:
             # An unreachable database or Prefect server needs no traceback.
-            known = isinstance(error, CkptError | PrefectError | EventsWait)
-            _log.error("%s failed and is retried: %s", name, error, exc_info=not known)
+            foreseen = isinstance(error, CkptError | PrefectError | EventsWait)
+            _log.error("%s failed and is retried: %s", name, error, exc_info=not foreseen)
         self._trouble[name] = beginning(f"{type(error).__name__}: {error}", 2000)
 
     def _run(self) -> None:

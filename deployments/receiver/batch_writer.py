@@ -115,4 +115,4 @@ class Keeper:
             trace = rows.__cause__ if isinstance(rows, InternalError) else None
             _log.error("the inbox cannot be written: %s", rows.message, exc_info=trace)
             return [rows] * len(batch)
-        return [each for entry in batch for each in self._put([entry])]
+        return [row for entry in batch for row in self._put([entry])]

@@ -80,7 +80,7 @@ class FlowRuns(Protocol):
         """Return the id of the run with this idempotency key; start it if there is none."""
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
-        """Return the states of runs by id, or why one cannot be told.
+        """Return the states of runs by id, or why one is unknown.
 
         A run that Prefect no longer knows is missing.
         """
@@ -200,6 +200,7 @@ def _tell(runs: FlowRuns, message: Message) -> None:
 def reason_of(error: CkptError) -> str:
     """Return why an event or a message is postponed, in one line: the code of an error, and what it says.
 
+    >>> from ckptcore.errors import UsageError
     >>> reason_of(attempt(int, "x")), reason_of(UsageError("no such deployment"))
     ("ValueError: invalid literal for int() with base 10: 'x'", 'usage: no such deployment')
     """

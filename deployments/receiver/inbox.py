@@ -70,14 +70,14 @@ class Mailbox:
             events: (event, URI, body) each. The URI is the allowed, normalized one; the body is as received.
             now: the time to record.
         """
-        kept = []
+        stored = []
         with self._transaction() as conn:
             for event, uri, body in events:
                 announced = (event.type, uri, event.run, event.step, body, event.has_id)
                 row, new = inbox.accept(conn, now, NewEvent(event.source, event.event_id, *announced))
                 refused = row.error_message or "" if row.event_id != event.event_id else ""
-                kept.append(Kept(row.id, new, row.state, refused))
-        return kept
+                stored.append(Kept(row.id, new, row.state, refused))
+        return stored
 
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
         """Take events of these sources. Nobody else gets them while the lease runs."""

@@ -1,7 +1,7 @@
 """The receiver's calls to the API of Prefect's server.
 
 Prefect's client would repeat a call that was refused for minutes, or for as long as the answer says. The
-receiver schedules repeats itself, so the client is told of each answer first, and repeats nothing.
+receiver schedules repeats itself, so each answer is looked at before the client, which repeats nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PrefectRuns:
             return str(run.id)
 
     def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
-        """Return the states of runs by id, or why one cannot be told.
+        """Return the states of runs by id, or why one is unknown.
 
         A run that Prefect no longer knows is missing.
         """
@@ -96,8 +96,8 @@ class PrefectRuns:
                 return states | {id: attempt(self._state_by_id, key) for id, key in keys.items()}
             if others := {run.id for run in runs}.difference(keys.values()):
                 raise PrefectError(f"Prefect was asked for other runs than {min(map(str, others))}")
-            found = {run.id: attempt(self._state_of, run) for run in runs}
-        return states | {id: found[key] for id, key in keys.items() if key in found}
+            by_key = {run.id: attempt(self._state_of, run) for run in runs}
+        return states | {id: by_key[key] for id, key in keys.items() if key in by_key}
 
     def _state_by_id(self, id: UUID) -> RunState:
         with _answering():

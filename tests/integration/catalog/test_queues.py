@@ -224,7 +224,7 @@ def test_of_two_receivers_one_accepts_a_second_announcement(queue):
 @pytest.mark.parametrize(
     "change", [{"uri": "s3://b/run/step-20"}, {"run": "mistral"}, {"step": 20}, {"step": None}]
 )
-def test_an_id_that_is_used_again_for_another_event_is_refused_aloud(queue, change):
+def test_an_id_that_is_used_for_another_event_is_refused_aloud(queue, change):
     given = {"uri": "s3://b/run/step-10", "run": "llama", "step": 10}
     first, _ = queue(inbox.accept, NOW, NewEvent("mlflow", "e1", **given))
     for _ in range(2):

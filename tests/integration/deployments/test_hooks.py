@@ -308,7 +308,7 @@ def test_a_repeat_of_a_failed_event_names_the_retry_command(
 
 
 @pytest.mark.parametrize("kind", ["bearer", "wandb", "github"])
-def test_a_place_that_is_announced_again_is_a_new_event_once_something_has_looked_at_it(
+def test_a_place_that_is_announced_twice_is_a_new_event_once_something_has_looked_at_it(
     kind: str, client: TestClient, rows: Rows
 ) -> None:
     ids = []
@@ -335,9 +335,9 @@ def test_an_id_for_two_places_is_refused_with_the_reason(
         caplog.clear()
         answer = send(client, HOOKS[kind].naming("/runs/llama/step-8"), **key)
         assert (answer.status_code, answer.json()["error"]) == (409, "id-reused")
-        for told in (answer.json()["message"], caplog.text, rows("error_message")[1][0]):
-            assert URI in told
-            assert "/runs/llama/step-8" in told
+        for text in (answer.json()["message"], caplog.text, rows("error_message")[1][0]):
+            assert URI in text
+            assert "/runs/llama/step-8" in text
     assert [(row[3], row[6]) for row in rows()] == [(URI, "waiting"), ("/runs/llama/step-8", "failed")]
     assert send(client, HOOKS[kind], **key).json()["status"] == "duplicate"  # the first is as it was
     other = send(client, HOOKS[kind].naming("/runs/llama/step-8"), **{"idempotency-key": "another"})

@@ -41,7 +41,7 @@ class Runs:
     def __init__(self, raising: str) -> None:
         self.raising, self.state = raising, "SCHEDULED"
         self.started: list[str] = []
-        self.told: list[str] = []
+        self.sent: list[str] = []
 
     def start(self, deployment: str, parameters: Mapping[str, Any], **_: Any) -> str:
         self._raise("start", parameters["source"])
@@ -62,7 +62,7 @@ class Runs:
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         self._raise("tell", uri)
-        self.told.append(uri)
+        self.sent.append(uri)
 
     def _raise(self, call: str, what: str) -> None:
         if self.raising == call and "odd" in what:
@@ -133,7 +133,7 @@ def test_an_announcement_of_an_alias(box: Mailbox, url: str) -> None:
             set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None)
     runs, now = Runs("tell"), datetime.now(UTC)
     announce_aliases(box, runs, {}, now)
-    assert runs.told == ["/out/a", "/out/z"]
+    assert runs.sent == ["/out/a", "/out/z"]
     assert [state for (state,) in rows(url, "outbox", "state")] == ["done", "waiting", "done"]
 
 

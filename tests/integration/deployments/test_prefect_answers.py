@@ -123,7 +123,7 @@ def server() -> Iterator[Prefect]:
 
 @dataclass
 class Running:
-    """A receiver whose time is set, and that works when it is told to."""
+    """A receiver whose time is set, and that works only on request."""
 
     path: Path
     loop: Loop

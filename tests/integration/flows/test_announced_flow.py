@@ -118,7 +118,7 @@ def test_announced_twice_it_is_converted_once(
     assert refused.message.startswith("destination-exists")
 
 
-def test_a_place_that_was_saved_again_is_not_taken_for_converted(
+def test_a_place_that_was_saved_twice_is_not_taken_for_converted(
     arrived: Any, tmp_path: Path, catalog: str
 ) -> None:
     source, out = tmp_path / "run" / "step-9", tmp_path / "exports" / "step-9"
@@ -127,8 +127,8 @@ def test_a_place_that_was_saved_again_is_not_taken_for_converted(
     assert arrived(source, destination=str(out)).is_completed()
     before = observe.contents(out)
     # As a run that was restarted from an earlier step: other values in files with the same headers.
-    again = {name: tensor + 1 for name, tensor in TENSORS.items()}
-    save_file(again, source / "model.safetensors")
+    second = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    save_file(second, source / "model.safetensors")
     refused = arrived(source, destination=str(out))
     assert (refused.is_failed(), refused.message.split(":")[0]) == (True, "destination-exists")
     assert observe.contents(out) == before
@@ -137,7 +137,7 @@ def test_a_place_that_was_saved_again_is_not_taken_for_converted(
         target = {"verb": "consolidate", "destination": f"{out.parent}/{{name}}", "overwrite": True}
         roots.add(conn, datetime.now(UTC), "r", str(tmp_path / "run"), target=target)
     assert arrived(source).is_completed()
-    assert observe.equal(observe.tensors(out), again)
+    assert observe.equal(observe.tensors(out), second)
     assert arrived(source).name == "Already"
 
 
