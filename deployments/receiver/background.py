@@ -99,7 +99,8 @@ class Loop:
             # An unreachable database or Prefect server needs no traceback.
             foreseen = isinstance(error, CkptError | PrefectError | EventsWait)
             _log.error("%s failed and is retried: %s", name, error, exc_info=not foreseen)
-        self._trouble[name] = beginning(f"{type(error).__name__}: {error}", 2000)
+        text = str(error) if isinstance(error, EventsWait) else f"{type(error).__name__}: {error}"
+        self._trouble[name] = beginning(text, 2000)
 
     def _run(self) -> None:
         while not self._end.is_set():

@@ -153,7 +153,7 @@ class Mailbox:
     def watched(self) -> list[str]:
         """Return the URIs of the enabled watched roots."""
         with self._catalog.reading() as conn:
-            return [root.uri for root in roots.every(conn, enabled=True)]
+            return list(roots.enabled_uris(conn))
 
     def postponed(self, now: datetime, sources: Collection[str]) -> tuple[Postponed, ...]:
         """Return why events of these sources have been waiting for a while."""

@@ -390,6 +390,7 @@ def test_watched_roots_are_allowed(box: Mailbox, url: str, tmp_path: Path) -> No
         with pytest.raises(RequestRefused):
             order_of(senders["slurm"], uri, "", None)
     with open_catalog(url) as catalog, catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE watched_roots SET target = '{' WHERE name = 'odd'")  # a broken row
         roots.remove(conn, "llama")
     watched.refresh()
     assert senders["slurm"].roots == ["/runs"]  # inspected a moment ago
