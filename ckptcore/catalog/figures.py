@@ -62,6 +62,7 @@ class Figures:
     """The numbers of a catalog at one time.
 
     Attributes:
+        at: The time.
         inbox: Events by stage.
         outbox: Messages by stage.
         oldest_event: When the oldest event arrived that is not done and has not failed; None without one.
@@ -80,6 +81,7 @@ class Figures:
         database_bytes: The size of the database.
     """
 
+    at: datetime
     inbox: dict[str, int]
     outbox: dict[str, int]
     oldest_event: datetime | None
@@ -106,6 +108,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
         select(func.count(), func.min(Checkpoint.created_at)).where(current, Checkpoint.verified_at.is_(None))
     ).one()
     return Figures(
+        at=now,
         inbox=inbox.depth(conn),
         outbox=outbox.depth(conn),
         oldest_event=conn.execute(select(func.min(Inbox.received_at)).where(waiting)).scalar(),

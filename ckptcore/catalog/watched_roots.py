@@ -126,6 +126,12 @@ def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ..
     return tuple(root for root in _root_rows(conn, None) if enabled is None or root.enabled is enabled)
 
 
+def enabled_uris(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of the enabled roots, sorted by name; their settings, right or wrong, do not matter."""
+    wanted = select(WatchedRoot.uri).where(WatchedRoot.enabled).order_by(WatchedRoot.name)
+    return tuple(conn.execute(wanted).scalars())
+
+
 def _stored(
     target: Mapping[str, Any], also: Sequence[Mapping[str, Any]], retention: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -245,7 +245,6 @@ def page(
     Changes need a login, with the token that is printed, or that of CKPTCORE_PAGE_TOKEN.
     """
     import os
-    import subprocess
     import sys
 
     # The page is a deployment: the library must not import it.
@@ -254,13 +253,9 @@ def page(
     url = catalog or default_url()
     if any("\0" in text for text in (*command, url)):
         raise UsageError("an option contains a NUL character", hint="remove it")
-    # In the environment: a URL may contain a password, and arguments are visible to all users.
-    with subprocess.Popen(command, env={**os.environ, "CKPTCORE_CATALOG_URL": url}) as process:
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # the page receives it too, and ends in order
-            code = process.wait()
-    raise typer.Exit(code)
+    # This process becomes the server: whatever ends the command ends it too. The URL, which may contain a
+    # password, is no argument: those are visible to all users.
+    os.execve(sys.executable, command, {**os.environ, "CKPTCORE_CATALOG_URL": url})
 
 
 @app.command()

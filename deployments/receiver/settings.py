@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
 from ckptcore.utils.foreign_text import InvalidText, load_toml
+from deployments.http_errors import RequestRefused
 from deployments.page.settings import PageTable, access_of
 from deployments.parameters import misfits_of
-from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
