@@ -159,23 +159,19 @@ LOSS_SCALERS = (
         "last_overflow_iter scale_factor",
     ),
 )
+# Of arrays; the others are plain values.
 RANDOM_STATES = (
     _row(
         "accelerate",
         "accelerate/checkpointing.py",
-        "random_state numpy_random_seed torch_manual_seed torch_cuda_manual_seed torch_xpu_manual_seed",
+        "numpy_random_seed torch_manual_seed torch_cuda_manual_seed torch_xpu_manual_seed",
     ),
     _row(
         "Megatron",
         "megatron/training/checkpointing.py",
-        "random_rng_state np_rng_state torch_rng_state cuda_rng_state rng_tracker_states",
+        "np_rng_state torch_rng_state cuda_rng_state rng_tracker_states",
     ),
-    _row(
-        "Trainer, verl, Composer",
-        "transformers/trainer.py and others",
-        "",
-        "python numpy cpu cuda torch random",
-    ),
+    _row("Trainer, verl, Composer", "transformers/trainer.py and others", "", "numpy cpu cuda torch"),
 )
 DATA_LOADERS = (
     _row(

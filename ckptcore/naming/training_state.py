@@ -132,6 +132,12 @@ class StoredKinds:
         spec = self.manifest.tensors[row]
         return (BY_NAME[spec.dtype].is_float or "complex" in spec.dtype) and spec.numel > 1
 
+    def is_random_state(self, name: str) -> bool:
+        """Return whether a tensor has the form of a generator's state; what is no tensor may be one."""
+        row = self.manifest.index.get(name)
+        spec = self.manifest.tensors[row] if row is not None else None
+        return spec is None or _is_random(_Array((), spec.dtype, spec.shape), _SEPARATOR.split(name))
+
     def is_container(self, top: str) -> bool:
         """Return whether trainers call a container of state, other than an optimizer, so."""
         word = _SEPARATOR.split(top)[0]
