@@ -189,6 +189,18 @@ PROGRESS = (
     ),
 )
 
+KINDS_OF_KEYS = {
+    "optimizer, per parameter": STATES,
+    "optimizer, buffers": BUFFERS,
+    "optimizer, values of one element": COUNTERS,
+    "average": AVERAGES,
+    "scheduler": SCHEDULERS,
+    "loss scaler": LOSS_SCALERS,
+    "random state": RANDOM_STATES,
+    "data loader": DATA_LOADERS,
+    "progress": PROGRESS,
+}
+
 
 def telling(rows: tuple[Keys, ...]) -> frozenset[str]:
     """Return the keys that prove a class of a table."""

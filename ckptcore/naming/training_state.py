@@ -44,7 +44,7 @@ TRAINING_STATE = frozenset({OPTIMIZER, SCHEDULER, RANDOM_STATE, DATA_LOADER, LOS
 
 # Path elements that trainers use: torch, torchtitan, verl, Lightning, Megatron, DeepSpeed, Accelerate. They
 # say where to look; the keys below them decide.
-_WORDS = {
+_PATTERNS = {
     OPTIMIZER: r"optim|optimizers?(_\d+)?|optim(izer)?_states?|optimizer_state_dict|chained_\d+|param_groups",
     SCHEDULER: r"(lr_)?schedulers?(_\d+)?|opt_param_scheduler",
     RANDOM_STATE: r"rng|(cuda_)?rng_states?|random_states?(_\d+)?",
@@ -53,7 +53,7 @@ _WORDS = {
     PROGRESS_KIND: r"(global_|skipped_)?steps?|iter|iteration|epoch|global_samples|train_state|loops"
     r"|num_floating_point_operations_so_far|checkpoint_version",
 }
-_WORD = {kind: re.compile(words) for kind, words in _WORDS.items()}
+_NAMED = {kind: re.compile(pattern) for kind, pattern in _PATTERNS.items()}
 _CONTAINER_KINDS = (SCHEDULER, RANDOM_STATE, DATA_LOADER, LOSS_SCALER)
 _CONTAINERS = frozenset({"app", "extra_state", "client_state"})
 _AVERAGE = re.compile(
@@ -90,8 +90,8 @@ class _Array:
     shape: tuple[int, ...] | None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it holds whole numbers."""
+    def is_integral(self) -> bool:
+        """Whether its elements are integers."""
         return self.dtype in BY_NAME and not BY_NAME[self.dtype].is_float and "complex" not in self.dtype
 
     @property
@@ -112,7 +112,7 @@ class StoredKinds:
     """
 
     manifest: Manifest
-    _known: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def kind_of(self, name: str) -> str | None:
         """Return the kind of a tensor or object outside of the model part.
@@ -120,9 +120,9 @@ class StoredKinds:
         Returns:
             One of `TRAINING_STATE`, `AVERAGE`, or None for a name of no known kind.
         """
-        if name not in self._known:
-            self._known[name] = self._find(name)
-        return self._known[name]
+        if name not in self._cache:
+            self._cache[name] = self._find(name)
+        return self._cache[name]
 
     def is_weight_like(self, name: str) -> bool:
         """Return whether a name is a tensor whose form is that of a weight: fractions, more than one."""
@@ -141,7 +141,7 @@ class StoredKinds:
     def is_container(self, top: str) -> bool:
         """Return whether trainers call a container of state, other than an optimizer, so."""
         word = _SEPARATOR.split(top)[0]
-        return any(_WORD[kind].fullmatch(word) for kind in _CONTAINER_KINDS)
+        return any(_NAMED[kind].fullmatch(word) for kind in _CONTAINER_KINDS)
 
     def has_state(self, top: str) -> bool:
         """Return whether anything below a first path element is training state or an average."""
@@ -197,7 +197,7 @@ class StoredKinds:
         for name in self._names:
             elements = _SEPARATOR.split(name)
             for kind, keys in _PROOFS.items():
-                if not proofs.get((kind, elements[0])) and any(map(_WORD[kind].fullmatch, elements[:2])):
+                if not proofs.get((kind, elements[0])) and any(map(_NAMED[kind].fullmatch, elements[:2])):
                     inside = {*elements, *_keys_of(self._blobs.get(name))}
                     proofs[kind, elements[0]] = not keys.isdisjoint(inside)
         return proofs
@@ -211,14 +211,14 @@ class StoredKinds:
         while len(elements) > 1 and elements[0] in _CONTAINERS:
             elements.pop(0)
         root = self._optimizer_of(name)
-        named = _WORD[OPTIMIZER].fullmatch(elements[0]) is not None
+        named = _NAMED[OPTIMIZER].fullmatch(elements[0]) is not None
         if root is not None:
             rest: Sequence[str] = name[len(root) + 1 if root else 0 :].split(".")
             return _below_optimizer(rest, arrays, proven=True, named=named)
         if named:
             rest = elements if elements[0] == "param_groups" else elements[1:]
             return _below_optimizer(rest, arrays, proven=False, named=True)
-        kind = next((kind for kind, word in _WORD.items() if word.fullmatch(elements[0])), None)
+        kind = next((kind for kind, word in _NAMED.items() if word.fullmatch(elements[0])), None)
         if kind is not None and all(self._fits(kind, top, elements, array) for array in arrays):
             return kind
         return AVERAGE if is_average(name) else None
@@ -245,12 +245,12 @@ class StoredKinds:
         if array.dtype == "refused":
             return key in _KEYS.get(kind, ())
         small = array.numel <= 1
-        if array.is_whole and small:
+        if array.is_integral and small:
             return True
         if kind == RANDOM_STATE:
             return _is_random(array, path)
         if kind == DATA_LOADER:
-            return array.is_whole and (_is_random(array, path) or key in _LOADER)
+            return array.is_integral and (_is_random(array, path) or key in _LOADER)
         if kind == PROGRESS_KIND:
             return small and (key in _PROGRESS or elements[0] in _PROGRESS)
         return small and key in _KEYS[kind] and self._proofs.get((kind, top), False)
@@ -286,7 +286,7 @@ def is_average(name: str) -> bool:
 
 
 def below_states(name: str) -> bool:
-    """Return whether a name lies where optimizers keep states, whatever its key.
+    """Return whether a name is where optimizers keep states, whatever its key.
 
     >>> below_states("optim.state.w.unknown"), below_states("optimizer.encoder.weight")
     (True, False)
@@ -340,8 +340,8 @@ def _part_of_optimizer(rest: Sequence[str], array: _Array, proven: bool) -> str 
 
 
 def _is_random(array: _Array, path: Sequence[str]) -> bool:
-    """Return whether an array is the state of a generator: whole numbers, few, and of a known size or key."""
-    if not array.is_whole or array.shape is None or len(array.shape) > 2:
+    """Return whether an array is the state of a generator: integers, few, and of a known size or key."""
+    if not array.is_integral or array.shape is None or len(array.shape) > 2:
         return False
     few = array.numel * BY_NAME[array.dtype].itemsize <= _RANDOM_BYTES
     sized = bool(array.shape) and (array.dtype, array.shape[-1]) in _GENERATORS

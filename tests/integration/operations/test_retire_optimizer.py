@@ -158,7 +158,7 @@ def test_other_weights_are_no_training_state(steps):
     steps.deletes(Allowed.of(["optimizer", "ema_state.*", "note"]))
 
 
-def test_words_of_trainers_cover_no_weights(steps):
+def test_names_of_trainers_entries_cover_no_weights(steps):
     """Modules may be called as trainers call their entries, and an optimizer may hold an average."""
     more = {
         "sampler.proj.weight": torch.ones(4, 4),

@@ -50,7 +50,7 @@ def trained(tmp_path: Path) -> str:
     return save(tmp_path, state)
 
 
-def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+def test_the_findings_name_what_is_left_out(tmp_path: Path) -> None:
     state = {
         "model": WEIGHTS,
         "optim": {**adam(**{"": WEIGHTS}), "ema": {"0": torch.ones(2, 3)}},
