@@ -25,7 +25,7 @@ from functools import cached_property
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
-from ckptcore.naming.moments import endings, trained_parameters
+from ckptcore.naming.moments import trained_parameters
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
 from ckptcore.naming.strays import COPY, find_strays
 from ckptcore.naming.training_state import StoredKinds, below_states, is_average
@@ -278,13 +278,17 @@ def _places(stored: _Stored) -> tuple[dict[str, set[str]], Counter[str]]:
     for name in stored.names:
         # Every way to read a name as prefix + parameter.
         wrapped = any(w in name for w in (*LEADING_WRAPPERS, *WRAPPERS))
-        for ending in endings(name):
+        start = 0
+        while True:
+            ending = name[start:]
             of = owners.get(ending) or (owners.get(strip_wrappers(ending)) if wrapped else None)
             if of:
-                prefix = name[: len(name) - len(ending)]
-                votes[prefix] += 1
+                votes[name[:start]] += 1
                 for root in of:
-                    by_optimizer[root][prefix] += 1
+                    by_optimizer[root][name[:start]] += 1
+            start = name.find(".", start) + 1
+            if not start:
+                break
     places: dict[str, set[str]] = {}
     for root, counts in by_optimizer.items():
         outside = {p: n for p, n in counts.items() if not any(_is_inside(p, r) for r in stored.states)}

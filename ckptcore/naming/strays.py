@@ -53,7 +53,7 @@ def _by_name(
     for parameters in states.values():
         for parameter in parameters:
             bare = strip_wrappers(parameter)
-            inside = {bare[len(h) :] for h in heads if bare.startswith(h)} & inner
+            inside = any(bare.startswith(head) and bare[len(head) :] in inner for head in heads)
             (trained if inside else missing).add(bare)
     if not missing:
         return set()

@@ -121,7 +121,11 @@ class StoredKinds:
             One of `TRAINING_STATE`, `AVERAGE`, or None for a name of no known kind.
         """
         if name not in self._cache:
-            self._cache[name] = self._find(name)
+            state = self._states.get(name)
+            if state is not None and state.root in self._outermost and name in self.manifest.index:
+                self._cache[name] = AVERAGE if state.key in _AVERAGED else OPTIMIZER  # most names
+            else:
+                self._cache[name] = self._find(name)
         return self._cache[name]
 
     def is_weight_like(self, name: str) -> bool:
@@ -182,6 +186,12 @@ class StoredKinds:
             if any(e in named for n in self._names if not below(n, root) for e in endings(strip_wrappers(n))):
                 proven.add(root)
         return frozenset(proven)
+
+    @cached_property
+    def _outermost(self) -> frozenset[str]:
+        """Optimizers that are in no other one."""
+        every_one = self._optimizers
+        return frozenset(r for r in every_one if r and not any(o != r and below(r, o) for o in every_one))
 
     @cached_property
     def _trained(self) -> frozenset[str]:
