@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import AmbiguousModel, Finding, finding
@@ -15,6 +15,7 @@ from ckptcore.utils.text import count, some
 from ckptcore.utils.units import show_size
 
 _UNKNOWN = "no known kind"
+_COPY, _OTHER = "copies of the model", "other"
 
 
 def require_decided(request: Request, manifest: Manifest, model: ModelPart) -> None:
@@ -51,6 +52,8 @@ def left_out_findings(request: Request, manifest: Manifest, model: ModelPart) ->
         model: The model part.
     """
     kinds = StoredKinds(manifest)
+    inside = (spec for spec in manifest.tensors if model.holds(spec.fqn))
+    shapes = {spec.fqn[len(model.prefix) :]: spec.shape for spec in inside}
     tensors: dict[str, list[str]] = {}
     values: dict[str, int] = {}
     sizes: dict[str, int] = {}
@@ -60,19 +63,16 @@ def left_out_findings(request: Request, manifest: Manifest, model: ModelPart) ->
             continue
         if not is_kept(name, request.include, request.exclude) or name.startswith(model.others or ("\0",)):
             continue
-        kind = kinds.kind_of(name) or _UNKNOWN
+        kind = kinds.kind_of(name) or _unknown_kind(name, spec.shape, shapes, kinds)
         tensors.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + spec.nbytes
     for blob in manifest.blobs:
-        kind = kinds.kind_of(blob.key) or _UNKNOWN
+        stored = kinds.kind_of(blob.key)
+        kind = stored if stored is not None and stored in TRAINING_STATE else _OTHER
         values[kind] = values.get(kind, 0) + 1
-    known = [kind for kind in {**tensors, **values} if kind in TRAINING_STATE]
-    parts = [
-        _part(kind, len(tensors.get(kind, ())), values.get(kind, 0), sizes.get(kind, 0)) for kind in known
-    ]
-    others = sum(n for kind, n in values.items() if kind not in TRAINING_STATE)
-    if others:
-        parts.append(count(others, "other value"))
+    counted = [kind for kind in {**tensors, **values} if kind in TRAINING_STATE or kind == _COPY]
+    counted += [_OTHER] if _OTHER in tensors or _OTHER in values else []
+    parts = [_part(k, len(tensors.get(k, ())), values.get(k, 0), sizes.get(k, 0)) for k in counted]
     if parts:
         yield finding("left-out", "coverage", f"left out of the export: {'; '.join(parts)}")
     for kind in (AVERAGE, _UNKNOWN):
@@ -83,6 +83,18 @@ def left_out_findings(request: Request, manifest: Manifest, model: ModelPart) ->
             )
             size = f"{count(len(names), 'tensor')}, {show_size(sizes[kind])}"
             yield finding("left-out-weights", "coverage", f"left out, {what} ({size}): {some(names)}")
+
+
+def _unknown_kind(
+    name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], kinds: StoredKinds
+) -> str:
+    """Return what a tensor without a known kind is called in a finding.
+
+    DeepSpeed keeps ``lp/<name>``, the weight in low precision, beside its master.
+    """
+    if shapes.get(name.partition("/")[2]) == shape:
+        return _COPY
+    return _UNKNOWN if kinds.is_weight_like(name) else _OTHER
 
 
 def _part(kind: str, tensors: int, values: int, nbytes: int) -> str:

@@ -63,7 +63,7 @@ def test_the_findings_name_what_is_left_out(tmp_path: Path) -> None:
     state_of_training, average, unknown = found.values()
     assert (state_of_training.code, state_of_training.severity) == ("left-out", "info")
     assert state_of_training.message == (
-        "left out of the export: optimizer (4 tensors, 72 B, 1 value); scheduler (2 values); 1 other value"
+        "left out of the export: optimizer (4 tensors, 72 B, 1 value); scheduler (2 values); other (1 value)"
     )
     assert (average.code, average.severity) == ("left-out-weights", "warning")
     assert average.message == "left out, an average of weights (1 tensor, 24 B): optim.ema.0"
@@ -73,6 +73,18 @@ def test_the_findings_name_what_is_left_out(tmp_path: Path) -> None:
     # What globs leave out, the user knows.
     assert [w.message for w in findings(source, exclude=("sampler.*", "optim.ema.*")).values()] == [
         state_of_training.message
+    ]
+
+
+def test_copies_and_small_tensors_are_no_warning(tmp_path: Path) -> None:
+    state = {"model": WEIGHTS, **{f"lp/{n}": t.bfloat16() for n, t in WEIGHTS.items()}}
+    state |= {"best": torch.ones(()), "ids": torch.arange(9), "odd": torch.ones(2, 2)}  # type: ignore[dict-item]
+    request = Request(save(tmp_path, state), str(tmp_path / "out"), "export", model_prefix="model.")
+    manifest = ckptcore.open(request.source)
+    messages = [w.message for w in compose(request, manifest).warnings if w.code.startswith("left-out")]
+    assert messages == [
+        "left out of the export: copies of the model (2 tensors, 18 B); other (2 tensors, 76 B)",
+        "left out, outside of the model, and no training state (1 tensor, 16 B): odd",
     ]
 
 
