@@ -39,6 +39,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "a cast leaves quantised values and their scales as they are stored: alone they mean nothing",
         "for other dtypes, dequantise them first, with what made them; `--dtype-for` casts scales",
     ),
+    "catalog-row": (
+        "error",
+        "a row of the catalog holds a value that its column should not have; it is left empty",
+        "record it anew: ckptcore catalog rebuild PLACE",
+    ),
     "files-differ": (
         "error",
         "two folders of one source have a file of one name with different bytes",

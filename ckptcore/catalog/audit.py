@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from sqlalchemy import insert, select
 from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord
 from ckptcore.catalog.normalize import clean, clean_json
+from ckptcore.catalog.row_values import parsed, sound
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class AuditRow:
         action: what, such as ``alias.set``.
         subject: the id or name of what was changed.
         detail: the values.
+        trouble: what is odd in the row.
     """
 
     id: int
@@ -42,6 +43,7 @@ class AuditRow:
     action: str
     subject: str
     detail: dict[str, Any]
+    trouble: str = ""
 
 
 def note(
@@ -90,7 +92,16 @@ def listed(
 
 def row_of(row: Any) -> AuditRow:
     """Convert a row of ``select(AuditRecord)``."""
-    return AuditRow(row.id, row.at, row.actor, row.via, row.action, row.subject, json.loads(row.detail))
+    return sound(
+        AuditRow,
+        id=row.id,
+        at=row.at,
+        actor=row.actor,
+        via=row.via,
+        action=row.action,
+        subject=row.subject,
+        detail=parsed(row.detail),
+    )
 
 
 def operating_user() -> str:

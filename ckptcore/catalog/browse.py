@@ -6,11 +6,12 @@ is a short text, made of the key of the last row.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import field
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import and_, case, func, or_, select
@@ -28,9 +29,12 @@ from ckptcore.catalog.query import (
     checkpoint_row,
     checkpoint_rows,
     conversion_row,
+    file_row,
     resolve_checkpoint,
+    tensor_row,
     unloadable,
 )
+from ckptcore.catalog.row_values import is_integer
 from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 LIMIT = 50
 MOST = 500  # rows of one page
 _NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.DELETED.value)
+_LAST_SECOND, _LAST_STEP = 99_999_999_999, (1 << 63) - 1  # behind them are texts in columns of numbers
 _CURSOR = re.compile(r"[0-9A-Za-z.:+_-]{1,100}")
 _Row = TypeVar("_Row")
 
@@ -158,10 +163,10 @@ def runs(
             int(row.sources),
             int(row.outputs),
             int(row.damaged),
-            int(row.nbytes),
-            row.first_step,
-            row.last_step,
-            row.last_at,
+            _integer(row.nbytes) or 0,
+            _integer(row.first_step),
+            _integer(row.last_step),
+            row.last_at if isinstance(row.last_at, datetime) else None,
         )
         for row in counted
     }
@@ -189,7 +194,7 @@ def checkpoints(
         wanted = wanted.where(_before(Checkpoint.created_at, _time(at), Checkpoint.id, _number(row)))
     rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
     last = rows[limit - 1] if len(rows) > limit else None
-    cursor = f"{last.created_at.timestamp():.6f}:{last.id}" if last is not None else None
+    cursor = _time_cursor(last.created_at, last.id) if last is not None else None
     return Page(_listed(conn, rows[:limit]), cursor)
 
 
@@ -223,7 +228,9 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
     last = rows[limit - 1] if len(rows) > limit else None
     cursor = None
     if last is not None:
-        cursor = f"n:{last.id}" if last.step is None else f"s:{last.step}:{last.id}"
+        # An odd step, a text, is behind every number: SQLite sorts texts above numbers.
+        step = last.step if last.step is None or is_integer(last.step) else _LAST_STEP
+        cursor = f"n:{last.id}" if step is None else f"s:{step}:{last.id}"
     return Page(_listed(conn, rows[:limit]), cursor)
 
 
@@ -239,7 +246,7 @@ def conversions(
         wanted = wanted.where(_before(Conversion.started_at, _time(at), Conversion.id, _number(row)))
     rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
     last = rows[limit - 1] if len(rows) > limit else None
-    cursor = f"{last.started_at.timestamp():.6f}:{last.id}" if last is not None else None
+    cursor = _time_cursor(last.started_at, last.id) if last is not None else None
     return Page(tuple(conversion_row(r) for r in rows[:limit]), cursor)
 
 
@@ -253,7 +260,7 @@ def tensors(
         wanted = wanted.where(Tensor.fqn.contains(search, autoescape=True))
     if after:
         wanted = wanted.where(Tensor.fqn > after)
-    rows = [_tensor(r) for r in conn.execute(wanted)]
+    rows = [tensor_row(r) for r in conn.execute(wanted)]
     return Page(tuple(rows[:limit]), rows[limit - 1].fqn if len(rows) > limit else None)
 
 
@@ -268,7 +275,7 @@ def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = 
     )
     if after:
         wanted = wanted.where(CheckpointFile.path > after)
-    rows = [FileRow(r.path, r.nbytes, r.digest, r.role) for r in conn.execute(wanted)]
+    rows = [file_row(r) for r in conn.execute(wanted)]
     return Page(tuple(rows[:limit]), rows[limit - 1].path if len(rows) > limit else None)
 
 
@@ -282,10 +289,11 @@ def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
     ).all()
     dtypes: dict[str, list[int]] = {}
     sizes: dict[int, list[int]] = {}
-    for dtype, nbytes, number in counted:
+    for dtype, stored, number in counted:
+        nbytes = _integer(stored) or 0
         for group in (
             dtypes.setdefault(dtype, [0, 0]),
-            sizes.setdefault(max(int(nbytes), 1).bit_length() - 1, [0, 0]),
+            sizes.setdefault(max(nbytes, 1).bit_length() - 1, [0, 0]),
         ):
             group[0] += number
             group[1] += number * nbytes
@@ -305,7 +313,7 @@ def compare(conn: Connection, left: str, right: str, limit: int = MOST) -> Catal
         {
             t.fqn: t
             for r in conn.execute(select(Tensor).where(Tensor.checkpoint_id == row))
-            for t in [_tensor(r)]
+            for t in [tensor_row(r)]
         }
         for row in (resolve_checkpoint(conn, left), resolve_checkpoint(conn, right))
     ]
@@ -334,6 +342,8 @@ def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
 def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:
     if a is None or b is None:
         return "added" if a is None else "removed"
+    if a.trouble or b.trouble:
+        return "unknown"
     if a.shape != b.shape:
         return "shape"
     if a.dtype != b.dtype:
@@ -362,8 +372,8 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
     lost = unloadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
     return tuple(
         Listed(
-            checkpoint_row(row),
-            open_findings.get((row.id, "error"), 0),
+            checkpoint := checkpoint_row(row),
+            open_findings.get((row.id, "error"), 0) + bool(checkpoint.trouble),
             open_findings.get((row.id, "warning"), 0),
             metrics.get(row.id, {}),
             tuple(names.get(row.id, ())),
@@ -373,8 +383,16 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
     )
 
 
-def _tensor(row: Any) -> TensorRow:
-    return TensorRow(row.fqn, row.dtype, tuple(json.loads(row.shape)), row.nbytes, row.fingerprint)
+def _integer(value: Any) -> int | None:
+    """Return an integer of the database, also of a sum; None for what is none."""
+    whole = int(value) if isinstance(value, int | float | Decimal) and math.isfinite(value) else None
+    return whole if whole is None or is_integer(whole) else None
+
+
+def _time_cursor(time: Any, row: int) -> str:
+    """Return the cursor behind a row; a text that is no time comes before every time, newest first."""
+    seconds = time.timestamp() if isinstance(time, datetime) else _LAST_SECOND
+    return f"{seconds:.6f}:{row}"
 
 
 def _before(first: Any, key: Any, second: Any, tie: int) -> ColumnElement[bool]:

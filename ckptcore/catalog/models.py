@@ -29,6 +29,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.schema import SchemaItem
+from sqlalchemy.types import TypeEngine
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -36,6 +37,28 @@ class UtcDateTime(TypeDecorator[datetime]):
 
     impl = DateTime(timezone=True)
     cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Return the type of a dialect. SQLite has no type for times: any text may be in such a column."""
+        if dialect.name != "sqlite":
+            return super().load_dialect_impl(dialect)
+        from sqlalchemy.dialects.sqlite import DATETIME
+
+        class Lenient(DATETIME):
+            """Text that is no time stays text, so that it costs one row and not the whole answer."""
+
+            def result_processor(self, dialect: Dialect, coltype: Any) -> Any:
+                strict: Any = super().result_processor(dialect, coltype)
+
+                def process(value: Any) -> Any:
+                    try:
+                        return strict(value)
+                    except (ValueError, TypeError):
+                        return value
+
+                return process
+
+        return dialect.type_descriptor(Lenient())  # type: ignore[no-untyped-call]
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Convert a time to UTC. Raises `ValueError` for one without a zone."""
@@ -46,9 +69,9 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return a stored time with the zone UTC."""
-        if value is None:
-            return None
+        """Return a stored time with the zone UTC; what is no time, as it is."""
+        if not isinstance(value, datetime):
+            return value
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from ckptcore.catalog.models import (
     TrainingRun,
 )
 from ckptcore.catalog.normalize import same_places
+from ckptcore.catalog.row_values import parsed, row_finding, sound
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
@@ -86,7 +86,7 @@ def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
     """Return the files of every checkpoint that is, or was, recorded at a URI."""
     rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
     here = rows.where(Checkpoint.uri.in_(same_places(uri)))
-    return tuple(FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(here))
+    return tuple(file_row(r) for r in conn.execute(here))
 
 
 def resolve_checkpoint(conn: Connection, ref: str) -> int:
@@ -169,7 +169,8 @@ def checkpoint_rows() -> Select[Any]:
 
 def checkpoint_row(row: Any) -> CheckpointRow:
     """Convert a row of `checkpoint_rows`."""
-    return CheckpointRow(
+    return sound(
+        CheckpointRow,
         id=row.uuid,
         kind=row.kind,
         format=row.format,
@@ -180,28 +181,42 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         nbytes=row.total_bytes,
         num_tensors=row.num_tensors,
         num_files=row.num_files,
-        dtypes=tuple(filter(None, row.dtypes.split(","))),
+        dtypes=tuple(filter(None, str(row.dtypes).split(","))),
         manifest_digest=row.manifest_digest,
         content_digest=row.content_digest or None,
-        origin=json.loads(row.origin),
+        origin=parsed(row.origin),
         created_at=row.created_at,
         verified_at=row.verified_at,
-        verified_level=None if row.verified_level is None else current_level(row.verified_level),
+        verified_level=None if row.verified_level is None else current_level(str(row.verified_level)),
         replaced_at=row.replaced_at,
         fingerprint=row.fingerprint,
         deleted_at=row.deleted_at,
     )
 
 
+def file_row(row: Any) -> FileRow:
+    """Convert a row of ``select(CheckpointFile)``."""
+    return sound(FileRow, path=row.path, nbytes=row.nbytes, digest=row.digest, role=row.role)
+
+
+def tensor_row(row: Any) -> TensorRow:
+    """Convert a row of ``select(Tensor)``."""
+    form = parsed(row.shape)
+    shape = tuple(form) if isinstance(form, list) else form
+    values = {"fqn": row.fqn, "dtype": row.dtype, "nbytes": row.nbytes, "fingerprint": row.fingerprint}
+    return sound(TensorRow, shape=shape, **values)
+
+
 def conversion_row(row: Any) -> ConversionRow:
     """Convert a row of ``select(Conversion)``."""
-    return ConversionRow(
+    return sound(
+        ConversionRow,
         id=row.uuid,
         verb=row.verb,
         state=row.state,
         source_uri=row.source_uri,
         destination_uri=row.destination_uri,
-        request=json.loads(row.request),
+        request=parsed(row.request),
         plan_digest=row.plan_digest,
         tool_version=row.tool_version,
         flow_run_id=row.flow_run_id,
@@ -212,13 +227,13 @@ def conversion_row(row: Any) -> ConversionRow:
         peak_memory=row.peak_memory,
         error_code=row.error_code,
         error_message=row.error_message,
-        timings=json.loads(row.timings),
+        timings=parsed(row.timings),
         map_digest=row.map_digest,
         fingerprint=row.fingerprint,
         source_stamp=row.source_stamp,
         source_ctime=row.source_ctime,
         export_verdict=row.export_verdict,
-        export_checks=json.loads(row.export_checks or "{}"),
+        export_checks=parsed(row.export_checks or "{}"),
         export_verified_at=row.export_verified_at,
     )
 
@@ -255,19 +270,20 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
     )
     files = _files_of(conn, row_id)
     written_by = conversions_of(conn, row_id, Direction.OUT)
+    checkpoint = checkpoint_row(row)
+    listed = sorted(map(tensor_row, conn.execute(named) if tensors else ()), key=lambda t: _natural(t.fqn))
+    parts: tuple[CheckpointRow | FileRow | TensorRow | ConversionRow, ...] = (
+        checkpoint,
+        *files,
+        *listed,
+        *written_by,
+    )
+    odd = [part.trouble for part in parts if part.trouble]
     return CheckpointDetail(
-        checkpoint=checkpoint_row(row),
+        checkpoint=checkpoint,
         files=files,
-        tensors=tuple(
-            sorted(
-                (
-                    TensorRow(r.fqn, r.dtype, tuple(json.loads(r.shape)), r.nbytes, r.fingerprint)
-                    for r in (conn.execute(named) if tensors else ())
-                ),
-                key=lambda tensor: _natural(tensor.fqn),
-            )
-        ),
-        findings=_findings(conn, found),
+        tensors=tuple(listed),
+        findings=(*(row_finding(checkpoint.id, trouble) for trouble in odd), *_findings(conn, found)),
         tags={r.key: r.value for r in conn.execute(tags)},
         written_by=written_by,
         used_by=conversions_of(conn, row_id, Direction.IN),
@@ -311,8 +327,7 @@ def unloadable(conn: Connection, ids: Sequence[int]) -> set[int]:
 
 def _files_of(conn: Connection, row_id: int) -> tuple[FileRow, ...]:
     files = conn.execute(select(CheckpointFile).where(CheckpointFile.checkpoint_id == row_id))
-    rows = (FileRow(r.path, r.nbytes, r.digest, r.role) for r in files)
-    return tuple(sorted(rows, key=lambda file: _natural(file.path)))
+    return tuple(sorted(map(file_row, files), key=lambda file: _natural(file.path)))
 
 
 def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:

@@ -18,7 +18,6 @@ PostgreSQL skips rows that others have locked; SQLite has one writer at a time.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -31,7 +30,8 @@ from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
-from ckptcore.errors import UsageError
+from ckptcore.catalog.row_values import parsed, sound
+from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class InboxEvent(_Tried):
     source, event_id: unique together. type: the sender's name for the event. uri, run: "" if the sender named
     none; step: None. body: as received. state: a `Stage`. attempts: how often the row was taken. flow_run_id:
     the flow run that processes it. attempts_before: attempts before the last retry by a user.
+    trouble: what is odd in the row.
     """
 
     id: str
@@ -103,6 +104,7 @@ class InboxEvent(_Tried):
     error_message: str | None
     attempts_before: int
     row: int
+    trouble: str = ""
 
     @property
     def key(self) -> str:
@@ -116,7 +118,7 @@ class Message(_Tried):
 
     endpoint: the name of the receiver. key: unique for the endpoint. type: what happened. body: plain values.
     state: a `Stage`. attempts: how often the row was taken. attempts_before: attempts before the last retry
-    by a user.
+    by a user. trouble: what is odd in the row.
     """
 
     id: str
@@ -132,6 +134,7 @@ class Message(_Tried):
     error_message: str | None
     attempts_before: int
     row: int
+    trouble: str = ""
 
 
 Row = TypeVar("Row", InboxEvent, Message)
@@ -172,7 +175,7 @@ class Queue(Generic[Row]):
         Args:
             conn: a transaction of `Catalog.queueing`.
             now: the current time.
-            limit: the most rows to take.
+            limit: the most rows to take; odd ones, which nobody can process, are failed.
             lease: how long the rows are reserved.
             only: the sources or endpoints to take from; None means all. Other rows are not touched, nor
                 counted as tried.
@@ -192,9 +195,13 @@ class Queue(Generic[Row]):
             .where(mine)
             .values(state=Stage.TAKEN.value, due_at=now + lease, attempts=table.attempts + 1)
         )
-        return [
-            self._read(row) for row in conn.execute(select(table.__table__).where(mine).order_by(table.id))
+        taken = [
+            self._sound(row) for row in conn.execute(select(table.__table__).where(mine).order_by(table.id))
         ]
+        for row in taken:
+            if row.trouble:
+                self._settle(conn, row, Stage.FAILED, ended_at=now, error=_unusable(row))
+        return [row for row in taken if not row.trouble]
 
     def done(self, conn: Connection, now: datetime, row: Row, **columns: Any) -> bool:
         """End a finished row. Return False if its lease expired and another worker has taken it."""
@@ -245,7 +252,7 @@ class Queue(Generic[Row]):
         table = self._table
         wanted = table.state != Stage.DONE.value if state is None else table.state == state
         newest = select(table.__table__).where(wanted).order_by(table.id.desc()).limit(limit)
-        return tuple(self._read(row) for row in conn.execute(newest))
+        return tuple(self._sound(row) for row in conn.execute(newest))
 
     def depth(self, conn: Connection) -> dict[str, int]:
         """Return the number of rows in each stage."""
@@ -294,12 +301,20 @@ class Queue(Generic[Row]):
         return conn.execute(update(table).where(*taken).values(values)).rowcount == 1
 
     def _read(self, row: Any) -> Row:
-        read: Row = self._row(**self._values(row))
+        """Return a row of the table. Raises `CatalogError` for an odd one."""
+        read = self._sound(row)
+        if read.trouble:
+            raise CatalogError(_unusable(read))
+        return read
+
+    def _sound(self, row: Any) -> Row:
+        read: Row = sound(self._row, **self._values(row))
         return read
 
     def _values(self, row: Any) -> dict[str, Any]:
         """Return the fields of a row of the table."""
-        return {f.name: getattr(row, _COLUMNS.get(f.name, f.name)) for f in fields(self._row)}
+        named = (f.name for f in fields(self._row) if f.name != "trouble")
+        return {name: getattr(row, _COLUMNS.get(name, name)) for name in named}
 
 
 class _Inbox(Queue[InboxEvent]):
@@ -342,7 +357,11 @@ class _Outbox(Queue[Message]):
         return self._insert(conn, now, values)
 
     def _values(self, row: Any) -> dict[str, Any]:
-        return super()._values(row) | {"body": json.loads(row.body)}
+        return super()._values(row) | {"body": parsed(row.body)}
+
+
+def _unusable(row: InboxEvent | Message) -> str:
+    return f"the row cannot be used: {row.trouble}"
 
 
 # A retried event gets a new flow run.

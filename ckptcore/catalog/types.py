@@ -140,6 +140,7 @@ class CheckpointRow:
         verified_level: the check level of that proof.
         fingerprint: of its tensor values in any format and topology; None if it was never computed.
         deleted_at: when `retire` deleted it.
+        trouble: what is odd in the row, where an odd value is empty here; "" for a row in order.
     """
 
     id: str
@@ -162,27 +163,36 @@ class CheckpointRow:
     replaced_at: datetime | None
     fingerprint: str | None = None
     deleted_at: datetime | None = None
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One file of a checkpoint; digest as in `ckptcore.utils.part_digest`, or None. role: see `Role`."""
+    """One file of a checkpoint; digest as in `ckptcore.utils.part_digest`, or None. role: see `Role`.
+
+    trouble: as of `CheckpointRow`.
+    """
 
     path: str
     nbytes: int
     digest: str | None
     role: str = Role.DATA.value
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor of a checkpoint. shape: in elements. fingerprint: None if unknown."""
+    """One tensor of a checkpoint. shape: in elements. fingerprint: None if unknown.
+
+    trouble: as of `CheckpointRow`.
+    """
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     fingerprint: str | None = None
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +211,7 @@ class ConversionRow:
         export_verdict: ok, failed or unproven, from `verify-export`; None if it never ran.
         export_checks: verdict, summary and time (``at``) by check.
         export_verified_at: the time of the last check.
+        trouble: as of `CheckpointRow`.
     """
 
     id: str
@@ -227,6 +238,7 @@ class ConversionRow:
     export_verdict: str | None = None
     export_checks: dict[str, dict[str, str]] = field(default_factory=dict)
     export_verified_at: datetime | None = None
+    trouble: str = ""
 
     @property
     def made_for(self) -> str:
@@ -301,9 +313,13 @@ class Origin:
 
 
 def as_dict(value: Any) -> Any:
-    """Convert a value of this module to JSON values: dicts and lists, times in ISO 8601."""
+    """Convert a value of this module to JSON values: dicts and lists, times in ISO 8601.
+
+    A row has ``trouble`` only if something is odd in it.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: as_dict(getattr(value, f.name)) for f in fields(value)}
+        named = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: as_dict(one) for name, one in named if name != "trouble" or one}
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):
