@@ -33,6 +33,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import open_store, split_url
 from ckptcore.store.contents import NameKind, Thing
 
+EMPTY_FOLDER = "empty folder"
 # Files that only describe where tensors and objects are stored; they count if their reader read them.
 _DESCRIBE = (".metadata", "__*.metadata", "metadata.json", "*.index.json", ".zarray")
 # Findings that do not mean that the manifest, and so a copy of it, lacks something; files that they name are
@@ -111,7 +112,7 @@ def rest_of(
         for name, thing in things.items():
             if thing.kind is NameKind.FOLDER:
                 if name not in filled:
-                    yield Holding("empty folder", name)
+                    yield Holding(EMPTY_FOLDER, name)
             elif thing.kind is not NameKind.FILE:
                 yield Holding(thing.kind.value, name)
             elif name not in interpreted:
