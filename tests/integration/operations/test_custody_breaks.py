@@ -55,14 +55,14 @@ def test_its_disk_was_away_during_a_scrub(copies):
 
 
 @on_some
-@pytest.mark.parametrize("again", ["rebuild", rarely("validate")])
-def test_it_was_moved_and_cataloged_again(again, copies):
+@pytest.mark.parametrize("how", ["rebuild", rarely("validate")])
+def test_it_was_moved_and_recorded_there(how, copies):
     copies.counted_on()
     moved = copies.tmp / "archive" / "k"
     moved.parent.mkdir()
     copies.copy.rename(moved)
     scrub(copies.catalog, share=1)
-    if again == "rebuild":
+    if how == "rebuild":
         copies.rebuilt(moved)
     else:
         copies.validated(moved)
@@ -71,7 +71,7 @@ def test_it_was_moved_and_cataloged_again(again, copies):
 
 @pytest.mark.soak
 @on_some
-def test_it_was_moved_and_nobody_said_so(copies):
+def test_it_was_moved_and_nobody_recorded_it(copies):
     copies.counted_on()
     moved = copies.tmp / "archive"
     copies.copy.rename(moved)
@@ -153,11 +153,11 @@ def test_the_other_copy_rotted_and_nobody_looked(place, copies):
     copies.convert(copies.source, second, to="torch_save")
     copies.convert(copies.source, copies.copy, overwrite=True)  # the newest, so it is counted on
     copies.counted_on()
-    rotten, whole = (second, copies.copy) if place == "first" else (copies.copy, second)
+    rotten, intact = (second, copies.copy) if place == "first" else (copies.copy, second)
     file = next(p for p in rotten.rglob("*") if p.is_file()) if rotten.is_dir() else rotten
     at = file.read_bytes().index(torch.full((4,), 1.5).numpy().tobytes())
     flip(file, at)
-    copies.refuses(whole)
+    copies.refuses(intact)
 
 
 @on_some
@@ -170,7 +170,7 @@ def test_the_other_copy_is_a_part_or_cast(how, copies):
 
 
 @on_some
-def test_two_parts_are_as_good_as_a_whole(copies):
+def test_two_parts_are_as_good_as_all_of_it(copies):
     copies.counted_on()
     copies.convert(copies.copy, copies.out / "x", exclude=("bias",))
     copies.convert(copies.copy, copies.out / "y", include=("bias",))

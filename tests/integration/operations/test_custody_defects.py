@@ -182,7 +182,7 @@ def test_a_record_is_beside_the_place_itself_and_not_beside_a_link_to_it(copies)
 
 
 def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
-    """The record still lies in the folder; only records of places with a checkpoint are read."""
+    """The record is still in the folder; only records of places with a checkpoint are read."""
     copies.counted_on()
     moved = copies.out / "moved"
     copies.copy.rename(moved)
