@@ -498,7 +498,7 @@ class Run:
         made: Contents | None,
         outcome: str,
     ) -> None:
-        """Every place that a user sees is as it was; the target is so, too, or is the new output, complete."""
+        """Every place that a user sees is as it was; the target, too, or it is the new output, complete."""
         for place in {*before, *after}:
             old, new = before.get(place), after.get(place)
             if is_hidden(place) or old == new:

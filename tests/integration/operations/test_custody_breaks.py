@@ -191,6 +191,42 @@ def test_copies_of_copies_in_turns(copies):
     copies.refuses()
 
 
+@on_some
+def test_the_other_copy_lacks_a_file(copies):
+    shutil.copy(copies.copy / "model.safetensors", copies.source / "export.bin")
+    copies.counted_on()
+    copies.convert(copies.copy, copies.out / "x", to="dcp")
+    assert copies.refuses().values["contents"] == ["model.safetensors"]
+    copies.convert(copies.copy, copies.out / "y")
+    copies.replaces()
+
+
+@pytest.mark.soak
+@on_some
+def test_it_can_be_read_in_part(copies):
+    shutil.rmtree(copies.source)
+    save(copies.source, 1, **{f"t{n}": torch.randn(300) for n in range(4)})
+    copies.convert(copies.source, copies.copy, overwrite=True, max_file_size=2000)
+    copies.counted_on()
+    file = min(copies.copy.glob("model-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[9] ^= 255
+    file.write_bytes(data)
+    copies.refuses(overwrite_foreign=True)
+
+
+@pytest.mark.soak
+@on_some
+def test_the_destination_is_a_link_to_it(copies):
+    copies.counted_on()
+    link, before = copies.tmp / "link", files_of(copies.copy)
+    link.symlink_to(copies.copy)
+    for catalog in (None, False):
+        with pytest.raises(CkptError):
+            copies.overwrite(link, catalog=catalog, overwrite_foreign=True)
+    assert files_of(copies.copy) == before
+
+
 # What happened to the catalog.
 
 

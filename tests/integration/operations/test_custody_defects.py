@@ -1,13 +1,14 @@
 """DEFECTS FOUND: each test fails today, and says what must be true instead.
 
-The first two lose data; the next three delete or show what they must not; the rest end in a crash, in a state
-that no command leaves, or in what was given up or removed coming back.
+The first three lose data. The next four delete or show what they must not, then some forget. The rest end in
+a crash, in a state that no command leaves, or in what was given up or removed coming back.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import fault_s3
@@ -22,6 +23,7 @@ from ckptcore.catalog.heartbeats import RUNNING, Heartbeats
 from ckptcore.conversion import local_publication
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare
 from ckptcore.conversion.registration import facts, start
+from ckptcore.custody import obligation_records as records
 from ckptcore.custody import set_aside as aside
 from ckptcore.custody.upkeep import listed, release
 from ckptcore.errors import CkptError
@@ -55,11 +57,11 @@ def bucket(tmp_path):
         yield Bucket(server, catalog, url, tmp_path)
 
 
-def begun(copies, target):
-    """A conversion over a place, of which all but publishing is done."""
+def begun(copies, target, url=None):
+    """A conversion over a place, of which all but publishing is done, as a flow does it."""
     request = Request(str(copies.other), str(target), overwrite=True)
-    registration = start(request, copies.url)
-    plan = prepare(request, MEANS, None, copies.url).plan_uri
+    registration = start(request, url or copies.url)
+    plan = prepare(request, MEANS, None, url or copies.url).plan_uri
     execute(plan, None, MEANS)
     return plan, registration
 
@@ -85,6 +87,20 @@ def test_a_conversion_that_was_silent_for_too_long_publishes_nothing(copies):
     with pytest.raises(CkptError):
         finish(plan, MEANS, None, copies.url, registration.id)
     assert files_of(copies.copy) == before
+
+
+def test_the_stages_of_a_flow_with_another_catalog_publish_nothing(copies, tmp_path):
+    """`admit` does not ask again where a conversion has a row; a row in another catalog stops no deletion.
+
+    The record beside the copy is there by then. (In one process, the lock of the staging folder stops it.)
+    """
+    with open_catalog(str(tmp_path / "other.sqlite")) as other:
+        plan, registration = begun(copies, copies.copy, other.url)
+        copies.counted_on()
+        before = files_of(copies.copy)
+        with pytest.raises(CkptError):
+            finish(plan, MEANS, None, other.url, registration.id)
+        assert files_of(copies.copy) == before
 
 
 def test_a_resumed_purge_heeds_what_it_finds(copies, monkeypatch):
@@ -179,6 +195,25 @@ def test_a_record_is_beside_the_place_itself_and_not_beside_a_link_to_it(copies)
     copies.counted_on()
     copies.refuses(real)
     copies.refuses(real, catalog=False)
+
+
+def test_two_purges_write_one_record(copies, monkeypatch):
+    """Each reads it, adds its own obligation, and writes it; nothing excludes the other meanwhile."""
+    copies.counted_on()
+    (duty,) = records.read_duties(str(copies.copy))
+    first, second = (replace(duty, row=replace(duty.row, id=each)) for each in ("first", "second"))
+    read, once = records.read_duties, []
+
+    def meanwhile(place):
+        known = read(place)
+        if not once:
+            once.append(records.add_duties)
+            records.add_duties(place, [first])
+        return known
+
+    monkeypatch.setattr(records, "read_duties", meanwhile)
+    records.add_duties(str(copies.copy), [second])
+    assert {each.row.id for each in read(str(copies.copy))} == {duty.row.id, "first", "second"}
 
 
 def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
