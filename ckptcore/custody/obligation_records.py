@@ -64,7 +64,7 @@ def recorded_duty(conn: Any, row: ObligationRow) -> Duty:
         raise CatalogError(
             f"the contents of obligation {row.id} on {row.place} cannot be read: {error}",
             hint=f"`ckptcore catalog rebuild --made {row.place}` reads the record beside the copy; `ckptcore "
-            f"catalog obligation release {row.id} '*'` gives up what it protects",
+            f"catalog obligation release {row.id} --accept-loss '*'` gives up what it protects",
         ) from error
 
 
