@@ -12,7 +12,7 @@
 #   make soak    the long repeats that `make test` leaves out
 #   make versions VERSIONS="lowest python3.13"
 #                `make quick` with the lowest versions of pyproject.toml, or on another Python (downloads gigabytes)
-#   make fuzz    change real checkpoints a million times, guided by coverage and not
+#   make fuzz    change real checkpoints, and texts of every parser, a million times; guided by coverage, too
 #   make docs    write the generated tables of docs/ and CONTRIBUTING.md, and the picture of the rooms
 #   make site    build the documentation site from docs/, into build/site
 #   make clean   remove what these targets made
@@ -105,6 +105,7 @@ INPUTS ?= 1000000
 fuzz: $(stamp)
 	@$(bin)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]' $(torch)
 	@$(python) tests/fuzz/fuzz.py --inputs $(INPUTS)
+	@$(python) tests/fuzz/texts.py --inputs $(INPUTS)
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(python) tests/fuzz/guided.py "$$folder" -atheris_runs=$$(($(INPUTS) / 10)) -print_final_stats=1
 

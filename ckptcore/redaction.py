@@ -8,7 +8,7 @@ that was given one. `redacted` is for texts that people read: errors, logs, rows
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 from urllib.parse import unquote
@@ -34,17 +34,58 @@ _NAMED = (
     r"|private[_-]?key|credentials?|authkey|jwt)"
 )
 _ASSIGNED = rf"(?i)(?<![\w./-])({_NAMED}=)(?:\"[^\"]*\"|'[^']*'|[^&\s\"'<>;]+)"
+# Names whose values grant access wherever people write them: options of programs, variables of an
+# environment, headers, lines of a config. Tokens of a tokenizer are none.
+_STRONG = (
+    r"(?!(?:[a-z0-9]{1,30}[_-]){0,3}(?:bos|eos|pad|unk|cls|sep|mask|image|video|audio|start|end|begin|think|tool"
+    r"|fim|eot|eod|special|stop|next|max|min|num)[_-])"
+    r"(?:[a-z0-9]{1,30}[_-]){0,8}(?:token|secret|passw(?:or)?d|passphrase|pwd|credentials?|jwt"
+    r"|(?:api|access|private|secret|account|auth|session|encryption|license|sas|ssh)[_-]?key)(?:[_-]id)?"
+)
+# No value of these: a variable, another option, a placeholder, a word or a small number.
+_NONE = r"\$|-|<|\[|\{|\.\.\.|(?:\d{1,4}|true|false|none|null|yes|no|on|off)(?![\w-])"
+_GIVEN = rf"(?:\"(?!{_NONE})[^\"\\]*\"|'(?!{_NONE})[^'\\]*'|(?!{_NONE})[^\s\"'<>;,\\]+)"
+_OPTION = rf"(?i)(?<![\w./-])(--?{_STRONG}(?:=|\s{{1,9}}))(?:{_GIVEN})"
+_VARIABLE = rf"(?i)(?<![\w./-])({_STRONG}=)(?:{_GIVEN})"
+# As items of a list in JSON or Python: "--token", "abc".
+_LISTED = rf"(?i)((['\"])--?{_STRONG}\2\s{{0,9}},\s{{0,9}})(?:\"(?!{_NONE})[^\"]*\"|'(?!{_NONE})[^']*')"
+# In prose a name before a colon is a word: then its value must look like no word.
+_RANDOM = r"(?=[^\s\"'<>;,\\]{0,200}\d)(?=[^\s\"'<>;,\\]{0,200}[a-z])"
+_FIELD = rf"(?i)(?<![\w./-])({_STRONG}\s{{0,3}}:\s{{1,9}})(?!{_NONE}){_RANDOM}[^\s\"'<>;,\\]{{12,}}"
+_PASSWORD = (
+    r"(?i)(?<![\w./-])((?:[a-z0-9]{1,30}[_-]){0,8}(?:passw(?:or)?d|passphrase|pwd)\s{0,3}:\s{1,9})"
+    rf"(?!{_NONE}){_RANDOM}[^\s\"'<>;,\\]{{6,}}"
+)
+# A key is most often no secret; what looks like one is hexadecimal, or mixes cases and digits.
+_KEY = (
+    r"(?<![\w./-])((?i:key)=)(?:[0-9a-fA-F]{32,}"
+    r"|(?=[\w+/-]{0,200}[a-z])(?=[\w+/-]{0,200}[A-Z])(?=[\w+/-]{0,200}[0-9])[\w+/-]{16,}=*)(?![\w.])"
+)
+_KEY_HEADER = (
+    r"(?i)\b((?:x-[a-z0-9-]{0,40})?(?:api-?key|(?:auth|access|vault|security|private)-token)\s{0,3}:\s{0,9})"
+    rf"(?!{_NONE})[^\s\"'<>;,\\]+"
+)
+_COOKIE = r"(?i)(\b(?:set-)?cookie\s{0,3}:\s{0,9}[\w.-]{1,80}=)[^\s;\"']+"
+# curl -u name:password. Two numbers are a user and a group.
+_LOGIN = r"((?<!\S)(?:-u|--user)[=\s]\s{0,8}(?!\d{1,9}:\d{1,9}(?!\S))[^\s:\"'$]{1,80}:)(?!\$)[^\s\"']+"
 _QUOTED = rf"(?i)((['\"]){_NAMED}\2\s{{0,9}}:\s{{0,9}})(?:b?\"[^\"]*\"|b?'[^']*')"
 _TAGGED = rf"(?i)(<({_NAMED}|StringToSign|CanonicalRequest|SignatureProvided)>)[^<]*"
 # A variable of a shell is no secret: people copy the command that it is in.
 _HEADER = (
     r"(?i)(\bauthorization['\"]?\s{0,9}[:=]"
     r"(?!\s{0,9}(?:[\w-]{1,20} )?\$(?:\w{1,80}|\{\w{1,80}\})(?:['\"\r\n]|$))"
-    r"\s{0,9}b?['\"]?(?:[\w-]{1,20} +)?)[^'\"\r\n]+"
+    r"\s{0,9}b?['\"]?"
+    r"(?:(?:basic|bearer|digest|token|negotiate|ntlm|oauth|apikey|aws|[a-z0-9]{1,9}-hmac-[\w-]{1,9}) +)?)"
+    r"[^'\"\r\n]+"
     r"|((?-i:\bBearer)\s{1,9})[\w.~+/=-]{12,}"
 )
-# Keys with a known shape: AWS, Hugging Face, GitHub.
-_SHAPED = r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36}))\w+"
+# Keys with a known shape: AWS, Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, npm; tokens of JSON, PEM.
+_SHAPED = (
+    r"\b((?:AKIA|ASIA)(?=[A-Z0-9]{16}\b)|hf_(?=\w{30})|gh[pousr]_(?=\w{36})|github_pat_(?=\w{30})"
+    r"|glpat-(?=[\w-]{20})|sk-(?=[\w-]{20})(?=[\w-]{0,80}\d)|xox[abeoprs]-(?=[\w-]{10})|AIza(?=[\w-]{35})"
+    r"|npm_(?=\w{36})|eyJ(?=[\w-]{8,4000}\.eyJ[\w-]{8}))[\w.-]+"
+)
+_PEM = r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)[^-]*"
 
 # user:password@ of a URL. Users paste passwords with a slash or a question mark in them: everything up to the
 # last @ of the word is removed, unless the colon is followed by the port of a host.
@@ -61,7 +102,31 @@ _CONTAINERS = r"(?i)(?:abfss?|wasbs?|adl|az)"  # Azure: container@account
 _BY_NAME = rf"{_CONTAINERS}|(?:postgres|mysql|mariadb|ssh|sftp|scp|hdfs|webhdfs|smb|ftp)"
 
 _STRICT_USERINFO = r"(?i)(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)(?P<user>[^/@\s]+)@"
-_MAY_HOLD = r"(?i):/|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_"
+_MAY_HOLD = (
+    r"(?i):/|%3A%2F%2F|=|bearer|authorization|['\"]\s{0,9}:|<[a-z]|AKIA|ASIA|hf_|gh[pousr]_|github_pat_|glpat-|sk-"
+    r"|xox|AIza|npm_|eyJ|token|secret|passw|passphrase|pwd|credential|jwt|key|cookie|-u\s|--user"
+)
+# What is removed: a pattern, and what is left of it.
+_REMOVED = (
+    (_QUERY, rf"\1{GONE}"),
+    (_ASSIGNED, rf"\1{GONE}"),
+    (_VARIABLE, rf"\1{GONE}"),
+    (_OPTION, rf"\1{GONE}"),
+    (_LISTED, rf"\1\2{GONE}\2"),
+    (_FIELD, rf"\1{GONE}"),
+    (_PASSWORD, rf"\1{GONE}"),
+    (_KEY, rf"\1{GONE}"),
+    (_KEY_HEADER, rf"\1{GONE}"),
+    (_COOKIE, rf"\1{GONE}"),
+    (_LOGIN, rf"\1{GONE}"),
+    (_QUOTED, rf"\1'{GONE}'"),
+    (_TAGGED, rf"\1{GONE}"),
+    (_HEADER, rf"\1\2{GONE}"),
+    (_SHAPED, rf"\1{GONE}"),
+    (_PEM, rf"\1{GONE}"),
+)
+_SECRET_OPTION = rf"(?i)--?{_STRONG}"
+_SECRET_VALUE = rf"(?!{_NONE})[\s\S]+"
 
 
 def redacted(text: str) -> str:
@@ -73,16 +138,15 @@ def redacted(text: str) -> str:
     "403, url=URL('https://h/a?X-Amz-Date=1&X-Amz-Signature=...')"
     >>> redacted("postgresql+psycopg://user@host/database"), redacted("http://host:9000/run@5")
     ('postgresql+psycopg://user@host/database', 'http://host:9000/run@5')
+    >>> redacted("train --hf-token abc --max-tokens 512"), redacted("HF_TOKEN=abc MAX_TOKENS=512")
+    ('train --hf-token ... --max-tokens 512', 'HF_TOKEN=... MAX_TOKENS=512')
     """
     if not _compiled(_MAY_HOLD).search(text):
         return text
     text = _compiled(_USERINFO).sub(_without_user, text)
-    text = _compiled(_QUERY).sub(rf"\1{GONE}", text)
-    text = _compiled(_ASSIGNED).sub(rf"\1{GONE}", text)
-    text = _compiled(_QUOTED).sub(rf"\1'{GONE}'", text)
-    text = _compiled(_TAGGED).sub(rf"\1{GONE}", text)
-    text = _compiled(_HEADER).sub(lambda found: f"{found[1] or found[2]}{GONE}", text)
-    return _compiled(_SHAPED).sub(rf"\1{GONE}", text)
+    for pattern, left in _REMOVED:
+        text = _compiled(pattern).sub(left, text)
+    return text
 
 
 def beginning(text: str, length: int) -> str:
@@ -126,8 +190,27 @@ def redacted_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: redacted_value(v) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(redacted_value(v) for v in value)
+        return type(value)(redacted_value(v) for v in without_arguments(value))
     return value
+
+
+def without_arguments(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the items of a command line without those that are the secret of the option before them.
+
+    >>> without_arguments(["train.py", "--token", "abc", "--eos-token", "</s>"])
+    ['train.py', '--token', '...', '--eos-token', '</s>']
+    """
+    return [
+        GONE if isinstance(value, str) and _is_argument(before, value) else value
+        for before, value in zip([None, *values], values, strict=False)
+    ]
+
+
+def _is_argument(before: Any, value: str) -> bool:
+    if not isinstance(before, str) or not before.startswith("-"):
+        return False
+    option, given = _compiled(_SECRET_OPTION), _compiled(_SECRET_VALUE)
+    return option.fullmatch(before) is not None and given.fullmatch(value) is not None
 
 
 def bare_url(url: str) -> str:

@@ -12,19 +12,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    make_wsgi_app,
+    start_http_server,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ckptcore import __version__
 from ckptcore.catalog import open_catalog
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.figures import Figures, figures
 from ckptcore.catalog.types import Outcome
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import beginning
+from ckptcore.utils.isolation import parsed_or_none
 
 KEEP_SECONDS = 10.0  # several monitors cost the catalog one reading
 
@@ -66,7 +76,7 @@ class CatalogMetrics(Collector):
         return [
             _gauge("catalog_up", "Whether the catalog answered.", 1),
             _gauge("catalog_read_seconds", "How long the catalog took to count all this.", took),
-            *_of(read, datetime.now(UTC)),
+            *_of(read, read.at),
         ]
 
 
@@ -97,6 +107,11 @@ def _of(read: Figures, now: datetime) -> Iterator[Metric]:
     )
     yield _labelled("open_findings", "Open findings of current checkpoints.", "severity", read.findings)
     yield _gauge("holds", "Holds in force.", read.holds)
+    yield _gauge("set_aside_bytes", "Bytes of files that purges free.", read.set_aside_bytes)
+    yield _gauge("obligations", "Deletions whose copies must not go.", read.obligations)
+    yield _gauge(
+        "lost_contents", "Contents under an obligation that no recorded checkpoint holds.", read.lost_contents
+    )
     yield _gauge("catalog_bytes", "Size of the catalog's database.", read.database_bytes)
 
 
@@ -199,7 +214,7 @@ def registry_of(catalog_url: str | None) -> CollectorRegistry:
 
     def read() -> Figures:
         with open_catalog(catalog_url, create=False) as catalog, catalog.reading() as conn:
-            return figures(conn, datetime.now(UTC))
+            return figures(conn, clock(conn))
 
     registry.register(CatalogMetrics(read))
     return registry
@@ -215,9 +230,21 @@ def serving(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
             f"cannot serve metrics at {host}:{port}: {error.strerror or error}",
             hint="--metrics-host must be an address of this machine, and the port free there; 0 picks one",
         ) from error
+    server.set_app(_of_any_client(make_wsgi_app(registry)))
     try:
         yield int(server.server_address[1])
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _of_any_client(app: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the application with its usual format for clients whose Accept header it cannot parse."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if parsed_or_none(choose_encoder, environ.get("HTTP_ACCEPT", "")) is None:
+            environ = environ | {"HTTP_ACCEPT": ""}
+        return app(environ, start_response)
+
+    return answer

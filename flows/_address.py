@@ -9,17 +9,16 @@ import os
 import socket
 import sys
 import time
-import tomllib
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import bare_url, beginning, redacted
 from ckptcore.utils import terminal
+from ckptcore.utils.foreign_text import InvalidText, load_toml, parse_url
 
 _MOST_TEXT = 500  # characters of a server's reason
 _HINT = "set PREFECT_API_URL, or the active profile's, to http://HOST:PORT/api"
@@ -35,8 +34,8 @@ def configured(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
     home = Path(env.get("PREFECT_HOME") or Path.home() / ".prefect").expanduser()
     path = Path(env.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
     try:
-        known = tomllib.loads(path.read_text())
-    except (OSError, ValueError):
+        known = load_toml(path.read_bytes())
+    except (OSError, InvalidText):
         return "", ""  # no profiles, or none that Prefect itself could read
     name = env.get("PREFECT_PROFILE") or known.get("active")
     profiles = known.get("profiles")
@@ -51,8 +50,8 @@ def require_address(env: Mapping[str, str] = os.environ) -> None:
     if not url:
         return
     with suppress(ValueError):
-        parts = urlsplit(url)
-        _ = parts.port, (parts.hostname or "").encode("idna")  # they are parsed here
+        parts = parse_url(url)
+        _ = (parts.hostname or "").encode("idna")
         if parts.scheme in ("http", "https") and parts.hostname:
             return
     raise UsageError(f"{where} must be the URL of a Prefect server's API (got {_bare(url)!r})", hint=_HINT)
@@ -76,7 +75,7 @@ def await_server(seconds: float, env: Mapping[str, str] = os.environ) -> None:
     url, _ = configured(env)
     if not url or urllib.request.getproxies():
         return
-    parts, until = urlsplit(url), time.monotonic() + seconds
+    parts, until = parse_url(url), time.monotonic() + seconds
     place = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     while True:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptcore.catalog import open_catalog
+from ckptcore.conversion.pipeline import inspect
 from ckptcore.errors import UnsafeContent
 from ckptcore.operations import claims as claiming
 from ckptcore.operations import convert_once as once
@@ -57,13 +58,15 @@ def effective_request(request: Request, step: int | None, catalog: str | None) -
     return instead
 
 
-def made_from(destination: str, source: str, digest: str, catalog: str | None) -> bool:
-    """Return whether the catalog records that a destination was made from this source.
+def made_from(request: Request, digest: str, catalog: str | None) -> bool:
+    """Return whether a request's destination was made from its source as it is now.
 
     digest: of the source's manifest.
     """
     with open_catalog(catalog) as known:
-        return claiming.made_from(known, destination, source, digest)
+        manifest = inspect(request.source, request.recover)
+        key = claiming.key_of(request, claiming.source_digest(manifest))
+        return once.is_made(known, key, request, digest)
 
 
 @contextmanager

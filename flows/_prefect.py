@@ -13,11 +13,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
+from ckptcore.utils.foreign_text import InvalidText, parse_url
 from flows._address import configured
 from flows._start import early_server, end_with_this_process, wait_for
 
@@ -56,9 +57,10 @@ def read_no_authorities(env: MutableMapping[str, str] = os.environ) -> None:
     Each of four clients would read all of them, 20 ms each, and use none. If such a server redirects to
     ``https``, the run fails.
     """
-    url = urlsplit(env.get("PREFECT_API_URL", ""))
-    if url.scheme == "http" and url.hostname in LOOPBACK:
-        env.setdefault("PREFECT_API_SSL_CERT_FILE", NO_AUTHORITY)
+    with suppress(InvalidText):  # `require_address` reports it
+        url = parse_url(env.get("PREFECT_API_URL", ""))
+        if url.scheme == "http" and url.hostname in LOOPBACK:
+            env.setdefault("PREFECT_API_SSL_CERT_FILE", NO_AUTHORITY)
 
 
 def serve_while_alive() -> None:

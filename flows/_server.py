@@ -55,9 +55,13 @@ def main() -> int:
     """Serve until the process is ended; return the exit status."""
     # The imports of the server make hardly any garbage: collecting is a sixth of the time until it answers.
     gc.set_threshold(int(sys.argv[2]), 10, 10)
-    # As Prefect's `SubprocessASGIServer` runs it.
+    # As Prefect's `SubprocessASGIServer` runs it, but a client's address is that of its connection.
     config = uvicorn.Config(
-        "prefect.server.api.server:create_app", factory=True, log_level="error", lifespan="on"
+        "prefect.server.api.server:create_app",
+        factory=True,
+        log_level="error",
+        lifespan="on",
+        proxy_headers=False,
     )
     server = RecordingServer(config)
     server.run(sockets=[socket.socket(fileno=int(sys.argv[1]))])

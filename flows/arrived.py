@@ -109,7 +109,7 @@ def arrived(
                     # A process without a claim, for example at a terminal, was faster.
                     for pause in (0.0, *here) if isinstance(error, Busy) else (0.0,):
                         time.sleep(pause)
-                        if made_from(request.destination, request.source, digest, options.catalog):
+                        if made_from(request, digest, options.catalog):
                             record_announced(job.announcement, request.source, options.catalog)
                             return already(request.destination)
                     raise

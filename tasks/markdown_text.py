@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from prefect import runtime
 
 from ckptcore.redaction import redacted
+from ckptcore.utils.terminal import printable
 from ckptcore.utils.text import count
 
 __all__ = ["count", "named", "table"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    r"""Format a Markdown table.
+    r"""Format a Markdown table; a line break in a cell is a character of it.
 
     >>> print(table(("file", "bytes"), [("a|b", "1")]))
     | file | bytes |
@@ -21,7 +22,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     | a\|b | 1 |
     """
     lines = [tuple(head), ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+    cells = ([printable(cell).replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def named(verb: str) -> Callable[[], str]:

@@ -8,6 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from ckptcore.conversion.pipeline import Prepared, prepare
 from ckptcore.core.manifest import Manifest
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.markdown import code, prose
 from ckptcore.utils.units import show_size
 from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
@@ -25,8 +26,8 @@ def plan(
     """
     prepared = prepare(request, settings, manifest, catalog)
     facts = [
-        ("source", f"`{request.source}`"),
-        ("destination", f"`{request.destination}`"),
+        ("source", code(request.source)),
+        ("destination", code(request.destination)),
         ("model part", prepared.model or "all tensors are kept"),
         ("read", show_size(prepared.bytes_in)),
         ("write", f"{show_size(prepared.bytes_out)}, {count(len(prepared.files), 'file')}"),
@@ -36,12 +37,12 @@ def plan(
         ("left out", f"{len(prepared.dropped)} tensors and objects"),
         ("plan", f"`{prepared.plan_digest}`"),
     ]
-    warnings = "\n".join(f"- **{w.code}**: {w.message}" for w in prepared.warnings)
+    warnings = "\n".join(f"- **{w.code}**: {prose(w.message)}" for w in prepared.warnings)
     artifact_later(
         create_markdown_artifact,
         "\n\n".join(["# Plan", table(("what", "value"), facts), warnings]),
         key=key_of("conversion-plan", request.destination),
-        description=f"{request.verb} `{request.source}` to `{request.destination}`",
+        description=f"{request.verb} {code(request.source)} to {code(request.destination)}",
     )
     for warning in prepared.warnings:
         tell = log.info if warning.severity == "info" else log.warning

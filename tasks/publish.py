@@ -13,6 +13,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.errors import Finding
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
+from ckptcore.utils.markdown import code, prose
 from ckptcore.utils.units import show_size
 from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
@@ -36,17 +37,17 @@ def publish(
     """
     result = finish(plan_uri, settings, catalog_url=catalog, conversion=conversion)
     result = replace(result, warnings=(*warnings, *result.warnings))
-    files = [(f"`{f.path}`", show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
+    files = [(code(f.path), show_size(f.nbytes), f"`{f.digest}`") for f in result.files]
     counts = [count(len(result.tensors), "tensor"), count(len(files), "file"), show_size(result.nbytes)]
     if result.loadable == "no":
         counts.append("nothing loads it: there is no config.json")
     summary = ", ".join(counts)
     artifact_later(
         create_markdown_artifact,
-        f"# {result.destination}\n\n{result.format}: {summary}\n\n"
+        f"# {prose(result.destination)}\n\n{result.format}: {summary}\n\n"
         + table(("file", "size", "BLAKE3"), files[:MAX_ROWS]),
         key=key_of("conversion-result", result.destination),
-        description=f"`{result.destination}`: {summary}",
+        description=f"{code(result.destination)}: {summary}",
     )
     path = local_path(result.destination)
     artifact_later(

@@ -8,6 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 from ckptcore.checking.export_proof import CHECKS, OK, ExportProof
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils.markdown import code, prose
 from tasks.artifacts import artifact_later, key_of
 from tasks.logs import log
 from tasks.markdown_text import table
@@ -28,8 +29,8 @@ def verify_export(request: Request, manifest_digest: str, settings: Settings) ->
 
     source = ExportSource(request, "the request", exact=True, digest=manifest_digest)
     proof = verify(request.destination, source, Wanted(), settings)
-    rows = [(c.name, CHECKS[c.name], f"**{c.verdict}**", c.summary) for c in proof.checks]
-    wrong = [(c.name, f"`{p.name}`", p.what) for c in proof.failures for p in c.problems]
+    rows = [(c.name, CHECKS[c.name], f"**{c.verdict}**", prose(c.summary)) for c in proof.checks]
+    wrong = [(c.name, code(p.name), prose(p.what)) for c in proof.failures for p in c.problems]
     parts = [f"# {proof.verdict}", table(("check", "asks", "verdict", "what"), rows)]
     if wrong:
         parts.append(table(("check", "where", "what"), wrong[:MAX_ROWS]))
@@ -37,7 +38,7 @@ def verify_export(request: Request, manifest_digest: str, settings: Settings) ->
         create_markdown_artifact,
         "\n\n".join(parts),
         key=key_of("export-verification", request.destination),
-        description=f"`{proof.export}`: {proof.verdict}",
+        description=f"{code(proof.export)}: {proof.verdict}",
     )
     for check in proof.checks:
         tell = log.info if check.verdict == OK else log.warning

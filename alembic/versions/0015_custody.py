@@ -35,6 +35,7 @@ def upgrade() -> None:
         sa.Column("due_at", TIME, nullable=False),
         sa.Column("digest", sa.Text(), nullable=False),
         sa.Column("purging", sa.Boolean(), nullable=False),
+        sa.Column("folder", sa.Text(), server_default="", nullable=False),
         sa.ForeignKeyConstraint(
             ["checkpoint_id"], ["checkpoint.id"], name="fk_set_aside_checkpoint_id_checkpoint"
         ),

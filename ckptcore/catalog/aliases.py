@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import Alias, Checkpoint
 from ckptcore.catalog.query import PREFIX, require_kept, resolve_checkpoint
+from ckptcore.catalog.readable_rows import ReadRows, read_rows
 from ckptcore.errors import Conflict, UsageError
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Select
 
 NOTHING = ""  # the expected value of a name that must be new
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/+-]{0,199}")
@@ -84,34 +85,40 @@ def remove(conn: Connection, name: str) -> None:
 
 def get(conn: Connection, name: str) -> AliasRow:
     """Return an alias. Raises `UsageError` if it does not exist."""
-    found = _alias_rows(conn, name)
-    if not found:
+    row = conn.execute(_alias_rows().where(Alias.name == name)).first()
+    if row is None:
         raise UsageError(f"there is no alias {name}", hint="`ckptcore catalog alias list` lists all aliases")
-    return found[0]
+    return _alias_row(row)
 
 
 def every(conn: Connection) -> tuple[AliasRow, ...]:
+    """Return all aliases that can be read, sorted by name."""
+    return browsed(conn).values
+
+
+def browsed(conn: Connection) -> ReadRows[AliasRow]:
     """Return all aliases, sorted by name."""
-    return tuple(_alias_rows(conn, None))
+    return read_rows(conn, _alias_rows(), Alias.id, _alias_row)
 
 
 def of_checkpoint(conn: Connection, ref: str) -> tuple[AliasRow, ...]:
     """Return the aliases of the checkpoint that `ref` names, sorted by name."""
-    named = select(Alias, Checkpoint.uuid, Checkpoint.uri).join(Checkpoint)
-    here = named.where(Alias.checkpoint_id == resolve_checkpoint(conn, ref)).order_by(Alias.name)
-    return tuple(AliasRow(r.name, r.uuid, r.uri, r.version, r.updated_at) for r in conn.execute(here))
+    here = Alias.checkpoint_id == resolve_checkpoint(conn, ref)
+    return tuple(map(_alias_row, conn.execute(_alias_rows().where(here))))
 
 
-def _alias_rows(conn: Connection, name: str | None) -> list[AliasRow]:
-    wanted = select(Alias, Checkpoint.uuid, Checkpoint.uri).join(Checkpoint).order_by(Alias.name)
-    if name is not None:
-        wanted = wanted.where(Alias.name == name)
-    return [AliasRow(r.name, r.uuid, r.uri, r.version, r.updated_at) for r in conn.execute(wanted)]
+def _alias_rows() -> Select[Any]:
+    """Return the query whose rows `_alias_row` reads."""
+    return select(Alias, Checkpoint.uuid, Checkpoint.uri).join(Checkpoint).order_by(Alias.name)
+
+
+def _alias_row(row: Any) -> AliasRow:
+    return AliasRow(row.name, row.uuid, row.uri, row.version, row.updated_at)
 
 
 def _target_text(conn: Connection, name: str) -> str:
-    found = _alias_rows(conn, name)
-    return f"it points to {found[0].checkpoint} ({found[0].uri})" if found else "it does not exist"
+    row = conn.execute(_alias_rows().where(Alias.name == name)).first()
+    return "it does not exist" if row is None else f"it points to {row.uuid} ({row.uri})"
 
 
 def _require_name(name: str) -> None:

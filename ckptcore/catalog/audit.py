@@ -13,6 +13,7 @@ from sqlalchemy import insert, select
 from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord
 from ckptcore.catalog.normalize import clean, clean_json
+from ckptcore.catalog.readable_rows import ReadRows, read_rows
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -70,6 +71,13 @@ def note(
 def listed(
     conn: Connection, *, subject: str | None = None, before: int | None = None, limit: int = 50
 ) -> tuple[AuditRow, ...]:
+    """Return the changes of `browsed` that can be read."""
+    return browsed(conn, subject=subject, before=before, limit=limit).values
+
+
+def browsed(
+    conn: Connection, *, subject: str | None = None, before: int | None = None, limit: int = 50
+) -> ReadRows[AuditRow]:
     """Return changes, newest first.
 
     Args:
@@ -79,13 +87,13 @@ def listed(
         limit: the most rows.
     """
     if is_behind(conn):
-        return ()
-    wanted = select(AuditRecord).order_by(AuditRecord.id.desc()).limit(limit)
+        return ReadRows(())
+    wanted = select(AuditRecord).order_by(AuditRecord.id.desc())
     if subject is not None:
         wanted = wanted.where(AuditRecord.subject == subject)
     if before is not None:
         wanted = wanted.where(AuditRecord.id < before)
-    return tuple(row_of(row) for row in conn.execute(wanted))
+    return read_rows(conn, wanted, AuditRecord.id, row_of, limit)
 
 
 def row_of(row: Any) -> AuditRow:

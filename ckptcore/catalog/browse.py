@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import field
+from collections.abc import Callable, Sequence
+from dataclasses import field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import and_, case, func, or_, select
@@ -31,6 +32,7 @@ from ckptcore.catalog.query import (
     resolve_checkpoint,
     unloadable,
 )
+from ckptcore.catalog.readable_rows import BrokenRow, ReadRows, read_rows
 from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
@@ -45,14 +47,16 @@ MOST = 500  # rows of one page
 _NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _CURSOR = re.compile(r"[0-9A-Za-z.:+_-]{1,100}")
 _Row = TypeVar("_Row")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[_Row]):
-    """Rows, and the cursor of the next page; None for the last one."""
+    """Rows, the cursor of the next page, None for the last one, and the rows that cannot be read."""
 
     rows: tuple[_Row, ...]
     next: str | None = None
+    broken: tuple[BrokenRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def runs(
     more = len(named) > limit
     ids = list(named)[:limit]
     damaged = Checkpoint.state.in_((State.DAMAGED.value, State.INCOMPLETE.value))
-    counted = conn.execute(
+    counted = (
         select(
             Checkpoint.run_id,
             func.sum(case((Checkpoint.kind == Kind.SOURCE.value, 1), else_=0)).label("sources"),
@@ -152,22 +156,24 @@ def runs(
         .where(Checkpoint.run_id.in_(ids), Checkpoint.state.not_in(_NOT_CURRENT))
         .group_by(Checkpoint.run_id)
     )
-    found = {
-        row.run_id: RunSummary(
-            named[row.run_id],
-            int(row.sources),
-            int(row.outputs),
-            int(row.damaged),
-            int(row.nbytes),
-            row.first_step,
-            row.last_step,
-            row.last_at,
-        )
-        for row in counted
-    }
+
+    def summary(row: Any) -> RunSummary:
+        numbers = (int(row.sources), int(row.outputs), int(row.damaged), int(row.nbytes))
+        return RunSummary(named[row.run_id], *numbers, row.first_step, row.last_step, row.last_at)
+
+    summaries = read_rows(conn, counted, Checkpoint.run_id, summary)
+    rows = dict(summaries.rows)
+    unreadable = {int(row.row) for row in summaries.broken}
     empty = (0, 0, 0, 0, None, None, None)
-    rows = tuple(found.get(i) or RunSummary(named[i], *empty) for i in ids)
-    return Page(rows, rows[-1].name if more else None)
+    listed = tuple(rows.get(i) or RunSummary(named[i], *empty) for i in ids if i not in unreadable)
+    broken = tuple(_of_run(row, named[int(row.row)]) for row in summaries.broken)
+    return Page(listed, named[ids[-1]] if more else None, broken)
+
+
+def _of_run(broken: BrokenRow, name: str) -> BrokenRow:
+    """Return what is wrong with the checkpoints of a run, whose numbers it prevents."""
+    message = f"a checkpoint of the run {name} cannot be read: {broken.message.partition(': ')[2]}"
+    return replace(broken, row=name, message=message)
 
 
 def checkpoints(
@@ -187,10 +193,8 @@ def checkpoints(
     if before:
         at, row = _cursor(before, 2)
         wanted = wanted.where(_before(Checkpoint.created_at, _time(at), Checkpoint.id, _number(row)))
-    rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
-    last = rows[limit - 1] if len(rows) > limit else None
-    cursor = f"{last.created_at.timestamp():.6f}:{last.id}" if last is not None else None
-    return Page(_listed(conn, rows[:limit]), cursor)
+    rows = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, _checked(limit) + 1)
+    return _page(rows, limit, lambda id, row: _behind(row.created_at, id), partial(_listed, conn))
 
 
 def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: int = LIMIT) -> Page[Listed]:
@@ -204,27 +208,27 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
         raise UsageError(f"the catalog has no training run {run!r}", hint="the page of runs lists them")
     here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(_NOT_CURRENT))
     limit = _checked(limit)
-    rows: list[Any] = []
+    stepped = bare = ReadRows[CheckpointRow](())
     part, *key = _cursor(before, 2, 3) if before else ["s"]
     if part == "s":
-        stepped = here.where(Checkpoint.step.is_not(None))
+        wanted = here.where(Checkpoint.step.is_not(None))
         if key:
-            stepped = stepped.where(
-                _before(Checkpoint.step, _number(key[0]), Checkpoint.id, _number(key[-1]))
-            )
-        order = (Checkpoint.step.desc(), Checkpoint.id.desc())
-        rows += conn.execute(stepped.order_by(*order).limit(limit + 1)).all()
+            wanted = wanted.where(_before(Checkpoint.step, _number(key[0]), Checkpoint.id, _number(key[-1])))
+        wanted = wanted.order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
+        stepped = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, limit + 1)
         key = []
-    if len(rows) <= limit:
-        bare = here.where(Checkpoint.step.is_(None))
+    if len(stepped.rows) <= limit:
+        wanted = here.where(Checkpoint.step.is_(None))
         if key:
-            bare = bare.where(Checkpoint.id < _number(key[-1]))
-        rows += conn.execute(bare.order_by(Checkpoint.id.desc()).limit(limit + 1 - len(rows))).all()
-    last = rows[limit - 1] if len(rows) > limit else None
-    cursor = None
-    if last is not None:
-        cursor = f"n:{last.id}" if last.step is None else f"s:{last.step}:{last.id}"
-    return Page(_listed(conn, rows[:limit]), cursor)
+            wanted = wanted.where(Checkpoint.id < _number(key[-1]))
+        wanted = wanted.order_by(Checkpoint.id.desc())
+        bare = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, limit + 1 - len(stepped.rows))
+    return _page(
+        ReadRows(stepped.rows + bare.rows, stepped.broken + bare.broken),
+        limit,
+        lambda id, row: f"n:{id}" if row.step is None else f"s:{row.step}:{id}",
+        partial(_listed, conn),
+    )
 
 
 def conversions(
@@ -237,10 +241,8 @@ def conversions(
     if before:
         at, row = _cursor(before, 2)
         wanted = wanted.where(_before(Conversion.started_at, _time(at), Conversion.id, _number(row)))
-    rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
-    last = rows[limit - 1] if len(rows) > limit else None
-    cursor = f"{last.started_at.timestamp():.6f}:{last.id}" if last is not None else None
-    return Page(tuple(conversion_row(r) for r in rows[:limit]), cursor)
+    rows = read_rows(conn, wanted, Conversion.id, conversion_row, _checked(limit) + 1)
+    return _page(rows, limit, lambda id, row: _behind(row.started_at, id), _values)
 
 
 def tensors(
@@ -248,28 +250,23 @@ def tensors(
 ) -> Page[TensorRow]:
     """Return tensors of a checkpoint by name. search: text that their names contain."""
     row = resolve_checkpoint(conn, ref)
-    wanted = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn).limit(_checked(limit) + 1)
+    wanted = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn)
     if search:
         wanted = wanted.where(Tensor.fqn.contains(search, autoescape=True))
     if after:
         wanted = wanted.where(Tensor.fqn > after)
-    rows = [_tensor(r) for r in conn.execute(wanted)]
-    return Page(tuple(rows[:limit]), rows[limit - 1].fqn if len(rows) > limit else None)
+    rows = read_rows(conn, wanted, Tensor.fqn, _tensor, _checked(limit) + 1)
+    return _page(rows, limit, lambda name, _: str(name), _values)
 
 
 def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = LIMIT) -> Page[FileRow]:
     """Return files of a checkpoint by path."""
     row = resolve_checkpoint(conn, ref)
-    wanted = (
-        select(CheckpointFile)
-        .where(CheckpointFile.checkpoint_id == row)
-        .order_by(CheckpointFile.path)
-        .limit(_checked(limit) + 1)
-    )
+    wanted = select(CheckpointFile).where(CheckpointFile.checkpoint_id == row).order_by(CheckpointFile.path)
     if after:
         wanted = wanted.where(CheckpointFile.path > after)
-    rows = [FileRow(r.path, r.nbytes, r.digest, r.role) for r in conn.execute(wanted)]
-    return Page(tuple(rows[:limit]), rows[limit - 1].path if len(rows) > limit else None)
+    rows = read_rows(conn, wanted, CheckpointFile.path, _file, _checked(limit) + 1)
+    return _page(rows, limit, lambda name, _: str(name), _values)
 
 
 def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
@@ -283,6 +280,8 @@ def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
     dtypes: dict[str, list[int]] = {}
     sizes: dict[int, list[int]] = {}
     for dtype, nbytes, number in counted:
+        if not isinstance(nbytes, int):  # the list of tensors names the row
+            continue
         for group in (
             dtypes.setdefault(dtype, [0, 0]),
             sizes.setdefault(max(int(nbytes), 1).bit_length() - 1, [0, 0]),
@@ -327,7 +326,7 @@ def compare(conn: Connection, left: str, right: str, limit: int = MOST) -> Catal
 def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     """Return checkpoints by their public ids, as in lists, in the order of the ids."""
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
-    found = {each.checkpoint.id: each for each in _listed(conn, rows)}
+    found = {each.checkpoint.id: each for each in _listed(conn, [(r.id, checkpoint_row(r)) for r in rows])}
     return tuple(found[ref] for ref in refs if ref in found)
 
 
@@ -343,8 +342,27 @@ def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:
     return None if a.fingerprint == b.fingerprint else "values"
 
 
-def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
-    ids = [row.id for row in rows]
+def _page(
+    rows: ReadRows[_Value],
+    limit: int,
+    cursor: Callable[[Any, _Value], str],
+    values_of: Callable[[Sequence[tuple[Any, _Value]]], tuple[_Row, ...]],
+) -> Page[_Row]:
+    """Return a page of rows, of which one more than its limit was read; the cursor names its last one."""
+    first = rows.rows[:limit]
+    return Page(values_of(first), cursor(*first[-1]) if len(rows.rows) > limit else None, rows.broken)
+
+
+def _behind(time: datetime, id: int) -> str:
+    return f"{time.timestamp():.6f}:{id}"
+
+
+def _values(rows: Sequence[tuple[Any, _Row]]) -> tuple[_Row, ...]:
+    return tuple(value for _, value in rows)
+
+
+def _listed(conn: Connection, rows: Sequence[tuple[int, CheckpointRow]]) -> tuple[Listed, ...]:
+    ids = [id for id, _ in rows]
     if not ids:
         return ()
     counted = conn.execute(
@@ -359,18 +377,22 @@ def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
     ):
         names.setdefault(alias.checkpoint_id, []).append(alias.name)
     metrics = metrics_of(conn, ids)
-    lost = unloadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
+    lost = unloadable(conn, [id for id, row in rows if row.kind == Kind.DERIVED.value])
     return tuple(
         Listed(
-            checkpoint_row(row),
-            open_findings.get((row.id, "error"), 0),
-            open_findings.get((row.id, "warning"), 0),
-            metrics.get(row.id, {}),
-            tuple(names.get(row.id, ())),
-            row.id in lost,
+            row,
+            open_findings.get((id, "error"), 0),
+            open_findings.get((id, "warning"), 0),
+            metrics.get(id, {}),
+            tuple(names.get(id, ())),
+            id in lost,
         )
-        for row in rows
+        for id, row in rows
     )
+
+
+def _file(row: Any) -> FileRow:
+    return FileRow(row.path, row.nbytes, row.digest, row.role)
 
 
 def _tensor(row: Any) -> TensorRow:

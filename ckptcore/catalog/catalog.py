@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
-from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, require_writable, translated
+from ckptcore.catalog.commits import transaction
+from ckptcore.catalog.database import (
+    BEGIN,
+    DURABLE,
+    QUEUE_BEGIN,
+    READER_BEGIN,
+    clock,
+    require_writable,
+    translated,
+)
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
@@ -62,6 +71,14 @@ class Catalog:
         """Close the database connections."""
         self._engine.dispose()
 
+    def rest(self) -> None:
+        """Close the database connections that nobody uses; one is opened when the next is needed."""
+        # A late import: a catalog is open by then, and has imported it.
+        from sqlalchemy.pool import QueuePool
+
+        if isinstance(self._engine.pool, QueuePool):
+            self._engine.dispose()
+
     def __enter__(self) -> Self:
         return self
 
@@ -78,7 +95,7 @@ class Catalog:
         """
         require_writable(self._engine)
         engine = self._durable if durable else self._engine
-        with translated(self.url), engine.begin() as connection:
+        with translated(self.url), transaction(engine) as connection:
             yield connection
 
     @contextmanager
@@ -93,11 +110,16 @@ class Catalog:
         with translated(self.url), self._engine.connect():
             yield
 
+    def now(self) -> datetime:
+        """Return the time by which leases and dates are compared (see `ckptcore.catalog.database.clock`)."""
+        with self.reading() as conn:
+            return clock(conn)
+
     @contextmanager
     def queueing(self) -> Iterator[Connection]:
         """Open a transaction on the inbox or the outbox. It does not wait for writers of other rows."""
         require_writable(self._engine)
-        with translated(self.url), self._queues.begin() as connection:
+        with translated(self.url), transaction(self._queues) as connection:
             yield connection
 
     def begin(
@@ -135,8 +157,8 @@ class Catalog:
         process, begun = this_process(), list[str]()
         try:
             with self.writing() as conn:
-                conversions.end_interrupted(conn, _now(), *conversions.of_machine(process))
-                begun += [conversions.begin_conversion(conn, _now(), process=process, **r) for r in rows]
+                conversions.end_interrupted(conn, clock(conn), *conversions.of_machine(process))
+                begun += [conversions.begin_conversion(conn, clock(conn), process=process, **r) for r in rows]
             _RUNNING.update(dict.fromkeys(begun, process))
             RUNNING.add(self, begun)
         finally:
@@ -150,7 +172,7 @@ class Catalog:
             if not conversions.interrupted(conn):  # as a rule: no writer waits for this
                 return ()
         with self.writing() as conn:
-            return conversions.end_interrupted(conn, _now())
+            return conversions.end_interrupted(conn, clock(conn))
 
     def succeed_each(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Record several published outputs in one transaction that is on disk when this returns.
@@ -160,7 +182,7 @@ class Catalog:
         succeeded = []
         with self.writing(durable=True) as conn:
             for conversion, row in rows:
-                conversions.succeed(conn, _now(), conversion, **row)
+                conversions.succeed(conn, clock(conn), conversion, **row)
                 succeeded.append(conversion)
         _forget_processes(succeeded)
 
@@ -188,7 +210,7 @@ class Catalog:
             The id of the derived checkpoint.
         """
         with self.writing() as conn:
-            made = conversions.succeed(conn, _now(), conversion_id, facts, source, derived, findings)
+            made = conversions.succeed(conn, clock(conn), conversion_id, facts, source, derived, findings)
         _forget_processes([conversion_id])
         return made
 
@@ -204,7 +226,7 @@ class Catalog:
         """Record that a conversion failed. If `source` is given, the findings are recorded against it."""
         with self.writing() as conn:
             conversions.fail(
-                conn, _now(), conversion_id, code=code, message=message, findings=findings, source=source
+                conn, clock(conn), conversion_id, code=code, message=message, findings=findings, source=source
             )
         _forget_processes([conversion_id])
 
@@ -220,7 +242,7 @@ class Catalog:
             The verdict on the export over all checks recorded so far.
         """
         with self.writing() as conn:
-            return export_verdicts.record(conn, _now(), conversion_id, checks)
+            return export_verdicts.record(conn, clock(conn), conversion_id, checks)
 
     def record_validation(
         self,
@@ -247,13 +269,13 @@ class Catalog:
                 hint="choose one of them",
             )
         with self.writing() as conn:
-            return conversions.record_validation(conn, _now(), facts, findings, level, kind)
+            return conversions.record_validation(conn, clock(conn), facts, findings, level, kind)
 
     def tag(self, ref: str, key: str, value: str | None) -> None:
         """Set a tag of a checkpoint (id, unique prefix or URI). The value None removes the tag."""
         with self.writing() as conn:
             checkpoint = query.resolve_checkpoint(conn, ref)
-            checkpoints.set_tag(conn, _now(), checkpoint, key, value)
+            checkpoints.set_tag(conn, clock(conn), checkpoint, key, value)
 
     def describe(self, ref: str, facts: TrainingFacts, origin: str = USER) -> None:
         """Record facts about the training of a checkpoint, also for what was made from it.
@@ -264,7 +286,7 @@ class Catalog:
             origin: one of `ckptcore.catalog.training.PRECEDENCE`.
         """
         with self.writing() as conn:
-            training_rows.put(conn, _now(), query.resolve_checkpoint(conn, ref), facts, origin)
+            training_rows.put(conn, clock(conn), query.resolve_checkpoint(conn, ref), facts, origin)
 
     def best(
         self,
@@ -374,7 +396,3 @@ def _forget_processes(ended: Iterable[str]) -> None:
     gone = {_RUNNING.pop(each) for each in ended if each in _RUNNING}
     for process in gone - set(_RUNNING.values()):
         forget(process)
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)

@@ -23,6 +23,7 @@ from ckptcore.catalog.models import (
     ConversionIO,
     FindingRecord,
     Hold,
+    SetAsideRow,
     Tag,
     Tensor,
     TrainingRun,
@@ -71,6 +72,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
         changes: dict[str, Any] = {"replaced_at": None, "deleted_at": None}
         if row.state in (State.REPLACED, State.GONE, State.RETIRED, State.DELETED):
             changes["state"] = State.PRESENT.value
+        if row.state == State.RETIRED and _stays_in_place(conn, row.id):
+            changes["state"] = State.RETIRED.value
         if kind is Kind.DERIVED:
             changes["kind"] = kind.value
         if facts.run is not None and row.run_id is None:
@@ -322,18 +325,18 @@ def _run(conn: Connection, now: datetime, name: str | None) -> int | None:
 def _settle(conn: Connection, now: datetime, checkpoint: int, level: str | None) -> None:
     """Derive the state and the verification of a checkpoint from its open findings."""
     codes = {row.code for row in _open_findings(conn, checkpoint) if row.severity == "error"}
-    changes: dict[str, Any]
+    wanted = select(Checkpoint.verified_level, Checkpoint.state).where(Checkpoint.id == checkpoint)
+    before, changes = conn.execute(wanted).one(), dict[str, Any]()
     if codes:
         state = State.INCOMPLETE if "not-complete" in codes else State.DAMAGED
         changes = {"state": state.value, "verified_at": None, "verified_level": None}
     else:
         changes = {"state": State.PRESENT.value}
-        before = conn.execute(
-            select(Checkpoint.verified_level).where(Checkpoint.id == checkpoint)
-        ).scalar_one()
         # A shallow check does not revoke what a deeper one has proven.
-        if level is not None and _depth(level) >= _depth(before):
+        if level is not None and _depth(level) >= _depth(before.verified_level):
             changes |= {"verified_at": now, "verified_level": level}
+    if before.state == State.RETIRED:  # it is set aside where it was (`put_checkpoint`)
+        changes["state"] = before.state
     conn.execute(update(Checkpoint).where(Checkpoint.id == checkpoint).values(changes))
 
 
@@ -357,3 +360,9 @@ def _depth(level: str | None) -> int:
     if level is None:
         return -1
     return LEVELS.index(level) if level in LEVELS else len(LEVELS)
+
+
+def _stays_in_place(conn: Connection, checkpoint: int) -> bool:
+    """Return whether a retired checkpoint is set aside where it was: objects cannot be moved."""
+    here = SetAsideRow.checkpoint_id == checkpoint, SetAsideRow.uri.contains("://", autoescape=True)
+    return conn.execute(select(SetAsideRow.record).where(*here)).first() is not None

@@ -128,13 +128,20 @@ def running(conn: Connection) -> tuple[Running, ...]:
 
 
 def renew(conn: Connection, conversions: Sequence[str]) -> frozenset[str]:
-    """Record that conversions still run; return those that are not recorded as running any more."""
-    mine = select(Conversion.uuid, Conversion.id).where(
-        Conversion.uuid.in_(conversions), Conversion.state == Outcome.RUNNING.value
+    """Record that conversions still run; return those that do not count as running any more.
+
+    One that was silent for `LEASE` does not come back: what it was about to replace may be counted on by now.
+    """
+    now = clock(conn)
+    mine = (
+        select(Conversion.uuid, Conversion.id)
+        .outerjoin(ConversionProcess, ConversionProcess.conversion_id == Conversion.id)
+        .where(Conversion.uuid.in_(conversions), Conversion.state == Outcome.RUNNING.value)
+        .where(func.coalesce(ConversionProcess.renewed_at, Conversion.started_at) >= now - LEASE)
     )
     rows = conn.execute(mine).all()
     alive = ConversionProcess.conversion_id.in_([row.id for row in rows])
-    conn.execute(update(ConversionProcess).where(alive).values(renewed_at=clock(conn)))
+    conn.execute(update(ConversionProcess).where(alive).values(renewed_at=now))
     return frozenset(conversions) - {row.uuid for row in rows}
 
 

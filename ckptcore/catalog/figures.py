@@ -7,12 +7,20 @@ take less than a second, so a monitor may ask every 15 seconds.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Text, column, func, select, table, text
 
 from ckptcore.catalog.holds import in_force
-from ckptcore.catalog.models import Checkpoint, Conversion, FindingRecord, Hold, Inbox
+from ckptcore.catalog.models import (
+    Checkpoint,
+    Conversion,
+    FindingRecord,
+    Hold,
+    Inbox,
+    Obligation,
+    SetAsideRow,
+)
 from ckptcore.catalog.queues import Stage, inbox, outbox
 from ckptcore.catalog.types import Outcome, State
 from ckptcore.utils.dataclass import dataclass
@@ -54,6 +62,7 @@ class Figures:
     """The numbers of a catalog at one time.
 
     Attributes:
+        at: The time.
         inbox: Events by stage.
         outbox: Messages by stage.
         oldest_event: When the oldest event arrived that is not done and has not failed; None without one.
@@ -66,9 +75,13 @@ class Figures:
         oldest_proof: The oldest time of the last verification among the verified current checkpoints.
         findings: Open findings of current checkpoints by severity.
         holds: Holds in force.
+        set_aside_bytes: Bytes of files that purges free.
+        obligations: Deletions whose copies must not go.
+        lost_contents: Contents under an obligation that no recorded checkpoint holds.
         database_bytes: The size of the database.
     """
 
+    at: datetime
     inbox: dict[str, int]
     outbox: dict[str, int]
     oldest_event: datetime | None
@@ -81,6 +94,9 @@ class Figures:
     oldest_proof: datetime | None
     findings: dict[str, int]
     holds: int
+    set_aside_bytes: int
+    obligations: int
+    lost_contents: int
     database_bytes: int
 
 
@@ -92,6 +108,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
         select(func.count(), func.min(Checkpoint.created_at)).where(current, Checkpoint.verified_at.is_(None))
     ).one()
     return Figures(
+        at=now,
         inbox=inbox.depth(conn),
         outbox=outbox.depth(conn),
         oldest_event=conn.execute(select(func.min(Inbox.received_at)).where(waiting)).scalar(),
@@ -119,8 +136,17 @@ def figures(conn: Connection, now: datetime) -> Figures:
             )
         },
         holds=conn.execute(select(func.count()).select_from(Hold).where(*in_force(now))).scalar_one(),
+        set_aside_bytes=int(
+            conn.execute(select(func.coalesce(func.sum(SetAsideRow.nbytes), 0))).scalar_one()
+        ),
+        obligations=conn.execute(select(func.count()).select_from(Obligation)).scalar_one(),
+        lost_contents=_total(conn, Obligation.lost),
         database_bytes=int(conn.execute(text(_DATABASE_SIZE[conn.dialect.name])).scalar_one()),
     )
+
+
+def _total(conn: Connection, column: Any) -> int:
+    return int(conn.execute(select(func.coalesce(func.sum(column), 0))).scalar_one())
 
 
 def _conversions(conn: Connection) -> dict[tuple[str, str], int]:

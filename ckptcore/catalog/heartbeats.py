@@ -35,15 +35,15 @@ class Heartbeats:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._renewed: dict[str, tuple[Catalog, float]] = {}  # conversion -> its catalog, when (monotonic)
+        self._renewed: dict[str, tuple[Catalog, float]] = {}  # conversion -> its catalog, when (`_elapsed`)
         self._thread: threading.Thread | None = None
 
     def add(self, catalog: Catalog, begun: Collection[str]) -> None:
         """Renew these conversions, which were recorded as begun a moment ago, until `drop`."""
         with self._lock:
-            self._renewed |= {each: (catalog, time.monotonic()) for each in begun}
+            self._renewed |= {each: (catalog, _elapsed()) for each in begun}
             if self._thread is None and begun:
-                self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
                 self._thread.start()
 
     def drop(self, ended: Collection[str]) -> None:
@@ -61,7 +61,7 @@ class Heartbeats:
         """
         with self._lock:
             _, renewed = self._renewed.get(conversion, (catalog, float("-inf")))
-        if time.monotonic() - renewed < _SURE_S:
+        if _elapsed() - renewed < _SURE_S:
             return
         with catalog.writing() as conn:
             if conversion in conversions.renew(conn, [conversion]):
@@ -83,10 +83,11 @@ class Heartbeats:
                 self._renew(catalog, rows[key])
 
     def _renew(self, catalog: Catalog, mine: Collection[str]) -> None:
-        began = time.monotonic()
+        began = _elapsed()
         try:
             with catalog.writing() as conn:
                 lost = conversions.renew(conn, list(mine))
+            catalog.rest()  # conversions take hours, and a server has few connections
         except CkptError as error:  # more tries fit into the lease; `require` looks at what was not renewed
             _log.warning("cannot renew the row of a running conversion: %s", error.message)
             return
@@ -94,6 +95,11 @@ class Heartbeats:
             for conversion in set(mine) - lost:
                 if conversion in self._renewed:
                     self._renewed[conversion] = catalog, began
+
+
+def _elapsed() -> float:
+    """Return seconds since the machine started, also those that it slept."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 RUNNING = Heartbeats()

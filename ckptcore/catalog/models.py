@@ -66,14 +66,8 @@ NAMING = {
 
 
 # Annotation of a column -> its type in the database.
-_TYPES = {
-    "str": Text(),
-    "int": BigInteger(),
-    "float": Double(),
-    "bool": Boolean(),
-    "bytes": LargeBinary(),
-    "datetime": UtcDateTime(),
-}
+_TYPES: dict[str, Any] = {"str": Text(), "int": BigInteger(), "float": Double(), "bool": Boolean()}
+_TYPES |= {"bytes": LargeBinary(), "datetime": UtcDateTime()}
 _DECLARED = re.compile(r"Column\[(\w+)( \| None)?\]")
 
 
@@ -501,11 +495,7 @@ class GivenUpRow(Base):
 
 
 class HoldingsRow(Base):
-    """The content ids that a checkpoint holds, as far as they are known; see `holdings.py`.
-
-    stamp: digest over the identity of its files when it was published, NULL if unknown. ids: packed, NULL
-    until something needs them.
-    """
+    """What a checkpoint holds (ids: packed, NULL until needed), and the identity of its files (stamp)."""
 
     __tablename__ = "holdings"
 
@@ -517,8 +507,8 @@ class HoldingsRow(Base):
 class SetAsideRow(Base):
     """A checkpoint that was retired or replaced, and is not removed yet; see `set_aside.py`.
 
-    record: path or URL of the folder with its record. digest: BLAKE3 of the record. due_at: when it may be
-    purged. purging: its removal is decided, and may have begun.
+    record: path or URL of the folder with its record; digest: BLAKE3 of that. purging: removal is decided.
+    folder: inode of the folder around it, on this machine.
     """
 
     __tablename__ = "set_aside"
@@ -531,13 +521,13 @@ class SetAsideRow(Base):
     due_at: Column[datetime] = column(index=True)
     digest: Column[str]
     purging: Column[bool]
+    folder: Column[str] = column(server_default="")
 
 
 class Obligation(Base):
-    """Content that must not go, because what held it was deleted in favour of a copy; see `obligations.py`.
+    """Contents that must not go, since what held them was deleted in favour of a copy; see `obligations.py`.
 
-    source: URI of what was deleted. place: URI of the copy that it counts on. specs, contents: packed.
-    lost: how many of its contents no recorded checkpoint held when that was last looked at.
+    place: URI of that copy. specs, contents: packed. lost: contents that no recorded checkpoint held lately.
     """
 
     __tablename__ = "obligation"

@@ -55,6 +55,22 @@ class ObligationRow:
     lost: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ListedObligation:
+    """One obligation, for people.
+
+    id: its id. source: what was deleted. place: the copy that it counts on. created_at: since when. lost: how
+    many of its contents no recorded checkpoint holds. contents: their names.
+    """
+
+    id: str
+    source: str
+    place: str
+    created_at: datetime
+    lost: int
+    contents: tuple[str, ...]
+
+
 _COLUMNS = (
     Obligation.uuid,
     Checkpoint.uuid.label("checkpoint"),

@@ -18,6 +18,7 @@ from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord, Checkpoint, Outbox
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
 from ckptcore.catalog.queues import outbox
+from ckptcore.catalog.readable_rows import read_rows
 from ckptcore.catalog.run_outputs import export_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def unannounced(
     wanted = select(AuditRecord).where(
         AuditRecord.at >= now - WINDOW, AuditRecord.action.in_(actions), ~announced
     )
-    return tuple(row_of(row) for row in conn.execute(wanted.order_by(AuditRecord.id)))
+    return read_rows(conn, wanted.order_by(AuditRecord.id), AuditRecord.id, row_of).values
 
 
 def announce(conn: Connection, now: datetime, endpoint: str, change: AuditRow) -> bool:
@@ -59,16 +60,18 @@ def _data(conn: Connection, change: AuditRow) -> dict[str, Any]:
         "actor": change.actor,
         "via": change.via,
     }
-    row = conn.execute(checkpoint_rows().where(Checkpoint.uuid == change.subject)).first()
-    if row is not None:
-        found = checkpoint_row(row)
+    subject = checkpoint_rows().where(Checkpoint.uuid == change.subject)
+    checkpoint = read_rows(conn, subject, Checkpoint.id, checkpoint_row)
+    for id, row in checkpoint.rows:
         data |= {
-            "uri": found.uri,
-            "run": found.run,
-            "step": found.step,
-            "state": found.state,
-            "fingerprint": found.fingerprint,
-            "verified_level": found.verified_level,
-            **export_of(conn, row.id),
+            "uri": row.uri,
+            "run": row.run,
+            "step": row.step,
+            "state": row.state,
+            "fingerprint": row.fingerprint,
+            "verified_level": row.verified_level,
+            **export_of(conn, id),
         }
+    for broken in checkpoint.broken:  # the change is announced, without what cannot be read of the checkpoint
+        data["error"] = f"{broken.code}: {broken.message}"
     return data

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, and_, select
+from sqlalchemy import Select, and_, func, select
 
+from ckptcore.catalog.database import has_custody
 from ckptcore.catalog.models import (
     Alias,
     Checkpoint,
@@ -16,6 +18,8 @@ from ckptcore.catalog.models import (
     Conversion,
     ConversionIO,
     FindingRecord,
+    Obligation,
+    SetAsideRow,
     Tag,
     Tensor,
     TrainingRun,
@@ -55,7 +59,26 @@ def list_checkpoints(
     if run is not None:
         wanted = wanted.where(TrainingRun.name == run)
     newest = wanted.order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc()).limit(limit)
-    return tuple(checkpoint_row(row) for row in conn.execute(newest))
+    return with_custody(conn, tuple(checkpoint_row(row) for row in conn.execute(newest)))
+
+
+def with_custody(conn: Connection, rows: tuple[CheckpointRow, ...]) -> tuple[CheckpointRow, ...]:
+    """Add to retired checkpoints when they may be purged, and to deleted ones what is lost of them."""
+    gone = {row.id for row in rows if row.state in (State.RETIRED, State.DELETED)}
+    if not gone or not has_custody(conn):
+        return rows
+    due = select(Checkpoint.uuid, func.min(SetAsideRow.due_at)).join(
+        SetAsideRow, SetAsideRow.checkpoint_id == Checkpoint.id
+    )
+    lost = select(Checkpoint.uuid, func.sum(Obligation.lost)).join(
+        Obligation, Obligation.checkpoint_id == Checkpoint.id
+    )
+    dates = dict(conn.execute(due.group_by(Checkpoint.uuid)).tuples().all())
+    counts = dict(conn.execute(lost.where(Obligation.lost > 0).group_by(Checkpoint.uuid)).tuples().all())
+    return tuple(
+        replace(row, due_at=dates.get(row.id), lost=int(counts.get(row.id, 0))) if row.id in gone else row
+        for row in rows
+    )
 
 
 def list_conversions(conn: Connection, limit: int | None, state: str | None) -> tuple[ConversionRow, ...]:
@@ -256,7 +279,7 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
     files = _files_of(conn, row_id)
     written_by = conversions_of(conn, row_id, Direction.OUT)
     return CheckpointDetail(
-        checkpoint=checkpoint_row(row),
+        checkpoint=with_custody(conn, (checkpoint_row(row),))[0],
         files=files,
         tensors=tuple(
             sorted(

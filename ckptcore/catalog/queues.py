@@ -5,6 +5,10 @@
 - The outbox stores messages to endpoints. A message is inserted in the transaction that makes it true and
   sent afterwards. (endpoint, key) is unique. Delivery is at least once, with the same id on every attempt.
 
+A sender without ids announces a place. Such an event is repeated only while nothing has looked at the place:
+once it has a run, or has ended, the same bytes are a new event, whose run finds new files or its work done.
+An id that is used again for another place, run or step is refused: a failed row of its own says so.
+
 A row is *waiting*, then *taken* while its lease runs, then *done* or *failed*. If a worker dies, the lease
 expires and the row can be taken by another one. The number of attempts identifies the taken row, so a worker
 that comes back late cannot end a row that another worker has taken since.
@@ -18,12 +22,14 @@ PostgreSQL skips rows that others have locked; SQLite has one writer at a time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -31,14 +37,21 @@ from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
+from ckptcore.catalog.readable_rows import ReadRows, read_rows
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 LEASE = timedelta(minutes=5)  # how long a worker may take without a result
 KEEP = timedelta(days=90)  # how long ended rows are kept
+# How long an event may wait because of an error: then it is trouble, and not a moment's.
+PATIENCE = timedelta(minutes=1)
+MOST_REASONS = 5
+MOST_QUOTED = 300  # characters of a value in an error
+_ANNOUNCED = ("uri", "run", "step")  # what an event is about
 _COLUMNS = {"id": "uuid", "row": "id"}  # field -> column, where they differ
 
 
@@ -66,7 +79,10 @@ class _Tried:
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """An event as it arrived. The fields are those of `InboxEvent`."""
+    """An event as it arrived. The fields are those of `InboxEvent`.
+
+    has_id: whether the sender gave it the id; otherwise that is a digest of its bytes.
+    """
 
     source: str
     event_id: str
@@ -75,6 +91,25 @@ class NewEvent:
     run: str = ""
     step: int | None = None
     body: str = ""
+    has_id: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """Events that wait because of one error.
+
+    reason: the error. events: how many wait. since: when the first of them arrived. due: when one of them is
+    tried again.
+    """
+
+    reason: str
+    events: int
+    since: datetime
+    due: datetime
+
+    def __str__(self) -> str:
+        number = "1 event waits" if self.events == 1 else f"{self.events} events wait"
+        return f"{number} since {self.since:%Y-%m-%d %H:%M} UTC, next try {self.due:%H:%M:%S}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +227,11 @@ class Queue(Generic[Row]):
             .where(mine)
             .values(state=Stage.TAKEN.value, due_at=now + lease, attempts=table.attempts + 1)
         )
-        return [
-            self._read(row) for row in conn.execute(select(table.__table__).where(mine).order_by(table.id))
-        ]
+        taken = read_rows(conn, select(table.__table__).where(mine).order_by(table.id), table.id, self._read)
+        for broken in taken.broken:  # nobody could process it: it is not due again and again
+            failed = {"state": Stage.FAILED.value, "ended_at": now, "error_message": clean(broken.message)}
+            conn.execute(update(table).where(table.id == int(broken.row)).values(failed))
+        return list(taken.values)
 
     def done(self, conn: Connection, now: datetime, row: Row, **columns: Any) -> bool:
         """End a finished row. Return False if its lease expired and another worker has taken it."""
@@ -239,13 +276,17 @@ class Queue(Generic[Row]):
         return tuple(row.uuid for row in found)
 
     def listed(self, conn: Connection, state: str | None = None, limit: int = 50) -> tuple[Row, ...]:
+        """Return the rows of `browsed` that can be read. Raises `UsageError`."""
+        return self.browsed(conn, state, limit).values
+
+    def browsed(self, conn: Connection, state: str | None = None, limit: int = 50) -> ReadRows[Row]:
         """Return rows of a stage, or all that are not done, newest first. Raises `UsageError`."""
         if state is not None and state not in list(Stage):
             raise UsageError(f"unknown state {state!r}", hint=f"use one of {', '.join(Stage)}")
         table = self._table
         wanted = table.state != Stage.DONE.value if state is None else table.state == state
-        newest = select(table.__table__).where(wanted).order_by(table.id.desc()).limit(limit)
-        return tuple(self._read(row) for row in conn.execute(newest))
+        newest = select(table.__table__).where(wanted).order_by(table.id.desc())
+        return read_rows(conn, newest, table.id, self._read, limit)
 
     def depth(self, conn: Connection) -> dict[str, int]:
         """Return the number of rows in each stage."""
@@ -304,7 +345,10 @@ class Queue(Generic[Row]):
 
 class _Inbox(Queue[InboxEvent]):
     def accept(self, conn: Connection, now: datetime, event: NewEvent) -> tuple[InboxEvent, bool]:
-        """Insert an event and return its row and whether it is new. A repeated event changes nothing."""
+        """Insert an event and return its row and whether it is new. A repeated event changes nothing.
+
+        A row with another id than the event's is that of a refusal, whose error says why.
+        """
         values = {
             "source": storable(event.source),
             "event_id": storable(event.event_id),
@@ -315,7 +359,60 @@ class _Inbox(Queue[InboxEvent]):
             "body": clean(event.body),
             "received_at": now,
         }
+        row, new = self._insert(conn, now, values)
+        if new:
+            return row, new
+        if event.has_id:
+            return (row, new) if self._is_same(row, values) else self._refuse(conn, now, row, values)
+        if row.state not in (Stage.DONE, Stage.FAILED) and row.flow_run_id is None:
+            return row, new
+        # The id becomes free. Of two receivers, the second changes nothing here, and repeats the first one's.
+        started = (self._table.id == row.row, self._table.event_id == row.event_id)
+        conn.execute(update(self._table).where(*started).values(event_id=f"{row.event_id}:{row.id}"))
         return self._insert(conn, now, values)
+
+    @staticmethod
+    def _is_same(row: InboxEvent, values: Mapping[str, Any]) -> bool:
+        return all(getattr(row, name) == values[name] for name in _ANNOUNCED)
+
+    def _refuse(
+        self, conn: Connection, now: datetime, row: InboxEvent, values: Mapping[str, Any]
+    ) -> tuple[InboxEvent, bool]:
+        """Insert a failed row for an event with the id of another one, and return it."""
+        before, after = (
+            ", ".join(f"{name} {short_repr(of(name), MOST_QUOTED)}" for name in _ANNOUNCED)
+            for of in (partial(getattr, row), values.__getitem__)
+        )
+        id = values["event_id"]
+        why = f"the id {short_repr(id)} belongs to another event ({before}); not started: {after}"
+        digest = hashlib.sha256(f"{id}\n{after}".encode()).hexdigest()
+        failed = {"event_id": f"refused:{digest}", "state": Stage.FAILED.value, "ended_at": now}
+        refused, _ = self._insert(conn, now, {**values, **failed, "error_message": clean(why)})
+        return replace(refused, error_message=clean(why)), False
+
+    def postponed(
+        self, conn: Connection, now: datetime, only: Collection[str] | None = None
+    ) -> tuple[Postponed, ...]:
+        """Return why events wait that arrived `PATIENCE` ago or before, most events first.
+
+        only: the sources of the events; None means all.
+        """
+        table = self._table
+        chosen = () if only is None else (table.source.in_(only),)
+        waiting = (
+            table.state.in_((Stage.WAITING.value, Stage.TAKEN.value)),
+            table.error_message.is_not(None),
+            table.received_at <= now - PATIENCE,
+        )
+        number = func.count()
+        reasons = conn.execute(
+            select(table.error_message, number, func.min(table.received_at), func.min(table.due_at))
+            .where(*waiting, *chosen)
+            .group_by(table.error_message)
+            .order_by(number.desc(), table.error_message)
+            .limit(MOST_REASONS)
+        )
+        return tuple(Postponed(*row) for row in reasons)
 
     def get(self, conn: Connection, event_id: str) -> InboxEvent:
         """Return the event with this row id (not the sender's). Raises `UsageError`."""
@@ -346,7 +443,9 @@ class _Outbox(Queue[Message]):
 
 
 # A retried event gets a new flow run.
-inbox = _Inbox(models.Inbox, InboxEvent, ("source", "event_id"), on_retry={"flow_run_id": None})
+inbox = _Inbox(
+    models.Inbox, InboxEvent, ("source", "event_id"), on_retry={"flow_run_id": None, "error_message": None}
+)
 outbox = _Outbox(models.Outbox, Message, ("endpoint", "key"))
 
 

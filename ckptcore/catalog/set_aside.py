@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
+class SetAsideEntry:
     """What is set aside.
 
     Attributes:
@@ -33,6 +33,7 @@ class SetAside:
         due_at: When it may be purged.
         digest: Of its record, which lists its files.
         purging: Whether its removal is decided, and may have begun.
+        folder: Inode of the folder around it; "" on an object store.
     """
 
     record: str
@@ -43,20 +44,27 @@ class SetAside:
     due_at: datetime
     digest: str
     purging: bool = False
+    folder: str = ""
 
 
-def put(conn: Connection, row: SetAside) -> None:
+def put(conn: Connection, row: SetAsideEntry) -> None:
     """Record what is set aside."""
     drop(conn, row.record)
     checkpoint = conn.execute(select(Checkpoint.id).where(Checkpoint.uuid == row.checkpoint)).scalar()
     values = {"uri": normal_uri(row.uri), "nbytes": row.nbytes, "at": row.at, "due_at": row.due_at}
-    values |= {"digest": row.digest, "purging": row.purging}
+    values |= {"digest": row.digest, "purging": row.purging, "folder": row.folder}
     conn.execute(insert(SetAsideRow).values(record=row.record, checkpoint_id=checkpoint, **values))
 
 
-def purging(conn: Connection, record: str) -> None:
-    """Record that the removal is decided."""
-    conn.execute(update(SetAsideRow).where(SetAsideRow.record == record).values(purging=True))
+def purging(conn: Connection, record: str) -> bool:
+    """Record that the removal is decided. Return False if it is not set aside any more."""
+    here = update(SetAsideRow).where(SetAsideRow.record == record).values(purging=True)
+    return conn.execute(here).rowcount == 1
+
+
+def get(conn: Connection, record: str) -> SetAsideEntry | None:
+    """Return the entry with a record; None if there is none."""
+    return next((entry for entry in every(conn) if entry.record == record), None)
 
 
 def drop(conn: Connection, record: str) -> None:
@@ -64,7 +72,7 @@ def drop(conn: Connection, record: str) -> None:
     conn.execute(delete(SetAsideRow).where(SetAsideRow.record == record))
 
 
-def every(conn: Connection) -> tuple[SetAside, ...]:
+def every(conn: Connection) -> tuple[SetAsideEntry, ...]:
     """Return everything that is set aside, the earliest to purge first."""
     if not has_custody(conn):
         return ()
@@ -74,7 +82,7 @@ def every(conn: Connection) -> tuple[SetAside, ...]:
         .order_by(SetAsideRow.due_at, SetAsideRow.record)
     )
     return tuple(
-        SetAside(r.record, r.uuid, r.uri, r.nbytes, r.at, r.due_at, r.digest, r.purging)
+        SetAsideEntry(r.record, r.uuid, r.uri, r.nbytes, r.at, r.due_at, r.digest, r.purging, r.folder)
         for r in conn.execute(rows)
     )
 

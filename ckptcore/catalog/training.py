@@ -17,8 +17,9 @@ from typing import Any
 
 from ckptcore.catalog.normalize import clean
 from ckptcore.errors import UsageError
-from ckptcore.redaction import GONE
+from ckptcore.redaction import GONE, without_arguments
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr as quoted
 
@@ -66,11 +67,6 @@ _SECRET_KEY = late_pattern(
 _SPECIAL_TOKEN = late_pattern(
     r"(?i)^(?:bos|eos|pad|unk|cls|sep|mask|image|video|audio|start|end|think|tool|fim|eot|eod)_.*token$"
     r"|^(?:bos|eos|pad|unk|cls|sep|mask)_token$"
-)
-# An environment variable with a secret, in a command line or a list of variables.
-_VARIABLE = late_pattern(
-    r"(?<![A-Za-z0-9_])([A-Z0-9_]{0,80}(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIALS?)"
-    r"[A-Z0-9_]{0,40}=)[^\s'\"]+"
 )
 _PLACEHOLDER = late_pattern(r"\$\{[^{}]*\}")  # of a sender's template, with nothing to fill in
 
@@ -408,7 +404,7 @@ def _plain(key: str, value: Any, depth: int, nodes: list[int]) -> Any:
             return GONE
         if len(value) > MAX_JSON:
             raise _TooLarge
-        return _VARIABLE.sub(rf"\1{GONE}", clean(value))
+        return clean(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -421,7 +417,8 @@ def _plain(key: str, value: Any, depth: int, nodes: list[int]) -> Any:
             for k, v in value.items()
         }
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray):
-        return [_plain(key, item, depth - 1, nodes) for item in value]
+        items = without_arguments(value) if isinstance(value, Sequence) else value
+        return [_plain(key, item, depth - 1, nodes) for item in items]
     return clean(str(value)[:MAX_TEXT])
 
 
@@ -444,6 +441,6 @@ def _name(text: str) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return load_json(text)
+    except InvalidText:
         return text

@@ -19,6 +19,7 @@ from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import Checkpoint, ConversionIO, Metric, TrainingFactsRow, TrainingRun
 from ckptcore.catalog.normalize import clean_json
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
+from ckptcore.catalog.readable_rows import ReadRows, read_rows, require_types
 from ckptcore.catalog.training import (
     INHERITED,
     MAX_METRICS,
@@ -29,13 +30,15 @@ from ckptcore.catalog.training import (
     bounded,
 )
 from ckptcore.catalog.types import CheckpointRow, Direction, State
-from ckptcore.errors import UsageError
+from ckptcore.errors import CatalogError, CkptError, UsageError
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 GOALS = ("min", "max")
+UNREADABLE = "unreadable"  # in place of a value that is no number
 _JSON = ("config", "extra")
 # field -> column
 _COLUMNS = {
@@ -106,7 +109,10 @@ def metrics_of(
         wanted = wanted.where(Metric.name.in_(names))
     found: dict[int, dict[str, Measured]] = {}
     for m in conn.execute(wanted):
-        found.setdefault(m.checkpoint_id, {})[m.name] = Measured(m.value, m.nonfinite, m.step)
+        measured = Measured(m.value, m.nonfinite, m.step)
+        if isinstance(attempt(require_types, measured), CkptError):  # a row that was edited
+            measured = Measured(None, UNREADABLE)
+        found.setdefault(m.checkpoint_id, {})[m.name] = measured
     return found
 
 
@@ -141,6 +147,22 @@ def best(
     kind: str | None = None,
     limit: int = 10,
 ) -> tuple[Ranked, ...]:
+    """Return the checkpoints of `ranked`. Raises `CatalogError` if one of them cannot be read, too."""
+    rows = ranked(conn, metric, goal, run=run, kind=kind, limit=limit)
+    for broken in rows.broken:
+        raise CatalogError(broken.message, hint=broken.hint)
+    return rows.values
+
+
+def ranked(
+    conn: Connection,
+    metric: str,
+    goal: str = "min",
+    *,
+    run: str | None = None,
+    kind: str | None = None,
+    limit: int = 10,
+) -> ReadRows[Ranked]:
     """Return the present checkpoints with the best finite values of a metric, the best first.
 
     Args:
@@ -157,7 +179,7 @@ def best(
     if goal not in GOALS:
         raise UsageError(f"the goal must be min or max (got {goal!r})")
     if is_behind(conn):
-        return ()
+        return ReadRows(())
     order = Metric.value if goal == "min" else Metric.value.desc()
     among: list[ColumnElement[bool]] = [
         Metric.name == metric,
@@ -182,16 +204,21 @@ def best(
         .join(Metric, Metric.checkpoint_id == Checkpoint.id)
         .where(*among)
         .order_by(order, func.coalesce(Checkpoint.step, -1), Checkpoint.id)
-        .limit(limit)
     )
-    rows = conn.execute(wanted).all()
-    if not rows and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
+
+    def read(r: Any) -> Ranked:
+        step = r.step if r.metric_step is None else r.metric_step
+        return Ranked(metric, r.metric_value, step, checkpoint_row(r))
+
+    rows = read_rows(conn, wanted, Checkpoint.id, read, limit)
+    if (
+        not rows.rows
+        and not rows.broken
+        and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None
+    ):
         known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
         raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
-    return tuple(
-        Ranked(metric, r.metric_value, r.step if r.metric_step is None else r.metric_step, checkpoint_row(r))
-        for r in rows
-    )
+    return rows
 
 
 def _put_one(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:

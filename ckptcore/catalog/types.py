@@ -142,7 +142,9 @@ class CheckpointRow:
         verified_at: when it was last proven complete.
         verified_level: the check level of that proof.
         fingerprint: of its tensor values in any format and topology; None if it was never computed.
-        deleted_at: when `retire` deleted it.
+        deleted_at: when it was purged after `retire`.
+        due_at: when a retired one may be purged.
+        lost: how many contents of a deleted one no recorded checkpoint holds any more.
     """
 
     id: str
@@ -165,6 +167,15 @@ class CheckpointRow:
     replaced_at: datetime | None
     fingerprint: str | None = None
     deleted_at: datetime | None = None
+    due_at: datetime | None = None
+    lost: int = 0
+
+    @property
+    def condition(self) -> str:
+        """The state, with what follows from it."""
+        if self.due_at is not None and self.state == State.RETIRED:
+            return f"{self.state}, purge on {self.due_at:%Y-%m-%d}"
+        return f"{self.state}, {self.lost} contents lost" if self.lost else self.state
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ckptcore.catalog.models import WatchedRoot
 from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -57,9 +58,16 @@ def add(
     also: Sequence[Mapping[str, Any]] = (),
     retention: Mapping[str, Any] | None = None,
 ) -> RootRow:
-    """Add a watched root. Raises `UsageError` if the name is empty or taken."""
+    """Add a watched root. Raises `UsageError` if the name is empty or taken, or nothing can watch the URI."""
     if not name.strip():
         raise UsageError("a watched root needs a name", hint="for example the name of the training run")
+    if is_merged(uri):
+        raise UsageError(
+            f"cannot watch {uri}: it is one checkpoint in several folders",
+            hint="watch each folder by itself, or convert the checkpoint with `ckptcore consolidate`",
+        )
+    if storable(uri) != uri:
+        raise UsageError(f"cannot watch {uri!r}: its name is not UTF-8", hint="rename the folder")
     if _root_rows(conn, name):
         raise UsageError(f"the watched root {name} exists already", hint="remove it, or use another name")
     conn.execute(
@@ -116,6 +124,12 @@ def get(conn: Connection, name: str) -> RootRow:
 def every(conn: Connection, *, enabled: bool | None = None) -> tuple[RootRow, ...]:
     """Return all watched roots, sorted by name; only the enabled or the paused ones if asked for."""
     return tuple(root for root in _root_rows(conn, None) if enabled is None or root.enabled is enabled)
+
+
+def enabled_uris(conn: Connection) -> tuple[str, ...]:
+    """Return the URIs of the enabled roots, sorted by name; their settings, right or wrong, do not matter."""
+    wanted = select(WatchedRoot.uri).where(WatchedRoot.enabled).order_by(WatchedRoot.name)
+    return tuple(conn.execute(wanted).scalars())
 
 
 def _stored(

@@ -32,6 +32,7 @@ from ckptcore.reading.expected_items import expect_items, item_reads
 from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk, resolve
+from ckptcore.reading.rereading import rereading
 from ckptcore.store import Store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
@@ -43,6 +44,7 @@ _BLOCK = 4 << 20
 _AHEAD = 256 << 20  # bytes of blocks of a remote store
 
 
+@rereading
 def scan(
     manifest: Manifest,
     store: Store,

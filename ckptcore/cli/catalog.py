@@ -30,7 +30,7 @@ app.add_typer(outbox_app, name="outbox")
 
 @app.command("upgrade")
 def upgrade_(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """Migrate the catalog to the schema of this version, or create it."""
+    """Migrate the catalog to this version's schema, or create it."""
     before, after = upgrade(catalog or default_url())
     if output is Output.JSON:
         write_json({"from": before, "to": after, "changed": before != after})
@@ -49,7 +49,7 @@ def restore_(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Restore a checkpoint that `retire` or --overwrite set aside, and that is not purged yet."""
+    """Restore a checkpoint that was set aside."""
     from ckptcore.operations.purge import restore
 
     with opened(catalog) as known:
@@ -125,7 +125,7 @@ def lineage(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Show what a checkpoint was made from, and what was made from it."""
+    """Show what a checkpoint was made from, and what of it."""
     with opened(catalog) as found:
         lines = found.lineage(ref, up=up or not down, down=down or not up)
     answer(lines, output)
@@ -245,7 +245,6 @@ def page(
     Changes need a login, with the token that is printed, or that of CKPTCORE_PAGE_TOKEN.
     """
     import os
-    import subprocess
     import sys
 
     # The page is a deployment: the library must not import it.
@@ -254,13 +253,9 @@ def page(
     url = catalog or default_url()
     if any("\0" in text for text in (*command, url)):
         raise UsageError("an option contains a NUL character", hint="remove it")
-    # In the environment: a URL may contain a password, and arguments are visible to all users.
-    with subprocess.Popen(command, env={**os.environ, "CKPTCORE_CATALOG_URL": url}) as process:
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # the page receives it too, and ends in order
-            code = process.wait()
-    raise typer.Exit(code)
+    # This process becomes the server: whatever ends the command ends it too. The URL, which may contain a
+    # password, is no argument: those are visible to all users.
+    os.execve(sys.executable, command, {**os.environ, "CKPTCORE_CATALOG_URL": url})
 
 
 @app.command()

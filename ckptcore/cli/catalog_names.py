@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.catalog_shared import As, Ref, Where, answer, opened
+from ckptcore.cli.catalog_shared import As, Ref, Where, answer, clock, opened
 from ckptcore.cli.options import Output, declared, group, takes
 from ckptcore.errors import UsageError
 from ckptcore.store import local_path
 from ckptcore.utils import terminal
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 
 alias_app = group("Manage names that refer to one checkpoint at a time.")
 hold_app = group("Manage holds, which keep checkpoints from being deleted.")
-obligation_app = group("Manage obligations: contents that must not go with the copy that holds them alone.")
-root_app = group("Manage watched roots: folders that are swept for new checkpoints.")
+obligation_app = group("Manage contents that must not go with their last copy.")
+root_app = group("Manage watched roots: folders that are swept.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the alias or root.")]
 
@@ -48,8 +48,8 @@ def set_alias(
     """Set the checkpoint that a name refers to."""
     from ckptcore.catalog import aliases, audit
 
-    now = _now()
     with opened(catalog) as found, found.writing() as conn:
+        now = clock(conn)
         before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
         row = aliases.set_alias(conn, now, name, ref, expect)
         audit.note(conn, now, "alias.set", row.checkpoint, {"alias": name, "before": before})
@@ -74,7 +74,7 @@ def remove_alias(name: Name, catalog: Where = None, output: As = Output.TEXT) ->
     with opened(catalog) as found, found.writing() as conn:
         row = aliases.get(conn, name)
         aliases.remove(conn, name)
-        audit.note(conn, _now(), "alias.remove", row.checkpoint, {"alias": name})
+        audit.note(conn, clock(conn), "alias.remove", row.checkpoint, {"alias": name})
     _answer_for_programs((row,), output)
 
 
@@ -98,8 +98,8 @@ def place_hold(
     from ckptcore.catalog import audit, holds
 
     end = None if until is None else until.replace(tzinfo=UTC)
-    now = _now()
     with opened(catalog) as found, found.writing() as conn:
+        now = clock(conn)
         hold = holds.place(conn, now, ref, reason, owner=owner, until=end)
         rows = holds.active(conn, now, ref)
         detail = {"hold": hold, "reason": reason, "until": None if end is None else f"{end:%Y-%m-%d}"}
@@ -117,17 +117,17 @@ def list_holds(
     from ckptcore.catalog import holds
 
     with opened(catalog) as found, found.reading() as conn:
-        rows = holds.active(conn, _now(), ref)
+        rows = holds.active(conn, clock(conn), ref)
     answer(rows, output)
 
 
 @obligation_app.command("list")
 def list_obligations(catalog: Where = None, output: As = Output.TEXT) -> None:
-    """List what was deleted in favour of a copy, and how many of its contents no checkpoint holds now."""
-    from ckptcore.custody.upkeep import listed, note_lost
+    """List what was deleted for a copy, and what of it is lost."""
+    from ckptcore.custody.upkeep import listed, look_after
 
     with opened(catalog) as known:
-        note_lost(known)
+        look_after(known)
         rows = listed(known)
     answer(rows, output)
 
@@ -142,7 +142,7 @@ def release_obligation(
     catalog: Where = None,
     output: As = Output.TEXT,
 ) -> None:
-    """Give contents up, so that the copy that holds them alone can be replaced."""
+    """Give contents up: then their last copy can be replaced."""
     from ckptcore.custody.upkeep import release
 
     with opened(catalog) as known:
@@ -163,11 +163,12 @@ def release_hold(
     from ckptcore.catalog import audit, holds
 
     with opened(catalog) as found, found.writing() as conn:
-        rows = tuple(h for h in holds.active(conn, _now()) if h.id == hold)  # none: it was released before
-        holds.release(conn, _now(), hold)
+        now = clock(conn)
+        rows = tuple(h for h in holds.active(conn, now) if h.id == hold)  # none: it was released before
+        holds.release(conn, now, hold)
         for row in rows:
             detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
-            audit.note(conn, _now(), "hold.release", row.checkpoint, detail)
+            audit.note(conn, now, "hold.release", row.checkpoint, detail)
     _answer_for_programs(rows, output)
 
 
@@ -241,7 +242,7 @@ def add_root(
     with open_catalog(catalog) as found, found.writing() as conn:
         row = roots.add(
             conn,
-            _now(),
+            clock(conn),
             name,
             uri,
             include=include or (),
@@ -325,13 +326,6 @@ def _answer_for_programs(rows: tuple[object, ...], output: Output) -> None:
 def _object(text: str, name: str) -> dict[str, Any]:
     hint = f"for example {_JSON_EXAMPLES[name]}"
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"cannot parse {name} as JSON: {error}", hint=hint) from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{name} must be a JSON object (got {type(value).__name__})", hint=hint)
-    return value
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
+        return load_json_object(text, finite=True)
+    except InvalidText as error:
+        raise UsageError(f"cannot parse {name}: {error}", hint=hint) from error

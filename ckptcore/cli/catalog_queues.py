@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from ckptcore.cli.catalog_shared import As, Limit, Where, answer, opened, write_json
+from ckptcore.cli.catalog_shared import As, Limit, Where, answer, clock, opened, write_json
 from ckptcore.cli.options import Output, group, note_former
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
@@ -41,8 +40,11 @@ def _add_commands(app: typer.Typer, name: str) -> None:
     ) -> None:
         """List the rows that are not done, newest first."""
         with opened(catalog) as known, known.reading() as conn:
-            rows = _queue(name).listed(conn, state, limit)
-        answer(rows, output)
+            rows = _queue(name).browsed(conn, state, limit)
+            waiting = _queue(name).postponed(conn, clock(conn)) if name == "inbox" else ()
+        answer(rows.values, output)
+        for text in (*map(str, waiting), *(row.message for row in rows.broken)):
+            terminal.line(text, err=True)
 
     @app.command("retry")
     def retry(
@@ -58,7 +60,7 @@ def _add_commands(app: typer.Typer, name: str) -> None:
                 hint=f"`ckptcore catalog {name} list --state failed` lists them",
             )
         with opened(catalog) as found, found.queueing() as conn:
-            ids = _queue(name).retry(conn, datetime.now(UTC), ref)
+            ids = _queue(name).retry(conn, clock(conn), ref)
         if output is Output.JSON:
             write_json({"put_back": list(ids)})
             return

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.holds import HoldRow
+from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.queues import InboxEvent, Message
 from ckptcore.catalog.sql_query import Answer
 from ckptcore.catalog.training import COUNTS, TEXTS, Training
@@ -31,7 +32,6 @@ from ckptcore.catalog.types import (
 )
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.cli.tables import wrap_name
-from ckptcore.custody.upkeep import ListedObligation
 from ckptcore.errors import Finding
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils import terminal
@@ -179,7 +179,7 @@ def _checkpoints(rows: Iterable[CheckpointRow]) -> Table:
             ("step", lambda r: "-" if r.step is None else str(r.step)),
             ("tensors", lambda r: str(r.num_tensors)),
             ("size", lambda r: size(r.nbytes)),
-            ("state", lambda r: r.state),
+            ("state", lambda r: r.condition),
             ("uri", lambda r: tail(r.uri, 30)),
         ),
         right=("step", "tensors", "size"),
@@ -212,7 +212,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
             "uri": row.uri,
             "kind": row.kind,
             "format": row.format,
-            "state": row.state + (f" since {_when(row.replaced_at)}" if row.replaced_at else ""),
+            "state": row.condition + (f" since {_when(row.replaced_at)}" if row.replaced_at else ""),
             "proven": proven,
             "run": row.run or "-",
             "step": "-" if row.step is None else str(row.step),

@@ -11,6 +11,8 @@ from ckptcore.cli.options import Output
 from ckptcore.utils import terminal
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from ckptcore.catalog.catalog import Catalog
 
 
@@ -46,3 +48,11 @@ def answer(value: Any, output: Output) -> None:
 def write_json(value: Any) -> None:
     """Print plain values as JSON."""
     terminal.write_json(value, indent=2)
+
+
+def clock(conn: Any) -> datetime:
+    """Return the time of the catalog (see `ckptcore.catalog.database.clock`)."""
+    # Imported only now: SQLAlchemy takes a third of a second, which the help does not need.
+    from ckptcore.catalog.database import clock
+
+    return clock(conn)

@@ -115,8 +115,12 @@ def plan(
         from ckptcore.conversion.request_costs import request_costs
 
         costs = request_costs(composed.plan, composed.files, request.source, dst, settings)
-    peak = peak_memory(composed.plan, settings)
-    show.plan(composed, peak, costs, as_json=given["output"] is Output.JSON)
+    peak, frees = peak_memory(composed.plan, settings), 0
+    if options.register_in is not False:
+        from ckptcore.custody.replacing import purge_frees
+
+        frees = purge_frees(options.register_in, dst)
+    show.plan(composed, peak, costs, frees, as_json=given["output"] is Output.JSON)
 
 
 @takes(RUN, declared(*PROOF, *RECORD), ANSWER)

@@ -127,8 +127,8 @@ def report_of(error: CkptError, source: str, level: str) -> Report:
     return Report(level, "", 0, 0, findings)
 
 
-def plan(value: Composed, peak: int, costs: RequestCosts | None, *, as_json: bool) -> None:
-    """Print the answer of `plan`."""
+def plan(value: Composed, peak: int, costs: RequestCosts | None, frees: int, *, as_json: bool) -> None:
+    """Print the answer of `plan`. frees: bytes that `retire --purge` frees on the disk of the destination."""
     p = value.plan
     if as_json:
         terminal.write_json(
@@ -142,6 +142,7 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, *, as_json: boo
                 "requests": p.requests,
                 "store_requests": costs.as_dict() if costs else None,
                 "peak_memory": peak,
+                "purge_frees": frees,
                 "files": [
                     {"path": f.path, "bytes": f.nbytes, "tensors": f.tensors, "requests": f.requests}
                     for f in p.files
@@ -172,6 +173,8 @@ def plan(value: Composed, peak: int, costs: RequestCosts | None, *, as_json: boo
         f"writes {show_size(p.bytes_out)} in {count(len(p.files), 'file')} ({p.target.format}), "
         f"peak memory at most {show_size(peak)}"
     )
+    if frees:
+        out.print(f"retire --purge frees {show_size(frees)} on this disk, of checkpoints that are set aside")
     if costs:
         out.print(
             f"S3: {count(costs.get, 'GET')} of {show_size(costs.get_bytes)} "

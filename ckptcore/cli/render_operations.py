@@ -98,12 +98,14 @@ def retired(value: Retirement, *, as_json: bool) -> None:
         terminal.line(f"{each.fate:<9} {each.uri} in {each.record}{why}")
     counted = f"{_counts(value.counts)}, {show_size(value.nbytes)} of tensors"
     terminal.line(f"files: {files_line(value)}")
-    terminal.line(counted if value.done else f"{counted}; nothing was changed, --yes sets them aside")
+    terminal.line(counted if value.done else f"{counted}; no source was changed, --yes sets them aside")
 
 
 def files_line(value: Retirement) -> str:
     """Return the bytes of files before and after, and what was freed, or would be, now and by a purge."""
     freed = f"{show_size(value.freed)} {'freed' if value.done else 'would be freed'}"
+    if value.purged:
+        freed += f", {show_size(value.purged)} purged"
     later = f"; --purge frees {show_size(value.waiting)} later" if value.waiting else ""
     return f"{show_size(value.before)} before, {freed}, {show_size(value.before - value.freed)} after{later}"
 

@@ -36,6 +36,7 @@ from ckptcore.naming.model_part import ModelPart, find_model, in_model
 from ckptcore.naming.rename import apply_renames, matches, remap, strip_wrappers
 from ckptcore.naming.trainer_forms import AS_STORED, FormNames, common_names, set_by_reshard
 from ckptcore.planning.request import Settings
+from ckptcore.reading.rereading import rereading
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
@@ -75,6 +76,7 @@ class DiffRules:
         return f"matches --exclude {hit}" if hit else ""
 
 
+@rereading
 def diff(
     a: Manifest,
     b: Manifest,

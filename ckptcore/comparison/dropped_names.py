@@ -6,7 +6,6 @@ its JSON answer, lists what was left out and why; without one the same rules are
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from ckptcore.planning.plan import load_head
 from ckptcore.store import open_store
 from ckptcore.topology.rank_local_state import bound_names
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json, parsing
 
 _MAX_RECORD = 1 << 30
 
@@ -55,10 +55,10 @@ def recorded_in(record: str) -> tuple[tuple[str, str], ...]:
     try:
         if path.stat().st_size > _MAX_RECORD:
             raise UsageError(f"cannot use {record} as a record: it has more than {_MAX_RECORD} bytes")
-        form = json.loads(path.read_bytes())
-        rows = form["dropped"]
-        pairs = tuple((str(name), str(rule)) for name, rule in rows)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        with parsing("the record of a conversion"):
+            rows = load_json(path.read_bytes())["dropped"]
+            pairs = tuple((str(name), str(rule)) for name, rule in rows)
+    except (OSError, InvalidText) as error:
         raise UsageError(
             f"cannot use {record} as a record: {error}",
             hint="name the folder of `ckptcore plan --save DIR`, or what `--output json` printed",

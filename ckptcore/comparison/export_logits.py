@@ -8,7 +8,6 @@ and model sizes are compared with free memory first.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from ckptcore.errors import BudgetTooSmall, UsageError
 from ckptcore.planning import transformers_process
 from ckptcore.store import local_path
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.memory import available_memory
 from ckptcore.utils.units import show_size
 
@@ -149,8 +149,7 @@ def _fields(folders: Sequence[str]) -> list[Problem]:
 
 def _config_form(folder: str) -> dict[str, Any]:
     with open(f"{folder}/config.json", "rb") as file:  # transformers opened it before
-        form = json.load(file)
-    return form if isinstance(form, dict) else {}
+        return load_json_object(file.read())
 
 
 def require_folder(url: str) -> str:

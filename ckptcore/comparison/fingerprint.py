@@ -34,6 +34,7 @@ from ckptcore.naming.model_part import find_model, in_model
 from ckptcore.naming.rename import is_kept, matches, remap
 from ckptcore.planning.request import Settings
 from ckptcore.reading.gather import tile_view
+from ckptcore.reading.rereading import rereading
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress, ProgressMeter
 
@@ -95,6 +96,7 @@ class Fingerprints:
         }
 
 
+@rereading
 def fingerprint(
     manifest: Manifest,
     settings: Settings,

@@ -13,7 +13,6 @@ Peak memory: the interpreter, torch where tensors are cast, and ``Settings.memor
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,10 +55,12 @@ from ckptcore.naming.rename import Mapped
 from ckptcore.planning.compose import digest_of_map
 from ckptcore.planning.config_folder import check_names
 from ckptcore.planning.export_source import ExportRecord, ExportSource
-from ckptcore.planning.hub_files import ADAPTER, CONFIG, INDEX
+from ckptcore.planning.hub_files import ADAPTER, INDEX
 from ckptcore.planning.request import Settings
+from ckptcore.reading.rereading import rereading
 from ckptcore.store.listing import folder_at
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count
 from ckptcore.utils.workers import Progress
 
@@ -318,14 +319,14 @@ def _elements(export: OpenExport, mapped: MappedSource) -> Check:
 def _adapter_names(export: OpenExport, content: bytes) -> Check:
     """Check an adapter's names, shapes and ranks against its own config; its base model is not available."""
     try:
-        form = json.loads(content)
+        form = load_json_object(content)
         shapes = export.shapes()
-        adapter = find_adapter(shapes, form) if isinstance(form, dict) else None
+        adapter = find_adapter(shapes, form)
         if adapter is None:
-            return failed(NAMES, [Problem(ADAPTER, "is not a JSON object, or there is no LoRA beside it")])
+            return failed(NAMES, [Problem(ADAPTER, "there is no LoRA beside it")])
         adapter_config(adapter, shapes, form)
-    except (ValueError, RecursionError) as error:
-        return failed(NAMES, [Problem(ADAPTER, f"is not JSON: {error}")])
+    except InvalidText as error:
+        return failed(NAMES, [Problem(ADAPTER, f"cannot be read: {error}")])
     except (NameMismatch, UsageError) as error:
         return failed(NAMES, [Problem("", error.message)])
     return passed(NAMES, f"they fit {ADAPTER}")
@@ -338,11 +339,9 @@ def _check_names(export: OpenExport) -> tuple[Check, Ties]:
             return _adapter_names(export, export.adapter), ()
         return not_done(NAMES, "there is no config.json"), ()
     try:
-        form = json.loads(export.config.content[CONFIG].decode())
-        if not isinstance(form, dict):
-            return failed(NAMES, [Problem("config.json", "is not a JSON object")]), ()
-    except (ValueError, RecursionError) as error:
-        return failed(NAMES, [Problem("config.json", f"is not JSON: {error}")]), ()
+        _ = export.config.form
+    except InvalidText as error:
+        return failed(NAMES, [Problem("config.json", f"cannot be read: {error}")]), ()
     try:
         expected = check_names(export.config, export.shapes())
     except NameMismatch as error:
@@ -369,6 +368,7 @@ _MISFITS = {
 }
 
 
+@rereading
 def _values(
     export: OpenExport, mapped: MappedSource, tied: Ties, settings: Settings, progress: Progress | None
 ) -> tuple[Check, Check, tuple[Seen, ...]]:
@@ -479,6 +479,7 @@ def _finite(seen: Sequence[Seen], of_source: Sequence[Problem]) -> Check:
     return passed(FINITE, text, **values)
 
 
+@rereading
 def _near(
     export: OpenExport, base: Manifest, wanted: Wanted, settings: Settings, progress: Progress | None
 ) -> Check:

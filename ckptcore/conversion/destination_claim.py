@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import uuid
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptcore.errors import Busy, CkptError
@@ -39,13 +38,14 @@ class DestinationClaim:
     def take(self) -> None:
         """Take the claim; raise `Busy` if another process has it, `CatalogError` without a catalog."""
         from ckptcore.catalog import claims, open_catalog
+        from ckptcore.catalog.database import clock
 
         given = self._catalog
         catalog = open_catalog(given) if given is None or isinstance(given, str) else given
         key = claims.Key("", self._destination, _OPTIONS)
         name = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex[:8]}"
         with catalog.writing() as conn:
-            claim = claims.take(conn, datetime.now(UTC), key, self._destination, name, retry=True)
+            claim = claims.take(conn, clock(conn), key, self._destination, name, retry=True)
         if not claim.mine:
             holder = claim.owner.rpartition(" ")[0]
             raise Busy(
@@ -58,11 +58,12 @@ class DestinationClaim:
     def renew(self) -> None:
         """Extend the claim; raise `Busy` if another process has it."""
         from ckptcore.catalog import claims
+        from ckptcore.catalog.database import clock
 
         if self._taken is not None:
             catalog, claim = self._taken
             with catalog.writing() as conn:
-                if claims.renew(conn, datetime.now(UTC), claim):
+                if claims.renew(conn, clock(conn), claim):
                     return
         raise Busy(
             f"this run was stopped for longer than its claim of {self._destination}",

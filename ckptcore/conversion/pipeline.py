@@ -30,7 +30,7 @@ from ckptcore.conversion.staged_plan import REQUEST, look_ahead, plan_run, renew
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
-from ckptcore.custody.judged import Writer
+from ckptcore.custody.judged import Replacer
 from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, StagingForeign
 from ckptcore.execution.execute import execute_files
 from ckptcore.execution.join_parts import join_parts
@@ -248,7 +248,7 @@ def finish(
     staging = Staging.of_plan(plan_uri)
     staging.arbiter = claim_of(catalog_url, staging.destination)
     with span("publish", destination=staging.destination), staging.lock():
-        return finish_staged(staging, settings or Settings(), progress, Writer(catalog_url, conversion))
+        return finish_staged(staging, settings or Settings(), progress, Replacer(catalog_url, conversion))
 
 
 def settle(plan_uri: str) -> None:
@@ -378,7 +378,7 @@ def publishing(
             receipts = _execute(staging, None, settings, progress, just_planned=True)
         wrote = time.perf_counter() - began
         with span("publish", destination=request.destination):
-            result = finish_staged(staging, settings, progress, Writer(catalog_url, conversion))
+            result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion))
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings)
@@ -456,7 +456,7 @@ def _prepare(
 
                 replaced = require_accounted(request, composed.extra, catalog_url, begun)
                 if replaced.inventory:
-                    judged = may_replace(request.destination, Writer(catalog_url), settings)
+                    judged = may_replace(request.destination, Replacer(catalog_url), settings)
                     replaced = replace(replaced, judged=judged)
             records.insert(0, packed_replaced(replaced))
         if staging.places is not None:

@@ -8,7 +8,6 @@ meanwhile are not in them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, field
@@ -22,6 +21,7 @@ from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store, fetch
 from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json
 
 REPLACES = "replaces.json"
 _RERUN = "run the same command again: it verifies the output, and records that"
@@ -219,6 +219,6 @@ def _stored_json(store: Store, name: str) -> Any:
     if data is None:
         return None
     try:
-        return json.loads(data)
-    except ValueError:
+        return load_json(data)
+    except InvalidText:
         return None

@@ -26,7 +26,7 @@ from ckptcore.conversion.staged_plan import planned_paths, staged_request
 from ckptcore.conversion.staged_proof import require_source
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.custody.judged import NOBODY, Writer
+from ckptcore.custody.judged import NOBODY, Replacer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError, finding
 from ckptcore.execution.receipts import Receipt, digest_of, every_receipt, is_intact, seen_as
 from ckptcore.execution.source_stamps import digest as stamps_digest
@@ -135,7 +135,7 @@ class Result:
 
 
 def finish_staged(
-    staging: Staging, settings: Settings, progress: Progress | None, writer: Writer = NOBODY
+    staging: Staging, settings: Settings, progress: Progress | None, writer: Replacer = NOBODY
 ) -> Result:
     """Verify and publish a staged output whose files are all written.
 
@@ -398,7 +398,9 @@ def _publication(
     return Publication(plan.digest, None, "", replaces or Replaced(), puts, receipts=receipts)
 
 
-def _admitted(staging: Staging, publication: Publication, writer: Writer, settings: Settings) -> Publication:
+def _admitted(
+    staging: Staging, publication: Publication, writer: Replacer, settings: Settings
+) -> Publication:
     """Return a publication that may replace what it lists; on an object store also one that was begun."""
     replaces = publication.replaces
     if not replaces.inventory:

@@ -6,7 +6,6 @@ keep it. It is carried out only if the source is unchanged.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +29,7 @@ from ckptcore.planning.plan import file_name, load_head, save_head
 from ckptcore.planning.request import Request
 from ckptcore.store import open_source_store
 from ckptcore.store.sealed import SealedFolder, SealedStore
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 
 def plan_into(folder: Path, request: Request, manifest: Manifest) -> Composed:
@@ -90,8 +90,10 @@ def load_request(folder: Path) -> Request:
     _require_own(home, folder)
     head = load_head(store)
     try:
-        request = Request.from_dict(json.loads(store.read(REQUEST, 0, size)))
-    except (ValueError, TypeError, AttributeError) as error:
+        data = store.read(REQUEST, 0, size)
+        with parsing("a request"):
+            request = Request.from_dict(load_json_object(data))
+    except InvalidText as error:
         raise MalformedCheckpoint(f"{folder}/{REQUEST} is damaged: {error}", hint="plan again") from error
     require_place(
         request.destination, request.source, config=request.config, tokenizer=request.tokenizer, plan=folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +26,7 @@ from ckptcore.planning.plan import (
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import Store, fetch, put_each
 from ckptcore.store.ahead import ReadsAhead
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 REQUEST = "request.json"
 
@@ -81,8 +81,9 @@ def staged_request(staging: Staging) -> Request:
     if data is None:
         raise UsageError(f"{store.url} lacks {REQUEST}", hint="prepare the conversion again")
     try:
-        return Request.from_dict(json.loads(data))
-    except (ValueError, TypeError, AttributeError) as error:
+        with parsing("a request"):
+            return Request.from_dict(load_json_object(data))
+    except InvalidText as error:
         raise MalformedCheckpoint(
             f"cannot read {store.url}/{REQUEST}: {error}", hint="prepare the conversion again"
         ) from error

@@ -3,12 +3,11 @@
 Trainers save their state beside the tensors: the Trainer of transformers `trainer_state.json`, Lightning its
 hyperparameters and metrics, Megatron its arguments, OLMo its config and counters. The readers below take what
 the manifest holds already, and few small files that are known to be there. Nothing here can fail a
-conversion: what cannot be read is logged and left out.
+conversion, whose output is published by then: what cannot be read is logged and left out.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -19,9 +18,10 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode
 from ckptcore.errors import CkptError
 from ckptcore.store import open_store
+from ckptcore.utils.foreign_text import InvalidText, load_json, parsing
+from ckptcore.utils.plain_yaml import load_yaml
 
 MAX_FILE = 32 << 20  # bytes; the log in a trainer_state.json grows with the run
-MAX_YAML = 1 << 20
 _MOST_LOGGED = 200_000  # entries of such a log that are read
 _log = logging.getLogger("ckptcore")
 
@@ -30,6 +30,18 @@ Form = dict[str, Any]
 
 def stored_facts(manifest: Manifest) -> TrainingFacts:
     """Return the facts about the training that a checkpoint stores; empty if there are none."""
+    try:
+        with parsing("facts about a training"):
+            facts, left_out = read_facts(_merged(manifest))
+    except InvalidText as error:
+        _log.warning("facts about the training in %s are left out: %s", manifest.root, error)
+        return TrainingFacts()
+    if left_out:
+        _log.info("facts about the training in %s are left out: %s", manifest.root, "; ".join(left_out))
+    return facts
+
+
+def _merged(manifest: Manifest) -> Form:
     form: Form = {}
     for part in _parts(manifest):
         for key, value in part.items():
@@ -37,19 +49,17 @@ def stored_facts(manifest: Manifest) -> TrainingFacts:
                 form[key] = {**value, **form[key]}
             else:
                 form.setdefault(key, value)
-    facts, left_out = read_facts(form)
-    if left_out:
-        _log.info("facts about the training in %s are left out: %s", manifest.root, "; ".join(left_out))
-    return facts
+    return form
 
 
 def _parts(manifest: Manifest) -> Iterator[Form]:
     """Yield forms of facts, the most specific first."""
     for name, read in _OBJECTS:
         try:
-            found = read(_Objects(manifest))
-        except (CkptError, ValueError, TypeError, KeyError, RecursionError) as error:
-            _log.warning("cannot read %s of %s: %r", name, manifest.root, error)
+            with parsing(name):
+                found = read(_Objects(manifest))
+        except (CkptError, InvalidText) as error:
+            _log.warning("cannot read %s of %s: %s", name, manifest.root, error)
             continue
         if found:
             yield found
@@ -58,9 +68,10 @@ def _parts(manifest: Manifest) -> Iterator[Form]:
         if data is None:
             continue
         try:
-            yield read_bytes(data)
-        except (ValueError, TypeError, RecursionError) as error:
-            _log.warning("cannot read %s of %s: %r", path, manifest.root, error)
+            with parsing("a trainer's file"):
+                yield read_bytes(data)
+        except InvalidText as error:
+            _log.warning("cannot read %s of %s: %s", path, manifest.root, error)
 
 
 class _Objects:
@@ -201,26 +212,19 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _json_state(data: bytes) -> Form:
-    state = json.loads(data)
+    state = load_json(data)
     return _of_trainer_state(state) if isinstance(state, Mapping) else {}
 
 
 def _olmo_core_config(data: bytes) -> Form:
     """OLMo-core, train/callbacks/config_saver.py. A hub's config has the same name, and none of its keys."""
-    config = json.loads(data)
+    config = load_json(data)
     known = isinstance(config, dict) and {"trainer", "train_module", "data_loader"} & set(config)
     return {"config": config} if known else {}
 
 
 def _yaml_config(data: bytes) -> Form:
-    import yaml
-
-    if len(data) > MAX_YAML:
-        raise ValueError(f"it has more than {MAX_YAML} bytes")
-    try:
-        config = yaml.safe_load(data)
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is not YAML: {type(error).__name__}") from error
+    config = load_yaml(data)
     if not isinstance(config, dict):
         return {}
     return {"config": config, "extra": {"run_name": config["run_name"]} if config.get("run_name") else {}}

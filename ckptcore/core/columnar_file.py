@@ -17,6 +17,7 @@ import zstandard
 from blake3 import blake3
 
 from ckptcore.errors import MalformedCheckpoint
+from ckptcore.utils.foreign_text import InvalidText, parsing
 
 _MAGIC = b"CKPF1\n"
 _KINDS = {"i8": np.int64, "i4": np.int32, "i1": np.int8, "u1": np.uint8}
@@ -91,23 +92,24 @@ def load(data: bytes, *, max_bytes: int = 8 << 30) -> tuple[dict[str, Any], dict
     if not data.startswith(_MAGIC):
         raise MalformedCheckpoint("not a ckptcore frame", hint="make the plan again")
     try:
-        size = zstandard.frame_content_size(data[len(_MAGIC) :])
-        if not 0 <= size <= max_bytes:
-            raise MalformedCheckpoint(f"frame content must be at most {max_bytes} bytes (got {size})")
-        raw = zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :], max_output_size=size)
-        length = int.from_bytes(raw[:8], "little")
-        parsed = json.loads(raw[8 : 8 + length])
-        at, arrays = 8 + length, {}
-        for row in parsed["arrays"]:
-            kind, shape = np.dtype(_KINDS[row["kind"]]), tuple(int(n) for n in row["shape"])
-            count = int(np.prod(shape, dtype=object)) if shape else 1
-            arrays[row["name"]] = np.frombuffer(raw, kind, count, at).reshape(shape)
-            at += count * kind.itemsize
-    except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
+        with parsing("a frame"):
+            size = zstandard.frame_content_size(data[len(_MAGIC) :])
+            if not 0 <= size <= max_bytes:
+                raise MalformedCheckpoint(f"frame content must be at most {max_bytes} bytes (got {size})")
+            raw = zstandard.ZstdDecompressor().decompress(data[len(_MAGIC) :], max_output_size=size)
+            length = int.from_bytes(raw[:8], "little")
+            parsed = json.loads(raw[8 : 8 + length])
+            at, arrays = 8 + length, {}
+            for row in parsed["arrays"]:
+                kind, shape = np.dtype(_KINDS[row["kind"]]), tuple(int(n) for n in row["shape"])
+                count = int(np.prod(shape, dtype=object)) if shape else 1
+                arrays[row["name"]] = np.frombuffer(raw, kind, count, at).reshape(shape)
+                at += count * kind.itemsize
+            if at != len(raw):
+                raise MalformedCheckpoint(f"frame must hold {at} bytes (got {len(raw)})")
+            return parsed["head"], arrays
+    except InvalidText as error:
         raise MalformedCheckpoint(f"cannot read frame: {error}", hint="make the plan again") from error
-    if at != len(raw):
-        raise MalformedCheckpoint(f"frame must hold {at} bytes (got {len(raw)})")
-    return parsed["head"], arrays
 
 
 def _kind(array: Array) -> str:

@@ -16,10 +16,12 @@ from typing import Any
 from ckptcore.core.metadata_budget import CONTAINER, SLOT, meter
 from ckptcore.core.named_values import normal, restated
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import parsing
 
 # The version of the JSON form, where it is stored outside of this project's own files. A new kind that an
 # older reader would misread needs a new version.
 VERSION = 1
+MAX_DEPTH = 500  # containers of a JSON form; a tree of a pickle has 150 levels, and a form has three for one
 # Values that hold no others; long runs of them are encoded and decoded at once.
 SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
 _AS_IS: frozenset[type] = frozenset({type(None), bool, str})  # JSON has these types
@@ -181,15 +183,15 @@ def _wide(text: Any) -> int:
 _DECODE: dict[str, Any] = {
     "int": lambda v: _wide(v["value"]),
     "float": lambda v: float(v["value"]),
-    "complex": lambda v: complex(*(decode(x) for x in v["items"])),
+    "complex": lambda v: complex(*(_decoded(x) for x in v["items"])),
     "bytes": lambda v: base64.b64decode(v["value"]),
     "tensor": lambda v: TensorRef(v["fqn"]),
     "refused": lambda v: Refused(v["name"]),
-    "odict": lambda v: OrderedDict((decode(k), decode(x)) for k, x in v["items"]),
-    "dict": lambda v: {decode(k): decode(x) for k, x in v["items"]},
-    "tuple": lambda v: tuple(decode(v["items"])),
-    "set": lambda v: set(decode(v["items"])),
-    "frozenset": lambda v: frozenset(decode(v["items"])),
+    "odict": lambda v: OrderedDict((_decoded(k), _decoded(x)) for k, x in v["items"]),
+    "dict": lambda v: {_decoded(k): _decoded(x) for k, x in v["items"]},
+    "tuple": lambda v: tuple(_decoded(v["items"])),
+    "set": lambda v: set(_decoded(v["items"])),
+    "frozenset": lambda v: frozenset(_decoded(v["items"])),
 }
 
 
@@ -200,18 +202,23 @@ def decode(form: Any) -> Any:
     {'a': (1, inf), 2: b'x'}
 
     Raises:
-        ValueError: A value is none of its kind. KeyError and TypeError, too, mean that this is no such form.
+        InvalidText: It is no such form, or a value is none of its kind.
     """
+    with parsing("an object tree"):
+        return _decoded(form)
+
+
+def _decoded(form: Any) -> Any:
     if isinstance(form, list):
-        return list(form) if set(map(type, form)) <= SCALARS else [decode(v) for v in form]
+        return list(form) if set(map(type, form)) <= SCALARS else [_decoded(v) for v in form]
     if not isinstance(form, dict):
         return form
     if "$" not in form:
-        return {k: decode(v) for k, v in form.items()}
+        return {k: _decoded(v) for k, v in form.items()}
     kind = form["$"]
     if kind in _DECODE:
         return _DECODE[kind](form)
-    return Named(kind, normal(kind, decode(form["value"])))
+    return Named(kind, normal(kind, _decoded(form["value"])))
 
 
 def references(form: Any) -> list[str]:

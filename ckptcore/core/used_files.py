@@ -6,7 +6,7 @@ stores tensors or objects of the checkpoint; it stores what is compared with the
 read; the reader read it to interpret the others.
 
 Callers: `ckptcore.execution.source_stamps` for the files read during a conversion (`placed`),
-`ckptcore.operations.proven_files` for what is proven to be elsewhere (``data``, ``described``),
+`ckptcore.custody.holdings` for what is proven to be elsewhere (``data``, ``described``),
 `ckptcore.conversion.foreign_files` for what a format replaces (all three), and `validate` for what nothing
 proves (all files beside these, `Manifest.beside`).
 """

@@ -18,7 +18,7 @@ def is_of_custody(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class Replacer:
     """Who is about to replace a place.
 
     Attributes:
@@ -30,7 +30,7 @@ class Writer:
     conversion: str | None = None
 
 
-NOBODY = Writer()
+NOBODY = Replacer()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,31 +10,51 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from ckptcore.catalog import obligations, set_aside
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
-from ckptcore.custody.gate import duties_at, existing_catalog, judge
-from ckptcore.custody.judged import Judged, Writer
-from ckptcore.custody.obligation_records import add_duties
-from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin
+from ckptcore.custody.gate import duties_at, duties_beside, existing_catalog, judge
+from ckptcore.custody.judged import Judged, Replacer
+from ckptcore.custody.obligation_records import add_duties, drop_duties
+from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin, folder_of
 from ckptcore.errors import UsageError
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.contents import NameKind, contents
+from ckptcore.store.listing import nothing_at
 
 GRACE = timedelta(days=7)  # until what was set aside may be purged
 
 
-def may_replace(place: str, writer: Writer, settings: Settings) -> Judged:
+def may_replace(place: str, writer: Replacer, settings: Settings) -> Judged:
     """Decide when a conversion is planned whether it may replace what is at its destination; see `judge`."""
     with existing_catalog(writer.catalog) as catalog:
         return judge(catalog, place, settings)
 
 
-def admit(place: str, writer: Writer, settings: Settings, judged: Judged | None) -> str:
+def purge_frees(catalog: str | bool | None, place: str) -> int:
+    """Return the bytes of set-aside files on the disk of a local place; 0 without a catalog, or elsewhere.
+
+    Args:
+        catalog: Its URL; None for the default one, False for none.
+        place: A path; nothing has to be there.
+    """
+    path = local_path(place)
+    if path is None:
+        return 0
+    with existing_catalog(catalog) as known:
+        if known is None:
+            return 0
+        with known.reading() as conn:
+            rows = set_aside.every(conn)
+    device = _device_of(os.fspath(path))
+    return sum(row.nbytes for row in rows if local_path(row.uri) and _device_of(row.record) == device)
+
+
+def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | None) -> str:
     """Let a conversion replace a place now.
 
     Args:
@@ -52,15 +72,20 @@ def admit(place: str, writer: Writer, settings: Settings, judged: Judged | None)
         Interrupted: The conversion lost its row.
     """
     with existing_catalog(writer.catalog) as catalog:
-        if judged is None or catalog is None or writer.conversion is None:
-            judged = judge(catalog, place, settings)
-        elif writer.conversion is not None:
+        if catalog is not None and writer.conversion is not None:
             RUNNING.require(catalog, writer.conversion)
+        in_place = local_path(place) is None  # nothing of it can be set aside: copies are read once more
+        if in_place and nothing_at(place):  # an interrupted run was admitted, and removed it
+            return ""
+        asked = judged is not None and catalog is not None and writer.conversion is not None
+        # Another catalog may count on what is here since then: its records say so.
+        if judged is None or not asked or (judged.moves and in_place) or duties_beside(place):
+            judged = judge(catalog, place, settings)
         if not judged.moves:
             return ""
         assert catalog is not None  # without one, no other place is known
         move_obligations(catalog, place, judged.moves)
-        return _set_aside(catalog, place) if local_path(place) is not None else ""
+        return "" if in_place else _set_aside(catalog, place)
 
 
 def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str, ...]]) -> None:
@@ -74,17 +99,30 @@ def move_obligations(catalog: Catalog, place: str, moves: Mapping[str, tuple[str
     if not moves:
         return
     duties = {duty.row.id: duty for duty in duties_at(catalog, place, ())}
-    for where in dict.fromkeys(where for places in moves.values() for where in places):
-        add_duties(where, [duties[key] for key, places in moves.items() if where in places])
-    with catalog.writing() as conn:
-        for key, places in moves.items():
+    with catalog.writing() as conn:  # records beside copies are changed by one process at a time
+        left = {key: places for key, places in moves.items() if key in duties}  # the others ended meanwhile
+        for where in dict.fromkeys(where for places in left.values() for where in places):
+            add_duties(where, [duties[key] for key, places in left.items() if where in places])
+        for key, places in left.items():
             obligations.move(conn, key, places[0])
+            if (before := duties[key].row.place) not in places:
+                drop_duties(before, [key])
+
+
+def _device_of(path: str) -> int | None:
+    """Return the device of a path, or of the nearest folder above it that exists."""
+    while path and not os.path.lexists(path):
+        above = os.path.dirname(os.path.abspath(path))
+        if above == path:
+            return None
+        path = above
+    return os.stat(path).st_dev
 
 
 def _set_aside(catalog: Catalog, place: str) -> str:
     """Make the folder into which the old output is moved; return its name."""
     uri = normal_uri(place)
-    things, now = contents(place), datetime.now(UTC)
+    things, now = contents(place), catalog.now()
     nbytes = sum(thing.nbytes for thing in things.values() if thing.kind is NameKind.FILE)
     known = catalog.at(place)
     checkpoint = known[0].id if known is not None else ""
@@ -97,6 +135,15 @@ def _set_aside(catalog: Catalog, place: str) -> str:
         assert isinstance(aside, LocalSetAside)
         with catalog.writing() as conn:
             due = now + GRACE
-            row = set_aside.SetAside(aside.home, checkpoint or None, uri, nbytes, now, due, record.digest)
+            row = set_aside.SetAsideEntry(
+                aside.home,
+                checkpoint or None,
+                uri,
+                nbytes,
+                now,
+                due,
+                record.digest,
+                folder=folder_of(aside.home),
+            )
             set_aside.put(conn, row)
         return os.path.basename(aside.home)

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import stat
@@ -25,7 +24,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -39,6 +38,7 @@ from ckptcore.store.contents import Thing, contents, difference, same, thing_of
 from ckptcore.store.folder_tree import Spot, rename_new
 from ckptcore.store.listing import names_at
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 RECORD, _DRAFT = "record.json", ".record.json.part"
@@ -90,11 +90,11 @@ class SetAsideRecord:
 
     @classmethod
     def load(cls, data: bytes) -> SetAsideRecord:
-        """Read the form of `dump`; raise `ValueError` for other data."""
-        try:
-            form: dict[str, Any] = json.loads(data)
+        """Read the form of `dump`; raise `InvalidText` for other data."""
+        with parsing("a record"):
+            form = load_json_object(data)
             if form["version"] != 2:
-                raise ValueError(f"cannot read version {form['version']}")
+                raise InvalidText(f"cannot read version {form['version']}")
             return cls(
                 str(form["why"]),
                 str(form["checkpoint"]),
@@ -103,12 +103,10 @@ class SetAsideRecord:
                 str(form["proof"]),
                 unpack(base64.b64decode(form["expects"], validate=True)),
                 tuple(GivenUp(g["name"], g["kind"], g["bytes"]) for g in form["given_up"]),
-                datetime.fromisoformat(form["at"]),
-                datetime.fromisoformat(form["due_at"]),
+                parse_time(form["at"]),
+                parse_time(form["due_at"]),
                 {str(name): Thing.of_list(thing) for name, thing in form["things"]},
             )
-        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(f"it is not a record: {error!r}") from error
 
 
 class SetAside(Protocol):
@@ -130,11 +128,17 @@ class SetAside(Protocol):
     def holds(self) -> bool:
         """Whether anything of it is set aside."""
 
+    def look(self) -> dict[str, Thing]:
+        """Return everything of it, as `ckptcore.store.contents.contents` does."""
+
     def move_in(self) -> None:
         """Set it aside. Raises `UsageError`."""
 
     def restore(self, uri: str = "") -> None:
         """Move it back to its place, or to another one; raise `UsageError` if something else is there."""
+
+    def hide(self) -> None:
+        """Take it out of sight where that is possible only after its row is marked."""
 
     def require_approved(self) -> None:
         """Raise `SourceChanged` unless its files are, name by name, those of the record."""
@@ -178,6 +182,18 @@ def homes_in(folder: str) -> tuple[str, ...]:
     except OSError as error:
         raise SourceUnreadable(f"cannot list {folder}: {error.strerror}") from error
     return tuple(join_url(folder, name) for name in names if _NAME.fullmatch(name))
+
+
+def folder_of(home: str) -> str:
+    """Return the inode of the folder around a record's folder; "" on an object store, or if there is none.
+
+    Where a disk is away there is another folder of that name, or none.
+    """
+    path = local_path(home)
+    try:
+        return "" if path is None else str(os.stat(os.path.dirname(path)).st_ino)
+    except OSError:
+        return ""
 
 
 def place_of(home: str) -> str | None:
@@ -272,6 +288,13 @@ class LocalSetAside:
         """See `SetAside`."""
         return _exists(self._name, self._at)
 
+    def look(self) -> dict[str, Thing]:
+        """See `SetAside`."""
+        return contents(self.place)
+
+    def hide(self) -> None:
+        """Do nothing: it was moved."""
+
     @property
     def inside(self) -> Spot:
         """The name of the checkpoint in the folder, for a publication that moves it there itself."""
@@ -304,7 +327,7 @@ class LocalSetAside:
 
     def require_approved(self) -> None:
         """See `SetAside`."""
-        now, approved = contents(self.place), self.record.things
+        now, approved = self.look(), self.record.things
         if "" in approved and self._arrived is None:
             name = difference(approved, now, status=False)
             self._arrived = now.get("")
@@ -340,10 +363,17 @@ class LocalSetAside:
 
 
 class RemoteSetAside:
-    """See `SetAside`; objects cannot be moved, and stay at their place until they are purged."""
+    """See `SetAside`; objects cannot be moved, and stay at their place until they are purged.
+
+    In a bucket that keeps versions they are hidden by delete markers; the purge deletes the versions.
+    """
 
     def __init__(self, record: SetAsideRecord, home: str) -> None:
         self.record, self.home = record, home
+        # A late import: most checkpoints are no objects.
+        from ckptcore.store.objects.versions import bucket_with_versions
+
+        self._versions = bucket_with_versions(record.uri)
 
     @classmethod
     def begin(cls, record: SetAsideRecord) -> RemoteSetAside:
@@ -379,37 +409,47 @@ class RemoteSetAside:
     @property
     def holds(self) -> bool:
         """Whether an object of the record is there, as it was."""
-        there = self._there()
+        there = self.look()
         return any(name in there and same(thing, there[name]) for name, thing in self.record.things.items())
+
+    def look(self) -> dict[str, Thing]:
+        """Return its objects, also those that are hidden."""
+        try:
+            there = contents(self.record.uri)
+        except SourceUnreadable:  # there is no object of that name, nor below it
+            there = {}
+        hidden = {} if self._versions is None else self._versions.hidden()
+        return {name: version.thing for name, version in hidden.items()} | there
 
     def move_in(self) -> None:
         """Do nothing: the objects stay."""
 
+    def hide(self) -> None:
+        """Hide its objects behind delete markers, in a bucket that keeps versions."""
+        if self._versions is not None:
+            self._remove_unchanged()
+
     def restore(self, uri: str = "") -> None:
-        """Forget the record: the objects are at their place."""
+        """See `SetAside`; the objects are at their place, or behind delete markers."""
         if uri:
             raise UsageError(f"cannot restore {self.record.uri} to another place: its objects were not moved")
+        if self._versions is not None:
+            self._versions.show()
         self._forget()
 
     def require_approved(self) -> None:
         """See `SetAside`."""
-        name = difference(self.record.things, self._there())
+        name = difference(self.record.things, self.look())
         if name is not None:
             raise _changed(self.record.uri, name)
 
     def remove(self) -> tuple[tuple[str, ...], str]:
         """Remove the objects one by one, each checked right before: one that was written since is kept."""
-        single = "" in self.record.things
-        folder, itself = split_url(self.record.uri) if single else (self.record.uri, "")
         try:
-            with closing(open_store(folder)) as store:
-                stamps = {name: store.stamp(name or itself) for name in self.record.things}
-                there = self._there()  # an object that is unchanged now was unchanged when its stamp was read
-                for name, thing in self.record.things.items():
-                    unchanged = name in there and same(thing, there[name]) and stamps[name] is not None
-                    if unchanged and store.stamp(name or itself) == stamps[name]:
-                        store.remove(name or itself)
-            left = tuple(self._there())
+            self._remove_unchanged()
+            if self._versions is not None:
+                self._versions.remove(self.record.things)
+            left = tuple(self.look())
         except CkptError as error:
             return (), error.message
         self._forget()
@@ -418,11 +458,16 @@ class RemoteSetAside:
     def close(self) -> None:
         """Do nothing: nothing is open."""
 
-    def _there(self) -> dict[str, Thing]:
-        try:
-            return contents(self.record.uri)
-        except SourceUnreadable:
-            return {}
+    def _remove_unchanged(self) -> None:
+        single = "" in self.record.things
+        folder, itself = split_url(self.record.uri) if single else (self.record.uri, "")
+        with closing(open_store(folder)) as store:
+            stamps = {name: store.stamp(name or itself) for name in self.record.things}
+            there = self.look()  # an object that is unchanged now was unchanged when its stamp was read
+            for name, thing in self.record.things.items():
+                unchanged = name in there and same(thing, there[name]) and stamps[name] is not None
+                if unchanged and store.stamp(name or itself) == stamps[name]:
+                    store.remove(name or itself)
 
     def _forget(self) -> None:
         with closing(open_store(self.home)) as store:
@@ -431,7 +476,7 @@ class RemoteSetAside:
 
 def partly_gone(set_aside: SetAside) -> bool:
     """Return whether a file of the record is gone: its removal had begun."""
-    there = contents(set_aside.place) if set_aside.holds else {}
+    there = set_aside.look() if set_aside.holds else {}
     return not set_aside.record.things.keys() <= there.keys()
 
 

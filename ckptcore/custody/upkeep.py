@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.database import clock
+from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.types import CheckpointRow, State
-from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties, read_duties
+from ckptcore.custody.obligation_records import (
+    Duty,
+    add_duties,
+    drop_duties,
+    places_with_records,
+    read_duties,
+    recorded_duty,
+)
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.fingerprints.holdings import Ids, ids_of, nth, pack, pack_specs, tensor_id, unpack, unpack_ids
-from ckptcore.utils.dataclass import dataclass
+from ckptcore.fingerprints.holdings import TENSOR, Ids, ids_of, ids_of_tensors, pack, pack_specs, unpack_ids
+from ckptcore.store import split_url
+from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
-_NOT_THERE = (State.GONE.value,)  # beside those that `holdings.may_hold` leaves out
-
-
-@dataclass(frozen=True, slots=True)
-class ListedObligation:
-    """One obligation, for people.
-
-    id: its id. source: what was deleted. place: the copy that it counts on. created_at: since when. lost: how
-    many of its contents no recorded checkpoint holds. contents: their names.
-    """
-
-    id: str
-    source: str
-    place: str
-    created_at: datetime
-    lost: int
-    contents: tuple[str, ...]
+_log = logging.getLogger("ckptcore")
 
 
 def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
@@ -47,10 +42,14 @@ def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
                 row.place,
                 row.created_at,
                 row.lost,
-                tuple(each.name for each in unpack(obligations.contents_of(conn, row.id))),
+                _names(attempt(recorded_duty, conn, row)),
             )
             for row in obligations.every(conn)
         )
+
+
+def _names(duty: Duty | CkptError) -> tuple[str, ...]:
+    return (f"({duty.message})",) if isinstance(duty, CkptError) else tuple(h.name for h in duty.contents)
 
 
 def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, ...]:
@@ -67,8 +66,8 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
     Raises:
         UsageError: There is no such obligation, or it has no such contents.
     """
-    now = datetime.now(UTC)
     with catalog.writing() as conn:
+        now = clock(conn)
         rows = [row for row in obligations.every(conn) if row.id.startswith(public)]
         if len(rows) != 1:
             raise UsageError(
@@ -76,9 +75,12 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
                 hint="see ckptcore catalog obligation list",
             )
         (row,) = rows
-        contents = unpack(obligations.contents_of(conn, row.id))
+        duty = attempt(recorded_duty, conn, row)
+        if isinstance(duty, CkptError) and "*" not in globs:
+            raise duty
+        contents = () if isinstance(duty, CkptError) else duty.contents
         named = [each for each in contents if any(fnmatchcase(each.name, glob) for glob in globs)]
-        if not named:
+        if contents and not named:
             raise UsageError(
                 f"obligation {row.id} has no contents of these names (got {', '.join(globs)})",
                 hint="see ckptcore catalog obligation list --output json",
@@ -96,47 +98,78 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
     return tuple(names)
 
 
-def note_lost(catalog: Catalog) -> int:
-    """Record which contents under an obligation no recorded checkpoint holds; return how many.
+def look_after(catalog: Catalog) -> int:
+    """Record what of the contents under obligations no recorded checkpoint holds; return how many.
 
-    It is what records say. Nothing is blocked by it: a disk may be away, or a copy not be recorded.
+    An obligation whose copy was moved counts on the copy's new place from then on. This is what records say:
+    nothing is blocked by it. A disk may be away, or a copy not be recorded.
     """
-    lost: dict[str, list[str]] = {}
+    now = catalog.now()
+    cache: dict[str, Ids] = {}
+    total = 0
     with catalog.reading() as conn:
-        rows = obligations.every(conn)
-        cache: dict[str, Ids] = {}
-        for row in rows:
-            contents = unpack(obligations.contents_of(conn, row.id))
-            wanted = ids_of(contents)
-            there = frozenset[bytes]()
+        duties = [attempt(recorded_duty, conn, row) for row in obligations.every(conn)]
+    for duty in duties:
+        if isinstance(duty, CkptError):
+            _log.warning("%s", duty.message)
+            continue
+        row, contents = duty.row, duty.contents
+        wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
+        with catalog.reading() as conn:
             for holder in holdings.may_hold(conn, wanted):
-                if holder.state not in _NOT_THERE and not wanted <= there:
-                    there |= cache.setdefault(holder.id, recorded_ids(conn, holder))
-            lost[row.id] = [each.name for each in contents if each.id not in there]
-    if any(len(lost[row.id]) != row.lost for row in rows):
-        with catalog.writing() as conn:
-            for row in rows:
-                if len(lost[row.id]) != row.lost:
-                    obligations.note_lost(conn, datetime.now(UTC), row, lost[row.id])
-    return sum(map(len, lost.values()))
+                if holder.state != State.GONE.value:
+                    ids = cache.setdefault(holder.id, recorded_ids(conn, holder))
+                    by_place[holder.uri] = ids & wanted
+                    # Only tensors have recorded sums before something reads all of a checkpoint.
+                    in_part |= holdings.ids_of_row(conn, holder.id) is None
+        lost = [
+            each.name
+            for each in contents
+            if not (in_part and each.kind != TENSOR) and not any(each.id in ids for ids in by_place.values())
+        ]
+        total += len(lost)
+        if len(lost) != row.lost:
+            with catalog.writing() as conn:
+                obligations.note_lost(conn, now, row, lost)
+        most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
+        if row.place not in by_place and by_place.get(most):
+            _move(catalog, Duty(row, contents), most)
+    return total
+
+
+def _move(catalog: Catalog, duty: Duty, place: str) -> None:
+    """Let an obligation count on a copy at another place, as far as a record can be written beside it."""
+    try:
+        add_duties(place, [duty])
+    except CkptError as error:
+        _log.warning("no record of an obligation beside %s: %s", place, error.message)
+        return
+    with catalog.writing() as conn:
+        obligations.move(conn, duty.row.id, place)
+    drop_duties(duty.row.place, [duty.row.id])
 
 
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
     """Return the content ids that a checkpoint holds by its records."""
     kept = holdings.ids_of_row(conn, row.id)
-    counts = Counter((holdings.fingerprints_of(conn, row.id) or {}).values())
-    tensors = {nth(tensor_id(sums), n) for sums, count in counts.items() for n in range(1, count + 1)}
-    return frozenset(tensors) | (unpack_ids(kept) if kept else frozenset())
+    tensors = ids_of_tensors((holdings.fingerprints_of(conn, row.id) or {}).values())
+    return tensors | (unpack_ids(kept) if kept else frozenset())
 
 
 def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[str, ...]]:
-    """Record the obligations that records beside these places have, and the catalog does not.
+    """Record the obligations that records beside and in these places have, and the catalog does not.
+
+    A copy may have been moved away from its record: the others beside these places are read as well.
 
     Returns:
         How many were recorded, and messages about records that cannot be read.
     """
     count, unread = 0, []
-    for place in places:
+    every = dict.fromkeys(normal_uri(place) for place in places)
+    for folder in dict.fromkeys([*every, *(split_url(place)[0] for place in every)]):
+        with suppress(CkptError):  # a file, or a folder that is not ours to list
+            every |= dict.fromkeys(places_with_records(folder))
+    for place in every:
         try:
             duties = read_duties(place)
         except CkptError as error:
@@ -145,7 +178,8 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
         if not duties:
             continue
         with catalog.writing() as conn:
-            known = {row.id for row in obligations.every(conn)}
+            rows = obligations.every(conn)
+            known = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
             for duty in duties:
                 if duty.row.id not in known:
                     obligations.put(conn, duty.row, pack(duty.contents))

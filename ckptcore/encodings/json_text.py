@@ -6,50 +6,29 @@ few characters do not show, and a header of 90 MB can describe a million tensors
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ckptcore.core.metadata_budget import CONTAINER, meter
+from ckptcore.utils.foreign_text import MAX_DEPTH, load_json
 
 # Bytes in all stages, and their time: for a list, a named value, an item after a comma, a character.
 _LIST, _NAMED, _ITEM, _CHAR = 512, 512, 48, 6
 
 
-def parse(raw: bytes | str, what: str) -> Any:
+def parse(raw: bytes | str, what: str, depth: int = MAX_DEPTH) -> Any:
     """Return the value of a JSON text, counted on the reading's meter.
 
     Args:
         raw: The text.
         what: The file, for messages.
+        depth: How deep containers may nest.
 
     Raises:
-        ValueError: It is not JSON (also RecursionError), or an object has a name twice.
+        InvalidText: It is not JSON, or an object has a name twice.
         MetadataTooLarge: It costs too much; nothing was built.
     """
     meter().take(cost(raw), what)
-    return loads(raw)
-
-
-def loads(raw: bytes | str) -> Any:
-    """Parse without counting, after the caller has checked `cost`."""
-    if isinstance(raw, bytes) and _colons_are_of_names(raw):
-        names = 0
-
-        def count(found: dict[str, Any]) -> dict[str, Any]:
-            nonlocal names
-            names += len(found)
-            return found
-
-        value = json.loads(raw, object_hook=count)
-        # A colon is behind a name, or inside a text. As many names as colons: none was there twice.
-        if names == raw.count(b":"):
-            return value
-    return json.loads(raw, object_pairs_hook=_no_duplicates)
-
-
-def _colons_are_of_names(raw: bytes) -> bool:
-    """Guess whether names can be counted by their colons, so that large headers are not parsed twice."""
-    return b'\\"' not in raw and raw.count(b":") == raw.count(b'":')
+    return load_json(raw, unique=True, depth=depth)
 
 
 def cost(raw: bytes | str) -> int:
@@ -64,10 +43,3 @@ def cost(raw: bytes | str) -> int:
         found = [raw.count(mark) for mark in (b"{", b"[", b":", b",")]
     weights = CONTAINER, _LIST, _NAMED, _ITEM
     return sum(n * weight for n, weight in zip(found, weights, strict=True)) + _CHAR * len(raw)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a name twice")
-    return found

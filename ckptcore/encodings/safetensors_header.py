@@ -10,12 +10,15 @@ import json
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
-from ckptcore.core.metadata_budget import meter
-from ckptcore.encodings.json_text import cost, loads
+from ckptcore.core.metadata_budget import Meter, meter
+from ckptcore.encodings.json_text import cost
 from ckptcore.errors import MalformedCheckpoint, NameMismatch
 from ckptcore.store import Readable
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import short_repr
 
 METADATA = "__metadata__"  # the key of a header that is not a tensor
@@ -36,8 +39,13 @@ def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], 
     if length > min(MAX_HEADER, size - 8):
         raise MalformedCheckpoint(f"{path} claims a header of {length} bytes (got {size})", file=path)
     header = store.read(path, 8, length)
-    tensors, metadata = parse_header(header, size - 8 - length, path)
-    return tensors, metadata, 8 + length
+    reading = meter()
+    last = _last_header.get(reading)
+    if last is None or last.raw != header or last.path != path or last.size != size:
+        _last_header.pop(reading, None)  # one header at a time is in memory
+        last = _ParsedHeader(path, size, header, *parse_header(header, size - 8 - length, path))
+        _last_header[reading] = last
+    return last.tensors, last.metadata, 8 + length
 
 
 def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -58,14 +66,14 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     """
     meter().require(cost(raw), what)  # what the caller keeps is counted there
     try:
-        top = loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{what}: header is not JSON: {error}") from error
-    if type(top) is not dict:
-        raise MalformedCheckpoint(f"{what}: header is not a JSON object")
-    metadata = top.pop(METADATA, None) or {}
-    if type(metadata) is not dict:
-        raise MalformedCheckpoint(f"{what}: __metadata__ is not an object")
+        top = load_json_object(raw, finite=True, unique=True, encodable=True)
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"{what}: cannot read the header: {error}") from error
+    metadata = top.pop(METADATA, None)
+    if metadata is None:
+        metadata = {}
+    if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
+        raise MalformedCheckpoint(f"{what}: {METADATA} must be an object of texts")
     tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
     end = _end_of(tensors.items(), what, in_order=True)
     if end is None:
@@ -79,6 +87,19 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
         )
     return tensors, metadata
 
+
+@dataclass(frozen=True, slots=True)
+class _ParsedHeader:
+    path: str
+    size: int
+    raw: bytes
+    tensors: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+# The header that a reading has parsed last: detectors and the reader ask for the same one, and a large one
+# takes a second. It goes with the reading's meter.
+_last_header: WeakKeyDictionary[Meter, _ParsedHeader] = WeakKeyDictionary()
 
 _Entry = tuple[str, tuple[int, ...], int, int]
 
@@ -97,11 +118,15 @@ def _end_of(tensors: Iterable[tuple[str, _Entry]], what: str, *, in_order: bool 
 
 def _header_entry(name: str, entry: Any, what: str) -> _Entry:
     try:
-        spelled = entry["dtype"]
-        shape = tuple(entry["shape"])
-        start, stop = entry["data_offsets"]
+        spelled, dims, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        shape = tuple(dims)
+        start, stop = offsets
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedCheckpoint(f"{what}: entry {name!r} is not a tensor: {error}") from error
+    if type(dims) is not list or type(offsets) is not list:
+        raise MalformedCheckpoint(
+            f"{what}: entry {name!r} is not a tensor: its shape and offsets must be lists"
+        )
     dtype = BY_SAFETENSORS.get(spelled) if type(spelled) is str else None
     if type(spelled) is not str or not 0 < len(spelled) <= _MAX_DTYPE:
         raise MalformedCheckpoint(f"{what}: {name} has an invalid dtype (got {short_repr(spelled, 40)})")

@@ -15,9 +15,9 @@ from typing import Any
 from ckptcore.core.box import Box
 from ckptcore.core.dtype import BY_NAME, BY_ZARR, DType
 from ckptcore.core.manifest import SWAPPED, View, is_row_major, row_major
-from ckptcore.encodings.json_text import loads
 from ckptcore.errors import MalformedCheckpoint, UnreadablePart, UnsupportedFormat
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
@@ -182,12 +182,9 @@ def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes
 
 def _form(raw: bytes, what: str) -> dict[str, Any]:
     try:
-        form = loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{what} is not JSON: {error}", file=what) from error
-    if not isinstance(form, dict):
-        raise MalformedCheckpoint(f"{what} must be a JSON object (got a {type(form).__name__})", file=what)
-    return form
+        return load_json_object(raw, unique=True)
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"cannot read {what}: {error}", file=what) from error
 
 
 def _codec_names(value: Any) -> str:

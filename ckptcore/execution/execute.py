@@ -35,6 +35,7 @@ from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.request import Settings
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes
+from ckptcore.reading.rereading import rereading
 from ckptcore.store import BLOCK, FileWriter
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.workers import Buffers, Progress, ProgressMeter, finishing, run_jobs
@@ -45,6 +46,7 @@ _Turn = tuple[FileWork, Iterator[Job], Job]
 _MOST_ROWS = 1 << 16  # tensors and reads of open plans that allow one more; they take about 500 bytes each
 
 
+@rereading
 def execute_files(
     run: PlanRun,
     indices: Sequence[int],
@@ -107,6 +109,7 @@ def execute_files(
     return tuple(done[i] for i in indices)
 
 
+@rereading
 def recompute_files(
     run: PlanRun, indices: Sequence[int], settings: Settings, progress: Progress | None = None
 ) -> None:

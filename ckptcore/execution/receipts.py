@@ -6,7 +6,6 @@ digest and the file's BLAKE3 digest. A later run trusts it only after hashing th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
 from ckptcore.store import Readable, Store, fetch, fetch_each
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 from ckptcore.utils.part_digest import Hasher, hasher_like
 
 if TYPE_CHECKING:
@@ -128,11 +128,12 @@ def read_receipts(store: Store, plan_digest: str, indices: Sequence[int]) -> Ite
 
 def _parsed(data: bytes, plan_digest: str, index: int, part: tuple[int, int] | None = None) -> Receipt | None:
     try:
-        form = json.loads(data)
-        if form.pop("plan", None) != plan_digest:
-            return None
-        found = Receipt.from_dict(form)
-    except (ValueError, TypeError, AttributeError):  # truncated by a crash: the file is written again
+        with parsing("a receipt"):
+            form = load_json_object(data)
+            if form.pop("plan", None) != plan_digest:
+                return None
+            found = Receipt.from_dict(form)
+    except InvalidText:  # truncated by a crash: the file is written again
         return None
     return found if (found.index, found.begin) == (index, part[0] if part is not None else None) else None
 

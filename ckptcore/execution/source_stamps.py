@@ -12,7 +12,6 @@ file beside the stamps. Where only the ctime differs, the source is read again.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from ckptcore.core.used_files import placed
 from ckptcore.errors import SourceChanged, SourceUnreadable
 from ckptcore.store import YOUNG, Store, fetch, open_store, put_each
 from ckptcore.store.ahead import ReadsAhead
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
 
@@ -154,10 +154,9 @@ def _load(plan: Store, name: str) -> dict[str, Any] | None:
     if data is None:
         return None
     try:
-        form = json.loads(data)
-    except ValueError:
+        return load_json_object(data)
+    except InvalidText:
         return None
-    return form if isinstance(form, dict) else None
 
 
 def require_same(noted: Mapping[str, str | None], source: Store, paths: Sequence[str] | None = None) -> None:

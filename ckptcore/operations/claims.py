@@ -14,13 +14,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from ckptcore.catalog import claims
 from ckptcore.catalog.claims import ClaimRow, Key
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import same_places
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, UsageError, ended_by
@@ -132,7 +132,7 @@ def claimed_each(
         itself is that of all claims.
     """
     with catalog.writing() as conn:
-        now = datetime.now(UTC)
+        now = clock(conn)
         rows = tuple(claims.take(conn, now, key, source, who, retry=redo) for key, source in wanted)
     taken, mine = Claimed(rows), [claim for claim in rows if claim.mine]
     if not mine:
@@ -150,7 +150,7 @@ def claimed_each(
             with catalog.writing() as conn:
                 for n, claim in enumerate(rows):
                     if claim.mine:
-                        claims.end(conn, datetime.now(UTC), claim, _failure(taken.failures.get(n, error)))
+                        claims.end(conn, clock(conn), claim, _failure(taken.failures.get(n, error)))
         except CkptError as second:  # must not hide the first error; the lease expires
             _log.warning("cannot end the claim: %s", second.message)
         raise
@@ -159,7 +159,7 @@ def claimed_each(
     with catalog.writing() as conn:
         for n, claim in enumerate(rows):
             failure = _failure(taken.failures.get(n))
-            if claim.mine and not claims.end(conn, datetime.now(UTC), claim, failure):
+            if claim.mine and not claims.end(conn, clock(conn), claim, failure):
                 _log.warning("another worker took the claim on %s meanwhile", claim.key.destination)
 
 
@@ -176,6 +176,6 @@ def _keep(catalog: Catalog, taken: Sequence[ClaimRow], stop: threading.Event) ->
     while kept and not stop.wait(claims.LEASE.total_seconds() / 3):
         try:
             with catalog.writing() as conn:
-                kept = [claim for claim in kept if claims.renew(conn, datetime.now(UTC), claim)]
+                kept = [claim for claim in kept if claims.renew(conn, clock(conn), claim)]
         except CkptError as error:  # two more tries fit into the lease
             _log.warning("cannot renew the claim on %s: %s", kept[0].key.destination, error.message)

@@ -93,10 +93,10 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
         for redo in (False, True):  # an output that was made and removed since is made again
             with claiming.claimed(known, key, request.source, who, redo=redo) as claim:
                 if claim.mine:
-                    made = _is_made(known, key, request, digest)
-                    if made:
+                    exists = is_made(known, key, request, digest)
+                    if exists:
                         tidy(request.destination, known)
-                    yield not made
+                    yield not exists
                     return
             if claim.state != DONE:
                 break
@@ -115,8 +115,8 @@ def is_there(request: Request) -> bool:
     return False
 
 
-def _is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
-    """Return whether the destination was made by a version without claims."""
+def is_made(known: Catalog, key: Key, request: Request, digest: str) -> bool:
+    """Return whether the destination was made from the source as it is, by a process without a claim."""
     return (
         is_there(request)
         and not claiming.rewritten(known, key, request.source)

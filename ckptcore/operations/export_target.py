@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from blake3 import blake3
 
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.normalize import normal_uri, same_places
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.errors import UsageError
@@ -195,6 +195,32 @@ def options_digest(request: Request) -> str:
     """Return a digest that is equal for requests that make the same bytes from the same source."""
     form = {k: v for k, v in request.as_dict().items() if k not in _NOT_OUTPUT}
     return blake3(canonical_json({**form, "to": request.format})).hexdigest()
+
+
+def sources_among(
+    uris: Sequence[str], destinations: Sequence[Sequence[str]]
+) -> tuple[list[int], frozenset[tuple[int, int]]]:
+    """Return which checkpoints are no output of another one, and the targets that would write over a source.
+
+    If each is an output of another, the targets lead back to the sources, and all are sources.
+
+    Args:
+        uris: The checkpoints.
+        destinations: Of the outputs of each; "" for none.
+
+    Returns:
+        Positions of the sources, and (checkpoint, target) of the targets.
+    """
+    places = [[set(same_places(each)) if each else set() for each in made] for made in destinations]
+    writers: dict[str, set[int]] = {}
+    for n, made in enumerate(places):
+        for place in set().union(*made):
+            writers.setdefault(place, set()).add(n)
+    own = [normal_uri(uri) for uri in uris]
+    sources = [n for n, uri in enumerate(own) if writers.get(uri, set()) <= {n}] or [*range(len(own))]
+    taken = {own[n] for n in sources}
+    back = {(n, k) for n in sources for k, made in enumerate(places[n]) if made & taken}
+    return sources, frozenset(back)
 
 
 def colliding(destinations: Iterable[str]) -> frozenset[str]:

@@ -12,22 +12,23 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail, obligations, retirements, set_aside
 from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
+from ckptcore.conversion.publication_record import noted
 from ckptcore.conversion.registration import facts
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.used_files import used
@@ -35,30 +36,30 @@ from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.gate import judge
 from ckptcore.custody.holdings import file_holdings, objects_of, tensors_read
 from ckptcore.custody.obligation_records import Duty, add_duties, drop_duties
-from ckptcore.custody.place_ties import inside_of_place, ties_of_places, writer_of_place
+from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.replacing import move_obligations
 from ckptcore.custody.set_aside import (
+    REPLACED,
     RETIRED,
     SetAside,
     SetAsideRecord,
-    begin,
+    folder_of,
     homes_in,
     open_set_aside,
     partly_gone,
     place_of,
 )
-from ckptcore.errors import Busy, CkptError, Conflict, SourceChanged, UsageError
+from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack, pack_ids, pack_specs
 from ckptcore.operations.registered_files import compare, same_manifest
-from ckptcore.operations.replacement import Replacement, child_of
-from ckptcore.operations.retention import RetentionEntry, user_reasons
+from ckptcore.operations.replacement import child_of
+from ckptcore.operations.setting_aside import freed_bytes, require_files, require_untied, row_of
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, local_path, split_url
-from ckptcore.store.below import open_above, open_below
-from ckptcore.store.contents import NameKind, Thing, contents, difference, require_no_mount
+from ckptcore.store.below import open_below
+from ckptcore.store.contents import Thing, contents
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
@@ -94,80 +95,6 @@ class Purged:
 
 
 PURGED, WAITING, KEPT = "purged", "waiting", "kept"
-
-
-def put_aside(
-    catalog: Catalog, source: CheckpointRow, replacement: Replacement, nbytes: int, grace: timedelta
-) -> SetAside:
-    """Set a source aside, and mark it as retired.
-
-    Args:
-        catalog: The catalog.
-        source: The source.
-        replacement: The child that replaces it.
-        nbytes: Bytes of files that its purge frees.
-        grace: How long it can be restored.
-
-    Returns:
-        What is set aside; the caller closes it.
-
-    Raises:
-        Conflict: A user wants to keep it, or its row changed.
-        SourceChanged: Its files changed since they were looked at.
-        UsageError: It cannot be moved.
-    """
-    assert replacement.child is not None
-    local = local_path(source.uri) is not None
-    if local:
-        require_no_mount(source.uri)
-    with catalog.reading() as conn:
-        root = root_above(roots.every(conn), source.uri)
-    now = datetime.now(UTC)
-    record = SetAsideRecord(
-        RETIRED,
-        source.id,
-        source.uri,
-        replacement.child.id,
-        replacement.proof,
-        replacement.expects,
-        replacement.losses,
-        now,
-        now + grace,
-        replacement.things,
-    )
-    _require_same(source.uri, replacement.things)
-    aside = begin(record, open_above(root, source.uri) if local else -1)
-    row = set_aside.SetAside(aside.home, source.id, source.uri, nbytes, now, now + grace, record.digest)
-    try:
-        with catalog.writing() as conn:
-            _mark_retired(conn, now, source, row)
-            aside.move_in()  # last in the transaction: no reader sees half of it
-            aside.require_approved()  # a trainer that saves from here on creates a new folder
-    except BaseException:
-        # The reply to a commit may be lost: what the catalog says now is what happened.
-        listed = _row_of(catalog, aside.home)
-        if isinstance(listed, set_aside.SetAside) and aside.holds:
-            return aside
-        if listed is None:
-            _restore(aside)
-        aside.close()
-        raise
-    return aside
-
-
-def _mark_retired(conn: Any, now: datetime, source: CheckpointRow, row: set_aside.SetAside) -> None:
-    require_free(conn, now, source)
-    if not set_aside.retired(conn, now, source):
-        raise Conflict("its row in the catalog changed meanwhile")
-    set_aside.put(conn, row)
-
-
-def _restore(aside: SetAside) -> None:
-    """Restore a source after an error, which matters more than one of this."""
-    try:
-        aside.restore()
-    except CkptError as error:
-        _log.warning("cannot restore %s: %s", aside.record.uri, error.message)
 
 
 def purge(
@@ -217,22 +144,6 @@ def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = No
         yield Purged(row.uri, row.record, WAITING, _until(row.due_at), row.nbytes, row.due_at)
 
 
-def put_back(catalog: Catalog, aside: SetAside) -> None:
-    """Restore a source whose purge failed right after it was set aside; a purge that has begun goes on later.
-
-    An error of this is logged: the first one matters more.
-    """
-    try:
-        row = _row_of(catalog, aside.home)
-        if isinstance(row, set_aside.SetAside) and not row.purging:
-            aside.restore()
-            with catalog.writing() as conn:
-                set_aside.drop(conn, aside.home)
-                set_aside.restored(conn, aside.record.checkpoint)
-    except CkptError as error:
-        _log.warning("cannot restore %s: %s", aside.record.uri, error.message)
-
-
 def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, ...]:
     """Purge one thing that is set aside.
 
@@ -257,7 +168,7 @@ def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, 
         judged = judge(catalog, aside.place, means, record.uri)
         move_obligations(catalog, aside.place, judged.moves)
         with catalog.writing() as conn:
-            set_aside.drop(conn, aside.home)
+            _decide(conn, aside)
     if not begun:
         aside.require_approved()
     left, trouble = aside.remove()
@@ -265,6 +176,8 @@ def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, 
         return (
             f"cannot remove all of it: {trouble}; the rest is in {aside.place}, and the next run resumes",
         )
+    with catalog.writing() as conn:
+        set_aside.drop(conn, aside.home)
     return _restore_rest(aside, left) if left else ()
 
 
@@ -290,110 +203,36 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
         above = os.open(os.path.dirname(home), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     aside = open_set_aside(home, above)
     if aside is None or not aside.holds:
+        with catalog.reading() as conn:
+            row = set_aside.get(conn, home)
+        if row is not None and row.checkpoint and _settle(catalog, home, row) == State.PRESENT:
+            return row.uri  # a run that restored it could not say so
         raise UsageError(f"nothing is set aside in {home}", hint="see ckptcore retire --purge --dry-run")
     with closing(aside):
+        if partly_gone(aside):
+            raise UsageError(f"cannot restore {uri}: its removal had begun, and a part of it is gone")
         target = join_url(split_url(uri)[0], os.path.basename(to.rstrip("/"))) if to else ""
         if local_path(home) is None:
             aside.require_approved()
-        aside.restore(target)
         with catalog.writing() as conn:
+            row = set_aside.get(conn, home)
+            if row is not None and row.purging:
+                raise UsageError(f"cannot restore {uri}: its removal is decided, and the next purge ends it")
             set_aside.drop(conn, home)
             state = tending.state_of(conn, aside.record.checkpoint)
             back = aside.record.why == RETIRED and state in (State.RETIRED, State.DELETED)
             if back:
                 set_aside.restored(conn, aside.record.checkpoint, target or None)
+            aside.restore(target)  # last in the transaction: a purge sees nothing of it, or all
         if not back and target:
             catalog.record_validation(facts(inspect(target), target), level="files")
     return target or uri
 
 
-def root_above(above: Iterable[roots.RootRow], uri: str) -> str:
-    """Return the watched root of a source, by its real place, not by its name or through a link.
-
-    On an object store the name is the place. Raise `UsageError` if there is none.
-    """
-    if is_merged(uri):
-        # Its folders may be of other machines and stores, and other saves may use them: what one deletion
-        # cannot prove and undo as one is not begun.
-        raise UsageError(
-            f"cannot delete {uri}: it is several folders", hint="remove them by hand when they are replaced"
-        )
-    error: UsageError | None = None
-    for root in above:
-        if not uri.startswith(root.uri.rstrip("/") + "/"):
-            continue
-        if local_path(uri) is None:
-            if ".." not in uri.split("/"):
-                return root.uri
-            continue
-        try:
-            os.close(open_above(root.uri, uri))
-        except UsageError as refused:
-            error = error or refused
-        else:
-            return root.uri
-    raise error or UsageError(f"cannot delete {uri}: it is not below a watched root")
-
-
-def retention_entry(row: CheckpointRow, ties: tending.Ties) -> RetentionEntry:
-    """Return a source as a retention policy sees it."""
-    readers = tuple(f"{reader} reads it" for reader in ties.readers)
-    run = row.run or os.path.dirname(row.uri)
-    return RetentionEntry(row.id, run, row.step, ties.tags, ties.aliases, (*ties.holds, *readers))
-
-
-def inside_of(conn: Any, source: CheckpointRow) -> str:
-    """Return why a source must stay because of another checkpoint in its folder; empty if none is there."""
-    others = inside_of_place(conn, source.uri)
-    return f"{others[0]} is inside it" if others else ""
-
-
-def require_free(conn: Any, now: datetime, source: CheckpointRow) -> None:
-    """Raise `Conflict` if a user wants to keep it now, or it is not below a watched root."""
-    _require_untied(conn, now, source)
-    if inside := inside_of(conn, source):
-        raise Conflict(inside)
-    try:
-        root_above(roots.every(conn), source.uri)
-    except UsageError as error:
-        raise Conflict(error.message) from error
-
-
-def _require_untied(conn: Any, now: datetime, source: CheckpointRow) -> None:
-    ties = ties_of_places(conn, now, [source])[source.id]
-    why = user_reasons(retention_entry(source, ties))
-    if why:
-        raise Conflict(f"{why[0]}, meanwhile")
-
-
-def _require_same(uri: str, things: Mapping[str, Thing]) -> None:
-    """Raise `SourceChanged` unless a source is, name by name, unchanged since before it was looked at."""
-    name = difference(things, contents(uri))
-    if name is not None:
-        raise _changed(uri, name)
-
-
-def _changed(uri: str, name: str) -> SourceChanged:
-    return SourceChanged(
-        f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
-        hint="run again when no process writes there",
-    )
-
-
-def _row_of(catalog: Catalog, home: str) -> set_aside.SetAside | CkptError | None:
-    """Return the row of what is set aside, None if there is none, or why the catalog does not answer."""
-    try:
-        with catalog.reading() as conn:
-            return next((row for row in set_aside.every(conn) if row.record == home), None)
-    except CkptError as error:
-        _log.warning("the catalog does not answer: the next run looks at %s: %s", home, error.message)
-        return error
-
-
 def _purged(
     catalog: Catalog,
     home: str,
-    row: set_aside.SetAside | None,
+    row: set_aside.SetAsideEntry | None,
     above: Sequence[roots.RootRow],
     means: Settings,
     due: datetime,
@@ -404,9 +243,12 @@ def _purged(
         place_of(home) or home, home, KEPT, "", row.nbytes if row else 0, row.due_at if row else due
     )
     try:
-        aside = _opened(home, row, above)
+        try:
+            aside = _opened(home, above)
+        except Busy:
+            return None  # another process works on it
         if aside is None:
-            _forget(catalog, home)
+            _settle(catalog, home, row)
             return None
         with closing(aside):
             record = aside.record
@@ -416,9 +258,11 @@ def _purged(
                 return None
             if row is None:
                 return _unlisted(item, aside, source)
+            if not aside.holds and record.why == REPLACED and _is_awaited(home, record.uri):
+                return None
             if not aside.holds:  # all of it was removed
                 aside.restore()
-                _forget(catalog, home)
+                _settle(catalog, home, row)
                 return None
             if record.digest != row.digest:
                 raise UsageError("its record is not the one that the catalog knows")
@@ -426,8 +270,6 @@ def _purged(
                 left = purge_one(catalog, aside, means)
                 return replace(item, fate=KEPT if left else PURGED, why="; ".join(left))
             return replace(item, fate=WAITING, why=_until(record.due_at))
-    except Busy:
-        return None  # its process is alive
     except CkptError as error:
         return replace(item, why=error.message)
 
@@ -448,7 +290,7 @@ def _is_below(uri: str, places: Sequence[str]) -> bool:
     return any(f"{uri}/".startswith(f"{place.rstrip('/')}/") for place in places)
 
 
-def _opened(home: str, row: set_aside.SetAside | None, above: Sequence[roots.RootRow]) -> SetAside | None:
+def _opened(home: str, above: Sequence[roots.RootRow]) -> SetAside | None:
     if local_path(home) is None:
         return open_set_aside(home)
     parent = os.path.dirname(home)
@@ -463,9 +305,45 @@ def _opened(home: str, row: set_aside.SetAside | None, above: Sequence[roots.Roo
     return open_set_aside(home, folder)
 
 
-def _forget(catalog: Catalog, home: str) -> None:
+def _is_awaited(home: str, place: str) -> bool:
+    """Return whether a conversion is about to move what it replaces here, or was killed before that."""
+    staging = Staging(place)
+    try:
+        with staging.lock(shared=True):
+            begun = noted(staging)
+    except Busy:
+        return True
+    return begun is not None and begun.replaces.home == os.path.basename(home)
+
+
+def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) -> str | None:
+    """Record what became of what is not set aside any more: an earlier run could not say it.
+
+    It was removed as decided, or restored, or another user removed the folder.
+
+    Returns:
+        The state of its checkpoint now.
+
+    Raises:
+        UsageError: The folder around it is another one than it was: its disk may be away.
+    """
+    if row is not None and row.folder and row.folder != folder_of(home):
+        raise UsageError(f"{home} is not there, and the folder around it is another one: is its disk away?")
+    back, public = False, "" if row is None or row.purging else row.checkpoint or ""
+    if public and row is not None:
+        detail = catalog.show(public, tensors=False)
+        assert isinstance(detail, CheckpointDetail)
+        try:
+            back = same_manifest(row.uri, detail.checkpoint.manifest_digest) is not None
+        except SourceUnreadable:
+            _log.warning("nothing of %s is left, and no run of retire removed it", row.uri)
     with catalog.writing() as conn:
         set_aside.drop(conn, home)
+        if public and tending.state_of(conn, public) == State.RETIRED:
+            set_aside.restored(conn, public)
+            if not back:
+                tending.gone(conn, clock(conn), public)
+        return tending.state_of(conn, row.checkpoint) if row is not None and row.checkpoint else None
 
 
 def _source_of(catalog: Catalog, record: SetAsideRecord) -> CheckpointRow | None:
@@ -490,43 +368,48 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
     record, source = aside.record, _source_of(catalog, aside.record)
     detail = child_of(catalog, record.child)
     child, before = detail.checkpoint, files_now(detail)
-    require_apart(aside.place, contents(aside.place), child.uri, before)
+    require_apart(aside.place, aside.look(), child.uri, before)
     child_holdings = _read_child(catalog, detail, record.expects, means)
-    now = datetime.now(UTC)
+    now = catalog.now()
     row = ObligationRow(
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
     )
-    add_duties(child.uri, [Duty(row, child_holdings)])
+    with catalog.writing():  # records beside copies are changed by one process at a time
+        add_duties(child.uri, [Duty(row, child_holdings)])
     try:
-        with Staging(child.uri).lock(shared=True), catalog.writing() as conn:
-            if source is not None:
-                _require_untied(conn, now, source)
-            _require_at_rest(conn, detail, before)
-            obligations.put(conn, row, pack(child_holdings))
-            set_aside.deleted(conn, now, record.checkpoint)
-            freed = freed_bytes(record.things)
-            proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
-            retirements.note(conn, now, record.checkpoint, proven)
-            set_aside.purging(conn, aside.home)
+        with Staging(child.uri).lock(shared=True):
+            require_files(child.uri, before, files_now(detail))
+            with catalog.writing() as conn:
+                if source is not None:
+                    require_untied(conn, now, source)
+                _require_at_rest(conn, detail.checkpoint)
+                obligations.put(conn, row, pack(child_holdings))
+                set_aside.deleted(conn, now, record.checkpoint)
+                freed = freed_bytes(record.things)
+                proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
+                retirements.note(conn, now, record.checkpoint, proven)
+                _decide(conn, aside)
     except BaseException:
-        # The reply to a commit may be lost: what the catalog says now is what happened.
-        known = _row_of(catalog, aside.home)
-        if isinstance(known, set_aside.SetAside) and known.purging:
-            return
-        if not isinstance(known, CkptError):
+        known = row_of(catalog, aside.home)
+        decided = isinstance(known, set_aside.SetAsideEntry) and known.purging  # by an earlier run
+        if not decided and not isinstance(known, CkptError):
             drop_duties(child.uri, [row.id])
         raise
 
 
-def _require_at_rest(conn: Any, detail: CheckpointDetail, before: Mapping[str, Thing]) -> None:
-    """Raise an error unless a child is as it was before it was read, and nothing writes to it."""
-    uri, state = detail.checkpoint.uri, tending.state_of(conn, detail.checkpoint.id)
+def _decide(conn: Any, aside: SetAside) -> None:
+    """Record that the removal is decided; raise `Conflict` if another process restored it meanwhile."""
+    if not set_aside.purging(conn, aside.home):
+        raise Conflict(f"{aside.record.uri} is not set aside any more")
+
+
+def _require_at_rest(conn: Any, child: CheckpointRow) -> None:
+    """Raise `UsageError` unless a child is present, and no conversion writes to it."""
+    state = tending.state_of(conn, child.id)
     if state != State.PRESENT.value:
-        raise UsageError(f"{uri} is {state}")
-    if writer := writer_of_place(conn, uri):
-        raise UsageError(f"conversion {writer} writes to {uri}")
-    if name := difference(before, files_now(detail)):
-        raise _changed(uri, name)
+        raise UsageError(f"{child.uri} is {state}")
+    if writer := writer_of_place(conn, child.uri):
+        raise UsageError(f"conversion {writer} writes to {child.uri}")
 
 
 def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
@@ -618,21 +501,3 @@ def _home_of(catalog: Catalog, ref: str) -> str:
             hint="name the folder with its record: ckptcore retire lists them",
         )
     return homes[0]
-
-
-def freed_bytes(things: Mapping[str, Thing]) -> int:
-    """Return the bytes of files that are freed if all these names are removed.
-
-    A file with several names counts once, and not at all if a name of it stays.
-    """
-    removed: Counter[tuple[int, int]] = Counter()
-    total, linked = 0, dict[tuple[int, int], Thing]()
-    for thing in things.values():
-        if thing.kind is not NameKind.FILE:
-            continue
-        if thing.links in (None, 1) or thing.device is None or thing.inode is None:
-            total += thing.nbytes
-            continue
-        removed[thing.device, thing.inode] += 1
-        linked[thing.device, thing.inode] = thing
-    return total + sum(t.nbytes for each, t in linked.items() if t.links == removed[each])

@@ -125,7 +125,7 @@ def rebuild(
         public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
         found[public] = uri, manifest.format
         on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
-    count, unread = read_records(catalog, kinds)
+    count, unread = read_records(catalog, [*roots, *made, *kinds])
     if count:
         on_place(f"recorded  {count} obligations, from records beside their copies")
     for message in unread:

@@ -20,30 +20,25 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog import retirements
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.retirements import GivenUp
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import ties_of_places
 from ckptcore.custody.replacing import GRACE
 from ckptcore.errors import CkptError, Conflict, UsageError
 from ckptcore.operations.part_replacement import CAST
-from ckptcore.operations.purge import (
-    KEPT,
-    PURGED,
-    WAITING,
-    Purged,
+from ckptcore.operations.purge import KEPT, PURGED, WAITING, Purged, purge, purge_one, waiting
+from ckptcore.operations.registered_files import same_manifest
+from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
+from ckptcore.operations.retention import Policy, decide
+from ckptcore.operations.setting_aside import (
     freed_bytes,
     inside_of,
-    purge,
-    purge_one,
     put_aside,
     put_back,
     retention_entry,
     root_above,
-    waiting,
 )
-from ckptcore.operations.registered_files import same_manifest
-from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
-from ckptcore.operations.retention import Policy, decide
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.contents import contents, require_no_mount
@@ -172,6 +167,11 @@ class Retirement:
         return earlier + sum(i.freed for i in self.items if i.fate is Fate.RETIRED)
 
     @property
+    def purged(self) -> int:
+        """Bytes of files that were set aside before, and were deleted now."""
+        return sum(each.nbytes for each in self.set_aside if each.fate == PURGED)
+
+    @property
     def left(self) -> tuple[str, ...]:
         """Messages about what was set aside, and could not be purged."""
         kept = (each for each in self.set_aside if each.fate == KEPT)
@@ -180,14 +180,14 @@ class Retirement:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         every = [each for i in self.items if i.freed for each in i.given_up]
-        freed = self.freed + sum(each.nbytes for each in self.set_aside if each.fate == PURGED)
         return {
             "deleted": self.done,
             "counts": self.counts,
             "bytes": self.nbytes,
             "files": {
                 "before": self.before,
-                "freed": freed,
+                "freed": self.freed,
+                "purged": self.purged,
                 "after": self.before - self.freed,
                 "waiting": self.waiting,
             },
@@ -263,8 +263,8 @@ def plan(
     The arguments are those of `retire`, and two for a part of the plan, with the verdicts of the whole: as
     many sources as ``limit`` at most, ordered by URI, behind the one with the public id ``after``.
     """
-    now = datetime.now(UTC)
     with catalog.reading() as conn:
+        now = clock(conn)
         above = roots.every(conn)
         below, run = _scope(above, scope)
         rows = tending.sources(conn, below, run, after=after, limit=limit) if below else ()
@@ -348,7 +348,7 @@ def _earlier(
         places, run = _scope(roots.every(conn), scope) if scope is not None else (None, None)
     if not yes and not purging:
         return tuple(waiting(catalog, places, run))
-    due = datetime.now(UTC) if purging else datetime.min.replace(tzinfo=UTC)
+    due = catalog.now() if purging else datetime.min.replace(tzinfo=UTC)
     return tuple(purge(catalog, means, places, due=due, run=run))
 
 

@@ -10,13 +10,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow
-from ckptcore.custody.upkeep import note_lost
+from ckptcore.custody.upkeep import look_after
 from ckptcore.errors import UsageError
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.utils.dataclass import dataclass
@@ -116,12 +115,12 @@ def scrub(
             on_look(found)
         if found.proven.proof is Proof.STOPPED:
             break
-    note_lost(catalog)
+    look_after(catalog)
     return Scrubbed(tuple(looked), len(wanted), len(rows))
 
 
 def _record_look(catalog: Catalog, found: Looked) -> None:
-    proven, id, now = found.proven, found.checkpoint.id, datetime.now(UTC)
+    proven, id, now = found.proven, found.checkpoint.id, catalog.now()
     if proven.now is not None:
         catalog.record_validation(proven.now, (), level="files")
         return

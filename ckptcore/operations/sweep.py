@@ -13,14 +13,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import claims, queues, sightings
+from ckptcore.catalog import claims, queues, set_aside, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.claims import DONE, FAILED, ClaimRow
-from ckptcore.catalog.normalize import normal_uri, same_places
+from ckptcore.catalog.database import clock
+from ckptcore.catalog.normalize import normal_uri, storable
 from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
@@ -29,7 +30,13 @@ from ckptcore.errors import Busy, CkptError, Finding, Interrupted
 from ckptcore.operations.batches import batches
 from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
-from ckptcore.operations.export_target import ExportTarget, TemplateFields, colliding, targets_of
+from ckptcore.operations.export_target import (
+    ExportTarget,
+    TemplateFields,
+    colliding,
+    sources_among,
+    targets_of,
+)
 from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path
@@ -132,6 +139,7 @@ class Swept:
 
 Convert = Callable[[Request], Any]
 Wanted = Sequence[tuple[Request | None, str]]  # a request for each target, or why there is none
+_BACK: tuple[None, str] = (None, "the target leads back to the sources: it would write over one of them")
 ConvertEach = Callable[[Sequence[Request]], Sequence[Any]]
 OnItem = Callable[[SweepItem], None]
 
@@ -202,7 +210,7 @@ def end_interrupted(catalog: Catalog) -> None:
 def forget_events(catalog: Catalog) -> None:
     """Delete events and messages that ended longer ago than `queues.KEEP`."""
     with catalog.queueing() as conn:
-        gone = queues.forget(conn, datetime.now(UTC))
+        gone = queues.forget(conn, clock(conn))
     if gone:
         _log.info("deleted %d events and messages that ended %d days ago", gone, queues.KEEP.days)
 
@@ -213,7 +221,7 @@ def note_swept(catalog: Catalog, root: RootRow, items: Sequence[SweepItem]) -> N
     with catalog.writing() as conn:
         if any(r.name == root.name for r in roots.every(conn)):  # it may have been removed meanwhile
             note = ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) or "nothing there"
-            roots.swept(conn, datetime.now(UTC), root.name, note)
+            roots.swept(conn, clock(conn), root.name, note)
 
 
 def look_through(
@@ -229,11 +237,13 @@ def look_through(
 
     The arguments are those of `sweep`.
     """
-    now = datetime.now(UTC)
+    now = catalog.now()
     try:
         targets = targets_of(root)
         with catalog.reading() as conn:
             before, outputs = sightings.below(conn, root.uri), sightings.outputs_below(conn, root.uri)
+            # Objects cannot be moved: what is retired stays in sight until it is purged.
+            outputs |= {row.uri for row in set_aside.every(conn) if local_path(row.uri) is None}
             written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
         kept = () if relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)
@@ -244,9 +254,12 @@ def look_through(
     elsewhere = Spellings(each for each in written if each not in outputs)
     found = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]
     planned = [(c, [_planned(target, c) for target in targets]) for c in found]
-    requests = [r for _, made in planned for r, _ in made if r is not None]
-    destinations = {place for r in requests for place in same_places(r.destination)}
-    planned = [p for p in planned if normal_uri(p[0].uri) not in destinations]
+    places = [["" if r is None else r.destination for r, _ in made] for _, made in planned]
+    sources, back = sources_among([c.uri for c, _ in planned], places)
+    planned = [
+        (planned[n][0], [_BACK if (n, k) in back else one for k, one in enumerate(planned[n][1])])
+        for n in sources
+    ]
     doubled = colliding(r.destination for _, made in planned for r, _ in made if r is not None)
     looking = _LookThrough(catalog, root, now, dry_run, settle_s, retry_failed)
     items: list[SweepItem] = []
@@ -319,6 +332,9 @@ class _LookThrough:
 
     def items(self, candidate: Candidate, wanted: Wanted, before: SightingRow | None) -> list[SweepItem]:
         """Return the standings of a candidate, one for each wanted request."""
+        if storable(candidate.uri) != candidate.uri:
+            uri, why = (storable(candidate.uri), "its name is not UTF-8, so no catalog names it: rename it")
+            return [SweepItem(self.root.name, uri, candidate.step, Standing.REFUSED, why)] * len(wanted)
         recovering = list(dict.fromkeys(_recovers(request) for request, _ in wanted))
         if candidate.remembered:
             known = {r: seen for r in recovering if (seen := recalled(before, r)) is not None}

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -421,7 +420,7 @@ def _in_world(
     if request.names == STORED:
         return None
     world = suspected(t.fqn for t in bare.manifest.tensors)
-    content = None if config is None else json.loads(config.content["config.json"])
+    content = None if config is None else config.form
     if world is None and request.names in (HUB, LIVE):
         asked = request.names == LIVE or request.arch != "auto" or config is not None
         if not asked and not any(c.architectures for c in stored_configs(source, HUB)):

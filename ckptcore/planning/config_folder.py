@@ -17,6 +17,7 @@ from ckptcore.errors import Finding, NameMismatch, UsageError, finding
 from ckptcore.naming.wrapper_prefix import remove_prefix, unneeded_prefix
 from ckptcore.planning.kept_answers import ask_once
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import listed, short_repr
 
@@ -25,6 +26,7 @@ _DTYPES = ("dtype", "torch_dtype")  # transformers 5 writes the first, earlier o
 _QUANTISATION = ("quantization_config", "compression_config")  # the second: older compressed-tensors
 _COUNTS = late_pattern(r"(?!max_)(?:|.*_)(?:layers?|experts?|blocks?|depth)")
 _EXPERTS = late_pattern(r"experts?$")
+_OF_TOKEN = "num_experts_per_tok"  # transformers builds a model of any number, which fails when it runs
 _ALWAYS_POSSIBLE = 1000  # of them: built on the meta device in a few seconds
 _ALWAYS_TOGETHER = 1 << 16  # experts of all layers, also of a model of which only a part is exported
 _SECONDS = 600  # building a model on the meta device takes a few
@@ -39,9 +41,8 @@ class ConfigFolder:
 
     @cached_property
     def form(self) -> dict[str, Any]:
-        """Content of config.json."""
-        form: dict[str, Any] = json.loads(self.content["config.json"])
-        return form
+        """Content of config.json; raises `InvalidText` if it is no JSON object."""
+        return load_json_object(self.content["config.json"])
 
     def files(self, dtype: str | None, *, plain: bool = False) -> dict[str, bytes]:
         """Return the files to publish.
@@ -51,7 +52,7 @@ class ConfigFolder:
             plain: Whether quantised weights became values: config.json then has no quantisation.
         """
         out = dict(self.content)
-        config = json.loads(out["config.json"])
+        config = load_json_object(out["config.json"])
         changed = dtype is not None and sum(_name_dtype(part, dtype) for part in _with_nested(config)) > 0
         gone = plain and sum(_drop_quantisation(part) for part in [*_with_nested(config)]) > 0
         if changed or gone:
@@ -138,7 +139,8 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
         shapes: Of the checkpoint's tensors, elements.
 
     Raises:
-        UsageError: The config counts more modules, or its counts multiplied do.
+        UsageError: The config counts more modules, or its counts multiplied do; or a token would visit more
+            experts than there are.
     """
     rows = [max(shape, default=1) if all(shape) else 0 for shape in shapes]
     most, together = max([len(rows), *rows]), max(sum(rows), _ALWAYS_TOGETHER)
@@ -157,6 +159,13 @@ def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple
             raise UsageError(
                 f"{label}: config.json says {short_repr(layers)} layers of {short_repr(experts)} experts, "
                 f"the checkpoint's tensors have {together} rows",
+                hint="name the folder of the model that was trained, or leave --config out",
+            )
+        of_token = part.get(_OF_TOKEN)
+        if experts > 1 and isinstance(of_token, int) and not 1 <= of_token <= experts:
+            raise UsageError(
+                f"{label}: config.json says {_OF_TOKEN} = {short_repr(of_token)}, which must be from 1 to "
+                f"{short_repr(experts)}, its experts",
                 hint="name the folder of the model that was trained, or leave --config out",
             )
 

@@ -7,7 +7,6 @@ carried as bytes, and never imported.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,10 +16,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptcore.errors import SourceUnreadable, UsageError
-from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import hub_hint, join_url, local_path, open_store, split_url
 from ckptcore.store.listing import Folder, folder_at
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
+from ckptcore.utils.plain_yaml import load_yaml
 from ckptcore.utils.units import show_size
 
 NONE = "none"  # as --config or --tokenizer: take none, not even one in the source
@@ -143,10 +143,9 @@ def json_object(data: bytes) -> dict[str, Any] | None:
     ({'a': 1}, None, None)
     """
     try:
-        form = json.loads(data.decode())
-    except (ValueError, RecursionError):
+        return load_json_object(data)
+    except InvalidText:
         return None
-    return form if isinstance(form, dict) else None
 
 
 def look(url: str, *, inside: str | None = None, known: Folder | None = None) -> HubFolder:
@@ -219,7 +218,10 @@ def front_matter(card: bytes) -> dict[str, Any]:
     found = re.match(r"---\r?\n(.{0,65536}?)\r?\n---\s", card.decode(errors="replace"), re.DOTALL)
     if found is None:
         return {}
-    form = plain_yaml(found[1])  # only licence and base model are used
+    try:
+        form = load_yaml(found[1])
+    except InvalidText:  # only licence and base model are used
+        return {}
     return form if isinstance(form, dict) else {}
 
 

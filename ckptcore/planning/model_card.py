@@ -7,7 +7,6 @@ of the source do not change.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from ckptcore.planning.request import Request
 from ckptcore.redaction import bare_url, redacted
 from ckptcore.store import local_path, split_url
 from ckptcore.utils.late_pattern import late_pattern
+from ckptcore.utils.markdown import code, prose, uncoded, yaml_text
 from ckptcore.utils.merged_url import merged_url, roots_of
 
 _PROVENANCE = late_pattern(
@@ -52,6 +52,7 @@ _PLAIN_CARD = late_pattern(
     + r"(- tied: `[^\n]*` is `[^\n]*`, equality checked\n)*"
     r"(- fingerprint: `[0-9a-f]{64}`\n)?"
 )
+_MOST_TITLE, _MOST_NAME, _MOST_NAMES = 1000, 300, 20  # characters of texts, and how many
 _TIED = late_pattern(r"^- tied: `([^`\n]+)` is `([^`\n]+)`, equality checked$", re.MULTILINE)
 # Configs of transformers 5 that 4.57 opens wrongly, or not at all: model type -> the key that differs.
 _NEEDS_5: Mapping[str, str] = {"olmo3": "rope_parameters", "qwen3_moe": "num_local_experts"}
@@ -67,20 +68,20 @@ def model_card(
     head, count = list(_head(files)), sum(t.numel for t in specs)
     lines = [
         *(["---", *head, "---", ""] if head else []),
-        f"# {split_url(request.destination)[1]}",
+        f"# {prose(split_url(request.destination)[1], _MOST_TITLE)}",
         "",
         f"{count:,} parameters in {len(specs)} tensors, exported from a sharded training checkpoint.",
         "",
         "## Provenance",
         "",
-        f"- source: `{_line(_clean_url(request.source))}` ({manifest.format})",
+        f"- source: {code(_clean_url(request.source))} ({manifest.format})",
         f"- source manifest (BLAKE3): `{manifest.digest}`",
         f"- exported by: ckptcore {__version__}",
-        *(f"- {name}: {_line(text)}" for name, text in _facts(request, specs, written, files) if text),
-        *[f"- tied: `{a}` is `{b}`, equality checked" for a, b in mapped.ties],
+        *(f"- {name}: {text}" for name, text in _facts(request, specs, written, files) if text),
+        *[f"- tied: {code(a)} is {code(b)}, equality checked" for a, b in mapped.ties],
         "",
     ]
-    return "\n".join(lines).encode(errors="backslashreplace")
+    return "\n".join(lines).encode()
 
 
 def fingerprint_line(fingerprint: str) -> bytes:
@@ -91,18 +92,18 @@ def fingerprint_line(fingerprint: str) -> bytes:
 def provenance(card: str) -> tuple[str, str, str] | None:
     """Read (source, digest of its manifest, version) from a README; None if `model_card` did not write it."""
     found = _PROVENANCE.search(card)
-    return (found["source"], found["digest"], found["version"]) if found else None
+    return (uncoded(found["source"]), found["digest"], found["version"]) if found else None
 
 
 def tied_by_card(card: str) -> tuple[tuple[str, str], ...]:
     """Read the ties from a README: (name that is not stored, name that is)."""
-    return tuple((m[1], m[2]) for m in _TIED.finditer(card))
+    return tuple((uncoded(m[1]), uncoded(m[2])) for m in _TIED.finditer(card))
 
 
 def is_untouched(card: bytes, name: str) -> bool:
     """Return whether `model_card` wrote the README of a folder of this name, and nobody edited it."""
     found = _PLAIN_CARD.fullmatch(card.decode(errors="replace"))
-    return found is not None and found["title"] == name
+    return found is not None and found["title"] in (prose(name, _MOST_TITLE), name)
 
 
 def _head(files: ModelFiles) -> Iterator[str]:
@@ -111,15 +112,15 @@ def _head(files: ModelFiles) -> Iterator[str]:
         return
     yield f"library_name: {'transformers' if files.adapter is None else 'peft'}"
     if files.base_model:
-        yield f"base_model: {json.dumps(redacted(files.base_model))}"
+        yield f"base_model: {yaml_text(files.base_model)}"
     if files.licence:
-        yield f"license: {json.dumps(redacted(files.licence))}"
+        yield f"license: {yaml_text(files.licence)}"
 
 
 def _facts(
     request: Request, specs: tuple[TensorSpec, ...], written: Mapping[str, str], files: ModelFiles
 ) -> Iterator[tuple[str, str]]:
-    """Yield (fact, text), in the order of `_FACTS`; the text is empty if unknown."""
+    """Yield (fact, text on one line), in the order of `_FACTS`; the text is empty if unknown."""
     yield "cast to", request.dtype or ""
     total: Counter[str] = Counter()
     for spec in specs:
@@ -128,22 +129,24 @@ def _facts(
     yield "dtype", ", ".join(f"{dtype} ({count:,})" for dtype, count in total.most_common())
     form = files.config.form if files.config is not None else {}
     names = form.get("architectures")
-    named = ", ".join(f"`{n}`" for n in names if isinstance(n, str)) if isinstance(names, list) else ""
+    texts = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+    named = ", ".join(_span(n) for n in texts[:_MOST_NAMES])
     kind = form.get("model_type")
-    yield "architecture", f"{named} ({kind})" if named and isinstance(kind, str) else named
-    yield "base model", f"`{redacted(files.base_model)}`" if files.base_model else ""
+    yield "architecture", f"{named} ({prose(kind)})" if named and isinstance(kind, str) else named
+    yield "base model", _span(files.base_model) if files.base_model else ""
     legal = [n for n in (files.config.content if files.config else {}) if n.startswith(("LIC", "NOTICE"))]
-    licence = [f"`{redacted(files.licence)}`"] if files.licence else []
-    yield "licence", ", ".join(licence + [f"see {name}" for name in legal])
+    licence = [_span(files.licence)] if files.licence else []
+    yield "licence", ", ".join(licence + [f"see {prose(name)}" for name in legal])
     version = form.get("transformers_version")
-    by = f", written by transformers {version}" if isinstance(version, str) else ""
+    by = f", written by transformers {prose(version)}" if isinstance(version, str) else ""
     config = files.config or files.adapter
-    yield "config", f"`{_clean_url(config.url)}`{by}" if config is not None else ""
+    yield "config", f"{code(_clean_url(config.url))}{by}" if config is not None else ""
     lora = files.adapter.form if files.adapter is not None else {}
-    yield "adapter", f"LoRA, r {lora.get('r')}, lora_alpha {lora.get('lora_alpha')}" if lora else ""
-    yield "tokenizer", f"`{_clean_url(files.taken_from)}`" if files.taken_from else ""
-    code = ", ".join(f"`{name}`" for name in files.code)
-    yield "code", f"{code}, as it was found: read it before you trust it" if code else ""
+    rank, alpha = (prose(str(lora.get(key))) for key in ("r", "lora_alpha"))
+    yield "adapter", f"LoRA, r {rank}, lora_alpha {alpha}" if lora else ""
+    yield "tokenizer", code(_clean_url(files.taken_from)) if files.taken_from else ""
+    modules = ", ".join(map(code, files.code))
+    yield "code", f"{modules}, as it was found: read it before you trust it" if modules else ""
     key = _NEEDS_5.get(kind) if isinstance(kind, str) else None
     if key is not None and key in form and _major(version) >= 5:
         yield "note", f"transformers 4.57 does not open this config as it is meant (`{key}`): open it with 5"
@@ -162,6 +165,6 @@ def _clean_url(url: str) -> str:
     return os.path.abspath(path) if path is not None else bare_url(url)
 
 
-def _line(text: str) -> str:
-    """Return text of files and paths on one line."""
-    return " ".join(text.split("\n"))
+def _span(text: str) -> str:
+    """Return a text of a file as a code span of bounded length, without credentials."""
+    return code(redacted(text)[:_MOST_NAME])

@@ -15,7 +15,6 @@ unevenly, is a warning.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
@@ -27,6 +26,7 @@ from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.store import open_store, split_url
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json
 
 Shape = tuple[int, ...]
 _STRICT = frozenset({"megatron", "torchtitan"})  # worlds of one trainer
@@ -205,8 +205,8 @@ def _read(place: str, world: str) -> Config:
         size = store.size(path)
         data = store.read(path, 0, size) if size is not None and size <= _MOST else None
     try:
-        content = None if data is None else json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content = None if data is None else load_json(data)
+    except InvalidText as error:
         raise UsageError(f"cannot read --config {place} as JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(

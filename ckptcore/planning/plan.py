@@ -11,7 +11,6 @@ overlapping boxes, never byte runs, so its size is that of the manifest, not of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, fields
 from itertools import chain
@@ -32,9 +31,11 @@ from ckptcore.planning.reads import followers_of
 from ckptcore.store import Store, fetch, put_each
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 HEAD = "head.json"
 _KEPT_BYTES = 64 << 20
+_DEPTH = 700  # containers of the JSON form: those of an object, and a few around it
 _LARGE = 100_000  # chunks of a manifest whose digest takes longer than starting a thread
 
 
@@ -298,19 +299,21 @@ def load_head(store: Store) -> Plan:
             f"there is no plan in {store.url}", hint="make one with `ckptcore plan SRC DST --save DIR`"
         )
     try:
-        form = json.loads(data)
-        target = Target(**form.pop("target"))
-        rows = tuple(PlannedFile(**row) for row in form.pop("files"))
-        pairs: dict[str, Any] = {
-            k: tuple(tuple(r) for r in form.pop(k))
-            for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
-        }
-        pairs["made"] = tuple(
-            MadeTensor(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made", ())
-        )
-        return Plan(target=target, files=rows, **pairs, **form)
-    except (ValueError, TypeError, KeyError) as error:
+        with parsing("a plan"):
+            return _plan_of(load_json_object(data, depth=_DEPTH))
+    except InvalidText as error:
         raise MalformedCheckpoint(f"{store.url}/{HEAD} is damaged: {error}", hint="plan again") from error
+
+
+def _plan_of(form: dict[str, Any]) -> Plan:
+    target = Target(**form.pop("target"))
+    rows = tuple(PlannedFile(**row) for row in form.pop("files"))
+    pairs: dict[str, Any] = {
+        k: tuple(tuple(r) for r in form.pop(k))
+        for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
+    }
+    pairs["made"] = tuple(MadeTensor(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made", ()))
+    return Plan(target=target, files=rows, **pairs, **form)
 
 
 def load_file_plan(store: Store, index: int) -> FilePlan:

@@ -5,7 +5,6 @@ Every export uses them, so this module imports nothing that only maps of names n
 
 from __future__ import annotations
 
-import json
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -16,10 +15,10 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError
 from ckptcore.naming.maps.numbers import Config
 from ckptcore.naming.worlds import HUB
-from ckptcore.planning.plain_yaml import MOST as MOST_YAML
-from ckptcore.planning.plain_yaml import plain_yaml
 from ckptcore.store import open_source_store
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json
+from ckptcore.utils.plain_yaml import MAX_YAML, load_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def stored_configs(source: Manifest, world: str) -> Iterator[Config]:
         for path, spelled, key in _CONFIGS:
             try:
                 size = store.size(path)
-                most = _MOST if path.endswith(".json") else MOST_YAML
+                most = _MOST if path.endswith(".json") else MAX_YAML
                 data = store.read(path, 0, size) if size is not None and size <= most else None
             except CkptError:  # a folder, or not readable: no evidence
                 continue
@@ -98,7 +97,7 @@ def _megatron_arguments(source: Manifest, world: str) -> Mapping[str, Any] | Non
 def _parsed_config(path: str, data: bytes) -> Mapping[str, Any] | None:
     """Return a config's content; None if it is no mapping."""
     try:
-        content = json.loads(data) if path.endswith(".json") else plain_yaml(data)
-    except (ValueError, RecursionError):
+        content = load_json(data) if path.endswith(".json") else load_yaml(data)
+    except InvalidText:
         return None
     return content if isinstance(content, dict) else None

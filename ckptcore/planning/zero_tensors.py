@@ -7,7 +7,7 @@ export is planned: a refusal comes before anything is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -20,6 +20,7 @@ from ckptcore.naming.rename import Dropped
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import Bytes, tile_view
+from ckptcore.reading.rereading import rereading
 from ckptcore.store import open_source_store
 from ckptcore.utils.text import listed
 
@@ -34,7 +35,7 @@ def require_zero(source: Manifest, dropped: Iterable[Dropped]) -> None:
         NameMismatch: Another value is there: the target's model would compute something else.
         DamagedCheckpoint: A tensor cannot be read.
     """
-    wrong = list(not_zero(source, dropped))
+    wrong = not_zero(source, dropped)
     if not wrong:
         return
     first = wrong[0][0]
@@ -47,30 +48,35 @@ def require_zero(source: Manifest, dropped: Iterable[Dropped]) -> None:
     )
 
 
-def not_zero(source: Manifest, dropped: Iterable[Dropped]) -> Iterator[tuple[Dropped, int, int]]:
-    """Yield the tensors that must be all zero and are not.
+def not_zero(source: Manifest, dropped: Iterable[Dropped]) -> list[tuple[Dropped, int, int]]:
+    """Return the tensors that must be all zero and are not.
 
     Args:
         source: The checkpoint, before names were mapped.
         dropped: What does not go on.
 
-    Yields:
+    Returns:
         (tensor, elements that are not zero, elements).
 
     Raises:
         DamagedCheckpoint: A tensor cannot be read.
     """
     asked = [d for d in dropped if d.only_zero]
-    if not asked:
-        return
+    return _not_zero(source, asked) if asked else []
+
+
+@rereading
+def _not_zero(source: Manifest, asked: Sequence[Dropped]) -> list[tuple[Dropped, int, int]]:
+    found = []
     with closing(open_source_store(source.root, source.versions)) as store:
         records = Records(store, len(source.items))
         for each in asked:
             row = source.index[each.fqn]
             count = _count(source, row, records)
             if count:
-                yield each, count, source.tensors[row].numel
+                found.append((each, count, source.tensors[row].numel))
         records.finish()
+    return found
 
 
 def _count(source: Manifest, row: int, records: Records) -> int:

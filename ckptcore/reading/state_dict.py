@@ -16,6 +16,7 @@ from ckptcore.errors import DamagedCheckpoint, UnreadablePart
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import tile_view
+from ckptcore.reading.rereading import rereading
 from ckptcore.store import Store, open_source_store
 from ckptcore.utils.text import count
 
@@ -75,6 +76,7 @@ class Filler:
         self._records = Records(store, len(manifest.items), verify)
         self._scratch = np.empty(_SCRATCH, np.uint8)
 
+    @rereading
     def fill(self, row: int, want: Box, out: Any) -> None:
         """Copy the elements ``want`` of tensor ``row`` into ``out``, casting and moving as needed."""
         import torch

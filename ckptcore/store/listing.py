@@ -12,6 +12,7 @@ from blake3 import blake3
 from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.store import join_url, local_path
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parse_time
 from ckptcore.utils.merged_url import is_merged, roots_of
 
 MAX_FILES = 2_000_000
@@ -100,6 +101,11 @@ def _bounded(url: str, files: Iterable[tuple[str, ListedFile]], max_files: int) 
                 hint="watch folders below it instead",
             )
     return dict(sorted(found.items()))
+
+
+def nothing_at(url: str) -> bool:
+    """Return whether an object store has nothing at a URL; raises `StorageTrouble`, `SourceUnreadable`."""
+    return not any(True for _ in _remote(url, itself=True))
 
 
 def everything_at(url: str) -> dict[str, ListedFile]:
@@ -319,6 +325,6 @@ def _seconds(at: Any) -> float | None:
     if isinstance(at, int | float):
         return float(at)
     try:
-        return datetime.fromisoformat(str(at)).timestamp() if at else None
-    except ValueError:
+        return parse_time(str(at)).timestamp() if at else None
+    except InvalidText:
         return None

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import combinations
 from pathlib import Path
 from typing import Never
 
@@ -22,7 +21,7 @@ import numpy as np
 from ckptcore.errors import DamagedCheckpoint, SourceUnreadable, UsageError, finding
 from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store, is_s3, open_source_store
 from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
-from ckptcore.store.place import Relation, identify, relation
+from ckptcore.store.place import first_overlap
 from ckptcore.utils.merged_url import roots_of, split_merged
 
 _Listings = tuple[dict[str, Stamped] | None, ...]  # of each folder; None for one that does not exist
@@ -58,12 +57,11 @@ class MergedStore:
         self.local: Path | None = None
         self.roots = roots_of(self.url)
         self._complete = not split_merged(self.url)[1]
-        for one, other in combinations(map(identify, self.roots), 2):
-            if relation(one, other) is not Relation.APART:
-                raise UsageError(
-                    f"cannot read {one.url} and {other.url} as one source: they overlap",
-                    hint="name each folder once",
-                )
+        if overlap := first_overlap(self.roots):
+            raise UsageError(
+                f"cannot read {overlap[0]} and {overlap[1]} as one source: they overlap",
+                hint="name each folder once",
+            )
         self.stores: tuple[Store, ...] = tuple(open_source_store(root, versions) for root in self.roots)
         self._lock = threading.Lock()
         self._found: _Listings | None = None

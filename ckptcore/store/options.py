@@ -6,13 +6,13 @@ row of a catalog has them.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.foreign_text import InvalidText, load_json
 
 _DEFAULT = "s3"
 
@@ -57,8 +57,8 @@ def configured(scheme: str) -> Mapping[str, Any]:
 
 def _parsed(value: str) -> Any:
     try:
-        found = json.loads(value)
-    except ValueError:
+        found = load_json(value)
+    except InvalidText:
         return value
     # A key may consist of digits: only values that cannot be meant as text are taken as JSON.
     return found if isinstance(found, dict | list | bool) else value

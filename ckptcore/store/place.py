@@ -15,11 +15,12 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ckptcore.store import local_path
 from ckptcore.store.options import configured
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parse_url
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import roots_of
 
@@ -126,6 +127,17 @@ def relation(a: Location, b: Location) -> Relation:
 def overlaps(a: Location, b: Location) -> bool:
     """Report whether the two are one place, or one of them is inside the other."""
     return relation(a, b) is not Relation.APART
+
+
+def first_overlap(urls: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first two of many URLs that overlap, or None; each is compared with few others."""
+    look = _Look()
+    index = _Index([_identified(url, look) for url in urls])
+    for n, place in enumerate(index.places):
+        for other in index.near(place):
+            if n < other and overlaps(place, index.places[other]):
+                return urls[n], urls[other]
+    return None
 
 
 class Spellings:
@@ -259,7 +271,9 @@ def _marks(place: Location) -> tuple[set[Any], set[Any], bool]:
     if place.parts:
         for part in place.parts:
             of_itself, around, unknown = _marks(part)
-            itself, above, anywhere = itself | of_itself, above | around, anywhere or unknown
+            itself |= of_itself
+            above |= around
+            anywhere = anywhere or unknown
         return itself, above, anywhere
     for bucket, path in place.spots:
         itself.add((bucket, path))
@@ -424,10 +438,10 @@ def _endpoint(scheme: str, family: str, rest: str) -> str:
     if not named:
         return ""  # a profile may name one
     try:
-        seen = urlsplit(str(named) if "://" in str(named) else f"//{named}")
-        host, port = (seen.hostname or "").lower().rstrip("."), seen.port
-    except ValueError:
+        seen = parse_url(str(named) if "://" in str(named) else f"//{named}")
+    except InvalidText:
         return ""
+    host, port = (seen.hostname or "").lower().rstrip("."), seen.port
     if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         return "aws"
     host = "localhost" if host in _LOOPBACK or host.startswith("127.") else host

@@ -28,12 +28,12 @@ virtual = 2                          # stages per rank; stage s is on rank s % p
 from __future__ import annotations
 
 import re
-import tomllib
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.foreign_text import InvalidText, load_toml
 from ckptcore.utils.text import short_repr
 
 _PLACE = re.compile(r"replicate|shard\(\s*-?[0-9]{1,2}\s*\)")
@@ -127,13 +127,9 @@ def load(text: str, name: str = "--sharding") -> ShardingFile:
     if len(text) > MAX_BYTES:
         raise UsageError(f"{name} must have at most {MAX_BYTES} characters (got {len(text)})")
     try:
-        return ShardingFile.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+        return ShardingFile.model_validate(load_toml(text))
+    except InvalidText as error:
         raise UsageError(f"cannot read {name} as TOML: {error}") from error
-    except RecursionError as error:
-        raise UsageError(
-            f"{name} is nested too deeply", hint="no key of it takes more than lists of pairs"
-        ) from error
     except ValidationError as error:
         wrong = [f"{_where(row['loc'])}: {row['msg']}" for row in error.errors()[:5]]
         hint = "keys are [mesh], [[rule]], [stages], family and experts"

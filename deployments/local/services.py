@@ -13,6 +13,9 @@ from typing import Any
 
 import httpx
 
+from ckptcore.errors import CkptError
+from ckptcore.utils.foreign_text import load_json, parse_time
+from ckptcore.utils.isolation import attempt
 from deployments import POOL
 from deployments.local import postgres
 from deployments.local.state import LocalState
@@ -75,6 +78,8 @@ def server_env(state: LocalState) -> dict[str, str]:
         "PREFECT_SERVER_UI_V2_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # A client's address and scheme are those of its connection, whatever its headers say.
+        "FORWARDED_ALLOW_IPS": "",
         # In-memory leases would be lost with the server, and their slots never freed.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         # Only with both `prefect deployment run --watch` shows the log of a run, and so why it failed.
@@ -192,11 +197,16 @@ def _works(state: LocalState) -> bool:
             auth=("admin", state.secrets["PREFECT_PASSWORD"]),
             timeout=5,
         )
-        known = answer.json() if answer.status_code == 200 else []
+        workers = attempt(_heartbeats, answer.text) if answer.status_code == 200 else []
     except (OSError, httpx.HTTPError):
         return False
-    seen = [datetime.fromisoformat(one["last_heartbeat_time"]) for one in known if one["name"] == WORKER]
-    return any(heartbeat >= since for heartbeat in seen)
+    return not isinstance(workers, CkptError) and any(heartbeat >= since for heartbeat in workers)
+
+
+def _heartbeats(answer: str) -> list[datetime]:
+    """Return when the worker polled last, by an answer of Prefect's server."""
+    rows = load_json(answer)
+    return [parse_time(row["last_heartbeat_time"]) for row in rows if row["name"] == WORKER]
 
 
 SERVICES = (

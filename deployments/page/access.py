@@ -15,14 +15,16 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
+from http.cookies import SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from deployments.page.settings import PageAccess
+from ckptcore.errors import CkptError, ended_by
+from ckptcore.utils.isolation import attempt, parsed_or_none
+from deployments.page.settings import PageAccess, plain_address
 
 COOKIE = "ckptcore_page"
 SESSION_S = 12 * 3600
@@ -37,8 +39,10 @@ HEADERS = {
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
     "cache-control": "no-store",
 }
-_FORWARDED = ("x-forwarded-for", "x-forwarded-host", "x-forwarded-user", "forwarded", "x-real-ip", "via")
+# What a proxy adds: a request with one of these does not come from this machine alone.
+_FORWARDED = re.compile(r"x-forwarded-.*|forwarded|via|(x-real|x-client|true-client|cf-connecting)-ip")
 _PORT = re.compile(r":[0-9]{1,5}$")
+_HOP = re.compile(r"(?P<v4>[0-9.]+)(:[0-9]+)?|\[(?P<v6>[0-9A-Fa-f:.]+)\](:[0-9]+)?|(?P<bare>[0-9A-Fa-f:.]+)")
 _USER = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
 
 Scope = MutableMapping[str, Any]
@@ -71,8 +75,11 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        begun: list[bool] = []
+
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
+                begun.append(True)
                 own = {name.encode(): value.encode() for name, value in HEADERS.items()}
                 given = [pair for pair in message.get("headers", []) if pair[0].lower() not in own]
                 cached = [p for p in message.get("headers", []) if p[0].lower() == b"cache-control"]
@@ -85,7 +92,16 @@ class Guard:
         if not self._known_host(scope):
             await _plain(guarded, 421, "this server has another name; add it to the allowed hosts")
             return
-        await self.app(scope, receive, guarded)
+        try:
+            await self.app(scope, receive, guarded)
+        except Exception as error:
+            # Whatever a page raises is the end of this request alone, with the headers of every answer.
+            if begun:
+                raise
+            _log.error("%s cannot be shown", scope["path"][:200], exc_info=error)
+            await _plain(
+                guarded, 500, f"{ended_by(error).code}: this cannot be shown; the log has the reason"
+            )
 
     def _known_host(self, scope: Scope) -> bool:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
@@ -97,11 +113,10 @@ class Guard:
 
 def user_of(request: Request, access: PageAccess) -> str | None:
     """Return the user that a request comes from, or None without a login."""
-    headers, client = request.headers, request.client.host if request.client else ""
-    given = _bearer(request)
-    if given is not None:
-        return _user_of_token(given, access)
-    if client in access.proxies:
+    headers, token = request.headers, _bearer(request)
+    if token is not None:
+        return _user_of_token(token, access)
+    if _is_proxied(request, access):
         named = headers.getlist(access.user_header)
         if len(named) == 1 and _USER.fullmatch(named[0]):
             return named[0]
@@ -150,12 +165,28 @@ def require_patience(request: Request, access: PageAccess) -> None:
 
 
 def address_of(request: Request, access: PageAccess) -> str:
-    """Return the client's address; behind a named proxy, the one that the proxy saw."""
-    client = request.client.host if request.client else ""
-    if client in access.proxies:
-        forwarded = request.headers.getlist("x-forwarded-for")
-        return forwarded[-1].rpartition(",")[2].strip() if forwarded else client
-    return client
+    """Return the client's address, or "" if it has none.
+
+    It is that of the connection. Only where that is a named proxy, it is the last address of X-Forwarded-For
+    that is none: each proxy adds the one that it saw at the end, and a client can write what is before.
+    """
+    address = _peer(request)
+    lines = ",".join(request.headers.getlist("x-forwarded-for")) if address in access.proxies else ""
+    for hop in reversed(lines.split(",") if lines else []):
+        if address not in access.proxies:
+            break
+        written = _HOP.fullmatch(hop.strip())
+        before = "" if written is None else plain_address(written["v4"] or written["v6"] or written["bare"])
+        if not before:  # the proxy saw no address: it is the last that is known
+            break
+        address = before
+    return address
+
+
+def uses_tls(request: Request, access: PageAccess) -> bool:
+    """Return whether the request came by TLS, to this server or to a named proxy."""
+    schemes = request.headers.getlist("x-forwarded-proto") if _is_proxied(request, access) else []
+    return request.scope["scheme"] == "https" or schemes[-1:] == ["https"]
 
 
 def require_same_site(request: Request) -> None:
@@ -163,8 +194,9 @@ def require_same_site(request: Request) -> None:
     site = request.headers.get("sec-fetch-site", "same-origin")
     origin = request.headers.get("origin")
     host = request.headers.get("host", "").lower()
+    sender = None if origin is None else parsed_or_none(urlsplit, origin)
     if site not in ("same-origin", "none") or (
-        origin is not None and urlsplit(origin).netloc.lower() != host
+        origin is not None and (sender is None or sender.netloc.lower() != host)
     ):
         raise PageRefused(403, "the request comes from another site")
 
@@ -188,10 +220,9 @@ def session_of(token: str, access: PageAccess) -> tuple[str, str] | None:
 async def form_of(request: Request) -> dict[str, str]:
     """Return the fields of a form, each once. Raises `PageRefused`."""
     body = await body_of(request, "application/x-www-form-urlencoded")
-    try:
-        pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=50, errors="strict")
-    except ValueError as error:
-        raise PageRefused(400, "the form cannot be parsed") from error
+    pairs = attempt(_pairs, body)
+    if isinstance(pairs, CkptError):
+        raise PageRefused(400, "the form cannot be parsed") from pairs
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise PageRefused(400, "a field of the form is repeated")
@@ -208,6 +239,10 @@ async def body_of(request: Request, media: str) -> bytearray:
         if len(body) > MAX_FORM:
             raise PageRefused(413, f"a request has at most {MAX_FORM} bytes")
     return body
+
+
+def _pairs(form: bytearray) -> list[tuple[str, str]]:
+    return parse_qsl(form.decode("ascii"), keep_blank_values=True, max_num_fields=50, errors="strict")
 
 
 def _bearer(request: Request) -> str | None:
@@ -239,15 +274,18 @@ def _user_of_token(given: str, access: PageAccess) -> str | None:
 
 def _user_of_session(session: str, access: PageAccess) -> str | None:
     text, _, signature = session.partition(".")
-    try:
-        body = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
-    except ValueError:
-        return None
-    if not hmac.compare_digest(signature.encode(), _signature(access, "session\n" + body).encode()):
+    body = parsed_or_none(_decoded, text)
+    if body is None or not hmac.compare_digest(
+        signature.encode(), _signature(access, "session\n" + body).encode()
+    ):
         return None
     until, _, user = body.split("\n", 2)
     # A user whose token was taken away has no session any more.
     return user if int(until) > time.time() and user in access.tokens.values() else None
+
+
+def _decoded(text: str) -> str:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
 
 
 def _signature(access: PageAccess, text: str) -> str:
@@ -255,20 +293,28 @@ def _signature(access: PageAccess, text: str) -> str:
 
 
 def _cookie(headers: Headers) -> str | None:
-    try:
-        found = SimpleCookie("; ".join(headers.getlist("cookie"))).get(COOKIE)
-    except CookieError:
-        return None
-    return None if found is None else found.value
+    cookies = parsed_or_none(SimpleCookie, "; ".join(headers.getlist("cookie")))
+    return cookies[COOKIE].value if cookies and COOKIE in cookies else None
+
+
+def _peer(request: Request) -> str:
+    """Return the address at the other end of the connection, or ""."""
+    return plain_address(request.client.host) if request.client else ""
+
+
+def _is_proxied(request: Request, access: PageAccess) -> bool:
+    """Return whether the connection comes from a named proxy, whose headers count."""
+    return _peer(request) in access.proxies
 
 
 def _is_local(request: Request) -> bool:
     """Return whether the client is on this machine, and no proxy is between."""
-    try:
-        local = request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
-    return local and not any(name in request.headers for name in _FORWARDED)
+    peer = _peer(request)
+    return (
+        bool(peer)
+        and ipaddress.ip_address(peer).is_loopback
+        and not any(_FORWARDED.fullmatch(name) for name in request.headers)
+    )
 
 
 async def _plain(send: Send, status: int, text: str) -> None:

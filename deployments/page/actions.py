@@ -16,6 +16,7 @@ from deployments.page.access import (
     require_patience,
     require_same_site,
     require_writer,
+    uses_tls,
 )
 from deployments.page.access import session_of as new_session
 from deployments.page.views import Ref, Site
@@ -79,7 +80,7 @@ def actions(site: Site) -> APIRouter:
             found[1],
             max_age=SESSION_S,
             path=site.root or "/",
-            secure=request.url.scheme == "https" or _tls_before(request, site),
+            secure=uses_tls(request, site.access),
             httponly=True,
             samesite="strict",
         )
@@ -94,9 +95,3 @@ def actions(site: Site) -> APIRouter:
         return answer
 
     return router
-
-
-def _tls_before(request: Request, site: Site) -> bool:
-    """Return whether a named proxy received the request by TLS."""
-    client = request.client.host if request.client else ""
-    return client in site.access.proxies and request.headers.get("x-forwarded-proto") == "https"

@@ -19,7 +19,7 @@ from ckptcore.operations.options import RetireOptions
 from deployments.page.access import require_reader
 from deployments.page.display import finite
 from deployments.page.shards import shard_map
-from deployments.page.views import Ref, Site, find
+from deployments.page.views import Ref, Site, detail_of, find
 
 Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
 Cursor = Annotated[str | None, Query(max_length=100)]
@@ -34,11 +34,22 @@ class JsonError(BaseModel):
     hint: str = ""
 
 
+class JsonBrokenRow(BaseModel):
+    """A row of the catalog that cannot be read: its table and row, and its error as a `JsonError`."""
+
+    table: str
+    row: str
+    code: str
+    message: str
+    hint: str
+
+
 class JsonRows(BaseModel):
-    """One page of a list. next: the cursor of the next page, or null."""
+    """One page of a list. next: the cursor of the next page, or null. broken: rows that cannot be read."""
 
     rows: list[dict[str, Any]]
     next: str | None = None
+    broken: list[JsonBrokenRow] = []
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -56,7 +67,11 @@ def api(site: Site) -> APIRouter:
     router = APIRouter(prefix="/api/v1", responses=ERRORS, default_response_class=JSONResponse)
 
     def rows(page: browse.Page[Any]) -> dict[str, Any]:
-        return {"rows": [finite(as_dict(row)) for row in page.rows], "next": page.next}
+        return {
+            "rows": [finite(as_dict(row)) for row in page.rows],
+            "next": page.next,
+            "broken": as_dict(page.broken),
+        }
 
     @router.get("/runs", response_model=JsonRows)
     def runs(request: Request, name: Text = "", after: Text = "", limit: Limit = browse.LIMIT) -> Any:
@@ -148,7 +163,7 @@ def api(site: Site) -> APIRouter:
     def conversion(request: Request, ref: Ref) -> Any:
         """Return one conversion."""
         require_reader(request, site.access)
-        found = site.catalog.show(ref, tensors=False)
+        found = detail_of(site, ref)
         if not isinstance(found, ConversionDetail):
             raise UsageError(f"{ref} is a checkpoint, not a conversion")
         return finite(as_dict(found))
@@ -172,17 +187,21 @@ def api(site: Site) -> APIRouter:
         """Return the checkpoints with the best values of a metric, the best first."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = training_rows.best(conn, metric, goal, run=run or None, kind=kind, limit=limit)
-        return rows(browse.Page(found))
+            found = training_rows.ranked(conn, metric, goal, run=run or None, kind=kind, limit=limit)
+        return rows(browse.Page(found.values, None, found.broken))
 
     @router.get("/search", response_model=dict[str, Any])
     def search(request: Request, q: Text) -> Any:
         """Find checkpoints by id, alias, URI, fingerprint, digest of a file; and training runs by name."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found, named = find(conn, q.strip())
+            found = find(conn, q.strip())
         return finite(
-            {"checkpoints": [as_dict(each) for each in found], "runs": [as_dict(each) for each in named]}
+            {
+                "checkpoints": [as_dict(each) for each in found.places],
+                "runs": [as_dict(each) for each in found.runs],
+                "errors": [error.as_dict() for error in found.errors],
+            }
         )
 
     @router.get("/retire", response_model=JsonRows)
@@ -225,18 +244,17 @@ def api(site: Site) -> APIRouter:
         """List the newest events of a state; without one, those that are not done. Bodies are left out."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = [as_dict(event) for event in queues.inbox.listed(conn, state, limit)]
-        return {
-            "rows": [finite({k: v for k, v in row.items() if k != "body"}) for row in found],
-            "next": None,
-        }
+            found = queues.inbox.browsed(conn, state, limit)
+        page = rows(browse.Page(found.values, None, found.broken))
+        return page | {"rows": [{k: v for k, v in row.items() if k != "body"} for row in page["rows"]]}
 
     @router.get("/aliases", response_model=JsonRows)
     def names(request: Request) -> Any:
         """List all aliases."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            return rows(browse.Page(aliases.every(conn)))
+            found = aliases.browsed(conn)
+        return rows(browse.Page(found.values, None, found.broken))
 
     @router.get("/audit", response_model=JsonRows)
     def changes(
@@ -247,15 +265,15 @@ def api(site: Site) -> APIRouter:
         """List changes of aliases, holds and queues, newest first."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = audit.listed(conn, before=before, limit=limit + 1)
-        cursor = str(found[limit - 1].id) if len(found) > limit else None
-        return rows(browse.Page(found[:limit], cursor))
+            found = audit.browsed(conn, before=before, limit=limit + 1)
+        cursor = str(found.values[limit - 1].id) if len(found.rows) > limit else None
+        return rows(browse.Page(found.values[:limit], cursor, found.broken))
 
     return router
 
 
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
-    found = site.catalog.show(ref, tensors=False)
+    found = detail_of(site, ref)
     if not isinstance(found, CheckpointDetail):
         raise UsageError(f"{ref} is a conversion, not a checkpoint")
     return found

@@ -51,7 +51,7 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
         )
 
     def answer(request: Request, status: int, code: str, message: str, hint: str = "") -> Response:
-        if request.url.path.removeprefix(root).startswith("/api/"):
+        if request.scope["path"].removeprefix(root).startswith("/api/"):
             return JSONResponse({"error": code, "message": message, "hint": hint}, status)
         values: dict[str, Any] = {"code": status, "message": message, "hint": hint}
         # Who guesses tokens must not see here that one was right.
@@ -64,8 +64,8 @@ def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:
 
     @app.exception_handler(PageRefused)
     async def refused(request: Request, error: PageRefused) -> Response:
-        _log.warning("%d %s: %s", error.status, request.url.path[:200], error.message)
-        html = not request.url.path.removeprefix(root).startswith("/api/")
+        _log.warning("%d %s: %s", error.status, request.scope["path"][:200], error.message)
+        html = not request.scope["path"].removeprefix(root).startswith("/api/")
         if error.login and html and request.method == "GET":
             return site.page(request, "login.html", None, error.status, failed=False)
         response = answer(request, error.status, "refused", error.message)

@@ -7,14 +7,16 @@ from datetime import UTC, datetime
 from ckptcore.catalog import aliases, audit, holds, queues
 from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.holds import HoldRow
 from ckptcore.errors import UsageError
+from ckptcore.utils.foreign_text import InvalidText, parse_date
 
 
 def set_alias(catalog: Catalog, user: str, ref: str, name: str, expect: str | None) -> AliasRow:
     """Set an alias, if it still refers to the checkpoint that the user expects; None expects nothing."""
-    now = datetime.now(UTC)
     with catalog.writing() as conn:
+        now = clock(conn)
         before = next((a.checkpoint for a in aliases.every(conn) if a.name == name), None)
         row = aliases.set_alias(conn, now, name, ref, expect)
         detail = {"alias": name, "before": before}
@@ -24,8 +26,8 @@ def set_alias(catalog: Catalog, user: str, ref: str, name: str, expect: str | No
 
 def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: datetime | None) -> HoldRow:
     """Place a hold in the user's name."""
-    now = datetime.now(UTC)
     with catalog.writing() as conn:
+        now = clock(conn)
         hold = holds.place(conn, now, ref, reason, owner=user, until=until)
         row = _active(holds.active(conn, now, ref), hold)
         detail = {"hold": hold, "reason": reason, "until": None if until is None else f"{until:%Y-%m-%d}"}
@@ -35,8 +37,8 @@ def place_hold(catalog: Catalog, user: str, ref: str, reason: str, until: dateti
 
 def release_hold(catalog: Catalog, user: str, hold: str) -> HoldRow:
     """Release a hold, and return it as it was."""
-    now = datetime.now(UTC)
     with catalog.writing() as conn:
+        now = clock(conn)
         row = _active(holds.active(conn, now), hold)
         holds.release(conn, now, hold)
         detail = {"hold": hold, "reason": row.reason, "owner": row.owner}
@@ -46,8 +48,8 @@ def release_hold(catalog: Catalog, user: str, hold: str) -> HoldRow:
 
 def retry_event(catalog: Catalog, user: str, ref: str) -> tuple[str, ...]:
     """Make a failed event due again, and return its id."""
-    now = datetime.now(UTC)
     with catalog.writing() as conn:
+        now = clock(conn)
         found = queues.inbox.retry(conn, now, ref)
         for each in found:
             audit.note(conn, now, "inbox.retry", each, {}, actor=user, via=audit.PAGE)
@@ -59,8 +61,8 @@ def day(text: str) -> datetime | None:
     if not text:
         return None
     try:
-        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
-    except ValueError as error:
+        return datetime.combine(parse_date(text), datetime.min.time(), UTC)
+    except InvalidText as error:
         raise UsageError(f"{text[:20]!r} is not a date", hint="as in 2027-01-31") from error
 
 

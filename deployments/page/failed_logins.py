@@ -13,6 +13,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from ckptcore.utils.isolation import parsed_or_none
+
 MOST = 10
 SECONDS = 300.0
 ADDRESSES = 10_000  # the addresses that failed the longest ago are forgotten first
@@ -49,10 +51,7 @@ def _network(address: str) -> str:
     >>> _network("192.0.2.7"), _network("2001:db8::1"), _network("2001:db8::ffff"), _network("?")
     ('192.0.2.7', '2001:db8::/64', '2001:db8::/64', '')
     """
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return ""
-    if found.version == 4:
-        return str(found)
-    return str(ipaddress.ip_network((found, 64), strict=False))
+    client = parsed_or_none(ipaddress.ip_address, address)
+    if client is None or client.version == 4:
+        return "" if client is None else str(client)
+    return str(ipaddress.ip_network((client, 64), strict=False))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import signal
-import socket
-
-import uvicorn
 
 from ckptcore.catalog import audit, default_url, open_catalog
 from ckptcore.errors import UsageError
-from ckptcore.utils import terminal
+from deployments import http_server
 from deployments.page.app import make_page
 from deployments.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, session_key
 
 ADDRESSES = ("127.0.0.1", "::1", "localhost")
+CONNECTIONS = 200  # open at a time
+GRACE = 5  # seconds for open requests after a signal
 
 
 def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: tuple[str, ...]) -> None:
@@ -42,36 +40,14 @@ def serve(catalog: str | None, host: str, port: int, token: str | None, hosts: t
         open_reading=local,
         key=session_key(own),
     )
-    with open_catalog(catalog or default_url(), create=False) as opened, _listening(host, port) as listener:
+    with (
+        open_catalog(catalog or default_url(), create=False) as opened,
+        http_server.listening(host, port) as listener,
+    ):
         app = make_page(opened, access)
         number = listener.getsockname()[1]
-        terminal.line(f"the catalog page is at http://{f'[{host}]' if ':' in host else host}:{number}/")
+        lines = [f"the catalog page is at http://{f'[{host}]' if ':' in host else host}:{number}/"]
         if token is None:
             what = "changes" if local else "every page"
-            terminal.line(f"{what} need a login with this token: {own}")
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # or a client could name its own address
-            limit_concurrency=200,
-            timeout_graceful_shutdown=5,
-            ws="none",
-        )
-        server = uvicorn.Server(config)
-        for each in (signal.SIGTERM, signal.SIGINT):
-            # uvicorn raises the signal again after an orderly shutdown; it must not kill the process.
-            signal.signal(each, lambda *_: None)
-        server.run(sockets=[listener])
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            hint="--host must be an address of this machine, and --port free there; 0 picks one",
-        ) from error
+            lines.append(f"{what} need a login with this token: {own}")
+        http_server.serve(app, listener, connections=CONNECTIONS, grace=GRACE, lines=lines)

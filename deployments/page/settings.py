@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.isolation import parsed_or_none
 from deployments.page.failed_logins import FailedLogins
 
 MIN_TOKEN = 16  # characters: shorter tokens could be guessed
@@ -79,11 +80,7 @@ def access_of(table: PageTable, env: Mapping[str, str] = os.environ) -> PageAcce
         elif token in tokens:
             wrong.append(f"{user} and {tokens[token]} have the same token")
         tokens[token] = user
-    for address in table.proxies:
-        try:
-            ipaddress.ip_address(address)
-        except ValueError:
-            wrong.append(f"proxy {address!r} is no IP address")
+    wrong += [f"proxy {text!r} is no IP address" for text in table.proxies if not plain_address(text)]
     if not _HEADER.fullmatch(table.user_header.lower()):
         wrong.append(f"user_header {table.user_header!r} is no name of a header")
     if not table.tokens and not table.proxies:
@@ -99,10 +96,20 @@ def access_of(table: PageTable, env: Mapping[str, str] = os.environ) -> PageAcce
         frozenset(host.lower() for host in table.hosts),
         tokens,
         False,
-        frozenset(table.proxies),
+        frozenset(map(plain_address, table.proxies)),
         table.user_header.lower(),
         session_key(secret) if secret else secrets.token_bytes(32),
     )
+
+
+def plain_address(text: str) -> str:
+    """Return the one spelling of an IP address, or "" for anything else.
+
+    >>> plain_address("::ffff:10.0.0.5"), plain_address("2001:DB8:0::1"), plain_address("10.0.0.5:80")
+    ('10.0.0.5', '2001:db8::1', '')
+    """
+    address = parsed_or_none(ipaddress.ip_address, text)
+    return "" if address is None else str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def session_key(secret: str) -> bytes:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -16,9 +15,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ckptcore.catalog import aliases, audit, browse, holds, lineage, query, queues, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail
-from ckptcore.errors import UsageError
+from ckptcore.catalog.database import clock, translated
+from ckptcore.catalog.readable_rows import ReadRows, require_types
+from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Lineage, Origin
+from ckptcore.errors import CkptError, UsageError
 from ckptcore.operations.options import RetireOptions
+from ckptcore.utils.isolation import attempt
 from deployments.page import display, pictures
 from deployments.page.access import csrf_of, require_reader
 from deployments.page.retiring import Retiring, command, number
@@ -27,6 +29,8 @@ from deployments.page.shards import Manifests, shard_map
 
 FOLDER = FilePath(__file__).parent
 FILES = 200
+NOTHING: ReadRows[Any] = ReadRows(())
+_Value = TypeVar("_Value")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
 Name = Annotated[str, Query(max_length=1000)]
@@ -71,7 +75,7 @@ class Site:
             user=user,
             csrf="" if user is None else csrf_of(request, self.access, user),
             done=done,
-            path=request.url.path,
+            path=request.scope["path"],
             asked=dict(request.query_params),
             **values,
         )
@@ -136,14 +140,14 @@ def pages(site: Site) -> APIRouter:
     def checkpoint(request: Request, ref: Ref, search: Name = "", after: Name = "") -> Response:
         """Show one checkpoint."""
         user = reader(request)
-        detail = site.catalog.show(ref, tensors=False)
+        detail = detail_of(site, ref)
         if isinstance(detail, ConversionDetail):
             return site.page(request, "conversion.html", user, detail=detail)
         with site.catalog.reading() as conn:
             tensors = browse.tensors(conn, detail.checkpoint.id, search=search, after=after or None)
             counts = browse.tensor_counts(conn, detail.checkpoint.id)
-            steps = lineage.lineage(conn, detail.checkpoint.id, up=True, down=True)
-            kept = holds.active(conn, datetime.now(UTC), detail.checkpoint.id)
+            steps = _attempt(_lineage, conn, detail.checkpoint.id)
+            kept = holds.active(conn, clock(conn), detail.checkpoint.id)
             named = aliases.of_checkpoint(conn, detail.checkpoint.id)
             changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
         return site.page(
@@ -155,7 +159,7 @@ def pages(site: Site) -> APIRouter:
             tensors=tensors,
             dtypes=pictures.bars(counts.dtypes),
             sizes=pictures.bars([(_range(p), n, total) for p, n, total in counts.sizes]),
-            graph=pictures.lineage(steps, site.of),
+            graph=steps.message if isinstance(steps, CkptError) else pictures.lineage(steps, site.of),
             holds=kept,
             aliases=named,
             changes=changes,
@@ -210,7 +214,7 @@ def pages(site: Site) -> APIRouter:
     def conversion(request: Request, ref: Ref) -> Response:
         """Show one conversion."""
         user = reader(request)
-        detail = site.catalog.show(ref, tensors=False)
+        detail = detail_of(site, ref)
         if not isinstance(detail, ConversionDetail):
             raise UsageError(f"{ref} is a checkpoint, not a conversion")
         return site.page(request, "conversion.html", user, detail=detail)
@@ -220,8 +224,8 @@ def pages(site: Site) -> APIRouter:
         """Find checkpoints by id, alias, URI, fingerprint, and digest or name of a file."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found, runs_found = find(conn, q.strip())
-        return site.page(request, "search.html", user, q=q, found=found, runs=runs_found)
+            found = find(conn, q.strip())
+        return site.page(request, "search.html", user, q=q, found=found)
 
     @router.get("/best")
     def best(request: Request, metric: Name = "", goal: Name = "min", run: Name = "") -> Response:
@@ -229,9 +233,9 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             names = training_rows.names_of_metrics(conn)
-            found = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
+            best = training_rows.ranked(conn, metric, goal, run=run or None, limit=50) if metric else NOTHING
         values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run}
-        return site.page(request, "best.html", user, names=names, found=found, **values)
+        return site.page(request, "best.html", user, names=names, found=best, **values)
 
     @router.get("/retire")
     def retire(
@@ -252,7 +256,8 @@ def pages(site: Site) -> APIRouter:
             accept_loss=tuple(accept_loss.split()) or None,
         )
         with site.catalog.reading() as conn:
-            every = roots.every(conn)
+            listed = _attempt(roots.every, conn)
+        every, error = ((), listed) if isinstance(listed, CkptError) else (listed, None)
         part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
         form = {
             "scope": scope,
@@ -264,6 +269,7 @@ def pages(site: Site) -> APIRouter:
         more = site.link("retire", **form, after=part.next) if part and part.next else None
         values: dict[str, Any] = {
             "scopes": [root.name for root in every],
+            "error": error,
             "own": next((root.retention for root in every if root.name == scope), {}),
             "options": asked,
             "command": command(scope, asked),
@@ -279,54 +285,93 @@ def pages(site: Site) -> APIRouter:
         """List events that are not done."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            rows = queues.inbox.listed(conn, None, 200)
-        return site.page(request, "inbox.html", user, rows=rows)
+            found = queues.inbox.browsed(conn, None, 200)
+            waiting = queues.inbox.postponed(conn, clock(conn))
+        return site.page(request, "inbox.html", user, found=found, waiting=waiting)
 
     @router.get("/audit")
     def changes(request: Request, before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None) -> Response:
         """List changes, newest first."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            rows = audit.listed(conn, before=before, limit=100)
-        return site.page(request, "audit.html", user, rows=rows)
+            found = audit.browsed(conn, before=before, limit=100)
+        return site.page(request, "audit.html", user, found=found)
 
     return router
 
 
-def find(conn: Any, what: str) -> tuple[list[Mapping[str, Any]], tuple[browse.RunSummary, ...]]:
-    """Return places in the catalog that match a text: (checkpoint, file, why) each, and training runs.
+@dataclass(frozen=True)
+class Found:
+    """What a text finds. places: (checkpoint, file, why) each. errors: of what could not be looked at."""
+
+    places: tuple[Mapping[str, Any], ...] = ()
+    runs: tuple[browse.RunSummary, ...] = ()
+    errors: tuple[CkptError, ...] = ()
+
+
+def find(conn: Any, what: str) -> Found:
+    """Find places in the catalog that match a text, and training runs.
 
     Only the catalog is searched: no file of this machine is opened, whatever the text names.
     """
     if not what:
-        return [], ()
-    found: dict[str, dict[str, Any]] = {}
+        return Found()
+    places: dict[str, dict[str, Any]] = {}
+    errors: list[CkptError] = []
 
-    def add(rows: Any, why: Callable[[Any], str]) -> None:
-        for origin in rows:
-            found.setdefault(
-                origin.checkpoint.id, {"row": origin.checkpoint, "file": origin.file, "why": why(origin)}
-            )
+    def add(look: Callable[[Any, str], Any], why: Callable[[Any], str]) -> None:
+        origins = _attempt(look, conn, what)
+        if isinstance(origins, CkptError):
+            if not isinstance(origins, UsageError):  # no id, alias or place: the lists say what was found
+                errors.append(origins)
+            return
+        for origin in origins[:100]:
+            row = {"row": origin.checkpoint, "file": origin.file, "why": why(origin)}
+            places.setdefault(origin.checkpoint.id, row)
 
     if lineage.is_digest(what):
-        add(lineage.with_fingerprint(conn, what)[:100], lambda o: "fingerprint")
-        add(lineage.which(conn, what)[:100], lambda o: "digest of a file" if o.file else "place")
+        add(lineage.with_fingerprint, lambda o: "fingerprint")
+        add(lineage.which, lambda o: "digest of a file" if o.file else "place")
     elif "/" in what:
-        add(lineage.which(conn, what), lambda o: "file" if o.file else "place")
-    try:
-        detail = query.show(conn, what, tensors=False)
-    except UsageError:
-        pass  # neither an id nor an alias: the lists below say what was found
-    else:
-        if isinstance(detail, CheckpointDetail):
-            found.setdefault(
-                detail.checkpoint.id, {"row": detail.checkpoint, "file": None, "why": "id, alias or place"}
-            )
-    return list(found.values()), browse.runs(conn, name=what, limit=20).rows
+        add(lineage.which, lambda o: "file" if o.file else "place")
+    add(_by_reference, lambda o: "id, alias or place")
+    runs = browse.runs(conn, name=what, limit=20)
+    return Found(tuple(places.values()), runs.rows, tuple(errors))
+
+
+def _by_reference(conn: Any, what: str) -> list[Origin]:
+    detail = query.show(conn, what, tensors=False)
+    return [Origin(detail.checkpoint, None, None, ())] if isinstance(detail, CheckpointDetail) else []
+
+
+def _lineage(conn: Any, ref: str) -> Lineage:
+    return lineage.lineage(conn, ref, up=True, down=True)
+
+
+def _attempt(look: Callable[..., _Value], *given: Any) -> _Value | CkptError:
+    """Return what a look at the catalog finds, or its error. Raises one that is the database's."""
+
+    def translated_look() -> _Value:
+        with translated("the catalog"):
+            return look(*given)
+
+    result = attempt(translated_look)
+    if isinstance(result, CkptError) and result.transient:
+        raise result
+    return result
+
+
+def detail_of(site: Site, ref: str) -> CheckpointDetail | ConversionDetail:
+    """Return one checkpoint or conversion, without tensors. Raises `CatalogError` for a broken row, too."""
+    detail = site.catalog.show(ref, tensors=False)
+    row = detail.conversion if isinstance(detail, ConversionDetail) else detail.checkpoint
+    with translated(site.catalog.url):
+        require_types(row)
+    return detail
 
 
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
-    detail = site.catalog.show(ref, tensors=False)
+    detail = detail_of(site, ref)
     if isinstance(detail, ConversionDetail):
         raise UsageError(f"{ref} is a conversion, not a checkpoint")
     return detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def main() -> None:
     given = parser.parse_args()
     terminal.log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to Prefect
+    # A repeat of the client blocks the starts of all events; the receiver schedules repeats for each.
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "0")
     try:
         from deployments.receiver.serve import check, serve
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,9 +27,9 @@ from starlette.requests import ClientDisconnect
 from ckptcore.catalog.queues import Stage
 from ckptcore.errors import CkptError
 from ckptcore.utils.text import short_repr
+from deployments.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.batch_writer import Keeper
 from deployments.receiver.event import read_event
-from deployments.receiver.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.inbox import Kept, Mailbox
 from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import Sender
@@ -127,8 +128,11 @@ def make_app(
         if source not in senders or senders[source].dialect.envelope != "cloudevents":
             return JSONResponse(RequestRefused("unknown-source").reply, 404)
         origin = request.headers.get("webhook-request-origin", "")
-        allowed = {"webhook-allowed-origin": origin, "webhook-allowed-rate": "*"} if origin else {}
-        return Response(status_code=200, headers={"allow": "POST, OPTIONS"} | allowed)
+        allowed = {"webhook-allowed-origin": origin, "webhook-allowed-rate": "*"}
+        return Response(
+            status_code=200,
+            headers={"allow": "POST, OPTIONS"} | (allowed if _ORIGIN.fullmatch(origin) else {}),
+        )
 
     @app.get("/healthz")
     async def healthy() -> dict[str, str]:
@@ -210,6 +214,7 @@ async def _body(request: Request, headers: Mapping[str, str], most: int) -> byte
 
 ONCE = frozenset({"authorization", "content-type", "content-length", "idempotency-key"})
 ADDED_BY_PROXIES = frozenset({"x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-request-id"})
+_ORIGIN = re.compile(r"[!-~]{1,255}")  # it is repeated in the answer
 _TEXT: dict[str, Any] = {"type": "string"}
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 
 from ckptcore.errors import CkptError
 from ckptcore.redaction import beginning
-from deployments.receiver.dispatch import Away
+from deployments.receiver.dispatch import EventsWait, PrefectError
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender, is_plain
 
 IDLE = 2.0  # seconds between rounds without news; rows of other receivers are noticed then
 STOP_SECONDS = 15.0
+STUCK_SECONDS = 90.0  # for a step: more than three answers that take as long as they may
 ROOTS_SECONDS = 15.0  # between two reads of the watched roots from the catalog
 
 _log = logging.getLogger("deployments.receiver")
@@ -28,10 +29,16 @@ class Loop:
     """A thread that repeats steps until it is stopped. A failed step is reported and repeated later."""
 
     def __init__(
-        self, steps: Mapping[str, Callable[[], int]], idle: float = IDLE, beside: Loop | None = None
+        self,
+        steps: Mapping[str, Callable[[], int]],
+        idle: float = IDLE,
+        beside: Loop | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # beside: another loop that starts and stops with this one; `trouble` reports both.
-        self._steps, self._idle, self._beside = steps, idle, beside
+        # beside: another loop that starts and stops with this one; `trouble` reports both. clock: returns
+        # seconds that only grow.
+        self._steps, self._idle, self._beside, self._clock = steps, idle, beside, clock
+        self._now: tuple[str, float] | None = None  # the step that runs, and since when
         self._news, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"receiver-{'-'.join(steps)}", daemon=True)
         self._trouble: dict[str, str] = {}
@@ -58,28 +65,47 @@ class Loop:
                 loop._thread.join(max(0.0, until - time.monotonic()))
 
     def trouble(self) -> str:
-        """Return the steps that failed in their last round with their errors, or ""."""
+        """Return the steps that failed in their last round, or do not end, with the reasons, or ""."""
         own = [f"{name}: {why}" for name, why in sorted(self._trouble.items())]
+        running = self._now
+        if running is not None and (seconds := self._clock() - running[1]) > STUCK_SECONDS:
+            own.append(f"{running[0]}: it has not ended for {seconds:.0f} s")
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._end.is_set():
+            own.append(f"{'-'.join(self._steps)}: its thread has ended; restart the receiver")
         other = self._beside.trouble() if self._beside is not None else ""
         return "; ".join([*own, other] if other else own)
+
+    def round(self) -> tuple[bool, bool]:
+        """Run every step once. Return whether one had work, and whether one failed."""
+        busy = failed = False
+        for name, step in self._steps.items():
+            if self._end.is_set():
+                break
+            self._now = (name, self._clock())
+            try:
+                busy = step() > 0 or busy
+                self._trouble.pop(name, None)
+            except EventsWait as waiting:  # the step itself is done
+                self._report(name, waiting)
+            except Exception as error:  # the thread must survive any error of the database or Prefect
+                self._report(name, error)
+                failed = True
+            finally:
+                self._now = None
+        return busy, failed
+
+    def _report(self, name: str, error: Exception) -> None:
+        if name not in self._trouble:
+            # An unreachable database or Prefect server needs no traceback.
+            foreseen = isinstance(error, CkptError | PrefectError | EventsWait)
+            _log.error("%s failed and is retried: %s", name, error, exc_info=not foreseen)
+        text = str(error) if isinstance(error, EventsWait) else f"{type(error).__name__}: {error}"
+        self._trouble[name] = beginning(text, 2000)
 
     def _run(self) -> None:
         while not self._end.is_set():
             self._news.clear()
-            busy = failed = False
-            for name, step in self._steps.items():
-                if self._end.is_set():
-                    return
-                try:
-                    busy = step() > 0 or busy
-                    self._trouble.pop(name, None)
-                except Exception as error:  # the thread must survive any error of the database or Prefect
-                    if name not in self._trouble:
-                        # An unreachable database or Prefect server needs no traceback.
-                        known = isinstance(error, CkptError | Away)
-                        _log.error("%s failed and is retried: %s", name, error, exc_info=not known)
-                    self._trouble[name] = beginning(f"{type(error).__name__}: {error}", 300)
-                    failed = True
+            busy, failed = self.round()
             if failed:  # a new event does not repair it
                 self._end.wait(self._idle)
             elif not busy:

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ckptcore.errors import CkptError
+from ckptcore.errors import CkptError, InternalError
+from ckptcore.utils.isolation import attempt
+from deployments.http_errors import RequestRefused
 from deployments.receiver.event import Event
-from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import Kept, Mailbox
 
 SECONDS = 5.0  # for the inbox to store an event; senders wait 10 to 30 s
@@ -49,7 +50,7 @@ class Keeper:
         self._checked = 0.0  # end of the last check, by the event loop's clock
 
     async def keep(self, event: Event, uri: str, body: bytes) -> Kept:
-        """Store an event and return its row. Raises `RequestRefused` if the inbox does not answer."""
+        """Store an event and return its row. Raises `RequestRefused` if the inbox does not accept it."""
         if len(self._waiting) >= MAX_WAITING:
             raise RequestRefused("unavailable", "too many events are waiting for the inbox")
         kept: asyncio.Future[Kept] = asyncio.get_running_loop().create_future()
@@ -90,18 +91,28 @@ class Keeper:
             del self._waiting[:MAX_TOGETHER]
             if not batch:
                 continue
-            try:
-                now = datetime.fromtimestamp(self._clock(), UTC)
-                events = [(entry.event, entry.uri, entry.body) for entry in batch]
-                loop = asyncio.get_running_loop()
-                rows: Sequence[Kept] = await loop.run_in_executor(self._thread, self._box.put, events, now)
-            except Exception as error:  # whatever the error, the senders must be asked to retry
-                known = isinstance(error, CkptError)
-                _log.error("the inbox cannot be written: %s", error, exc_info=not known)
-                for entry in batch:
-                    if not entry.kept.done():
-                        entry.kept.set_exception(RequestRefused("unavailable", str(error)))
-                continue
-            for entry, one in zip(batch, rows, strict=True):
-                if not entry.kept.done():
-                    entry.kept.set_result(one)
+            loop = asyncio.get_running_loop()
+            for entry, kept in zip(
+                batch, await loop.run_in_executor(self._thread, self._put, batch), strict=True
+            ):
+                if entry.kept.done():
+                    continue
+                if isinstance(kept, CkptError):
+                    entry.kept.set_exception(RequestRefused("unavailable", kept.message))
+                elif kept.refused:
+                    entry.kept.set_exception(RequestRefused("id-reused", kept.refused))
+                else:
+                    entry.kept.set_result(kept)
+
+    def _put(self, batch: Sequence[PendingEvent]) -> Sequence[Kept | CkptError]:
+        """Store events together, or each alone if one of them cannot be stored; return the row of each."""
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        events = [(entry.event, entry.uri, entry.body) for entry in batch]
+        rows = attempt(self._box.put, events, now)
+        if not isinstance(rows, CkptError):
+            return rows
+        if rows.transient or len(batch) == 1:  # whatever the error, the senders are asked to retry
+            trace = rows.__cause__ if isinstance(rows, InternalError) else None
+            _log.error("the inbox cannot be written: %s", rows.message, exc_info=trace)
+            return [rows] * len(batch)
+        return [row for entry in batch for row in self._put([entry])]

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from ckptcore.catalog.promotions import MOVED, REMOVED
+from ckptcore.errors import CkptError, InternalError
 from ckptcore.redaction import beginning, redacted
+from ckptcore.utils.isolation import attempt
+from deployments.http_errors import RequestRefused
 from deployments.receiver.event import meta_of
-from deployments.receiver.http_errors import RequestRefused
-from deployments.receiver.inbox import InboxEvent, Mailbox, News
+from deployments.receiver.inbox import InboxEvent, Mailbox, Message, News
 from deployments.receiver.run_request import order_of
 from deployments.receiver.settings import PREFECT, NotifyTarget, Sender
 from tasks.attempts import given_up
@@ -28,6 +30,7 @@ LOOKS = (2, 5, 10, 20, 30)  # seconds until a run is inspected again
 DELAYS = (2, 5, 15, 60, 300, 900)
 HOURLY = 3600
 MAX_ATTEMPTS = 50
+REASON = 300  # characters of an error
 # An automation may resume a crashed run; until then it has not failed.
 CRASHED_FOR = timedelta(minutes=30)
 # Automations react to events. A killed server loses the events that it has not processed. A restarted one
@@ -56,20 +59,31 @@ class RunState:
     beat: timedelta = DEFAULT_BEAT
 
 
-class Away(Exception):
+class PrefectError(Exception):
+    """Prefect's answer cannot be used. The message says why, to users."""
+
+
+class Away(PrefectError):
     """Prefect does not answer. Nothing else should be tried in this round."""
 
 
+class EventsWait(Exception):
+    """Events have been waiting for a while because of an error, which may be past for the next one."""
+
+
 class FlowRuns(Protocol):
-    """The calls to Prefect. All raise `Away` if it does not answer."""
+    """The calls to Prefect. All raise `Away` if it does not answer, and `PrefectError` for an odd answer."""
 
     def start(
         self, deployment: str, parameters: Mapping[str, Any], *, key: str, name: str, tags: Sequence[str]
     ) -> str:
         """Return the id of the run with this idempotency key; start it if there is none."""
 
-    def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
-        """Return the states of runs by id. A run that Prefect no longer knows is missing."""
+    def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
+        """Return the states of runs by id, or why one is unknown.
+
+        A run that Prefect no longer knows is missing.
+        """
 
     def resume(self, id: str, why: str) -> None:
         """Resume a run that no worker processes."""
@@ -103,29 +117,52 @@ def work(
     Raises:
         Away: Prefect does not answer. The rows are scheduled for a retry.
     """
-    one = _Round(box, runs, senders, targets, now or datetime.now(UTC))
+    one = _Round(box, runs, senders, targets, now or box.now())
     # Only events of these senders: to take another receiver's event and return it would count as a try.
     rows = box.take(one.now, LIMIT, list(senders))
+    away: CkptError | None = None  # once Prefect does not answer, nobody asks again
     fresh = [row for row in rows if row.flow_run_id is None]
-    away: Away | None = None
     for row in fresh:
-        try:
-            if away is None:
-                one.start(row)
-        except Away as error:
-            away = error
-        if away is not None:
-            one.postpone(row, str(away), delay_after(row.tries))
+        error = away or attempt(one.start, row)
+        if error is not None:
+            one.postpone(row, error)
+            away = away or _of_away(error)
+    begun, ended = [row for row in rows if row.flow_run_id is not None], 0
+    states: Mapping[str, RunState | CkptError] | CkptError = {}
+    if begun:
+        ids = [row.flow_run_id or "" for row in begun]
+        states = attempt(runs.states, ids) if away is None else away
+    for row in begun:
+        state = states if isinstance(states, CkptError) else states.get(row.flow_run_id or "")
+        outcome: bool | CkptError
+        if isinstance(state, CkptError):
+            outcome = state
+        else:
+            outcome = attempt(one.look, row, state) if away is None else away
+        if isinstance(outcome, CkptError):  # or it would be looked at only after its lease
+            one.look_later(row, outcome)
+            away = away or _of_away(outcome)
+        else:
+            ended += outcome
     if away is not None:
-        raise away
-    going = [row for row in rows if row.flow_run_id is not None]
-    try:
-        states = runs.states([row.flow_run_id or "" for row in going]) if going else {}
-    except Away:
-        for row in going:  # or they would be inspected only after their lease
-            box.running(row, row.flow_run_id or "", one.now + timedelta(seconds=LOOKS[0]))
-        raise
-    return len(fresh) + sum(one.look(row, states.get(row.flow_run_id or "")) for row in going)
+        raise Away(reason_of(away))
+    return len(fresh) + ended
+
+
+def _of_away(error: CkptError) -> CkptError | None:
+    """Return the error if it is that Prefect does not answer."""
+    return error if isinstance(error.__cause__, Away) else None
+
+
+def require_progress(box: Mailbox, senders: Mapping[str, Sender], now: datetime | None = None) -> int:
+    """Raise `EventsWait` if events of these senders have been waiting for a while because of an error.
+
+    The rows tell: a receiver that was restarted, or that tries again in an hour, says the same.
+    """
+    waiting = box.postponed(now or box.now(), list(senders))
+    if waiting:
+        raise EventsWait("; ".join(map(str, waiting)))
+    return 0
 
 
 def announce_aliases(
@@ -138,24 +175,39 @@ def announce_aliases(
     Raises:
         Away: Prefect does not answer. Its messages are sent later.
     """
-    now = now or datetime.now(UTC)
+    now = now or box.now()
     wanted: dict[str, Collection[str]] = {name: target.events for name, target in targets.items()}
     count = box.announce(now, wanted | {PREFECT: (MOVED, REMOVED)})
     for message in box.messages(now, LIMIT, [PREFECT]):
-        data = message.body["data"]
-        try:
-            runs.tell(f"ckptcore.{message.type}", str(data.get("uri") or data["checkpoint"]), data)
-        except Exception as error:  # it is repeated, whatever Prefect's error
-            retry_at = (
-                None if message.tries >= MAX_ATTEMPTS else now + timedelta(seconds=delay_after(message.tries))
-            )
-            box.unsent(message, now, beginning(f"{type(error).__name__}: {error}", 500), retry_at)
-            if isinstance(error, Away):
-                raise
+        error = attempt(_tell, runs, message)
+        if error is None:
+            box.sent(message, now)
+            count += 1
             continue
-        box.sent(message, now)
-        count += 1
+        delay = timedelta(seconds=delay_after(message.tries))
+        retry_at = None if message.tries >= MAX_ATTEMPTS else now + delay
+        box.unsent(message, now, reason_of(error), retry_at)
+        if _of_away(error):
+            raise Away(reason_of(error))
     return count
+
+
+def _tell(runs: FlowRuns, message: Message) -> None:
+    data = message.body["data"]
+    runs.tell(f"ckptcore.{message.type}", str(data.get("uri") or data["checkpoint"]), data)
+
+
+def reason_of(error: CkptError) -> str:
+    """Return why an event or a message is postponed, in one line: the code of an error, and what it says.
+
+    >>> from ckptcore.errors import UsageError
+    >>> reason_of(attempt(int, "x")), reason_of(UsageError("no such deployment"))
+    ("ValueError: invalid literal for int() with base 10: 'x'", 'usage: no such deployment')
+    """
+    text = error.message if isinstance(error, InternalError) else f"{error.code}: {error.message}"
+    if isinstance(error.__cause__, PrefectError):
+        text = str(error.__cause__)
+    return beginning(" ".join(text.split()), REASON)
 
 
 def outcome_of(state: RunState | None, now: datetime) -> str | None:
@@ -197,53 +249,56 @@ class _Round:
     now: datetime
 
     def start(self, row: InboxEvent) -> None:
-        """Start the run of an event, or schedule a retry."""
+        """Start the run of an event."""
+        sender = self.senders[row.source]
         try:
-            sender = self.senders[row.source]
             meta = meta_of(sender.dialect, row.body)
             order = order_of(sender, row.uri, row.run, row.step, meta)
         except RequestRefused as refused:
             self.end(row, "failed", refused.reply["message"])
             return
-        try:
-            run = self.runs.start(
-                order.deployment,
-                order.parameters,
-                key=f"ckptcore-inbox:{row.key}",
-                name=f"{row.source} {'/'.join(redacted(order.uri).split('/')[-2:])}",
-                tags=["webhook", f"source:{row.source}"],
-            )
-        except Away:
-            raise
-        except Exception as error:  # the event is kept, whatever Prefect's error
-            self.postpone(row, beginning(f"{type(error).__name__}: {error}", 1000), delay_after(row.tries))
-            return
+        run = self.runs.start(
+            order.deployment,
+            order.parameters,
+            key=f"ckptcore-inbox:{row.key}",
+            name=f"{row.source} {'/'.join(redacted(order.uri).split('/')[-2:])}",
+            tags=["webhook", f"source:{row.source}"],
+        )
         self.box.running(row, run, self.now + timedelta(seconds=LOOKS[0]))
         about = _about(row, flow_run=run, destination=order.parameters["destination"])
         _log.info("%s: event %s is run %s", row.source, row.id, run, extra=about)
         self.tell("ckptcore.checkpoint.announced", row, {"flow_run_id": run, **order.parameters})
 
-    def postpone(self, row: InboxEvent, why: str, seconds: float) -> None:
-        """Schedule a retry in some seconds, or fail the event after too many tries."""
+    def postpone(self, row: InboxEvent, error: CkptError) -> None:
+        """Schedule another start of an event, or fail it after too many."""
+        why, seconds = reason_of(error), delay_after(row.tries)
         if row.tries >= MAX_ATTEMPTS:
             self.end(row, "failed", f"gave up after {row.tries} tries: {why}")
             return
-        _log.warning(
-            "%s: event %s could not be started, next try in %d s: %s",
-            row.source,
-            row.id,
-            seconds,
-            why,
-            extra=_about(row),
-        )
+        self._warn(row, f"could not be started, next try in {seconds:.0f} s: {why}", error)
         self.box.later(row, self.now + timedelta(seconds=seconds), why)
+
+    def look_later(self, row: InboxEvent, error: CkptError) -> None:
+        """Schedule another look at the run of an event that could not be followed."""
+        why = f"its run cannot be followed: {reason_of(error)}"
+        self._warn(row, why, error)
+        self.box.later(row, self._next_look(row), why)
+
+    def _next_look(self, row: InboxEvent) -> datetime:
+        # `tries` counts takes, which is near enough to the number of looks to space them.
+        return self.now + timedelta(seconds=LOOKS[min(max(row.tries - 2, 0), len(LOOKS) - 1)])
+
+    def _warn(self, row: InboxEvent, text: str, error: CkptError) -> None:
+        # What nobody foresaw needs its traceback.
+        trace = error.__cause__ if isinstance(error, InternalError) else None
+        trace = None if isinstance(trace, PrefectError) else trace
+        _log.warning("%s: event %s: %s", row.source, row.id, text, extra=_about(row), exc_info=trace)
 
     def look(self, row: InboxEvent, state: RunState | None) -> bool:
         """Inspect the run of an event, and return whether it has ended; the event ends with it."""
         assert row.flow_run_id is not None
         outcome = outcome_of(state, self.now)
         if outcome is None:
-            # `tries` counts takes, which is near enough to the number of looks to space them.
             if state is not None and is_overlooked(state, self.now):
                 if state.begun >= MOST_BEGUN:
                     why = given_up(state.begun, state.message)
@@ -260,8 +315,7 @@ class _Round:
                 self.runs.resume(
                     row.flow_run_id, f"{state.kind.lower()} and silent since {state.since:%H:%M:%S}"
                 )
-            pause = LOOKS[min(max(row.tries - 2, 0), len(LOOKS) - 1)]
-            self.box.running(row, row.flow_run_id, self.now + timedelta(seconds=pause))
+            self.box.running(row, row.flow_run_id, self._next_look(row))
             return False
         self.end(row, outcome, state.message if state is not None else "Prefect no longer knows the run")
         return True
@@ -270,7 +324,11 @@ class _Round:
         """End an event as done or failed, and put the notifications into the outbox."""
         type = f"conversion.{outcome}"
         destination = self._destination(row)
-        outputs = self.box.outputs(row.flow_run_id, destination, row.uri)
+        outputs = attempt(self.box.outputs, row.flow_run_id, destination, row.uri)
+        if isinstance(outputs, CkptError):
+            if outputs.transient:
+                raise outputs
+            why, outputs = f"{why} (its outputs cannot be read: {reason_of(outputs)})", []
         data = {
             "uri": row.uri,
             "destination": outputs[-1]["destination"] if outputs else destination,
@@ -303,7 +361,7 @@ class _Round:
 
     def tell(self, event: str, row: InboxEvent, payload: Mapping[str, Any]) -> None:
         """Send an event to Prefect, at most once. The outbox is the reliable way to learn of an end."""
-        try:
-            self.runs.tell(event, row.uri, payload)
-        except Exception as error:
-            _log.warning("%s: cannot send the event %s to Prefect: %s", row.source, event, error)
+        error = attempt(self.runs.tell, event, row.uri, payload)
+        if error is not None:
+            why = reason_of(error)
+            _log.warning("%s: cannot send the event %s to Prefect: %s", row.source, event, why)

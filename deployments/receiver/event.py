@@ -7,7 +7,6 @@ event is only a hint about a run and a URI. It is never trusted about the checkp
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -16,8 +15,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptcore.catalog.training import read_facts
+from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.text import short_repr
-from deployments.receiver.http_errors import RequestRefused
+from deployments.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
 _log = logging.getLogger("deployments.receiver")
@@ -35,7 +35,8 @@ class Event:
 
     Attributes:
         source: the name of the configured source.
-        event_id: unique within the source; a digest of the body if the sender has no ids.
+        event_id: unique within the source; a digest of the body if the sender gave none.
+        has_id: whether the sender gave one.
         type: what happened, or "" if the sender has no types.
         wanted: whether this type announces a checkpoint.
         uri: the URI of the checkpoint, or "".
@@ -47,6 +48,7 @@ class Event:
 
     source: str
     event_id: str
+    has_id: bool = True
     type: str
     wanted: bool
     uri: str
@@ -81,9 +83,12 @@ def read_event(
     if allowed is not None and not type and "" not in allowed:
         raise RequestRefused("not-understood", f"the event has no type ({', '.join(dialect.type)})")
     facts, left_out = read_facts(_meta(dialect, document))
+    id = _sent_id(dialect, source, document, headers)
     return Event(
         source=source,
-        event_id=_id(dialect, source, document, headers, body),
+        # A repeat without an id has the same bytes, from the same source.
+        event_id=id or _digest(source, body),
+        has_id=bool(id),
         type=type,
         wanted=allowed is None or type in allowed,
         uri=_first_text(document, headers, dialect.uri, "the URI", MAX_URI),
@@ -113,14 +118,12 @@ def parse(body: bytes) -> dict[str, Any]:
     {'a': [1]}
     """
     try:
-        found = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_once)
-    except UnicodeDecodeError as error:
-        raise RequestRefused("malformed", "the body is not UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused("malformed", f"the body is not JSON: {short_repr(str(error), 120)}") from error
-    if not isinstance(found, dict):
+        document = load_json(body, finite=True, unique=True)
+    except InvalidText as error:
+        raise RequestRefused("malformed", f"the body: {short_repr(str(error), 120)}") from error
+    if not isinstance(document, dict):
         raise RequestRefused("not-understood", "the body is not a JSON object")
-    return found
+    return document
 
 
 def _meta(dialect: Dialect, document: Mapping[str, Any]) -> Any:
@@ -169,17 +172,17 @@ def _media(headers: Mapping[str, str]) -> str:
     return headers.get("content-type", "").split(";")[0].strip().lower()
 
 
-def _id(
-    dialect: Dialect, source: str, document: dict[str, Any], headers: Mapping[str, str], body: bytes
-) -> str:
+def _sent_id(dialect: Dialect, source: str, document: dict[str, Any], headers: Mapping[str, str]) -> str:
+    """Return the id that the sender gave an event, or its digest if it is long; "" if there is none."""
     parts = [_text_at(document, headers, place, "the event's id", 2 * MAX_TEXT) for place in dialect.id]
-    if parts and all(parts):
-        joined = " ".join(parts)  # unambiguous: a CloudEvent's source is a URI, without blanks
-        if len(joined) <= MAX_TEXT:
-            return joined
-        body = joined.encode()
-    # A repeat without an id is recognised by the same bytes from the same source.
-    return hashlib.sha256(source.encode() + b"\n" + body).hexdigest()
+    if not parts or not all(parts):
+        return ""
+    joined = " ".join(parts)  # unambiguous: a CloudEvent's source is a URI, without blanks
+    return joined if len(joined) <= MAX_TEXT else _digest(source, joined.encode())
+
+
+def _digest(source: str, text: bytes) -> str:
+    return hashlib.sha256(source.encode() + b"\n" + text).hexdigest()
 
 
 def _first_text(

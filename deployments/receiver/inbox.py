@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptcore.catalog import open_catalog, promotions
 from ckptcore.catalog import watched_roots as roots
-from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, inbox, outbox
+from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, Postponed, inbox, outbox
 from ckptcore.catalog.run_outputs import output_at, outputs_of_run
 from deployments.receiver.event import Event
 
@@ -37,11 +37,16 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The row of an event. new: False for a repeated event. state: waiting, taken, done or failed."""
+    """The row of an event.
+
+    new: False for a repeated event. state: waiting, taken, done or failed. refused: why the event is not
+    accepted; "" if it is.
+    """
 
     id: str
     new: bool
     state: str
+    refused: str = ""
 
 
 class Mailbox:
@@ -58,6 +63,10 @@ class Mailbox:
         self._open = ExitStack()
         self._open.enter_context(self._catalog.kept_open())
 
+    def now(self) -> datetime:
+        """Return the time by which events and messages are due: the catalog's."""
+        return self._catalog.now()
+
     def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> list[Kept]:
         """Store events and return the row of each.
 
@@ -65,13 +74,14 @@ class Mailbox:
             events: (event, URI, body) each. The URI is the allowed, normalized one; the body is as received.
             now: the time to record.
         """
-        found = []
+        stored = []
         with self._transaction() as conn:
             for event, uri, body in events:
-                came = NewEvent(event.source, event.event_id, event.type, uri, event.run, event.step, body)
-                row, new = inbox.accept(conn, now, came)
-                found.append(Kept(row.id, new, row.state))
-        return found
+                announced = (event.type, uri, event.run, event.step, body, event.has_id)
+                row, new = inbox.accept(conn, now, NewEvent(event.source, event.event_id, *announced))
+                refused = row.error_message or "" if row.event_id != event.event_id else ""
+                stored.append(Kept(row.id, new, row.state, refused))
+        return stored
 
     def take(self, now: datetime, limit: int, sources: Collection[str]) -> Sequence[InboxEvent]:
         """Take events of these sources. Nobody else gets them while the lease runs."""
@@ -147,7 +157,12 @@ class Mailbox:
     def watched(self) -> list[str]:
         """Return the URIs of the enabled watched roots."""
         with self._catalog.reading() as conn:
-            return [root.uri for root in roots.every(conn, enabled=True)]
+            return list(roots.enabled_uris(conn))
+
+    def postponed(self, now: datetime, sources: Collection[str]) -> tuple[Postponed, ...]:
+        """Return why events of these sources have been waiting for a while."""
+        with self._catalog.reading() as conn:
+            return inbox.postponed(conn, now, sources)
 
     def check(self) -> None:
         """Raise `CatalogError` if the database does not answer or lacks the tables."""

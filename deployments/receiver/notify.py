@@ -11,11 +11,13 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import httpx
 
+from ckptcore.errors import CkptError
 from ckptcore.redaction import beginning
+from ckptcore.utils.isolation import attempt
 from deployments.receiver.inbox import Mailbox, Message
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import NotifyTarget
@@ -43,14 +45,14 @@ def send_due(
     This takes as long as the slowest reply, which is less than the lease of the messages. Messages to other
     targets than `targets` are left to the receivers that have those.
     """
-    now = now or datetime.now(UTC)
+    now = now or box.now()
     messages = box.messages(now, LIMIT, list(targets))
     if not messages:
         return 0
-    answers: dict[str, tuple[str, bool]] = {}
+    answers: dict[str, tuple[str, bool] | CkptError] = {}
 
     def post(message: Message) -> None:
-        answers[message.id] = _post(message, targets[message.endpoint], client, env, now)
+        answers[message.id] = attempt(_post, message, targets[message.endpoint], client, env, now)
 
     # Daemon threads: a process that ends does not wait for other servers.
     threads = [threading.Thread(target=post, args=(message,), daemon=True) for message in messages]
@@ -59,7 +61,8 @@ def send_due(
     for thread in threads:
         thread.join()
     for message in messages:
-        error, gone = answers[message.id]
+        answer = answers[message.id]
+        error, gone = (beginning(answer.message, 500), False) if isinstance(answer, CkptError) else answer
         if not error:
             box.sent(message, now)
             continue
@@ -75,15 +78,12 @@ def _post(
 ) -> tuple[str, bool]:
     """Send one message. Return the error, or "", and whether the target wants no more messages."""
     body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode()
-    try:
-        headers = signed(message.id, body, env[target.secret], now)
-        # The body of the reply is not read.
-        with client.stream(
-            "POST", target.url, content=body, headers=headers, timeout=TIMEOUT, follow_redirects=False
-        ) as answer:
-            return "" if answer.is_success else f"HTTP {answer.status_code}", answer.status_code == GONE
-    except Exception as failure:  # an error of one target must not affect the others
-        return beginning(f"{type(failure).__name__}: {failure}", 500), False
+    headers = signed(message.id, body, env[target.secret], now)
+    # The body of the reply is not read.
+    with client.stream(
+        "POST", target.url, content=body, headers=headers, timeout=TIMEOUT, follow_redirects=False
+    ) as answer:
+        return "" if answer.is_success else f"HTTP {answer.status_code}", answer.status_code == GONE
 
 
 def signed(id: str, body: bytes, secret: str, now: datetime) -> dict[str, str]:

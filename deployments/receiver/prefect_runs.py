@@ -1,4 +1,8 @@
-"""The receiver's calls to the API of Prefect's server."""
+"""The receiver's calls to the API of Prefect's server.
+
+Prefect's client would repeat a call that was refused for minutes, or for as long as the answer says. The
+receiver schedules repeats itself, so each answer is looked at before the client, which repeats nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,17 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Failed
+from pydantic import ValidationError
 
-from ckptcore.errors import UsageError
+from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import beginning
+from ckptcore.utils.foreign_text import parse_time
+from ckptcore.utils.isolation import attempt, parsed_or_none
 from deployments.parameters import unknown
-from deployments.receiver.dispatch import DEFAULT_BEAT, Away, RunState, is_overlooked
+from deployments.receiver.dispatch import DEFAULT_BEAT, Away, PrefectError, RunState, is_overlooked
 from tasks.attempts import begun
+
+PASSING = (408, 429)  # and every 5xx: a later call may be answered
 
 
 class PrefectRuns:
@@ -32,7 +41,8 @@ class PrefectRuns:
             raise UsageError(
                 "no Prefect server is configured", hint="set PREFECT_API_URL, as in http://127.0.0.1:4200/api"
             )
-        self._client, self._beats = get_client(sync_client=True), dict[UUID, timedelta]()
+        hooks: dict[str, Any] = {"event_hooks": {"response": [_require_usable]}}
+        self._client, self._beats = get_client(hooks, sync_client=True), dict[UUID, timedelta]()
         self._client.__enter__()
 
     def close(self) -> None:
@@ -47,7 +57,10 @@ class PrefectRuns:
             try:
                 found = self._client.read_deployment_by_name(deployment)
             except ObjectNotFound as error:
-                raise UsageError(f"the Prefect server has no deployment {deployment}") from error
+                raise UsageError(
+                    f"the Prefect server has no deployment {deployment}",
+                    hint="run `python -m deployments.deploy` for this server",
+                ) from error
             wrong = _misfits(deployment, parameters, found.parameter_openapi_schema or {})
             if wrong:  # the run would fail before it begins, on every start
                 raise UsageError(
@@ -56,14 +69,44 @@ class PrefectRuns:
             run = self._client.create_flow_run_from_deployment(
                 found.id, parameters=dict(parameters), idempotency_key=key, name=name, tags=tags
             )
+            # A run counts as started once the server has it under its id.
+            try:
+                started = self._client.read_flow_run(run.id)
+            except ObjectNotFound as error:
+                raise PrefectError(f"Prefect started run {run.id}, and does not know it") from error
+            if (started.id, started.idempotency_key) != (run.id, key):
+                raise PrefectError(f"Prefect started run {run.id}, which is another event's")
             return str(run.id)
 
-    def states(self, ids: Sequence[str]) -> Mapping[str, RunState]:
-        """Return the states of runs by id. A run that Prefect no longer knows is missing."""
-        wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(id) for id in ids]))
+    def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
+        """Return the states of runs by id, or why one is unknown.
+
+        A run that Prefect no longer knows is missing.
+        """
+        keys = {id: key for id in ids if (key := parsed_or_none(UUID, id)) is not None}
+        states: dict[str, RunState | CkptError] = {
+            id: UsageError(f"{id!r} is not the id of a run", hint="retry the event")
+            for id in ids
+            if id not in keys
+        }
+        wanted = FlowRunFilter(id=FlowRunFilterId(any_=list(keys.values())))
         with _answering():
-            found = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(ids))
-            return {str(run.id): self._state(run) for run in found}
+            try:
+                runs = self._client.read_flow_runs(flow_run_filter=wanted, limit=len(keys)) if keys else []
+            except ValidationError:  # of one run perhaps, which a newer server describes in another way
+                return states | {id: attempt(self._state_by_id, key) for id, key in keys.items()}
+            if others := {run.id for run in runs}.difference(keys.values()):
+                raise PrefectError(f"Prefect was asked for other runs than {min(map(str, others))}")
+            by_key = {run.id: attempt(self._state_of, run) for run in runs}
+        return states | {id: by_key[key] for id, key in keys.items() if key in by_key}
+
+    def _state_by_id(self, id: UUID) -> RunState:
+        with _answering():
+            return self._state(self._client.read_flow_run(id))
+
+    def _state_of(self, run: FlowRun) -> RunState:
+        with _answering():
+            return self._state(run)
 
     def resume(self, id: str, why: str) -> None:
         """Resume a run that no worker processes, under its id. Complete files have their receipts."""
@@ -105,7 +148,7 @@ class PrefectRuns:
         """Return the time of a run's last event."""
         wanted = {"filter": {"resource": {"id": [f"prefect.flow-run.{run.id}"]}}, "limit": 1}
         found = self._client._client.post("/events/filter", json=wanted).json()["events"]  # newest first
-        return datetime.fromisoformat(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
+        return parse_time(found[0]["occurred"]) if found else datetime.min.replace(tzinfo=UTC)
 
     def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
         """Send Prefect an event about a checkpoint, which can trigger automations."""
@@ -117,7 +160,8 @@ class PrefectRuns:
             "payload": dict(payload),
         }
         # Prefect's client queues events in another thread; here it is one API call.
-        self._client._client.post("/events", json=[made]).raise_for_status()
+        with _answering():
+            self._client._client.post("/events", json=[made]).raise_for_status()
 
 
 def _misfits(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
@@ -127,13 +171,26 @@ def _misfits(deployment: str, parameters: Mapping[str, Any], schema: Mapping[str
     return [unknown(flow, name, known) for name in parameters if name not in known]
 
 
+def _require_usable(response: httpx.Response) -> None:
+    """Raise `Away` or `PrefectError` for an answer that Prefect's client would repeat, or not understand."""
+    if response.status_code in PASSING or response.status_code >= 500:
+        raise Away(f"Prefect replied {response.status_code}: it is overloaded, or its database is down")
+    kind = response.headers.get("content-type", "")
+    if response.is_success and response.status_code != 204 and "json" not in kind:
+        raise PrefectError(f"Prefect replied {response.status_code} with {kind or 'nothing'} instead of JSON")
+
+
 @contextmanager
 def _answering() -> Iterator[None]:
+    """Raise `Away`, `PrefectError` or a `CkptError`, whatever the client makes of an answer."""
     try:
         yield
+    except (PrefectError, CkptError):
+        raise
     except httpx.TransportError as error:
         raise Away(f"Prefect does not answer: {error}") from error
     except httpx.HTTPStatusError as error:
-        if error.response.status_code < 500:
-            raise
-        raise Away(f"Prefect replied {error.response.status_code}: its database may be down") from error
+        raise PrefectError(f"Prefect replied {error.response.status_code}: {error}") from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise PrefectError(f"Prefect's answer cannot be used: {text}") from error

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
-import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 
 import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.catalog import unset_warning
-from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
+from deployments import http_server
 from deployments.metrics import ReceiverMetrics, registry_of, serving
 from deployments.receiver.app import make_app
 from deployments.receiver.background import Loop, Watched
-from deployments.receiver.dispatch import announce_aliases, work
+from deployments.receiver.dispatch import FlowRuns, announce_aliases, require_progress, work
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.notify import send_due
-from deployments.receiver.protocol import MAX_HEAD, Protocol
-from deployments.receiver.settings import ReceiverSettings, load
+from deployments.receiver.settings import NotifyTarget, ReceiverSettings, Sender, load
 
 _log = logging.getLogger("deployments.receiver")
 CONNECTIONS = 1024  # open at a time; each body is at most `max_body`, and takes at most ten seconds
@@ -54,50 +51,44 @@ def serve(config: Path, host: str, port: int, metrics: tuple[str, int] | None = 
     turn = threading.Lock()
     box, rows, news = (Mailbox(settings.catalog, turn) for _ in range(3))
     with ExitStack() as opened:
-        listener = opened.enter_context(_listening(host, port))
+        listener = opened.enter_context(http_server.listening(host, port))
         client = opened.enter_context(httpx.Client())
         watched = Watched(rows, senders)
         watched.refresh()
-        loop = Loop(
-            {
-                "roots": watched.refresh,
-                "start": lambda: work(rows, runs, senders, settings.notify),
-                "aliases": lambda: announce_aliases(rows, runs, settings.notify),
-            },
-            beside=Loop({"notify": lambda: send_due(news, settings.notify, client)}),
-        )
+        notify = settings.notify
+        beside = Loop({"notify": lambda: send_due(news, notify, client)})
+        loop = Loop({"roots": watched.refresh, **steps_of(rows, runs, senders, notify)}, beside=beside)
         count: Callable[[str, str], None] | None = None
         if metrics is not None:
             registry = registry_of(settings.catalog)
             count = ReceiverMetrics(registry, loop.trouble).count
             number = opened.enter_context(serving(registry, *metrics))
             terminal.line(f"metrics at http://{metrics[0]}:{number}/metrics")
-        server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(senders, box, loop, page=_page(settings), count=count),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=GRACE,
-                limit_concurrency=CONNECTIONS,
-                h11_max_incomplete_event_size=MAX_HEAD,
-                http=Protocol,
-                ws="none",
-                log_config=None,
-            )
-        )
-        terminal.line(f"listening at http://{host}:{listener.getsockname()[1]}")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # uvicorn raises the signal again after an orderly shutdown; it must not kill the process.
-            signal.signal(number, lambda *_: None)
+        app = make_app(senders, box, loop, page=_page(settings), count=count)
         # Imported objects stay alive. Without this, each full garbage collection would delay every sender by
         # a tenth of a second.
         gc.collect()
         gc.freeze()
-        server.run(sockets=[listener])
+        lines = [f"listening at http://{host}:{listener.getsockname()[1]}"]
+        http_server.serve(app, listener, connections=CONNECTIONS, grace=GRACE, lines=lines)
     rows.close()
     news.close()
     runs.close()
+
+
+def steps_of(
+    box: Mailbox,
+    runs: FlowRuns,
+    senders: Mapping[str, Sender],
+    targets: Mapping[str, NotifyTarget],
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> dict[str, Callable[[], int]]:
+    """Return the steps that start events and follow their runs, in their order. clock: returns the time."""
+    return {
+        "start": lambda: work(box, runs, senders, targets, clock()),
+        "aliases": lambda: announce_aliases(box, runs, targets, clock()),
+        "waiting": lambda: require_progress(box, senders, clock()),
+    }
 
 
 def _page(settings: ReceiverSettings) -> tuple[str, FastAPI] | None:
@@ -110,17 +101,6 @@ def _page(settings: ReceiverSettings) -> tuple[str, FastAPI] | None:
 
     catalog = open_catalog(settings.catalog)
     return settings.page.path, make_page(catalog, access_of(settings.page), settings.page.path)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            hint="--host must be an address of this machine, and --port free there; 0 picks one",
-        ) from error
 
 
 def _warn(settings: ReceiverSettings) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +16,10 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
+from ckptcore.utils.foreign_text import InvalidText, load_toml
+from deployments.http_errors import RequestRefused
 from deployments.page.settings import PageTable, access_of
 from deployments.parameters import misfits_of
-from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect
 from deployments.receiver.verify import key_of
@@ -136,8 +136,8 @@ class Sender:
 def load(path: Path, env: Mapping[str, str] = os.environ) -> tuple[ReceiverSettings, dict[str, Sender]]:
     """Return the settings, and the senders by name. Raises `UsageError` with all errors in the file."""
     try:
-        settings = ReceiverSettings.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
+        settings = ReceiverSettings.model_validate(load_toml(path.read_bytes()))
+    except (OSError, InvalidText, ValidationError) as error:
         raise UsageError(
             f"cannot use {path}: {error}", hint="see deployments/receiver/example.toml for a complete file"
         ) from error

@@ -111,7 +111,7 @@ def run(target: Target, files: Mapping[str, bytes], *, deep: bool) -> str:
     name = target.file
     listing = {name: len(files[name])} if name is not None else folder.list()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    with _bounded():
+    with bounded():
         try:
             manifest = read_manifest(Source(folder, name, listing))
             report = check(manifest, folder if deep else None, "bytes" if deep else "coverage", workers=1)
@@ -135,7 +135,7 @@ _installed = False
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
+def bounded() -> Iterator[None]:
     global _watching, _installed
     if not _installed:
         sys.addaudithook(_audit)

@@ -589,9 +589,11 @@ class Run:
                 found |= set(conn.execute(text("SELECT source FROM obligation")).scalars())
         for above in (target, *_above(target)):
             parent, _, name = above.rpartition("/")
-            data = tree.get(f"{parent}/.{name}.obligations.ckptcore/record.json")
-            if data is not None:
-                found |= {each["source"] for each in json.loads(data)["obligations"]}
+            home = f"{parent}/.{name}.obligations.ckptcore/"
+            records = [
+                data for path, data in tree.items() if path.startswith(home) and path.endswith(".json")
+            ]
+            found |= {json.loads(data)["source"] for data in records}
         return frozenset(found)
 
 

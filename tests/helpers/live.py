@@ -1,4 +1,4 @@
-"""Live: the receiver as a process of its own, as an operator starts it."""
+"""Live: the receiver and the catalog page as processes of their own, as an operator starts them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import webhooks
 
@@ -43,18 +44,36 @@ def receiver(folder: Path, *, config: str = webhooks.CONFIG, api: str = NOWHERE)
         }
     )
     command = [sys.executable, "-m", "deployments.receiver", str(folder / "receiver.toml"), "--port", "0"]
-    with (folder / "receiver.log").open("a") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+    with (folder / "receiver.log").open("a") as log, _running(command, env, log) as (process, line):
+        assert line.startswith("listening at "), (folder / "receiver.log").read_text()
+        yield Live(process, line.split()[-1], webhooks.Rows(catalog), catalog)
+
+
+@contextmanager
+def page(catalog: Path, token: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The page of a catalog, which exists: the process and its address, without a slash at the end."""
+    command = [sys.executable, "-m", "deployments.page", "--catalog", str(catalog), "--port", "0"]
+    env, path = os.environ | {"CKPTCORE_PAGE_TOKEN": token}, catalog.parent / "page.log"
+    with path.open("a") as log, _running(command, env, log) as (process, line):
+        assert line.startswith("the catalog page is at "), path.read_text()
+        yield process, line.split()[-1].rstrip("/")
+
+
+@contextmanager
+def _running(
+    command: list[str], env: dict[str, str], log: IO[str]
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process and the first line that it prints."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+    )
     patience = threading.Timer(120, process.kill)
     patience.start()
     assert process.stdout is not None
     line = process.stdout.readline()
     patience.cancel()
     try:
-        assert line.startswith("listening at "), (folder / "receiver.log").read_text()
-        yield Live(process, line.split()[-1], webhooks.Rows(catalog), catalog)
+        yield process, line
     finally:
         process.terminate()
         try:

@@ -188,6 +188,7 @@ _LONGEST = 32  # uint64 of a text
 _TAILS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)[
     np.clip(np.arange(256)[:, None] - _WORD * np.arange(_LONGEST), 0, _WORD)
 ]
+_NO_SLOTS = Slots(np.zeros(0, np.uint64))  # most pickles are small, and a file's names may be 100,000 of them
 _ALL = np.uint64(int.from_bytes(b"\x01" * _WORD, "little"))  # eight times True
 
 
@@ -198,7 +199,7 @@ class Texts:
         self.values: list[str] = []
         self._ids: dict[bytes, int] = {}
         self._hashes, self._hashed = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-        self._slots = Slots(self._hashes)
+        self._slots = _NO_SLOTS
         self._qwords = np.zeros((0, 0), np.uint64)
         self._lengths = np.zeros(0, np.int64)
 

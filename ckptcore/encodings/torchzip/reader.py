@@ -46,6 +46,9 @@ _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _NONE32 = 0xFFFFFFFF
+# Flags of a record (APPNOTE.TXT 4.4.4): it, or the directory, is encrypted; it is a patch. torch refuses all.
+_ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
+_PATCHED = 1 << 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,7 @@ def payload_start(window: Window, entry: ZipRecord, what: str) -> int:
     fields = _LOCAL.unpack(window.read(entry.header, _LOCAL.size))
     name_length, extra_length = fields[9], fields[10]
     name = window.read(entry.header + _LOCAL.size, name_length)
+    _require_plain(fields[2], entry.name, what)
     if fields[0] != b"PK\x03\x04" or fields[3] != 0 or name != entry.name.encode():
         raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
     start: int = entry.header + _LOCAL.size + name_length + extra_length
@@ -459,9 +463,20 @@ def _central_entry(raw: bytes, at: int, base: int, what: str) -> tuple[ZipRecord
     if _NONE32 in (packed, plain, header):
         extra = raw[body + name_length : body + name_length + extra_length]
         plain, packed, header = _zip64(extra, plain, packed, header, what)
+    _require_plain(fields[3], name, what)
     if method or packed != plain:
         raise MalformedCheckpoint(f"{what}: zip record {name!r} is compressed")
     return ZipRecord(name, header, plain, crc, base + at), end
+
+
+def _require_plain(flags: int, name: str, what: str) -> None:
+    """Raise unless a record's payload is what its bytes say."""
+    if flags & (_ENCRYPTED | _PATCHED):
+        kind = "encrypted" if flags & _ENCRYPTED else "a patch"
+        raise MalformedCheckpoint(
+            f"{what}: zip record {name!r} is {kind}",
+            hint="decrypt the file where it was written, or save it with torch.save",
+        )
 
 
 def _zip64(extra: bytes, plain: int, packed: int, header: int, what: str) -> tuple[int, int, int]:

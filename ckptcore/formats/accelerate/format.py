@@ -22,6 +22,7 @@ from ckptcore.formats.accelerate import file_names as names
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.dcp.reader import read_folder
+from ckptcore.utils.foreign_text import InvalidText
 
 _NAME = "accelerate"
 _TRAINER = "trainer_state.json"
@@ -122,7 +123,7 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
         tree = encode(state)
     except MetadataTooLarge:
         raise
-    except (CkptError, ValueError, TypeError, RecursionError) as error:
+    except (CkptError, InvalidText, TypeError) as error:
         builder.findings.append(
             finding("malformed-metadata", "files", f"{_TRAINER}: {error}", file=_TRAINER, hint="")
         )

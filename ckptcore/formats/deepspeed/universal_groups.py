@@ -15,6 +15,7 @@ from typing import Any
 from ckptcore.core.object_tree import Refused, TensorRef
 from ckptcore.errors import UnsupportedFormat
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.text import short_repr
 
 _PART = "param_groups"
@@ -77,7 +78,7 @@ def _listed(values: Mapping[str, Any]) -> list[Any]:
     by_parameter: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         number, _, option = name.partition(".")
-        if number.isdigit() and len(number) < 8 and (option or isinstance(value, dict)):
+        if is_number(number) and len(number) < 8 and (option or isinstance(value, dict)):
             numbered.setdefault(int(number), {}).update({option: value} if option else value)
         else:
             fqn, _, option = name.rpartition(".")

@@ -19,6 +19,7 @@ from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.huggingface.shard_headers import INFO
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parsing
 
 INDEX = "model.safetensors.index.json"
 _BYTES = 500  # bytes of memory per consolidated tensor while tensors are compared
@@ -140,9 +141,10 @@ def _weight_map(source: Source, index: str) -> tuple[Mapping[str, str] | None, l
     """Return tensor -> file name from an index; None, and a finding, if it cannot be read."""
     try:
         meter().require(source.listing[index], index)
-        rows = parse(source.store.read(index, 0, source.listing[index]), index)["weight_map"]
-        return {str(name): str(path) for name, path in rows.items()}, []
+        with parsing("an index"):
+            rows = parse(source.store.read(index, 0, source.listing[index]), index)["weight_map"]
+            return {str(name): str(path) for name, path in rows.items()}, []
     except MetadataTooLarge:
         raise
-    except (CkptError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (CkptError, InvalidText) as error:
         return None, [differs(f"{index} is not an index: {error}", file=index)]

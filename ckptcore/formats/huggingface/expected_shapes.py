@@ -11,6 +11,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import CkptError
 from ckptcore.formats.base import Source
 from ckptcore.formats.huggingface.shard_headers import FolderShards, Shape, extent
+from ckptcore.utils.foreign_text import InvalidText
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 _MAX_INDEX, _MAX_CONFIG = 256 << 20, 1 << 20
@@ -69,6 +70,6 @@ def _json(source: Source, path: str, most: int) -> dict[str, Any]:
         return {}
     try:
         form = parse(source.store.read(path, 0, source.listing[path]), path)
-    except (CkptError, ValueError, RecursionError):
+    except (CkptError, InvalidText):
         return {}
     return form if isinstance(form, dict) else {}

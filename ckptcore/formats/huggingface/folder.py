@@ -7,7 +7,6 @@ A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +15,14 @@ import numpy as np
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter
-from ckptcore.core.object_tree import VERSION, decode
+from ckptcore.core.object_tree import MAX_DEPTH, VERSION, decode
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
@@ -77,10 +77,8 @@ def _total(source: Source) -> int | None:
     transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no loader
     reads it.
     """
-    try:
-        total = json.loads(_index(source))["metadata"]["total_size"]
-    except (KeyError, TypeError):
-        return None
+    metadata = load_json_object(_index(source)).get("metadata")  # `weight_map` has read it
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return total if type(total) is int else None
 
 
@@ -99,10 +97,11 @@ def weight_map(source: Source) -> dict[str, str]:
     """
     raw = _index(source)
     try:
-        rows = parse(raw, INDEX)["weight_map"]
-        inner = {path: inner_path(path, what=INDEX) for path in set(rows.values())}
-        return {str(name): inner[path] for name, path in rows.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        with parsing("an index"):
+            rows = parse(raw, INDEX)["weight_map"]
+            inner = {path: inner_path(path, what=INDEX) for path in set(rows.values())}
+            return {str(name): inner[path] for name, path in rows.items()}
+    except InvalidText as error:
         raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
 
 
@@ -227,14 +226,11 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
         builder.unread(OBJECTS, Unread(why, file=path))
         return
     try:
-        objects = parse(raw, path)
-        items = sorted(objects.items())
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not JSON: {error}", file=path) from error
-    try:
-        foreign = {key: foreign_classes(decode(tree)) for key, tree in items}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{path}: {OBJECTS} is not an object tree: {error}", file=path) from error
+        with parsing("an object tree"):
+            items = sorted(parse(raw, path, MAX_DEPTH).items())
+            foreign = {key: foreign_classes(decode(tree)) for key, tree in items}
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"{path}: cannot read {OBJECTS}: {error}", file=path) from error
     for key, tree in items:
         names = foreign[key]
         if names:  # what loads an output would look this name up, and call it

@@ -15,6 +15,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.text import short_repr
 
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
@@ -94,7 +95,7 @@ def _form(source: Source, path: str) -> dict[str, Any]:
         )
     try:
         form = parse(source.store.read(path, 0, size), path)
-    except (ValueError, RecursionError) as error:
+    except InvalidText as error:
         raise MalformedCheckpoint(f"cannot read {path}: {error}", file=path, hint=KEEP) from error
     if not isinstance(form, dict):
         raise MalformedCheckpoint(

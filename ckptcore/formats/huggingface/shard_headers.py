@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
+from operator import add
 from typing import Any
 
 from ckptcore.core.metadata_budget import meter, passing
@@ -36,6 +37,7 @@ from ckptcore.errors import (
 )
 from ckptcore.formats.base import Source, natural
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
@@ -187,12 +189,10 @@ def _offsets(raw: Any, path: str) -> dict[str, tuple[int, ...]]:
     if type(raw) is not str:
         raise MalformedCheckpoint(f"{path} is named like a shard, but its header has no {INFO}", file=path)
     try:
-        top = parse(raw, path)
-        rows = {str(k): v["saved_offsets"] for k, v in top.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MalformedCheckpoint(
-            f"{path}: cannot read {INFO}: {short_repr(error, 120)}", file=path
-        ) from error
+        with parsing("offsets"):
+            rows = {str(k): v["saved_offsets"] for k, v in parse(raw, path).items()}
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"{path}: cannot read {INFO}: {error}", file=path) from error
     for fqn, row in rows.items():
         if type(row) is not list or any(type(n) is not int or not 0 <= n < _MAX_OFFSET for n in row):
             raise MalformedCheckpoint(
@@ -233,8 +233,8 @@ class Missing:
 
 def extent(parts: Sequence[ShardPart]) -> Shape:
     """Return the end of the parts of a tensor, including empty ones, which follow the last."""
-    ends = [tuple(o + n for o, n in zip(p.offset, p.shape, strict=True)) for p in parts]
-    return tuple(max(column) for column in zip(*ends, strict=True))
+    ends = [tuple(map(add, p.offset, p.shape)) for p in parts]
+    return ends[0] if len(ends) == 1 else tuple(map(max, zip(*ends, strict=True)))
 
 
 def ended(parts: Sequence[ShardPart]) -> bool:

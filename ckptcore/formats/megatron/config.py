@@ -14,6 +14,7 @@ from ckptcore.encodings.json_text import parse
 from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
@@ -158,5 +159,5 @@ def _json(source: Source, name: str, limit: int) -> Any:
         raise MalformedCheckpoint(f"{name} must have at most {limit} bytes (got {size})", file=name)
     try:
         return parse(source.store.read(name, 0, size), name)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCheckpoint(f"{name} is not JSON: {error}", file=name) from error
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"cannot read {name}: {error}", file=name) from error

@@ -35,7 +35,6 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.metadata_budget import meter
 from ckptcore.core.used_files import placed
-from ckptcore.encodings.json_text import loads
 from ckptcore.errors import Finding, NotComplete, finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
@@ -48,6 +47,7 @@ from ckptcore.formats.olmo.common import (
     require_renamed,
     train_part,
 )
+from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import count
 
 NAME = "olmo_core"
@@ -136,10 +136,9 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
             return {}, []
         return {}, [missing_part(MARKER, f"{MARKER}, the file that a trainer writes last")]
     try:
-        raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
-        form = loads(raw)
+        form = load_json_object(source.store.read(MARKER, 0, min(size, _MAX_MARKER)), unique=True)
         known = {k: form[k] for k in ("version", "ephemeral") if type(form.get(k)) in (str, bool)}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except InvalidText as error:
         message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
         return {}, [finding("malformed-metadata", "files", message, file=MARKER)]
     return {f"writer_{k}" if k == "version" else k: v for k, v in known.items()}, []

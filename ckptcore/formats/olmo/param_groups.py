@@ -16,6 +16,7 @@ from typing import Any
 from ckptcore.core.object_tree import Refused, TensorRef
 from ckptcore.errors import UnsupportedFormat
 from ckptcore.formats.olmo.common import plain_name
+from ckptcore.utils.foreign_text import is_number
 
 _PREFIX = "optim.param_groups"
 _NAMES = ("_param_names", "param_names")
@@ -60,9 +61,9 @@ def _collected(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     if type(groups) is list and all(isinstance(g, dict) for g in groups):
         return [dict(g) for g in groups]
     below = {k[len(_PREFIX) + 1 :]: v for k, v in objects.items() if k.startswith(_PREFIX + ".")}
-    if below and all(k.isdigit() for k in below):
+    if below and all(map(is_number, below)):
         return [dict(below[k]) for k in sorted(below, key=int) if isinstance(below[k], dict)]
-    if below and all(k.split(".", 1)[0].isdigit() and "." in k for k in below):
+    if below and all(is_number(k.split(".", 1)[0]) and "." in k for k in below):
         numbered: dict[int, dict[str, Any]] = {}
         for key, value in below.items():
             number, option = key.split(".", 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import CONTAINER, meter
 from ckptcore.encodings.pickle.unpickler import loads
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
@@ -33,6 +34,8 @@ _SUFFIXES = (".safetensors", ".pt")
 _PICKLED = late_pattern(rb'^\s*\{\s*(?:"__metadata__"\s*:\s*\{[^}]*\}\s*,\s*)?"gA[I-X][A-Za-z0-9_=-]+"\s*:')
 _CONFIG = "config.yaml"
 _MAX_PICKLE = 64 << 20
+_MAX_PATH = 64  # parts of a name
+_CHAR = 8  # bytes that a character of a name takes, in its part and in the name
 Entry = tuple[tuple[Any, ...], bool]  # path in the state dict, whether the value is pickled
 
 
@@ -121,7 +124,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
             if dtype != "uint8" or len(shape) != 1 or stop - start > _MAX_PICKLE:
                 raise MalformedCheckpoint(f"{what} must be a pickle (got {dtype} {list(shape)})", file=file)
             raw = source.store.read(file, begin + start, stop - start)
-            values[key] = _unpickled(raw, what, refused=[])
+            values[key] = _unpickled(raw, what)
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
     names = (names_by_number(groups) if part == "optim" else None) or {}
     seen: set[str] = set()
@@ -166,17 +169,19 @@ def _decoded(key: str, file: str) -> Entry:
         raw = base64.b64decode(key, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise MalformedCheckpoint(f"{what} must be base64, like the others", file=file) from error
-    value = _unpickled(raw, what)
+    value = loads(raw, {}, what=what)
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is bool:
         path, pickled = value
-        if 0 < len(path) <= 64 and all(type(p) in (str, int) for p in path):
+        if 0 < len(path) <= _MAX_PATH and all(type(p) in (str, int) for p in path):
+            # Parts may be one text, shared through the memo. Nothing else can be, and no other tree is built.
+            meter().take(CONTAINER + _CHAR * sum(len(p) for p in path if type(p) is str), what)
             return path, pickled
     raise MalformedCheckpoint(f"{what} must be a path in a state dict", file=file)
 
 
-def _unpickled(raw: bytes, what: str, refused: list[str] | None = None) -> Any:
-    """Unpickle plain values; without ``refused`` every global is an error."""
-    value = loads(raw, {}, what=what, refused=refused)
+def _unpickled(raw: bytes, what: str) -> Any:
+    """Unpickle plain values; globals are refused one by one."""
+    value = loads(raw, {}, what=what, refused=[])
     bound_tree(value, len(raw), what)
     return value
 

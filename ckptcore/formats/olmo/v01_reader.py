@@ -26,6 +26,7 @@ from ckptcore.formats.base import Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS
 from ckptcore.store import inner_path
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import count, short_repr
 
 METADATA = "metadata.json"
@@ -175,9 +176,10 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
         )
     try:
         meter().require(size, METADATA)
-        top = parse(source.store.read(METADATA, 0, size), METADATA)
-        tensors = top["tensors"].items()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        with parsing("a table"):
+            top = parse(source.store.read(METADATA, 0, size), METADATA)
+            tensors = top["tensors"].items()
+    except InvalidText as error:
         raise MalformedCheckpoint(f"{METADATA} has no table of tensors: {error}", file=METADATA) from error
     for name, entry in tensors:
         try:

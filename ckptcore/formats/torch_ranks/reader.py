@@ -20,7 +20,6 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.core.object_tree import RefusedTensor, decode, encode, weight
 from ckptcore.core.tree_paths import Path, Paths
-from ckptcore.encodings.json_text import loads
 from ckptcore.encodings.limits import absent
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
@@ -29,6 +28,7 @@ from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
 from ckptcore.formats.torch_ranks.optimizer import Params
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden
+from ckptcore.utils.foreign_text import InvalidText, load_json
 
 _MAX_TENSORS, _MAX_RANKS = 2_000_000, 1 << 20
 _MAX_LISTED = 100  # missing ranks that are named
@@ -396,8 +396,8 @@ def _config_findings(source: Source, kinds: tuple[RankFiles, ...]) -> list[Findi
         return []
     try:
         raw = source.store.read(name, 0, source.listing[name])
-        config = loads(raw)
-    except (CkptError, ValueError, RecursionError):
+        config = load_json(raw, unique=True)
+    except (CkptError, InvalidText):
         return [finding("malformed-metadata", "files", f"{name} is not JSON", file=name)]
     world = config.get("world_size") if isinstance(config, dict) else None
     named = next((k.world for k in kinds if k.world), None)

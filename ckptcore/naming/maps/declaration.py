@@ -67,6 +67,8 @@ from ckptcore.naming.maps.sizes import names_in
 from ckptcore.naming.maps.tensor_name import Index, TensorName, parse_name
 from ckptcore.naming.worlds import is_world
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import load_toml
+from ckptcore.utils.text import short_repr
 
 _TEXT = re.compile(r"<([a-z_][a-z_0-9]*)>")
 _ADDING = "adding to a weight rounds: adding the opposite need not give it back"
@@ -328,7 +330,7 @@ def read_maps(text: str, what: str) -> tuple[ArchMap, ...]:
         UsageError: The file is not valid, or its rules contradict each other.
     """
     try:
-        family = FamilyForm.model_validate(tomllib.loads(text))
+        family = FamilyForm.model_validate(load_toml(text))
         return tuple(_map(family, form) for form in family.map)
     except ValidationError as error:
         first = error.errors()[0]
@@ -350,9 +352,10 @@ def compiled(form: RuleForm, *, group: str = "", texts: Mapping[str, str] | None
 @cache
 def _groups(name: str) -> Mapping[str, GroupForm]:
     """Return the groups of a shared file."""
-    file = resources.files(__package__) / "shared" / f"{name}.toml"
-    if not file.is_file():
-        raise ValueError(f"there is no file of shared rules called {name}")
+    files = {file.name: file for file in (resources.files(__package__) / "shared").iterdir()}
+    file = files.get(f"{name}.toml")
+    if file is None:
+        raise ValueError(f"there is no file of shared rules called {short_repr(name, 60)}")
     return {k: GroupForm.model_validate(v) for k, v in tomllib.loads(file.read_text("utf-8")).items()}
 
 

@@ -293,13 +293,17 @@ class BlockReader:
             start, into = start + count, into[count:]
 
     def forget(self, path: str, start: int, length: int) -> None:
-        """Drop the blocks of a range."""
+        """Drop the blocks of a range, so that the next read asks the store, whoever reads of them now."""
         first, last = self._table.row.get(path, (0, 0))
         for at in range(first, last):
             if self._table.start[at] < start + length and start < self._table.end[at]:
                 with self._lock:
                     loaded = self._loaded.get(at)
-                    if loaded is not None and loaded.future.done() and not loaded.users:
+                    if loaded is None or not loaded.future.done():
+                        continue
+                    if loaded.users:  # they keep its memory, which nobody else gets
+                        del self._loaded[at]
+                    else:
                         self._drop(at)
 
     def close(self) -> None:

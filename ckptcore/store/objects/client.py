@@ -25,6 +25,7 @@ from ckptcore.store.objects.retry import Kind, ShortBody, kind_of, never, repeat
 from ckptcore.store.objects.s3_options import open_file_system
 from ckptcore.store.objects.session import PartBody, S3Session, receive, release
 from ckptcore.store.objects.threads import GivenUp, RequestThreads
+from ckptcore.utils.foreign_text import is_number
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -84,21 +85,21 @@ class S3Client:
         """Yield every object whose key starts with ``prefix``, page by page."""
         for page in self._pages("list_objects_v2", prefix, _listing(Prefix=prefix)):
             for row in page.get("Contents", ()):
-                yield _listed(row)
+                yield listed(row)
 
     def below(self, prefix: str) -> KeysBelow:
         """Return what is directly below a prefix."""
         objects, prefixes = list[ObjectSeen](), list[str]()
         asked = _listing(Prefix=prefix, Delimiter="/")
         for page in self._pages("list_objects_v2", prefix, asked):
-            objects += map(_listed, page.get("Contents", ()))
+            objects += map(listed, page.get("Contents", ()))
             prefixes += [row["Prefix"] for row in page.get("CommonPrefixes", ())]
         return KeysBelow(tuple(objects), tuple(prefixes))
 
     def head(self, key: str) -> ObjectSeen | None:
         """Return one object with its metadata and checksums, or None."""
         try:
-            found = self._ask("head_object", key, Key=key, ChecksumMode="ENABLED")
+            found = self.ask("head_object", key, Key=key, ChecksumMode="ENABLED")
         except CkptError as error:
             if kind_of(error) is Kind.MISSING:
                 return None
@@ -190,7 +191,7 @@ class S3Client:
         if metadata:
             asked["Metadata"] = dict(metadata)
         for _ in range(_PUTS):
-            found = self._ask("put_object", key, writing=True, create=create, **asked)
+            found = self.ask("put_object", key, writing=True, create=create, **asked)
             etag: str = found.get("ETag") or ""
             if self._has(key, etag, data):
                 return etag
@@ -245,13 +246,13 @@ class S3Client:
         asked |= _conditions(create, replaces)
         if match:
             asked["CopySourceIfMatch"] = match
-        answer = self._ask("copy_object", target, writing=True, **asked)
+        answer = self.ask("copy_object", target, writing=True, **asked)
         return (answer.get("CopyObjectResult") or {}).get("ETag") or ""
 
     def delete(self, key: str, *, match: str | None = None) -> None:
         """Delete an object, only if it has the ETag ``match``; a missing one is no error."""
         try:
-            self._ask("delete_object", key, writing=True, Key=key, **_conditions(False, match))
+            self.ask("delete_object", key, writing=True, Key=key, **_conditions(False, match))
         except CkptError as error:
             if kind_of(error) is not Kind.MISSING:
                 raise
@@ -327,7 +328,7 @@ class S3Client:
         """Yield the parts that were uploaded, in order."""
         marker: dict[str, Any] = {}
         while True:
-            page = self._ask("list_parts", key, writing=True, Key=key, UploadId=upload_id, **marker)
+            page = self.ask("list_parts", key, writing=True, Key=key, UploadId=upload_id, **marker)
             for row in page.get("Parts", ()):
                 kept = kept_checksums(row)
                 yield UploadedPart(
@@ -360,13 +361,13 @@ class S3Client:
         if checksum is not None:
             asked[ALGORITHMS[checksum.algorithm].field] = checksum.value
             asked["ChecksumType"] = "FULL_OBJECT"
-        found = self._ask("complete_multipart_upload", key, writing=True, create=create, **asked)
+        found = self.ask("complete_multipart_upload", key, writing=True, create=create, **asked)
         return found.get("ETag") or ""
 
     def abort(self, key: str, upload_id: str) -> None:
         """End an upload and free its parts; one that has ended is no error."""
         try:
-            self._ask("abort_multipart_upload", key, writing=True, Key=key, UploadId=upload_id)
+            self.ask("abort_multipart_upload", key, writing=True, Key=key, UploadId=upload_id)
         except CkptError as error:
             if kind_of(error) not in (Kind.NO_UPLOAD, Kind.MISSING):
                 raise
@@ -375,7 +376,7 @@ class S3Client:
         """Yield the uploads below a prefix that are neither completed nor aborted."""
         marker: dict[str, Any] = {}
         while True:
-            page = self._ask(
+            page = self.ask(
                 "list_multipart_uploads", prefix, writing=True, Prefix=prefix, EncodingType="url", **marker
             )
             for row in page.get("Uploads", ()):
@@ -394,16 +395,17 @@ class S3Client:
 
     def _pages(self, method: str, what: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         while True:
-            page = self._ask(method, what, **asked)
+            page = self.ask(method, what, **asked)
             yield page
             after = page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not after:
                 return
             asked = {**asked, "ContinuationToken": after}
 
-    def _ask(
+    def ask(
         self, method: str, key: str, *, writing: bool = False, create: bool = False, **asked: Any
     ) -> dict[str, Any]:
+        """Send one request by the name of botocore's method, and repeat it; return the answer."""
         return self._repeat(lambda: self._send(method, asked), key, writing=writing, create=create)
 
     def _repeat(
@@ -501,7 +503,7 @@ class _Body:
             )
         if first == 0 and not place:
             self._kept = kept_checksums(answer)
-        nbytes = int(total) if total.isdigit() else first + length
+        nbytes = int(total) if is_number(total) else first + length
         return ObjectSeen(self._key, nbytes, etag, checksums=self._kept)
 
 
@@ -548,7 +550,8 @@ def _listing(**asked: Any) -> dict[str, Any]:
     return asked
 
 
-def _listed(row: Mapping[str, Any]) -> ObjectSeen:
+def listed(row: Mapping[str, Any]) -> ObjectSeen:
+    """Return the object of a row of a listing."""
     when = row.get("LastModified")
     return ObjectSeen(
         row["Key"],

@@ -16,12 +16,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
 
 from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
 from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of, never
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
 TOKEN = "ckptcore-upload"  # name of the metadata of an uploaded object that holds its entry's token
 _ALGORITHM = "CRC32"  # of uploads
@@ -253,8 +253,8 @@ class UploadJournal:
         data = self.client.fetch(key, RECORD)
         if data is None:
             return None
-        with suppress(ValueError, TypeError, KeyError):
-            form: Mapping[str, Any] = json.loads(data)
+        with suppress(InvalidText), parsing("an entry"):
+            form = load_json_object(data)
             return UploadEntry(
                 int(form["index"]),
                 str(form["key"]),

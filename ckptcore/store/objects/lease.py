@@ -19,12 +19,13 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import RECORD, ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 from ckptcore.utils.processes import has_ended, is_this, this_process
 
 TTL_S = 60.0
@@ -372,8 +373,8 @@ def _packed(holder: Holder) -> bytes:
 
 
 def _unpacked(data: bytes) -> Holder | None:
-    with suppress(ValueError, TypeError, KeyError):
-        form: dict[str, Any] = json.loads(data)
+    with suppress(InvalidText), parsing("a lease"):
+        form = load_json_object(data)
         process = tuple(map(str, form["process"]))
         if len(process) == 4:
             return Holder(

@@ -26,6 +26,7 @@ from ckptcore.store.objects.blocks import BLOCK, BlockReader, plan_blocks
 from ckptcore.store.objects.checksums import checksum_of
 from ckptcore.store.objects.ledger import Ledger, altered, damaged
 from ckptcore.store.objects.small_reads import LARGEST, SHARED, page_around
+from ckptcore.utils.foreign_text import is_number
 
 _SMALL = 1 << 20
 _TRIES = 4
@@ -313,7 +314,7 @@ def _stamped(seen: ObjectSeen) -> Stamped:
 def _of_stamp(key: str, stamp: str | None) -> ObjectSeen | None:
     """Return the object that a stamp describes; None if it has no ETag."""
     size, mark, version = (stamp or "").partition(" bytes, version ")
-    if not mark or not size.isdigit() or not version.startswith(('"', 'W/"')):
+    if not mark or not is_number(size) or not version.startswith(('"', 'W/"')):
         return None
     return ObjectSeen(key, int(size), version)
 

@@ -25,6 +25,7 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.redaction import GONE, redacted_of
+from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.workers import failed as work_failed
 
 DEADLINE_VARIABLE = "CKPTCORE_REQUEST_DEADLINE"
@@ -295,10 +296,8 @@ def _asked_wait(error: BaseException | None) -> float:
     if not isinstance(response, dict):
         return 0.0
     headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    try:
-        return max(0.0, float(headers.get("retry-after", 0)))
-    except ValueError:  # a date
-        return 0.0
+    asked = str(headers.get("retry-after", ""))
+    return float(asked) if is_number(asked) else 0.0  # a date is no reason to wait: clocks differ
 
 
 def _reason(error: Exception) -> str:

@@ -17,9 +17,9 @@ from ckptcore.conversion.foreign_files import require_accounted
 from ckptcore.conversion.pipeline import validate
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import Used, placed, used
+from ckptcore.custody.holdings import rest_of
 from ckptcore.errors import DestinationExists
 from ckptcore.formats import open_source, read_manifest
-from ckptcore.operations.proven_files import not_proven
 from ckptcore.planning.request import Request
 from ckptcore.store.contents import contents
 
@@ -108,9 +108,7 @@ def test_files_retired_with_a_source(make: Callable[[Path], Path], tmp_path: Pat
     folder = make(tmp_path / "ckpt")
     manifest = read(folder)
     lost = {
-        name
-        for name, what in not_proven(manifest, str(folder), contents(str(folder)), manifest, ())
-        if what == "file"
+        each.name for each in rest_of(manifest, str(folder), contents(str(folder))) if each.kind == "file"
     }
     _, compared, described, beside = SAMPLES[make]
     assert lost == beside | compared | (described - {".metadata"})

@@ -14,6 +14,7 @@ from typing import Any
 import old_pickles as old
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from old_pickles import Called, Global
 
 import ckptcore
@@ -332,3 +333,48 @@ def test_a_record_that_reaches_into_the_directory(tmp_path: Path) -> None:
     path.write_bytes(data[:at] + data[at:].replace(sizes, struct.pack("<II", length + 40, length + 40)))
     with pytest.raises(MalformedCheckpoint, match="after the directory"):
         ckptcore.open(str(path))
+
+
+# --- zips whose payloads are not what their bytes say ------------------------------------------------
+
+_HEADERS = {"directory": (b"PK\x01\x02", 8), "local header": (b"PK\x03\x04", 6)}  # and where their flags are
+
+
+def flagged(raw: bytes, bit: int, header: str) -> bytes:
+    """Return a zip with a bit set in the flags of each record."""
+    data = bytearray(raw)
+    signature, offset = _HEADERS[header]
+    at = data.find(signature)
+    while at >= 0:
+        (flags,) = struct.unpack_from("<H", data, at + offset)
+        struct.pack_into("<H", data, at + offset, flags | 1 << bit)
+        at = data.find(signature, at + 4)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("header", _HEADERS)
+@pytest.mark.parametrize(
+    ("bit", "message"), [(0, "is encrypted"), (6, "is encrypted"), (13, "is encrypted"), (5, "is a patch")]
+)
+def test_an_encrypted_zip(bit: int, message: str, header: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"kept": TENSOR}, path)
+    path.write_bytes(flagged(path.read_bytes(), bit, header))
+    if header == "directory":  # torch does not look at the other
+        with pytest.raises(RuntimeError, match=r"unsupported (encryption|feature)"):
+            torch.load(path)
+    with pytest.raises(MalformedCheckpoint, match=message):
+        ckptcore.open(str(path))
+
+
+@pytest.mark.parametrize("header", _HEADERS)
+def test_an_encrypted_item_of_dcp(header: str, tmp_path: Path) -> None:
+    """The second of two like items, which is recognised by the first, and not parsed again."""
+    dcp.save({"a": torch.ones(64), "b": torch.zeros(64)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    raw = file.read_bytes()
+    second = raw.rindex(b"PK\x03\x04", 0, raw.rindex(b"data.pkl", 0, raw.rindex(b"PK\x01\x02")))
+    file.write_bytes(raw[:second] + flagged(raw[second:], 0, header))
+    report = ckptcore.check(ckptcore.open(str(tmp_path / "c")), level="bytes")
+    assert [f.fqn for f in report.findings if f.severity == "error"] in (["a"], ["b"])
+    assert "is encrypted" in report.findings[0].message

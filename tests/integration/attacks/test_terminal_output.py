@@ -60,6 +60,30 @@ SECRETS = {
     "bearer": "sent Bearer hunter2passhunter2pass",
     "not only a variable": "authorization: Bearer $TOKEN-hunter2pass",
     "variable and more": "authorization: ${SCHEME} hunter2pass",
+    "an option": "train.py --token hunter2pass --lr 1e-4",
+    "an option with =": "train.py --hf-token=hunter2pass",
+    "a long option": "train --wandb_api_key hunter2pass",
+    "a quoted option": "train --password 'hunter2pass hunter2pass' x",
+    "a short option": "train -password hunter2pass",
+    "an option in JSON": json.dumps({"note": "run --secret-key hunter2pass", "x": 1}),
+    "options in a list": str(["train.py", "--token", "hunter2pass"]),
+    "options in a list of JSON": json.dumps(["train.py", "--api-key", "hunter2pass"]),
+    "a variable": "WANDB_API_KEY=hunter2pass python train.py",
+    "a variable in lower case": "my_access_token=hunter2pass",
+    "an assignment": "api_key=hunter2pass",
+    "a key": "key=hunter2passHUNTER2PASS",
+    "a hexadecimal key": "key=" + b"hunter2".hex() + "0123456789abcdef0123",
+    "a line of a config": "api_key: hunter2passhunter2pass",
+    "a password in prose": "the password: hunter2pass",
+    "a header with a key": "X-Api-Key: hunter2passhunter2pass",
+    "a header of GitLab": "PRIVATE-TOKEN: hunter2passhunter2pass",
+    "basic": "Authorization: Basic hunter2passhunter2pass",
+    "a proxy": "Proxy-Authorization: hunter2pass",
+    "a cookie": "Cookie: session=hunter2pass; b=1",
+    "curl": "curl -u ada:hunter2pass https://host/a",
+    "OpenAI": "it used sk-hunter2pass-hunter2pass here",
+    "a token of JSON": "eyJhunter2passhunter2.eyJhunter2passhunter2.hunter2",
+    "a key of PEM": "-----BEGIN RSA PRIVATE KEY-----\nhunter2pass\n-----END RSA PRIVATE KEY-----",
     "yarl": "ClientResponseError: 403, url=URL('https://h/a?token=hunter2pass')",
 }
 HARMLESS = [
@@ -77,6 +101,20 @@ HARMLESS = [
     "s3://bucket/a?versionId=abc",
     "http://[::1]:80/a@b",
     "basic configuration",
+    "train.py --max-tokens 512 --num_tokens=4096 --tokens 300B --tokenizer ./tok --token-budget 7",
+    "train.py --eos-token </s> --pad_token=[PAD] --image-token '<image>' --use-token --lr 3e-4",
+    "train.py --token $HF_TOKEN --api-key ${KEY} --password=$PASSWORD --secret <yours>",
+    "--token true --access-token none --token 5",
+    "TOKENIZERS_PARALLELISM=false MAX_TOKENS=4096 NUM_TOKENS=1T TOKENS_SEEN=3",
+    "key=value sort_key=step primary_key=id key=model.layers.0.attention.weight key=layer_12_query_proj_w",
+    "key=3f9a2c1 commit=3f9a2c1b3f9a2c1b3f9a2c1b3f9a2c1b3f9a2c1b",
+    "the token: a unit of text; the secret: patience; password: forgotten",
+    "a secret of training: warm up slowly. Authorization is needed, and a session key, too",
+    "loss: 2.31 tokens: 4096 tokenizer: gpt2 key: value",
+    "docker run --user 1000:1000 -u 0:0 image",
+    "Cookie: is a word; basket=3",
+    "sk-learn and sk-optimize-for-search, skip-connections",
+    "https://wandb.ai/team/run/abc123 at step 300",
     'curl -H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H "authorization: ${HEADER}" https://host/hooks',
 ]
 
@@ -86,6 +124,7 @@ def test_secrets_are_left_out(name: str) -> None:
     text = SECRETS[name]
     for seen in (redacted(text), redacted(f"cannot read '{text}': no ({text})"), redacted(redacted(text))):
         assert "hunter2" not in seen
+    assert redacted(text) != text
     error = SourceUnreadable(f"cannot read {text}", hint=f"look at {text}", url=text, more=[{"a": (text,)}])
     for seen in (
         str(error),
@@ -118,7 +157,20 @@ def test_text_without_secrets_is_unchanged(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["a", "?token", "a://", "://u:", "'a':", "token=", "%3A%2F%2F", "&", "<sig>"]
+    "part",
+    [
+        *("a", "?token", "a://", "://u:", "'a':", "token=", "%3A%2F%2F", "&", "<sig>", "--token ", "token: "),
+        *(
+            "a_",
+            "key=a1B",
+            "eyJa.",
+            "cookie: a",
+            "-u a:",
+            "'--token', ",
+            "password: a1",
+            "-----BEGIN PRIVATE KEY-----",
+        ),
+    ],
 )
 def test_a_long_text_costs_little(part: str) -> None:
     redacted(part * 50_000)  # a second at most; squared it would be an hour

@@ -1,5 +1,6 @@
 """Inbox and outbox: one worker at a time processes each row, despite crashes, repeats and late workers."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -62,7 +63,8 @@ def test_an_event_is_accepted_once(queue):
     given = {"type": "run.done", "uri": "s3://b/run/step-10", "run": "llama", "step": 10, "body": '{"a": 1}'}
     first, new = queue(inbox.accept, NOW, NewEvent("mlflow", "e1", **given))
     assert new
-    second, new = queue(inbox.accept, NOW + LEASE, NewEvent("mlflow", "e1", body="forged"))
+    forged = NewEvent("mlflow", "e1", **(given | {"type": "forged", "body": "forged"}))
+    second, new = queue(inbox.accept, NOW + LEASE, forged)
     assert (second, new) == (first, False)
     assert queue(inbox.accept, NOW, NewEvent("github", "e1"))[1]
     assert (first.source, first.event_id, first.state, first.attempts) == ("mlflow", "e1", "waiting", 0)
@@ -188,6 +190,57 @@ def test_retry_selects_rows_by_id_or_prefix(queue):
     assert queue(inbox.depth) == {"waiting": 1, "taken": 0, "done": 30, "failed": 29}
     assert queue(inbox.retry, NOW, None) == tuple(i for i in ids if i != ids[3])
     assert queue(inbox.retry, NOW, None) == ()
+
+
+@pytest.mark.parametrize("begun", ["by its run", "by its end", "by its failure"])
+def test_an_announcement_without_an_id_is_repeated_until_something_looks_at_its_place(queue, begun):
+    announced = NewEvent("bearer", "digest", uri="s3://b/run/step-10", has_id=False)
+    first, new = queue(inbox.accept, NOW, announced)
+    assert new
+    assert queue(inbox.accept, NOW, announced) == (first, False)
+    [taken] = queue(inbox.take, NOW)
+    assert queue(inbox.accept, NOW, announced)[0].id == first.id
+    if begun == "by its run":
+        queue(inbox.later, taken, NOW + LEASE, None, flow_run_id="run-1")
+    else:
+        queue(inbox.done, NOW, taken) if begun == "by its end" else queue(inbox.failed, NOW, taken, "no")
+    second, new = queue(inbox.accept, NOW, announced)
+    assert (new, second.event_id, second.state) == (True, "digest", "waiting")
+    assert queue(inbox.accept, NOW, announced) == (second, False)
+    assert {row.id for row in queue(inbox.listed, None)} | {first.id} == {first.id, second.id}
+    assert queue(inbox.get, first.id).event_id == f"digest:{first.id}"
+
+
+def test_of_two_receivers_one_accepts_a_second_announcement(queue):
+    announced = NewEvent("bearer", "digest", uri="s3://b/run/step-10", has_id=False)
+    queue(inbox.accept, NOW, announced)
+    queue(inbox.done, NOW, queue(inbox.take, NOW)[0])
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: queue(inbox.accept, NOW, announced), range(16)))
+    assert [new for _, new in found].count(True) == 1
+    assert len({row.id for row, _ in found}) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"uri": "s3://b/run/step-20"}, {"run": "mistral"}, {"step": 20}, {"step": None}]
+)
+def test_an_id_that_is_used_for_another_event_is_refused_aloud(queue, change):
+    given = {"uri": "s3://b/run/step-10", "run": "llama", "step": 10}
+    first, _ = queue(inbox.accept, NOW, NewEvent("mlflow", "e1", **given))
+    for _ in range(2):
+        refused, new = queue(inbox.accept, NOW, NewEvent("mlflow", "e1", **(given | change)))
+        assert (new, refused.state) == (False, "failed")
+        assert refused.event_id != "e1"
+        for text in ("'e1'", "s3://b/run/step-10", repr(*change.values())):
+            assert text in refused.error_message
+    assert queue(inbox.get, first.id) == first
+    [failed] = queue(inbox.listed, "failed")
+    assert failed.id == refused.id
+    # Whoever knows that it is an event of its own starts it.
+    assert queue(inbox.retry, NOW, refused.id) == (refused.id,)
+    assert {getattr(row, name) for row in queue(inbox.take, NOW, limit=9) for name in change} >= set(
+        change.values()
+    )
 
 
 def test_old_ended_rows_are_deleted_and_repeats_are_recognised_until_then(queue):

@@ -144,7 +144,7 @@ AT = {
         UPDATE conversion_process SET renewed_at = NOW;
         INSERT INTO holdings VALUES (1, 's', NULL);
         INSERT INTO set_aside VALUES ('/r/.step-1.retiring-0badcafe.ckptcore', 1, '/r/step-1', 4, NOW, NOW,
-                                      'd', false);
+                                      'd', false, '7');
         INSERT INTO obligation VALUES (1, 'b1', 1, '/r/step-1', '/b', '', '', NOW, 0)""",
 }
 

@@ -29,7 +29,7 @@ NO_EVENTS = [
     (b'"text"', 422),
     (b"null", 422),
     (b"{}", 422),
-    (b'{"a": ' + b"9" * 4050 + b"}", 422),
+    (b'{"a": ' + b"9" * 4050 + b"}", 400),
 ]
 OUTSIDE = [
     "/elsewhere/step-7",
@@ -290,7 +290,7 @@ def test_cloudevents_modes_are_one_event(client: TestClient) -> None:
     assert (second["status"], second["id"]) == ("duplicate", first["id"])
 
 
-@pytest.mark.parametrize("kind", ["bearer", "wandb"])
+@pytest.mark.parametrize("kind", ["mlflow", "standard-webhooks"])
 def test_a_repeat_of_a_failed_event_names_the_retry_command(
     kind: str, client: TestClient, rows: Rows
 ) -> None:
@@ -305,6 +305,43 @@ def test_a_repeat_of_a_failed_event_names_the_retry_command(
     done = CliRunner().invoke(catalog, ["inbox", "retry", id, "--catalog", str(rows.path)])
     assert done.exit_code == 0, done.output
     assert send(client, HOOKS[kind]).json()["state"] == "waiting"
+
+
+@pytest.mark.parametrize("kind", ["bearer", "wandb", "github"])
+def test_a_place_that_is_announced_twice_is_a_new_event_once_something_has_looked_at_it(
+    kind: str, client: TestClient, rows: Rows
+) -> None:
+    ids = []
+    for change in ("flow_run_id = 'run-1'", "state = 'done', ended_at = received_at", "state = 'failed'"):
+        first, repeated = send(client, HOOKS[kind]).json(), send(client, HOOKS[kind]).json()
+        assert (first["status"], repeated["status"]) == ("accepted", "duplicate")
+        assert first["id"] == repeated["id"]
+        ids.append(first["id"])
+        # Its run has begun: files that are saved from now on are not those that it sees.
+        rows.change(f"UPDATE inbox SET {change} WHERE uuid = '{first['id']}'")
+    assert len(set(ids)) == 3
+    assert [row[3] for row in rows()] == [URI] * 3
+
+
+@pytest.mark.parametrize(
+    "kind", ["bearer", "cloudevents-structured", "cloudevents-binary", "standard-webhooks"]
+)
+def test_an_id_for_two_places_is_refused_with_the_reason(
+    kind: str, client: TestClient, rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = {"idempotency-key": "epilog"} if kind == "bearer" else {}
+    assert send(client, HOOKS[kind], **key).json()["status"] == "accepted"
+    for _ in range(2):
+        caplog.clear()
+        answer = send(client, HOOKS[kind].naming("/runs/llama/step-8"), **key)
+        assert (answer.status_code, answer.json()["error"]) == (409, "id-reused")
+        for text in (answer.json()["message"], caplog.text, rows("error_message")[1][0]):
+            assert URI in text
+            assert "/runs/llama/step-8" in text
+    assert [(row[3], row[6]) for row in rows()] == [(URI, "waiting"), ("/runs/llama/step-8", "failed")]
+    assert send(client, HOOKS[kind], **key).json()["status"] == "duplicate"  # the first is as it was
+    other = send(client, HOOKS[kind].naming("/runs/llama/step-8"), **{"idempotency-key": "another"})
+    assert other.json().get("status") == ("accepted" if kind == "bearer" else None)
 
 
 def test_the_handshake_of_cloudevents(client: TestClient) -> None:

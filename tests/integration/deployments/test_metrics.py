@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 import sqlalchemy as sa
 import webhooks
@@ -174,3 +175,13 @@ def test_every_metric_of_the_files_exists(file: Path, filled: str) -> None:
         assert {
             s.name for f in own.collect() for s in f.samples if s.name.startswith("ckptcore_")
         } - used <= {"ckptcore_receiver_requests_created", "ckptcore_catalog_read_seconds"}
+
+
+@pytest.mark.parametrize(
+    "accept", ["[", "\xff", "application/openmetrics-text; version=x", "text/plain;version=1e9"]
+)
+def test_an_odd_accept_header_gets_the_usual_format(accept: str) -> None:
+    with serving(CollectorRegistry(), "127.0.0.1", 0) as port:
+        headers = {"accept": accept.encode("latin-1")}
+        answer = httpx.get(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/plain")

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-import uvicorn
 
-from deployments.receiver import protocol
-from deployments.receiver.protocol import MAX_HEAD, Protocol
+from deployments import http_protocol as protocol
+from deployments.http_protocol import MAX_HEAD
+from deployments.http_server import server_of
 
 BODY = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -36,15 +36,7 @@ async def application(scope, receive, send) -> None:  # type: ignore[no-untyped-
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    config = uvicorn.Config(
-        application,
-        http=Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        h11_max_incomplete_event_size=MAX_HEAD,
-    )
-    server = uvicorn.Server(config)
+    server = server_of(application, connections=1024, grace=10)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -14,9 +14,9 @@ import yaml
 
 from ckptcore.errors import UsageError
 from ckptcore.planning.request import Request
+from deployments.http_errors import REFUSALS, RequestRefused
 from deployments.local.services import receiver_config
 from deployments.local.state import Choices, LocalState
-from deployments.receiver.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.run_request import order_of
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import load
@@ -32,7 +32,19 @@ def test_examples(name: str) -> None:
 
 
 def test_the_statuses_of_refusals() -> None:
-    assert {status for status, _ in REFUSALS.values()} == {400, 401, 403, 404, 408, 413, 415, 422, 431, 503}
+    assert {status for status, _ in REFUSALS.values()} == {
+        400,
+        401,
+        403,
+        404,
+        408,
+        409,
+        413,
+        415,
+        422,
+        431,
+        503,
+    }
     assert "secret" not in str(RequestRefused("unauthorized", "no secret matches").reply)
     assert "/var" not in str(RequestRefused("unavailable", "/var/lib/catalog is away").reply)
 

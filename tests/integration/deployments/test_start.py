@@ -19,10 +19,10 @@ from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.export_verdicts import record
 from ckptcore.catalog.queues import inbox
+from deployments.http_errors import RequestRefused
 from deployments.receiver.background import Loop, Watched
 from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, work
 from deployments.receiver.event import Event
-from deployments.receiver.http_errors import RequestRefused
 from deployments.receiver.inbox import LEASE, Mailbox
 from deployments.receiver.notify import send_due
 from deployments.receiver.run_request import order_of
@@ -390,6 +390,7 @@ def test_watched_roots_are_allowed(box: Mailbox, url: str, tmp_path: Path) -> No
         with pytest.raises(RequestRefused):
             order_of(senders["slurm"], uri, "", None)
     with open_catalog(url) as catalog, catalog.writing() as conn:
+        conn.exec_driver_sql("UPDATE watched_roots SET target = '{' WHERE name = 'odd'")  # a broken row
         roots.remove(conn, "llama")
     watched.refresh()
     assert senders["slurm"].roots == ["/runs"]  # inspected a moment ago

@@ -33,6 +33,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTCORE_CATALOG_URL", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("TOKEN", "t" * 24)
+    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "0")  # which the receiver would set for good
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def start_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def listening(host: str, port: int) -> Any:
         raise UsageError(f"cannot listen on {host}:{port}")
 
-    monkeypatch.setattr(serve, "_listening", listening)
+    monkeypatch.setattr(serve.http_server, "listening", listening)
     with pytest.raises(SystemExit):
         run_receiver(tmp_path, monkeypatch)
 

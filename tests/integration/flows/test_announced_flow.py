@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,8 +17,10 @@ import httpx
 import observe
 import pytest
 from observe import TENSORS
+from safetensors.torch import save_file
 
 from ckptcore.catalog import open_catalog
+from ckptcore.catalog import watched_roots as roots
 from ckptcore.errors import Busy, CatalogAway, DamagedCheckpoint, NotComplete, UnsafeContent, UsageError
 
 pytestmark = [
@@ -114,6 +116,29 @@ def test_announced_twice_it_is_converted_once(
     refused = arrived(other)
     assert refused.is_failed()
     assert refused.message.startswith("destination-exists")
+
+
+def test_a_place_that_was_saved_twice_is_not_taken_for_converted(
+    arrived: Any, tmp_path: Path, catalog: str
+) -> None:
+    source, out = tmp_path / "run" / "step-9", tmp_path / "exports" / "step-9"
+    source.mkdir(parents=True)
+    save_file(TENSORS, source / "model.safetensors")
+    assert arrived(source, destination=str(out)).is_completed()
+    before = observe.contents(out)
+    # As a run that was restarted from an earlier step: other values in files with the same headers.
+    second = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    save_file(second, source / "model.safetensors")
+    refused = arrived(source, destination=str(out))
+    assert (refused.is_failed(), refused.message.split(":")[0]) == (True, "destination-exists")
+    assert observe.contents(out) == before
+    # A target of a watched root that replaces its outputs has the new values.
+    with open_catalog(catalog) as known, known.writing() as conn:
+        target = {"verb": "consolidate", "destination": f"{out.parent}/{{name}}", "overwrite": True}
+        roots.add(conn, datetime.now(UTC), "r", str(tmp_path / "run"), target=target)
+    assert arrived(source).is_completed()
+    assert observe.equal(observe.tensors(out), second)
+    assert arrived(source).name == "Already"
 
 
 def test_the_announced_run_and_step_are_recorded_if_the_path_names_none(

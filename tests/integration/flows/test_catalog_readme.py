@@ -257,7 +257,7 @@ def _run_flows(root, url):
     assert convert("mistral/step-5", "exports/bf16-5", verb="export", dtype="bf16")
     assert convert("mistral/step-4", "whole/4")
     assert convert("mistral/step-5", "whole/5")  # with the optimizer, and newer than both exports
-    state = retire("mistral", keep_last=1, yes=True, catalog=url, return_state=True)
+    state = retire("mistral", keep_last=1, yes=True, grace="0", catalog=url, return_state=True)
     assert state.message.startswith("1 deleted, 1 kept"), state.message
     assert not (root / "mistral/step-4").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -55,7 +56,13 @@ def test_retire_deletes_only_with_yes(steps: list[Path], catalog: str) -> None:
     assert state.is_completed(), state.message
     assert state.message.startswith("1 kept, 1 let go")
     assert steps[0].exists()
-    state = retire(keep_last=1, accept_loss=loss, yes=True, catalog=catalog, return_state=True)
-    assert state.message.startswith("1 deleted, 1 kept")
+    given = {"keep_last": 1, "accept_loss": loss, "catalog": catalog, "return_state": True}
+    state = retire(yes=True, grace="1s", **given)
+    assert state.message.startswith("1 kept, 1 retired")
+    assert not steps[0].exists()
+    assert len(list(steps[0].parent.iterdir())) == 2  # it is set aside
+    time.sleep(1.0)
+    state = retire(purge=True, **given)
+    assert state.message.startswith("1 kept, ")
     assert [p.name for p in steps[0].parent.iterdir()] == ["step-8"]
     assert retire(keep_last=0, catalog=catalog, return_state=True).is_failed()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from fault_s3 import FaultyS3, Stored, serving
 from paths import FIXTURES
+from retiring import delete_now
 
 import ckptcore
 from ckptcore.catalog import maintenance, open_catalog
@@ -23,8 +24,8 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
 from ckptcore.errors import DamagedCheckpoint, NotComplete, SourceChanged, UsageError
-from ckptcore.operations import retire as retiring
 from ckptcore.operations.retention import Policy
+from ckptcore.operations.setting_aside import root_above
 from ckptcore.planning.request import Request, Settings
 from ckptcore.store import open_source_store
 from ckptcore.utils.merged_url import merged_url
@@ -215,8 +216,8 @@ def test_retire_deletes_no_folder_of_a_merged_source(tmp_path: Path):
             # Below a root, as nothing registers it: the deletion itself has to refuse.
             above = (replace(roots.every(conn)[0], uri="merged:"),)
         with pytest.raises(UsageError, match="several folders"):
-            retiring._root_above(above, row[0])
-        done = retiring.retire(known, Policy(1), yes=True)
+            root_above(above, row[0].uri)
+        done = delete_now(known, Policy(1), yes=True)
         assert not [item for item in done.items if item.fate.value == "deleted"]
         with known.reading() as conn:  # its nodes alone, or folders above, are not free to be deleted
             assert maintenance.inside(conn, nodes[0]) == (request.source,)

@@ -26,6 +26,7 @@ SECRETS = {
     "userinfo": "zq5userinfozq",
     "signature": "zq6signaturezq",
     "fsspec": "zq7fsspecvariablezq",
+    "meta": "zq8metazq",
 }
 
 
@@ -137,6 +138,40 @@ def test_no_run_leaves_a_secret(
     assert left.search() == []
     left.texts["proof that the search finds one"] = SECRETS["token"].encode()
     assert len(left.search()) == 1
+
+
+TEXTS = (
+    "--token {s}",
+    "ran train.py --hf-token={s} --lr 1e-4",
+    "WANDB_API_KEY={s} python train.py",
+    "curl -H 'X-Api-Key: {s}' https://host/a",
+    "see https://me:{s}@host/a?sig={s}",
+    '["train.py", "--password", "{s}"]',
+)
+
+
+def test_no_text_of_a_user_leaves_a_secret(
+    server: FaultyS3, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Facts, tags, reasons: in the catalog, in what is printed, and in logs."""
+    left = Left(server, tmp_path / "left", environment)
+    left.environment |= {
+        "CKPTCORE_CATALOG_URL": f"sqlite:///{left.folder}/catalog.sqlite",
+        "CKPTCORE_LOG_FORMAT": "json",
+    }
+    texts = [text.format(s=SECRETS["meta"]) for text in TEXTS]
+    out = str(left.folder / "model.safetensors")
+    options = [part for n, text in enumerate(texts) for part in ("--meta", f"note{n}={text}")]
+    left.run("consolidate", str(DCP), out, *options, "--meta", f"config.argv={texts[-1]}")
+    left.run("catalog", "meta", out, f"other={texts[0]}", f"config.command={texts[1]}")
+    left.run("catalog", "tag", out, *(f"tag{n}={text}" for n, text in enumerate(texts)))
+    left.run("catalog", "hold", "place", out, "--reason", texts[0])
+    for argv in (["show", out], ["show", out, "--output", "json"], ["hold", "list"], ["list"]):
+        left.run("catalog", *argv)
+    left.run("consolidate", str(DCP), f"{out}.2", "--meta", texts[0], code=2)  # no KEY=VALUE: it is quoted
+    assert left.search() == []
+    detail = json.loads(left.run("catalog", "show", out, "--output", "json"))
+    assert "--lr 1e-4" in json.dumps(detail)
 
 
 @pytest.mark.soak

@@ -392,7 +392,7 @@ def test_the_folder_of_what_is_set_aside_is_no_destination(copies):
 @on_some
 def test_a_record_that_cannot_be_read_blocks(copies):
     copies.counted_on()
-    (copies.out / ".k.obligations.ckptcore" / "record.json").write_bytes(b"{")
+    (copies.out / ".k.obligations.ckptcore" / "a.json").write_bytes(b"{")
     for catalog in (None, False):
         with pytest.raises(CkptError):
             copies.overwrite(catalog=catalog)

@@ -13,7 +13,7 @@ from retiring import delete_now as retire
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.operations import purge as module
+from ckptcore.operations import setting_aside
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.scrub import scrub
 from ckptcore.operations.sweep import sweep
@@ -188,16 +188,16 @@ def test_a_source_saved_meanwhile_in_a_bucket_is_not_deleted(when, bucket, catal
     for n in (1, 2):
         there = f"memory://tending/exports/step-{n}"
         convert(Request(f"memory://tending/runs/llama/step-{n}", there), means, None, url)
-    before = getattr(module, when)
+    before = getattr(setting_aside, when)
 
     def meanwhile(*given):
         data = next(p for p in bucket.find("/tending/runs/llama/step-1") if p.endswith(".distcp"))
         bucket.pipe_file(data, bucket.cat_file(data))
         return before(*given)
 
-    monkeypatch.setattr(module, when, meanwhile)
+    monkeypatch.setattr(setting_aside, when, meanwhile)
     assert retire(catalog, Policy(1), yes=True).counts == {"unsafe": 1, "kept": 1}
-    monkeypatch.setattr(module, when, before)
+    monkeypatch.setattr(setting_aside, when, before)
     assert bucket.exists("/tending/runs/llama/step-1/.metadata")
     retire(catalog, Policy(1), yes=True, take=means)
     assert not bucket.exists("/tending/runs/llama/step-1")

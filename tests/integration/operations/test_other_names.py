@@ -13,7 +13,7 @@ from retiring import delete_now as retire
 from ckptcore.catalog import aliases, claims, holds
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.conversion.pipeline import convert
-from ckptcore.errors import DestinationExists
+from ckptcore.errors import DestinationExists, UsageError
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.planning.request import Request, Settings
@@ -228,7 +228,7 @@ def test_the_only_copy_is_not_replaced_under_another_name(catalog, url, runs, mo
     before = (tmp_path / "large/step-1/model.safetensors").read_bytes()
     with pytest.raises(DestinationExists, match="only proven copy"):
         converted(url, runs / "llama/step-2", tmp_path / "large/step-1", overwrite=True)
-    with pytest.raises(DestinationExists, match="only proven copy"):
+    with pytest.raises(UsageError, match="has obligations"):
         converted(url, runs / "llama/step-2", tmp_path / "large", overwrite=True, overwrite_foreign=True)
     assert (tmp_path / "large/step-1/model.safetensors").read_bytes() == before
 

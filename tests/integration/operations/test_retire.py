@@ -25,8 +25,8 @@ from ckptcore.conversion.registration import facts
 from ckptcore.custody import holdings
 from ckptcore.custody.set_aside import LocalSetAside
 from ckptcore.errors import CatalogError, Conflict
-from ckptcore.operations import purge
 from ckptcore.operations import replacement as module
+from ckptcore.operations import setting_aside
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
 from ckptcore.planning.request import Request, Settings
@@ -195,7 +195,7 @@ def one_file_more(source):
 @pytest.mark.parametrize("happens", [resaved, touched_scale, one_file_more])
 @pytest.mark.parametrize("when", ["_require_same", "_mark_retired"])
 def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, retired, monkeypatch):
-    before = getattr(purge, when)
+    before = getattr(setting_aside, when)
 
     def meanwhile(*given):
         if made[1].exists() and not (noticed := getattr(meanwhile, "once", False)):
@@ -203,7 +203,7 @@ def test_a_source_saved_meanwhile_is_not_deleted(when, happens, options, made, r
             happens(made[1])
         return before(*given)
 
-    monkeypatch.setattr(purge, when, meanwhile)
+    monkeypatch.setattr(setting_aside, when, meanwhile)
     found = retired(**options)
     assert (found[1][0], "while this ran" in found[1][1][0]) == ("unsafe", True)
     assert sorted(p.name for p in made[1].parent.iterdir()) == ["step-1", "step-3"]
@@ -268,7 +268,7 @@ def test_a_root_of_another_case_is_another_root(made, retired, catalog, tmp_path
 
 
 def test_a_hold_that_is_set_meanwhile_wins(made, retired, catalog, monkeypatch):
-    same = purge._require_same
+    same = setting_aside._require_same
 
     def meanwhile(*given):
         with open_catalog(catalog.url.removeprefix("sqlite:///")) as other, other.writing() as conn:
@@ -276,7 +276,7 @@ def test_a_hold_that_is_set_meanwhile_wins(made, retired, catalog, monkeypatch):
                 holds.place(conn, datetime.now(UTC), str(made[1]), "needed")
         return same(*given)
 
-    monkeypatch.setattr(purge, "_require_same", meanwhile)
+    monkeypatch.setattr(setting_aside, "_require_same", meanwhile)
     found = retired()
     assert found[1] == ("kept", ("held: needed, meanwhile",))
     assert made[1].exists()
@@ -358,13 +358,13 @@ def test_a_file_saved_meanwhile_is_not_deleted(runs, url, watch, retired, tmp_pa
     for n in (1, 2):
         torch_save({"w": arange(4) + n}, runs / "pl" / f"step={n}.pt")
         convert(Request(str(runs / f"pl/step={n}.pt"), str(tmp_path / f"o{n}.safetensors")), MEANS, None, url)
-    same = purge._require_same
+    same = setting_aside._require_same
 
     def meanwhile(*given):
         torch_save({"w": arange(4) + 7}, runs / "pl" / "step=1.pt")
         return same(*given)
 
-    monkeypatch.setattr(purge, "_require_same", meanwhile)
+    monkeypatch.setattr(setting_aside, "_require_same", meanwhile)
     assert fates(retired()) == {1: "unsafe", 2: "kept"}
     assert len(list((runs / "pl").iterdir())) == 2
 
@@ -372,7 +372,7 @@ def test_a_file_saved_meanwhile_is_not_deleted(runs, url, watch, retired, tmp_pa
 def test_the_command_line(made, url, capsys):
     assert run(["retire", "--keep-last", "1", "--catalog", url]) == 0
     text = capsys.readouterr().out
-    assert "nothing was changed, --yes sets them aside" in text
+    assert "no source was changed, --yes sets them aside" in text
     assert "1 kept, 2 let go" in text
     assert made[1].exists()
     assert (

@@ -13,7 +13,7 @@ from retiring import MEANS, on_both, snapshot
 from ckptcore.conversion.pipeline import convert
 from ckptcore.custody import set_aside as aside
 from ckptcore.errors import UsageError
-from ckptcore.operations import purge
+from ckptcore.operations import purge, setting_aside
 from ckptcore.planning.request import Request
 
 SEQUENCES = {}
@@ -95,7 +95,7 @@ def source_exchanged_for_a_link(w):
             w.source.symlink_to(w.elsewhere / "step-1")
 
         before_link = snapshot(w.source)
-        behind(w, purge, "_mark_retired", linked, before=before)
+        behind(w, setting_aside, "_mark_retired", linked, before=before)
         assert w.retire().fate.value in ("unsafe", "kept")
         assert snapshot(w.elsewhere / "step-1") == before_link
         w.source.unlink()
@@ -112,7 +112,7 @@ def source_exchanged_for_another_folder(w):
         move(w.source, w.elsewhere / "step-1")
         shutil.copytree(w.elsewhere / "step-1", w.source)
 
-    behind(w, purge, "_mark_retired", copied)
+    behind(w, setting_aside, "_mark_retired", copied)
     w.keeps("while this ran")
 
 
@@ -213,7 +213,7 @@ def saved_anew_while_the_source_is_away_and_the_child_fails(w):
 @sequence
 def status_changes_while_it_runs(w):
     w.make()
-    behind(w, purge, "_require_same", lambda *_: data_of(w.source).chmod(0o600))
+    behind(w, setting_aside, "_require_same", lambda *_: data_of(w.source).chmod(0o600))
     w.keeps("while this ran")
     w.monkeypatch.undo()
     behind(w, aside.LocalSetAside, "move_in", lambda away: os.utime(data_of(Path(away.home, "step-1"))))

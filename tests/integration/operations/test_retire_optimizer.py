@@ -241,7 +241,13 @@ def test_the_recipe_of_the_page_works_from_end_to_end(runs, url, tmp_path, capsy
     answer = json.loads(out)
     assert (code, answer["counts"]) == (0, {"deleted": 1, "kept": 2})
     freed = before - size(runs)
-    assert answer["files"] == {"before": before, "freed": freed, "after": size(runs), "waiting": 0}
+    assert answer["files"] == {
+        "before": before,
+        "freed": freed,
+        "after": size(runs),
+        "purged": 0,
+        "waiting": 0,
+    }
     assert sorted(p.name for p in (runs / "llama").iterdir()) == ["step-2", "step-3"]
     # What is named wins over the root's own.
     _, out = cli("retire", "--keep-every", 5, "--rest", "full", "--fingerprint")

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from retiring import delete_now as retire
 
 from ckptcore.conversion.pipeline import convert
-from ckptcore.errors import DestinationExists
+from ckptcore.errors import DestinationExists, UsageError
 from ckptcore.operations import purge as module
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
@@ -64,7 +64,8 @@ def test_the_only_copy_is_not_replaced(steps):
     steps.refuses()
     steps.refuses(overwrite_foreign=True)
     steps.refuses(to="dcp")
-    steps.refuses(steps.child.parent, overwrite_foreign=True)  # around it
+    with pytest.raises(UsageError, match="has obligations"):  # around it
+        steps.convert(steps.other, steps.child.parent, overwrite=True, overwrite_foreign=True)
 
 
 def test_a_kept_source_allows_it(steps):

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 from catalog_page import TOKEN, Facts, access, browser, text_of
+from fastapi import Request
 from fastapi.testclient import TestClient
 
 from ckptcore.catalog import ConversionFacts, audit
@@ -19,7 +20,8 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.training import ANNOUNCED, read_facts
 from ckptcore.errors import Finding, UsageError
-from deployments.page.settings import PageTable, access_of
+from deployments.page.access import address_of
+from deployments.page.settings import PageTable, access_of, plain_address
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202egnp"
 
@@ -504,3 +506,47 @@ def test_the_inbox_as_json_has_no_bodies(client: TestClient, catalog: Catalog) -
     assert "secret" not in str(row)
     assert client.get("/api/v1/inbox?state=done").json()["rows"] == []
     assert client.get("/api/v1/inbox?state=gone").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("peer", "lines", "address"),
+    [
+        ("192.0.2.9", ["10.0.0.5", "203.0.113.1"], "192.0.2.9"),  # no proxy: what it writes does not count
+        ("127.0.0.1", ["10.0.0.5"], "127.0.0.1"),
+        ("10.0.0.5", [], "10.0.0.5"),
+        ("10.0.0.5", ["203.0.113.1"], "203.0.113.1"),
+        ("10.0.0.5", ["198.51.100.7, 203.0.113.1"], "203.0.113.1"),  # a client wrote the first
+        ("10.0.0.5", ["198.51.100.7", "203.0.113.1"], "203.0.113.1"),
+        ("10.0.0.5", ["198.51.100.7, 203.0.113.1, 10.0.0.6"], "203.0.113.1"),  # through two proxies
+        ("10.0.0.5", ["203.0.113.1, 10.0.0.5, 10.0.0.6"], "203.0.113.1"),
+        ("10.0.0.5", ["10.0.0.6"], "10.0.0.6"),
+        ("::ffff:10.0.0.5", ["203.0.113.1"], "203.0.113.1"),
+        ("10.0.0.5", ["203.0.113.1:4711"], "203.0.113.1"),
+        ("10.0.0.5", ["[2001:DB8::1]:4711"], "2001:db8::1"),
+        ("10.0.0.5", ["2001:db8::1"], "2001:db8::1"),
+        ("10.0.0.5", ["203.0.113.1, unknown"], "10.0.0.5"),
+        ("10.0.0.5", ["[", "203.0.113.1, [::1"], "10.0.0.5"),
+        ("10.0.0.5", [""], "10.0.0.5"),
+        ("testclient", ["10.0.0.5"], ""),
+    ],
+)
+def test_the_address_is_that_of_the_connection_or_what_named_proxies_saw(
+    peer: str, lines: list[str], address: str
+) -> None:
+    headers = [(b"x-forwarded-for", line.encode()) for line in lines]
+    request = Request({"type": "http", "client": (peer, 1), "headers": headers})
+    assert address_of(request, access(proxies=frozenset({"10.0.0.5", "10.0.0.6"}))) == address
+    assert address_of(request, access()) == plain_address(peer)  # nobody is named
+
+
+def test_a_session_behind_tls_is_sent_by_tls_alone(catalog: Catalog) -> None:
+    rights = access(open_reading=False, proxies=frozenset({"10.0.0.5"}))
+    for peer, scheme, secure in (
+        ("10.0.0.5", "https", True),
+        ("10.0.0.5", "http", False),
+        ("10.0.0.6", "https", False),
+    ):
+        answer = browser(catalog, rights, peer).post(
+            "/login", data={"token": TOKEN}, headers={"x-forwarded-proto": scheme}
+        )
+        assert ("Secure" in answer.headers["set-cookie"]) == secure

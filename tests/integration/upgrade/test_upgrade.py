@@ -265,6 +265,8 @@ def test_retire_does_not_trust_the_clocks_of_the_older_version(old, capsys):
     assert (code, fate["fate"]) == (0, "unsafe")
     assert "--fingerprint" in " ".join(fate["why"])
     assert bytes_of(source)
-    code, done = answer(capsys, "retire", "llama", "--keep-last", "1", "--yes", "--fingerprint")
+    code, done = answer(
+        capsys, "retire", "llama", "--keep-last", "1", "--yes", "--grace", "0", "--fingerprint"
+    )
     (fate,) = [c for c in done["checkpoints"] if c["uri"] == str(source)]
     assert (fate["fate"], source.exists()) == ("deleted", False)

@@ -53,12 +53,21 @@ OPTIONS = {
     "formats": "--output",
     "scrub": "--budget --catalog --output --share",
     "gc": "--catalog --dry-run --older-than --output",
-    "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --keep-every
-        --keep-last --memory --output --rest --workers --yes""",
+    "retire": """--accept-cast --accept-loss --catalog --device --dry-run --fingerprint --grace --keep-every
+        --keep-last --memory --output --purge --rest --workers --yes""",
     "sweep": """--catalog --device --dry-run --fingerprint --memory --meta --min-age --output --relist
         --retry-failed --strict --workers""",
 }
-GROUPS = ("", "catalog", "catalog alias", "catalog hold", "catalog root", "catalog inbox", "catalog outbox")
+GROUPS = (
+    "",
+    "catalog",
+    "catalog alias",
+    "catalog hold",
+    "catalog obligation",
+    "catalog root",
+    "catalog inbox",
+    "catalog outbox",
+)
 # Former names of release 0.1, which the help does not show.
 FORMER = {
     **dict.fromkeys(

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckptcore
+from ckptcore.catalog import open_catalog
 from ckptcore.checking.examine import inspect
+from ckptcore.conversion import stored_training
 from ckptcore.conversion.registration import Announcement, facts
 from ckptcore.conversion.stored_training import stored_facts
 
@@ -103,10 +106,61 @@ def test_configs_beside_the_weights(folder: Make) -> None:
         + ", ".join(["*m"] * 50)
         + "]\nbad: !!python/name:os.system\n"
     )
-    assert not stored_facts(inspect(str(folder(config__yaml=yaml, config__json=hub))))
+    odd = stored_facts(inspect(str(folder(config__yaml=yaml, config__json=hub))))
+    assert odd.config == {"run_name": "tiny", "model": {"d": 1}, "list": [{"d": 1}] * 50, "bad": None}
     safe = "run_name: tiny\nwhen: 2026-01-02\nmodel: {d_model: 8}\n"
     found = stored_facts(inspect(str(folder(config__yaml=safe, config__json=hub))))
     assert found.config == {"run_name": "tiny", "when": "2026-01-02", "model": {"d_model": 8}}
+
+
+HOSTILE = {
+    "a bool that is none": "a: !!bool x",
+    "an integer without digits": "a: !!int ''",
+    "a time that is none": "a: !!timestamp foo",
+    "base 60": "a: " + ":".join(["1"] * 100_000),
+    "a float of base 60": "a: " + ":".join(["1"] * 100_000) + ".5",
+    "a class": "a: !!python/object/apply:os.system [x]",
+    "bytes that are none": "a: !!binary '='",
+    "an ordered map that is none": "a: !!omap x",
+    "deep": "a: " + "[" * 20_000,
+    "an alias of itself": "a: &a [*a]",
+    "half a pair": 'a: "\\ud800"',
+    "a list as a key": "? [a]\n: b",
+    "a huge integer": "a: " + "9" * 50_000,
+    "a hexadecimal integer": "a: 0x" + "f" * 50_000,
+    "UTF-16": "a: 1".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "run_config.yaml"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_line_of_yaml_costs_no_conversion_its_row(
+    name: str, file: str, folder: Make, tmp_path: Path
+) -> None:
+    """Its output is published by then."""
+    place, text = folder(), HOSTILE[name]
+    (place / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    catalog = f"sqlite:///{tmp_path}/catalog.db"
+    ckptcore.convert(str(place), str(tmp_path / "out.safetensors"), catalog=catalog)
+    with open_catalog(catalog) as rows:
+        assert rows.at(str(tmp_path / "out.safetensors")) is not None
+        (conversion,) = rows.conversions()
+        assert conversion.state == "succeeded"
+
+
+@pytest.mark.parametrize("error", [IndexError("planted"), RecursionError(), MemoryError(), OverflowError()])
+def test_an_error_of_a_reader_of_facts_costs_no_conversion(
+    error: Exception, folder: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(stored_training, "_FILES", (("trainer_state.json", broken),))
+    monkeypatch.setattr(stored_training, "_OBJECTS", (("a state", broken),))
+    assert not stored_facts(inspect(str(folder(trainer_state__json="{}"))))
+    assert len(caplog.messages) == 2
+    monkeypatch.setattr(stored_training, "read_facts", broken)
+    assert not stored_facts(inspect(str(folder())))
 
 
 def test_an_alias_bomb_is_bounded(folder: Make) -> None:

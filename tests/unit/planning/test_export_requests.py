@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import ckptcore
 from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.operations.export_target import target_of
 from ckptcore.planning.compose import compose
+from ckptcore.planning.config_folder import require_possible
 from ckptcore.planning.request import Request
 
 WEIGHTS = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(3)}
@@ -60,3 +62,23 @@ def test_a_moving_average_is_left_out_with_a_finding(tmp_path: Path, optimizer: 
     assert "--model-prefix ema_model." in other.hint
     request = Request(str(tmp_path / "ckpt"), str(tmp_path / "out"), "export", model_prefix="ema_model.")
     assert not [w for w in compose(request, manifest).warnings if w.code == "other-part"]
+
+
+@pytest.mark.parametrize(
+    ("config", "possible"),
+    [
+        ({"num_local_experts": 4, "num_experts_per_tok": 2}, True),
+        ({"num_local_experts": 4, "num_experts_per_tok": 4}, True),
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, False),
+        ({"num_local_experts": 4, "num_experts_per_tok": 0}, False),
+        ({"num_local_experts": 4, "num_experts_per_tok": -1}, False),
+        ({"num_experts": 4, "num_experts_per_tok": 10**30}, False),
+        ({"text_config": {"n_routed_experts": 4, "num_experts_per_tok": 99}}, False),
+        ({"num_experts": 1, "num_experts_per_tok": 2}, True),  # Jamba's, without a router
+        ({"num_experts_per_tok": 2}, True),
+    ],
+)
+def test_a_token_visits_experts_that_there_are(config: dict[str, object], possible: bool) -> None:
+    """transformers builds a model of any number, which fails when it runs."""
+    with nullcontext() if possible else pytest.raises(UsageError, match="num_experts_per_tok = "):
+        require_possible(config, "--config x", [(4, 8)] * 12)

@@ -198,3 +198,28 @@ def test_steps_follow_each_other() -> None:
     assert [both.paths[n] for n in both.file] == ["a", "b", "b", "c"]
     assert (np.diff(both.begins) > 0).all()
     assert len(joined([])) == 0
+
+
+def test_a_forgotten_block_is_fetched_while_another_reads_it() -> None:
+    """It came altered, so whoever reads next must not get what the other one still copies."""
+    origin = Origin({"a": MIB})
+    table = plan_blocks(expected([("a", 0, MIB)] * 3), 4 * MIB)
+    arrived, forgotten = threading.Event(), threading.Event()
+
+    def first(*_: object) -> None:
+        if not arrived.is_set():
+            arrived.set()
+            forgotten.wait(60)
+
+    blocks = BlockReader(table, origin.fetch, first, lambda: 0.001, 4 * MIB)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(blocks.read_into, "a", 0, memoryview(bytearray(MIB)), origin.direct("a"))
+        assert arrived.wait(60)
+        blocks.forget("a", 0, MIB)
+        before = len(origin.asked)
+        try:
+            blocks.read_into("a", 0, memoryview(bytearray(MIB)), origin.direct("a"))
+        finally:
+            forgotten.set()
+        slow.result(60)
+    assert len(origin.asked) > before

@@ -241,7 +241,7 @@ fsdp = "shard(1)"
         ("family = 'hf'\n[mesh]\nfsdp = 0", "must have 1 rank or more"),
         ("[[rule]]\nfqn = '*'\ntp = 'shard(3)'", r"'a.w' \[4, 4\]: it has no dim 3"),
         ("#" * 2_000_000, "at most 1048576 characters"),
-        ("a = " + "[" * 100_000, "nested too deeply"),
+        ("a = " + "[" * 100_000, "recursion|nested"),
     ],
 )
 def test_files_that_are_wrong(rules: str, message: str) -> None:

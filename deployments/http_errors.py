@@ -10,6 +10,7 @@ REFUSALS: dict[str, tuple[int, str]] = {
     "unauthorized": (401, "the signature or token is missing, wrong or too old"),
     "forbidden-root": (403, "the URI is not below an allowed root"),
     "unknown-source": (404, "no source of this name is configured"),
+    "id-reused": (409, "the id of the event belongs to another one; send it under its own"),
     "too-slow": (408, "the request did not arrive in time"),
     "too-large": (413, "the body is too large"),
     "unsupported-type": (415, "the content type is not supported for this kind of sender"),

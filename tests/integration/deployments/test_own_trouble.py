@@ -1,0 +1,189 @@
+"""One item's trouble stays its own: an error of one event, run or message leaves the others alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+import webhooks
+from starlette.testclient import TestClient
+
+from ckptcore.catalog import CheckpointFacts, open_catalog
+from ckptcore.catalog.queues import outbox
+from ckptcore.errors import CkptError, UsageError
+from deployments.page.changes import set_alias
+from deployments.receiver import batch_writer
+from deployments.receiver.app import make_app
+from deployments.receiver.dispatch import RunState, announce_aliases, work
+from deployments.receiver.event import Event
+from deployments.receiver.inbox import Mailbox
+from deployments.receiver.notify import send_due
+from deployments.receiver.settings import NotifyTarget, Sender
+
+NOW = datetime.fromtimestamp(webhooks.NOW, UTC)
+LATER = NOW + timedelta(hours=1)
+TARGET = {"team": NotifyTarget(url="https://team.example/hook", secret="WHSEC")}
+NAMES = ("a", "odd", "z")  # the one in the middle is in trouble
+
+
+class Unforeseen(Exception):
+    """What no list of exceptions has."""
+
+
+class Runs:
+    """Prefect, whose call of a name raises for the odd event. state: of all runs."""
+
+    def __init__(self, raising: str) -> None:
+        self.raising, self.state = raising, "SCHEDULED"
+        self.started: list[str] = []
+        self.sent: list[str] = []
+
+    def start(self, deployment: str, parameters: Mapping[str, Any], **_: Any) -> str:
+        self._raise("start", parameters["source"])
+        self.started.append(parameters["source"])
+        return f"run of {parameters['source']}"
+
+    def states(self, ids: Sequence[str]) -> Mapping[str, RunState | CkptError]:
+        found: dict[str, RunState | CkptError] = {id: RunState(self.state, NOW, "") for id in ids}
+        if self.raising == "states":
+            found = {id: UsageError("unknown") if "odd" in id else state for id, state in found.items()}
+        return found
+
+    def resume(self, id: str, why: str) -> None:
+        self._raise("resume", id)
+
+    def give_up(self, id: str, why: str) -> None:
+        raise AssertionError
+
+    def tell(self, event: str, uri: str, payload: Mapping[str, Any]) -> None:
+        self._raise("tell", uri)
+        self.sent.append(uri)
+
+    def _raise(self, call: str, what: str) -> None:
+        if self.raising == call and "odd" in what:
+            raise Unforeseen("of this one")
+
+
+def event(name: str) -> Event:
+    return Event(source="slurm", event_id=name, type="", wanted=True, uri="", run="", step=None)
+
+
+@pytest.fixture
+def filled(box: Mailbox) -> Mailbox:
+    box.put([(event(name), f"/runs/{name}", "{}") for name in NAMES], NOW)
+    return box
+
+
+def rows(url: str, table: str = "inbox", columns: str = "state, error_message") -> list[tuple[Any, ...]]:
+    with open_catalog(url) as catalog, catalog.reading() as conn:
+        return [tuple(row) for row in conn.exec_driver_sql(f"SELECT {columns} FROM {table} ORDER BY id")]
+
+
+def test_a_start(filled: Mailbox, url: str, senders: dict[str, Sender]) -> None:
+    runs = Runs("start")
+    assert work(filled, runs, senders, {}, NOW) == 3
+    assert runs.started == ["/runs/a", "/runs/z"]
+    assert [why for _, why in rows(url)] == [None, "Unforeseen: of this one", None]
+
+
+@pytest.mark.parametrize(
+    ("raising", "state", "why"),
+    [("resume", "PENDING", "Unforeseen: of this one"), ("states", "COMPLETED", "usage: unknown")],
+)
+def test_a_look_at_a_run(
+    raising: str, state: str, why: str, filled: Mailbox, url: str, senders: dict[str, Sender]
+) -> None:
+    runs = Runs(raising)
+    work(filled, runs, senders, {}, NOW)
+    runs.state = state
+    work(filled, runs, senders, {}, LATER)
+    good = ("waiting", None) if state == "PENDING" else ("done", None)
+    assert rows(url) == [good, ("waiting", f"its run cannot be followed: {why}"), good]
+
+
+def test_outputs_that_cannot_be_read(
+    filled: Mailbox, url: str, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs("")
+    work(filled, runs, senders, {}, NOW)
+    runs.state = "COMPLETED"
+
+    def outputs(run: str, destination: str, source: str) -> list[dict[str, Any]]:
+        if "odd" in source:
+            raise Unforeseen("of this one")
+        return []
+
+    monkeypatch.setattr(filled, "outputs", outputs)
+    assert work(filled, runs, senders, TARGET, LATER) == 3
+    assert rows(url) == [("done", None)] * 3  # the conversions are what they are
+    messages = [json.loads(body)["data"]["message"] for (body,) in rows(url, "outbox", "body")]
+    assert ["cannot be read: Unforeseen" in message for message in messages] == [False, True, False]
+
+
+def test_an_announcement_of_an_alias(box: Mailbox, url: str) -> None:
+    with open_catalog(url) as catalog:
+        for name in NAMES:
+            facts = CheckpointFacts(f"/out/{name}", "dcp", name.encode().hex().zfill(64), 8, [], [])
+            catalog.record_validation(facts)
+            set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None)
+    runs, now = Runs("tell"), datetime.now(UTC)
+    announce_aliases(box, runs, {}, now)
+    assert runs.sent == ["/out/a", "/out/z"]
+    assert [state for (state,) in rows(url, "outbox", "state")] == ["done", "waiting", "done"]
+
+
+@pytest.mark.parametrize("odd", ["the answer", "the body", "the secret"])
+def test_a_notification(odd: str, box: Mailbox, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {name: NotifyTarget(url=f"https://{name}.example/", secret="WHSEC") for name in NAMES}
+    with open_catalog(url) as catalog, catalog.queueing() as conn:
+        for name in NAMES:
+            outbox.put(conn, NOW, name, "k", type="t", body={"data": name})
+    if odd == "the secret":
+        targets["odd"] = NotifyTarget(url="https://odd.example/", secret="GONE")
+    if odd == "the body":
+        dumps = json.dumps
+
+        def raising(body: Any, **more: Any) -> str:
+            if "odd" in str(body):
+                raise Unforeseen("of this one")
+            return dumps(body, **more)
+
+        monkeypatch.setattr("deployments.receiver.notify.json.dumps", raising)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if odd == "the answer" and request.url.host.startswith("odd"):
+            raise Unforeseen("of this one")
+        return httpx.Response(204)
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        assert send_due(box, targets, client, webhooks.SECRETS, NOW) == 3
+    assert [state for (state,) in rows(url, "outbox", "state")] == ["done", "waiting", "done"]
+
+
+def test_an_event_of_a_batch(url: str, senders: dict[str, Sender], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Mailbox):
+        """Stores no event about the odd place."""
+
+        def put(self, events: Sequence[tuple[Event, str, str]], now: datetime) -> Any:
+            if any("odd" in uri for _, uri, _ in events):
+                raise Unforeseen("of this one")
+            sizes.append(len(events))
+            return super().put(events, now)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(batch_writer, "TOGETHER", 0.5)
+    hook = webhooks.HOOKS["bearer"]
+    app = make_app(senders, Odd(url), clock=lambda: webhooks.NOW)
+    with TestClient(app) as client, ThreadPoolExecutor(3) as threads:
+
+        def send(name: str) -> int:
+            named = hook.naming(f"/runs/{name}")
+            return client.post(hook.path, content=named.body, headers=hook.headers).status_code
+
+        assert list(threads.map(send, NAMES)) == [202, 503, 202]
+    assert sorted(uri for (uri,) in rows(url, columns="uri")) == ["/runs/a", "/runs/z"]

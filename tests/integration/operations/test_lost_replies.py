@@ -1,0 +1,225 @@
+"""A commit whose reply is lost was done; one that failed is made good by one more run."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+import sqlalchemy
+from retiring import MEANS, World, on_both
+from sqlalchemy import text
+
+from ckptcore.catalog import aliases, commits, open_catalog, queues, upgrade
+from ckptcore.conversion.pipeline import convert
+from ckptcore.custody import upkeep
+from ckptcore.errors import CkptError, UsageError
+from ckptcore.operations.purge import purge, restore
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.retire import retire
+from ckptcore.operations.scrub import scrub
+from ckptcore.operations.sweep import sweep
+from ckptcore.planning.request import Request
+
+BROKEN = {
+    "sqlite": sqlite3.OperationalError("disk I/O error"),
+    "postgresql": psycopg.OperationalError("gone"),
+}
+ACTS = {}
+
+
+def act(function):
+    """Add an act that commits to the table."""
+    ACTS[function.__name__] = function
+    return function
+
+
+@act
+def converts(w):
+    convert(Request(str(w.source.with_name("step-2")), str(w.tmp / "out2")), MEANS, None, w.url)
+
+
+@act
+def sweeps(w):
+    def one(request):
+        return convert(request, MEANS, None, w.url)
+
+    sweep(w.catalog, one, settle_s=0.0, retry_failed=True)  # or a failed one waits for five minutes
+
+
+@act
+def sets_aside(w):
+    retire(w.catalog, Policy(1), w.name, yes=True)
+
+
+@act
+def deletes(w):
+    retire(w.catalog, Policy(1), w.name, yes=True, purging=True, grace=timedelta(0))
+
+
+@act
+def purges(w):
+    list(purge(w.catalog, MEANS, None, due=datetime.now(UTC) + timedelta(days=30)))
+
+
+@act
+def restores(w):
+    try:
+        restore(w.catalog, str(w.source))
+    except UsageError as error:  # the first run has done it
+        if "nothing of the name" not in error.message:
+            raise
+
+
+@act
+def scrubs(w):
+    scrub(w.catalog)
+
+
+@act
+def looks_after(w):
+    upkeep.look_after(w.catalog)
+
+
+@act
+def names(w):
+    with w.catalog.writing() as conn:
+        aliases.set_alias(conn, datetime.now(UTC), "best", str(w.child))
+
+
+@act
+def tags(w):
+    w.catalog.tag(str(w.child), "quality", "good")
+
+
+@act
+def announces(w):
+    with w.catalog.queueing() as conn:
+        queues.outbox.put(conn, datetime.now(UTC), "e", "k", type="t", body={})
+
+
+READS = {"scrubs", "looks_after"}  # as a rule nothing changed
+BEFORE = {"purges": [sets_aside], "restores": [sets_aside]}
+
+
+@pytest.fixture
+def world(request, template, tmp_path):
+    """Return a function that makes a world on a database: (database, act) -> world."""
+    opened = []
+
+    def make(kind, name, number=0):
+        url = str(tmp_path / f"catalog-{number}.sqlite")
+        if kind == "postgresql":
+            context = request.getfixturevalue("postgres").database()
+            url = context.__enter__()
+            opened.append(lambda: context.__exit__(None, None, None))
+            upgrade(url)
+        catalog = open_catalog(url)
+        opened.append(catalog.close)
+        w = World(template, catalog, url, tmp_path / str(number), "w").make()
+        for each in BEFORE.get(name, ()):
+            each(w)
+        return w
+
+    yield make
+    for close in reversed(opened):
+        close()
+
+
+def state(w):
+    """What the catalog and the disk say."""
+    tables = {
+        "checkpoint": "SELECT uri, state FROM checkpoint",
+        "set aside": "SELECT uri, purging FROM set_aside",
+        "obligation": "SELECT source, place FROM obligation",
+        "running": "SELECT id FROM conversion WHERE state = 'running'",
+        "names": "SELECT name FROM aliases",
+        "outbox": "SELECT key FROM outbox",
+    }
+    with w.catalog.reading() as conn:
+        rows = {
+            table: sorted(str(row).replace(str(w.tmp), "") for row in conn.execute(text(statement)))
+            for table, statement in tables.items()
+        }
+    files = [os.path.relpath(os.path.join(at, f), w.tmp) for at, _, names in os.walk(w.tmp) for f in names]
+    return rows, sorted(without_chance(files))
+
+
+def without_chance(names):
+    for name in names:
+        if ".retiring-" in name:
+            head, _, tail = name.partition(".retiring-")
+            name = f"{head}.retiring{tail[8:]}"
+        if ".obligations." in name:  # the id of one is of the paths
+            name = f"{os.path.dirname(name)}/ID.json"
+        if ".staging" not in name:
+            yield name
+
+
+class Broken:
+    """Breaks connections at commits of writers: before they are done, or behind it."""
+
+    def __init__(self, monkeypatch, kind):
+        self.commits, self.at, self.done = 0, None, True
+        dialect = sqlalchemy.create_engine(f"{'postgresql+psycopg' if kind != 'sqlite' else kind}://").dialect
+        self._commit, self._error = type(dialect).do_commit, BROKEN[kind]
+        monkeypatch.setattr(type(dialect), "do_commit", lambda _, connection: self._break(connection))
+        original = commits._MARKS[kind]
+
+        def marked(connection):
+            self.writer = True
+            return original(connection)
+
+        self.writer = False
+        monkeypatch.setitem(commits._MARKS, kind, marked)
+
+    def _break(self, connection):
+        writer, self.writer = self.writer, False
+        hit = writer and (self.at is None or self.commits == self.at)
+        self.commits += writer
+        if not hit or self.at == -1:
+            connection.commit()
+            return
+        if self.done:
+            connection.commit()
+        if isinstance(connection.driver_connection, sqlite3.Connection):
+            connection.rollback()
+        else:
+            connection.driver_connection.close()
+        raise self._error
+
+
+@pytest.mark.parametrize(("kind", "name"), on_both(ACTS, {"deletes", "converts"}))
+def test_a_commit_whose_reply_is_lost_was_done(world, monkeypatch, kind, name):
+    expected = world(kind, name)
+    ACTS[name](expected)
+    w = world(kind, name, 1)
+    with monkeypatch.context() as patch:
+        broken = Broken(patch, kind)
+        ACTS[name](w)
+        assert broken.commits or name in READS
+    assert state(w) == state(expected)
+
+
+@pytest.mark.parametrize(("kind", "name"), on_both(ACTS, {"deletes", "converts"}))
+def test_a_commit_that_failed_is_made_good_by_one_more_run(world, monkeypatch, kind, name):
+    expected = world(kind, name)
+    with monkeypatch.context() as patch:
+        counting = Broken(patch, kind)
+        counting.at = -1
+        ACTS[name](expected)
+    wanted = state(expected)
+    for number in range(counting.commits):
+        w = world(kind, name, number + 1)
+        with monkeypatch.context() as patch:
+            broken = Broken(patch, kind)
+            broken.at, broken.done = number, False
+            with suppress(CkptError):
+                ACTS[name](w)
+        ACTS[name](w)
+        rows, files = state(w)
+        assert rows == wanted[0], number
+        assert files == wanted[1], number
