@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -20,20 +19,12 @@ from ckptcore.custody.obligation_records import (
     drop_duties,
     places_with_records,
     read_duties,
+    recorded_duty,
 )
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.fingerprints.holdings import (
-    TENSOR,
-    Ids,
-    ids_of,
-    nth,
-    pack,
-    pack_specs,
-    tensor_id,
-    unpack,
-    unpack_ids,
-)
+from ckptcore.fingerprints.holdings import TENSOR, Ids, ids_of, ids_of_tensors, pack, pack_specs, unpack_ids
 from ckptcore.store import split_url
+from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -51,10 +42,14 @@ def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
                 row.place,
                 row.created_at,
                 row.lost,
-                tuple(each.name for each in unpack(obligations.contents_of(conn, row.id))),
+                _names(attempt(recorded_duty, conn, row)),
             )
             for row in obligations.every(conn)
         )
+
+
+def _names(duty: Duty | CkptError) -> tuple[str, ...]:
+    return (f"({duty.message})",) if isinstance(duty, CkptError) else tuple(h.name for h in duty.contents)
 
 
 def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, ...]:
@@ -80,9 +75,12 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
                 hint="see ckptcore catalog obligation list",
             )
         (row,) = rows
-        contents = unpack(obligations.contents_of(conn, row.id))
+        duty = attempt(recorded_duty, conn, row)
+        if isinstance(duty, CkptError) and "*" not in globs:
+            raise duty
+        contents = () if isinstance(duty, CkptError) else duty.contents
         named = [each for each in contents if any(fnmatchcase(each.name, glob) for glob in globs)]
-        if not named:
+        if contents and not named:
             raise UsageError(
                 f"obligation {row.id} has no contents of these names (got {', '.join(globs)})",
                 hint="see ckptcore catalog obligation list --output json",
@@ -110,8 +108,12 @@ def look_after(catalog: Catalog) -> int:
     cache: dict[str, Ids] = {}
     total = 0
     with catalog.reading() as conn:
-        rows = [(row, unpack(obligations.contents_of(conn, row.id))) for row in obligations.every(conn)]
-    for row, contents in rows:
+        duties = [attempt(recorded_duty, conn, row) for row in obligations.every(conn)]
+    for duty in duties:
+        if isinstance(duty, CkptError):
+            _log.warning("%s", duty.message)
+            continue
+        row, contents = duty.row, duty.contents
         wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
         with catalog.reading() as conn:
             for holder in holdings.may_hold(conn, wanted):
@@ -150,9 +152,8 @@ def _move(catalog: Catalog, duty: Duty, place: str) -> None:
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
     """Return the content ids that a checkpoint holds by its records."""
     kept = holdings.ids_of_row(conn, row.id)
-    counts = Counter((holdings.fingerprints_of(conn, row.id) or {}).values())
-    tensors = {nth(tensor_id(sums), n) for sums, count in counts.items() for n in range(1, count + 1)}
-    return frozenset(tensors) | (unpack_ids(kept) if kept else frozenset())
+    tensors = ids_of_tensors((holdings.fingerprints_of(conn, row.id) or {}).values())
+    return tensors | (unpack_ids(kept) if kept else frozenset())
 
 
 def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[str, ...]]:
@@ -177,7 +178,8 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
         if not duties:
             continue
         with catalog.writing() as conn:
-            known = {row.id for row in obligations.every(conn)}
+            rows = obligations.every(conn)
+            known = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
             for duty in duties:
                 if duty.row.id not in known:
                     obligations.put(conn, duty.row, pack(duty.contents))

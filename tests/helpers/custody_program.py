@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,11 +28,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from custody_copies import put_rows, rows_of
-from custody_model import HOME, Contents, held, is_hidden, places, read_place
+from custody_model import HOME, Contents, ids_in, is_hidden, places, read_place
 from safetensors.torch import load as safetensors_state
 from safetensors.torch import save as safetensors_bytes
-from sqlalchemy import event, text
-from sqlalchemy.engine import Engine
+from sqlalchemy import text
+from strikes import STRUCK, strike_at
 
 from ckptcore.catalog import holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
@@ -47,7 +48,6 @@ from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import folder_tree
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 NO_SUMS = Settings(memory=32 << 20, workers=1)
@@ -56,11 +56,12 @@ OUTPUTS = (*(f"{top}/{name}" for top in ("out", "disk") for name in "abcde"), "o
 # Verb -> how often.
 WEIGHTS = {
     "save": 5,
-    "save_again": 1,
+    "resave": 1,
     "make": 10,
     "copy": 3,
     "move": 3,
     "overwrite": 10,
+    "resume": 4,
     "retire": 10,
     "purge": 4,
     "restore": 2,
@@ -70,13 +71,13 @@ WEIGHTS = {
     "rewrite": 2,
     "validate": 2,
     "backup": 1,
-    "put_back": 1,
+    "rewind": 1,
     "lose": 1,
     "release": 1,
     "hold": 1,
 }
-FORGET = ("put_back", "lose")  # behind them less is promised, so half of the programs have none
-STRUCK, REFUSED, CRASHED = 9, 3, 4
+FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
+REFUSED, CRASHED = 3, 4
 
 
 class Broken(AssertionError):
@@ -92,6 +93,19 @@ def program(seed: int, length: int) -> list[tuple[str, int]]:
     return [(verb, draw.getrandbits(40)) for verb in (*start, *verbs)][:length]
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion of a place with these contents; what it makes of them."""
+
+    source: str
+    target: str
+    contents: Contents
+    made: Contents
+    options: dict[str, Any]
+    settings: Settings
+    catalog: bool
+
+
 class Run:
     """One program on one disk with one catalog."""
 
@@ -101,10 +115,11 @@ class Run:
         self.trace: list[str] = []
         self.owed: set[tuple[str, str, str]] = set()  # (source, name, id) of what purges deleted
         self.accepted: dict[str, set[str]] = {}  # source -> globs that a user said
-        self.held: dict[str, Contents] = {}  # source on hold -> what it had
+        self.on_hold: dict[str, Contents] = {}  # source on hold -> what it had
         self.saved = 0
         self.backup: dict[str, list[dict[str, Any]]] | None = None
-        self.forgot = False  # whether a catalog was lost or put back
+        self.killed: Conversion | None = None  # the last one that was
+        self.forgot = False  # whether a catalog was lost, or restored from a backup
         self._watch()
 
     def close(self) -> None:
@@ -128,8 +143,8 @@ class Run:
     def _step(self, verb: str) -> None:
         getattr(self, f"_{verb}")()
 
-    def _note(self, words: str) -> None:
-        self.trace[-1] += f"  {words}"
+    def _note(self, line: str) -> None:
+        self.trace[-1] += f"  {line}"
 
     # What is there.
 
@@ -161,10 +176,12 @@ class Run:
 
     def _excuse(self) -> None:
         tree = self.disk.tree()
-        there = held(tree)
+        there = ids_in(tree)
         self.owed = {each for each in self.owed if each[2] in there}
         now = self._all(tree)
-        self.held = {place: contents for place, contents in self.held.items() if now.get(place) == contents}
+        self.on_hold = {
+            place: contents for place, contents in self.on_hold.items() if now.get(place) == contents
+        }
 
     def _save(self, place: str = "") -> None:
         if not place:
@@ -190,10 +207,10 @@ class Run:
             self.disk.put(f"{place}/tokenizer.json", b'{"%d": 1}' % self.draw.getrandbits(30))
         self._note(place)
 
-    def _save_again(self) -> None:
+    def _resave(self) -> None:
         """The trainer saves a step again: over it, or where it was before it was set aside."""
         place = f"runs/llama/step-{self.draw.randint(1, max(self.saved, 1))}"
-        if place in self.held:
+        if place in self.on_hold:
             return
         if self.disk.exists(place):
             self.disk.remove(place)
@@ -275,7 +292,7 @@ class Run:
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__") if objects else None
         self.disk.put(path, safetensors_bytes(safetensors_state(data) | more, metadata))
 
-    # The catalog: backups, losses, what it is told.
+    # The catalog: backups, losses, what it records.
 
     def _watch(self) -> None:
         with self.catalog.writing() as conn:
@@ -305,15 +322,15 @@ class Run:
     def _backup(self) -> None:
         self.backup = rows_of(self.catalog)
 
-    def _put_back(self) -> None:
+    def _rewind(self) -> None:
         if self.backup is not None:
             put_rows(self.catalog, self.backup)
-            self.held, self.forgot = {}, True
+            self.on_hold, self.forgot = {}, True
 
     def _lose(self) -> None:
         put_rows(self.catalog, {table: [] for table in rows_of(self.catalog)})
         self._watch()
-        self.held, self.forgot = {}, True
+        self.on_hold, self.forgot = {}, True
         tops = [top for top in ("out", "disk") if self.disk.exists(top)]
         with suppress(CkptError):
             rebuild(self.catalog, [self.disk.url("runs")], made=list(map(self.disk.url, tops)), take=MEANS)
@@ -336,7 +353,7 @@ class Run:
             self._known(place)
         with suppress(CkptError), self.catalog.writing() as conn:
             holds.place(conn, datetime.now(UTC), self.disk.url(place), "mine")
-            self.held[place] = self._visible()[place]
+            self.on_hold[place] = self._visible()[place]
             self._note(place)
 
     # The product.
@@ -377,10 +394,25 @@ class Run:
             options["exclude"] = ("shared",)
             made.pop("shared", None)
         settings = MEANS if self.draw.random() < 0.85 else NO_SUMS
-        request = Request(self.disk.url(source), self.disk.url(target), **options)
-        url: str | bool = self.url if catalog else False
-        self._note(f"{source} -> {target} {options} catalog={catalog}")
-        self._product(lambda _: convert(request, settings, None, url), target, made, catalog=catalog)
+        self._converted(Conversion(source, target, contents, made, options, settings, catalog))
+
+    def _converted(self, run: Conversion) -> None:
+        request = Request(self.disk.url(run.source), self.disk.url(run.target), **run.options)
+        url: str | bool = self.url if run.catalog else False
+        self._note(f"{run.source} -> {run.target} {run.options} catalog={run.catalog}")
+        outcome = self._product(
+            lambda _: convert(request, run.settings, None, url), run.target, run.made, catalog=run.catalog
+        )
+        if outcome.startswith("killed"):
+            self.killed = run
+        elif run is self.killed:
+            self.killed = None
+
+    def _resume(self) -> None:
+        """The same command as the one that was killed last."""
+        run = self.killed
+        if run is not None and self._is_up(run.target) and self._visible().get(run.source) == run.contents:
+            self._converted(run)
 
     def _retire(self) -> None:
         grace = timedelta(0) if self.draw.random() < 0.6 else WEEK
@@ -425,10 +457,10 @@ class Run:
         made: Contents | None = None,
         *,
         catalog: bool = True,
-    ) -> None:
+    ) -> str:
         """Run a verb, sometimes killed at one of its steps, and check what must be true.
 
-        target: the place that may change. made: what is there afterwards; None for anything that is whole.
+        target: the place that may change. made: what is there afterwards; None for anything that is complete.
         """
         tree = self.disk.tree()
         known = self._known_sources(target, tree, catalog=catalog)
@@ -438,10 +470,11 @@ class Run:
         after = self.disk.tree()
         self._require_places(self._all(tree), self._all(after), target, made, outcome)
         self._note_deleted(tree, after)
-        self._require_owed(held(after), known, strict=catalog and not self.forgot)
-        for place, contents in self.held.items():
+        self._require_owed(ids_in(after), known, strict=catalog and not self.forgot)
+        for place, contents in self.on_hold.items():
             if self._all(after).get(place) != contents:
                 raise Broken(f"{place} is on hold, and gone")
+        return outcome
 
     def _in_process(self, act: Callable[[Any], object]) -> str:
         try:
@@ -460,7 +493,7 @@ class Run:
             code = CRASHED
             try:
                 if not remote:
-                    _strike_at(last)
+                    strike_at(last)
                 with open_catalog(self.url) as catalog:
                     act(catalog)
                 code = 0
@@ -496,7 +529,7 @@ class Run:
         made: Contents | None,
         outcome: str,
     ) -> None:
-        """Every place that a user sees is as it was; the target is as it was, or is the new output, whole."""
+        """Every place that a user sees is as it was; the target, too, or it is the new output, complete."""
         for place in {*before, *after}:
             old, new = before.get(place), after.get(place)
             if is_hidden(place) or old == new:
@@ -513,7 +546,7 @@ class Run:
                 continue
             if outcome.startswith("killed") and self.disk.kind == "bucket":
                 continue  # objects are replaced one at a time; nothing opens meanwhile
-            raise Broken(f"{place} is not whole: {old} -> {new}, not {made}")
+            raise Broken(f"{place} is not complete: {old} -> {new}, not {made}")
         if (
             outcome == "done"
             and made is not None
@@ -556,9 +589,11 @@ class Run:
                 found |= set(conn.execute(text("SELECT source FROM obligation")).scalars())
         for above in (target, *_above(target)):
             parent, _, name = above.rpartition("/")
-            data = tree.get(f"{parent}/.{name}.obligations.ckptcore/record.json")
-            if data is not None:
-                found |= {each["source"] for each in json.loads(data)["obligations"]}
+            home = f"{parent}/.{name}.obligations.ckptcore/"
+            records = [
+                data for path, data in tree.items() if path.startswith(home) and path.endswith(".json")
+            ]
+            found |= {json.loads(data)["source"] for data in records}
         return frozenset(found)
 
 
@@ -571,25 +606,3 @@ def _logical(place: str) -> str:
 def _above(place: str) -> list[str]:
     parts = place.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
-
-
-def _strike_at(last: int) -> None:
-    """Let this process end at its n-th change of a file system or commit."""
-    calls = [0]
-
-    def count(*_: Any) -> None:
-        calls[0] += 1
-        if calls[0] == last:
-            os._exit(STRUCK)
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any, **options: Any) -> Any:
-            count()
-            return function(*given, **options)
-
-        return counted
-
-    for name in ("rename", "unlink", "rmdir", "mkdir", "link", "fsync", "replace", "remove"):
-        setattr(os, name, counting(getattr(os, name)))
-    folder_tree._renameat2 = counting(folder_tree._renameat2)  # type: ignore[assignment]
-    event.listen(Engine, "commit", count)
