@@ -25,6 +25,7 @@ from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
 from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import config_value
 from ckptcore.formats.deepspeed.tensor_parallel import same
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
@@ -152,7 +153,7 @@ def _add(
 
 def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
     size = source.listing[path]
-    objects = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE)
+    objects = read_objects(FileRange(source.store, path, 0, size), path, TABLE)
     return StatesFile(path, size, objects), objects.tree
 
 
@@ -174,6 +175,9 @@ def _add_optimizer(source: Source, assembly: Assembly) -> None:
         values, inner = inner, inner["optimizer_state_dict"]
         _add_scalars({k: v for k, v in values.items() if k != "optimizer_state_dict"}, file, assembly)
     _add_scalars(inner, file, assembly)
+    content = FileRange(source.store, file.path, 0, file.size)
+    for start, length, _ in file.objects.storages.values():
+        content.leave(start, start + length, "buffer of one rank, whose values the parameters' files have")
 
 
 def _add_scalars(values: Mapping[Any, Any], file: StatesFile, assembly: Assembly) -> None:

@@ -139,6 +139,8 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
         raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
         form = loads(raw)
         known = {k: form[k] for k in ("version", "ephemeral") if type(form.get(k)) in (str, bool)}
+        source.explain(MARKER, 0, len(raw))
+        source.carry(MARKER, MARKER, {k: v for k, v in form.items() if k not in known})
     except (ValueError, AttributeError, RecursionError) as error:
         message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
         return {}, [finding("malformed-metadata", "files", message, file=MARKER)]

@@ -28,6 +28,7 @@ from ckptcore.formats.olmo.common import missing_part, model_origin, require_ren
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, short_repr
 
@@ -150,7 +151,7 @@ class _RankStates:
 
     def _open(self, path: str, table: Mapping[str, Any]) -> tuple[Objects, TorchTree]:
         size, store = self.source.listing[path], self.source.store
-        objects = read_objects(lambda start, n: store.read(path, start, n), size, path, table)
+        objects = read_objects(FileRange(store, path, 0, size), path, table)
         return objects, TorchTree(self.builder, self.builder.file(path, size), objects, path)
 
     def _add(self, tree: TorchTree, name: str, seen: Slice, data: StoredView, at: int, path: str) -> None:
@@ -206,9 +207,12 @@ def _world_size(source: Source) -> int | None:
     size = source.listing.get(METADATA)
     if size is None:
         return None
-    m = _WORLD.search(source.store.read(METADATA, 0, min(size, 1 << 16)))
+    text = source.store.read(METADATA, 0, min(size, 1 << 16))
+    m = _WORLD.search(text)
     if m is None or not int(m[1]):
         raise MalformedCheckpoint(f"{METADATA} must have a world_size above 0", file=METADATA)
+    if m[0].strip() == text.strip():  # OLMo writes nothing else there
+        source.explain(METADATA)
     return int(m[1])
 
 

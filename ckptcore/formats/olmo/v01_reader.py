@@ -29,6 +29,7 @@ from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count, short_repr
 
 METADATA = "metadata.json"
+_FIELDS = frozenset({"dtype", "flattened_offsets_per_file", "is_sharded", "shape", "shard_spec_per_file"})
 _MAX_METADATA = 1 << 30
 _MAX_DIM = 1 << 50
 _MAX_FINDINGS = 100
@@ -177,11 +178,15 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
         meter().require(size, METADATA)
         top = parse(source.store.read(METADATA, 0, size), METADATA)
         tensors = top["tensors"].items()
+        source.explain(METADATA)
+        source.carry(METADATA, METADATA, {k: v for k, v in top.items() if k != "tensors"})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MalformedCheckpoint(f"{METADATA} has no table of tensors: {error}", file=METADATA) from error
     for name, entry in tensors:
         try:
             yield _stored_tensor(name, entry, listed)
+            if more := {k: v for k, v in entry.items() if k not in _FIELDS}:
+                source.carry(METADATA, METADATA, {name: more})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(
                 f"cannot read the entry {short_repr(name)} of {METADATA}: {error}", file=METADATA
