@@ -96,11 +96,11 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
         manifest: A manifest from `ckptcore.formats.read_manifest`.
 
     Returns:
-        Ranges in the order of files and bytes. None for a manifest that was
-        loaded or made otherwise: what its files hold beside the items is not known.
+        Ranges in the order of files and bytes. None where it is not known what the files hold beside items: the
+        manifest was loaded, or its reader gives no account.
     """
     ledger = manifest.ledger
-    if ledger is None:
+    if ledger is None or not ledger.structure:
         return None
     files = _accounted_files(manifest, ledger)
     number = {path: n for n, (path, _) in enumerate(files)}
@@ -118,6 +118,17 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
     table.add(*rows.T)
     gaps = [UnusedBytes(files[f][0], a, b) for f, a, b in table.gaps()]
     return tuple(sorted([*gaps, *left], key=_place(number)) if left else gaps)
+
+
+def accounted_files(manifest: Manifest) -> frozenset[str]:
+    """Return the files of which every byte is explained or in `unused_bytes`; the reader took something of each.
+
+    What is not among them is another program's: nothing in it is known to be elsewhere.
+    """
+    ledger = manifest.ledger
+    if ledger is None or not ledger.structure:
+        return frozenset()
+    return frozenset(path for path, _ in _accounted_files(manifest, ledger))
 
 
 def _place(number: Mapping[str, int]) -> Callable[[UnusedBytes], tuple[int, int, int]]:

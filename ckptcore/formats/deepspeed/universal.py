@@ -33,6 +33,8 @@ _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
 _MAX_REPORTED = 20
 _OF_OPTIMIZER = frozenset({"optimizer_state_dict", "param_groups", "ds_version", "clip_grad", "loss_scaler"})
+# What a parameter's file may hold: the tensor, and how it is cut (deepspeed/checkpoint/constants.py).
+_PARAMETER = frozenset({"param", "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor"})
 _READ_THE_OTHER = (
     "read the save that it was made of, whose flat buffers are right, or make another folder of it: "
     "ckptcore consolidate SAVE DST --to deepspeed_universal"
@@ -92,6 +94,8 @@ def add_universal(
                 target = master.get(name, target)
             file, value = _read(source, path)
             if isinstance(value, dict):
+                more = {f"{name}.{key}.{k}": v for k, v in value.items() if k not in _PARAMETER}
+                source.carry(path, "zero", more)
                 value = value.get("param")
             if not isinstance(value, StoredView):
                 if not isinstance(value, Refused):

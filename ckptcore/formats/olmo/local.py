@@ -124,6 +124,8 @@ class _RankStates:
         state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
         if not isinstance(state, dict) or "param_groups" not in objects.tree:
             raise MalformedCheckpoint(f"{path} must hold an optimizer's state dict", file=path)
+        more = {str(k): v for k, v in objects.tree.items() if k not in ("state", "param_groups")}
+        self.source.carry(path, "optim", more)
         names = names_by_number(objects.tree["param_groups"])
         for key, group in plain_groups(objects.tree["param_groups"]).items():
             self._object(key, group, path)
