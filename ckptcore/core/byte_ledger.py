@@ -96,8 +96,8 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
         manifest: A manifest from `ckptcore.formats.read_manifest`.
 
     Returns:
-        Ranges in the order of files and bytes. None where it is not known what the files hold beside items: the
-        manifest was loaded, or its reader gives no account.
+        Ranges in the order of files and bytes. None where it is not known what the files hold beside items:
+        the manifest was loaded, or its reader gives no account.
     """
     ledger = manifest.ledger
     if ledger is None or not ledger.structure:
@@ -121,7 +121,7 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
 
 
 def accounted_files(manifest: Manifest) -> frozenset[str]:
-    """Return the files of which every byte is explained or in `unused_bytes`; the reader took something of each.
+    """Return the files of which the reader took something; each byte is explained, or in `unused_bytes`.
 
     What is not among them is another program's: nothing in it is known to be elsewhere.
     """

@@ -10,7 +10,9 @@ where it was read, or it is of no meaning: versions, times, attributes and flags
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _NARROW, _WIDE = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")  # descriptors
 _NONE32 = 0xFFFFFFFF
 _PAD = 4 + 64  # bytes of an extra field that are read with its header: torch aligns payloads to 64
+_NAME = 64  # bytes of a name that are read with it: torch's are shorter
 _PADDING = b"FB"  # torch's own extra field, whose bytes are Z
 _FOLLOWED, _ENCRYPTED = 1 << 3, 1 << 0 | 1 << 6 | 1 << 13  # flags: a descriptor follows; encryption
 # Fields that say nothing about the content, as (first byte, end): version, flags, time, date and attributes.
@@ -138,9 +141,10 @@ class Archive:
         self.records: dict[str, ZipRecord] = {}
         self.checked = False
         self._odd: list[Unused] = []  # what the directory and the headers have beyond their own fields
+        self._last = 0, b""  # the last bytes that were read around payloads
         self._free: list[tuple[int, int]] = []  # in the end records
-        # Name -> first byte of the payload, end of the record.
-        self._payloads: dict[str, tuple[int, int]] = {}
+        self._payloads: dict[str, int] = {}  # name -> first byte of the payload
+        self._places = array("q")  # of `_table`
         self._begin = self._read_directory()
 
     def start(self, name: str) -> int:
@@ -150,10 +154,10 @@ class Archive:
             MalformedCheckpoint: They contradict the directory.
             ChecksumMismatch: So does the CRC-32 behind the payload.
         """
-        known = self._payloads.get(name)
-        if known is None:
-            known = self._payloads[name] = self._locate(self.records[name])
-        return known[0]
+        start = self._payloads.get(name)
+        if start is None:
+            start = self._payloads[name] = self._locate(self.records[name])
+        return start
 
     def read(self, name: str) -> bytes:
         """Return a small record's payload, verified against its CRC-32 where there is one."""
@@ -173,27 +177,30 @@ class Archive:
 
     def structure(self, consumed: Iterable[str]) -> Ints:
         """Return the ranges around the payloads, and the payloads of the named records: int64 [n, 2]."""
-        headers = [(self.records[n].header, start) for n, (start, _) in self._payloads.items()]
-        behind = [(start + self.records[n].length, end) for n, (start, end) in self._payloads.items()]
+        headers, behind = np.split(self._table(), 2, axis=1)
         inside = [(s := self.start(n), s + self.records[n].length) for n in consumed]
-        rows = [*headers, *behind, *inside, (self._begin, self._window.length)]
-        return np.array(rows, np.int64)
+        rest = np.array([*inside, (self._begin, self._window.length)], np.int64)
+        return np.concatenate([headers, behind, rest])
 
-    def unused(self, consumed: Container[str]) -> list[Unused]:
+    def unused(self, consumed: Set[str]) -> list[Unused]:
         """Return what belongs to nothing: records that are not named, and what is between all of them."""
+        for name in self.records.keys() - self._payloads.keys():
+            self.start(name)
         found = list(self._odd)
-        spans = []
-        for name, entry in self.records.items():
-            start = self.start(name)
-            spans.append((entry.header, self._payloads[name][1]))
-            if name not in consumed and entry.length:
+        for name in sorted(self.records.keys() - consumed):
+            start, entry = self.start(name), self.records[name]
+            if entry.length:
                 found.append(Unused(start, start + entry.length, f"zip record {entry.name}"))
-        at = 0
-        for first, end in (*sorted(spans), (self._begin, self._begin)):
-            if first > at:
-                found.append(Unused(at, first, ""))
-            at = max(at, end)
-        return found
+        table = self._table()
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        first = np.append(table[:, 0], self._begin)
+        reach = np.maximum.accumulate(np.insert(table[:, 3], 0, 0))
+        gaps = np.flatnonzero(first > reach).tolist()
+        return [*found, *(Unused(int(reach[n]), int(first[n]), "") for n in gaps)]
+
+    def _table(self) -> Ints:
+        """Return where header, payload, descriptor and next record begin, of the records located so far."""
+        return np.array(self._places, np.int64).reshape(-1, 4)
 
     def unchecked(self) -> Ints:
         """Return the ranges of fields that have no meaning here, and are not checked: int64 [n, 2]."""
@@ -201,35 +208,45 @@ class Archive:
         of_rows = [(e.row + a, e.row + b) for e in self.records.values() for a, b in _FREE_ROW]
         return np.array([*of_headers, *of_rows, *self._free], np.int64)
 
-    def _locate(self, entry: ZipRecord) -> tuple[int, int]:
-        """Return (first byte of the payload, end of the record)."""
+    def _locate(self, entry: ZipRecord) -> int:
+        """Check a record around its payload, and return the payload's first byte."""
         what, name = self._what, entry.name.encode()
         begin = entry.header + _LOCAL.size + len(name)
-        raw = self._window.read(entry.header, min(begin + _PAD, self._begin) - entry.header)
+        raw = self._near(entry.header, min(begin + _PAD, self._begin))
         sig, _, flags, method, _, _, crc, packed, plain, name_length, extra_length = _LOCAL.unpack_from(raw)
-        known = (crc, packed, plain) == (entry.crc32, *[min(entry.length, _NONE32)] * 2)
-        follow = bool(flags & _FOLLOWED) and not (crc or packed or plain)
+        if flags & _FOLLOWED and not (crc or packed or plain):
+            fits = True  # the descriptor has them, as torch writes it
+        else:
+            size = min(entry.length, _NONE32)
+            fits = (crc, packed, plain) == (entry.crc32, size, size)
         if (
-            (sig, method, name_length) != (b"PK\x03\x04", 0, len(name))
-            or raw[_LOCAL.size : _LOCAL.size + len(name)] != name
+            not fits
+            or sig != b"PK\x03\x04"
+            or method
             or flags & _ENCRYPTED
-            or not (known or follow)
+            or name_length != len(name)
+            or not raw.startswith(name, _LOCAL.size)
         ):
             raise MalformedCheckpoint(f"{what}: zip header of {entry.name!r} is damaged")
         start: int = begin + extra_length
         end = start + entry.length
         if end > self._window.length:
             raise MalformedCheckpoint(f"{what}: zip record {entry.name!r} is cut off")
-        extra = raw[_LOCAL.size + len(name) :][:extra_length]
+        extra = raw[begin - entry.header : start - entry.header]
         if len(extra) < extra_length:
             extra = self._window.read(begin, extra_length)
-        self._odd += _odd_fields(extra, begin, entry.name)
+        if (
+            extra[:2] != _PADDING or extra.count(b"Z", 4) + 4 != extra_length
+        ):  # nearly none: see `_odd_fields`
+            self._odd += _odd_fields(extra, begin, entry.name)
         # Without checksums only the descriptor shows that the header's lengths are right.
-        return start, end + (self._descriptor(entry, end) if flags & _FOLLOWED else 0)
+        behind = self._descriptor(entry, end) if flags & _FOLLOWED else 0
+        self._places.extend((entry.header, start, end, end + behind))
+        return start
 
     def _descriptor(self, entry: ZipRecord, at: int) -> int:
         """Return the bytes of the descriptor behind a payload."""
-        raw = self._window.read(at, max(min(_WIDE.size, self._begin - at), 0))
+        raw = self._near(at, min(at + _WIDE.size, self._begin))
         # The wide form first: of an empty record it begins like the narrow one.
         for form in (_WIDE, _NARROW):
             sig, crc, packed, plain = form.unpack_from(raw) if len(raw) >= form.size else (b"", 0, 0, 0)
@@ -244,6 +261,14 @@ class Archive:
                 hint="copy the file again from where it was written",
             )
         return form.size
+
+    def _near(self, start: int, end: int) -> bytes:
+        """Return bytes of headers; a descriptor is read with the header behind it."""
+        first, data = self._last
+        if start < first or end > first + len(data):
+            stop = min(start + _WIDE.size + _LOCAL.size + _NAME + _PAD, self._begin)
+            first, data = self._last = start, self._window.read(start, max(stop, end, start) - start)
+        return data[start - first : max(end - first, 0)]
 
     def _read_directory(self) -> int:
         """Read the directory, and return its first byte."""
@@ -331,23 +356,24 @@ class Archive:
         return ZipRecord(name, header, plain, crc, base + at), end
 
 
-def _odd_fields(extra: bytes, base: int, name: str) -> Iterator[Unused]:
-    """Yield the fields of an extra field that are neither sizes nor torch's padding."""
-    length = len(extra)
-    if (
-        extra[:4] == _PADDING + max(length - 4, 0).to_bytes(2, "little")
-        and extra.count(b"Z", 4) == length - 4
-    ):
-        return  # nearly every one
-    at = 0
-    while at < length:
-        number, n = struct.unpack_from("<HH", extra.ljust(at + 4, b"\0"), at)
-        body, end = extra[at + 4 : at + 4 + n], min(at + 4 + n, length)
+@lru_cache(maxsize=256)
+def _padding_of(length: int) -> bytes:
+    """Return an extra field of torch's padding alone, which has few lengths."""
+    return _PADDING + max(length - 4, 0).to_bytes(2, "little") + b"Z" * (length - 4)
+
+
+def _odd_fields(extra: bytes, base: int, name: str) -> list[Unused]:
+    """Return the part of an extra field from its first one that is neither sizes nor torch's padding."""
+    at, length = 0, len(extra)
+    while at + 4 <= length:
+        number, n = struct.unpack_from("<HH", extra, at)
+        body, end = extra[at + 4 : at + 4 + n], at + 4 + n
         padding = extra[at : at + 2] == _PADDING and (body.count(b"Z") == n or not any(body))
         sizes = number == _ZIP64 and n % 8 == 0 and n <= 24
-        if at + 4 + n > length or not (padding or sizes):
-            yield Unused(base + at, base + end, f"extra field of the zip record {name}")
+        if end > length or not (padding or sizes):
+            break
         at = end
+    return [Unused(base + at, base + length, f"extra field of the zip record {name}")] if at < length else []
 
 
 def _wide_sizes(extra: bytes, plain: int, packed: int, header: int, what: str) -> tuple[int, int, int]:

@@ -48,7 +48,7 @@ _ID = ".data/serialization_id"
 ATTRIBUTES = "__attributes__"  # the object of attributes of tensors
 _WITH_STATE = (b"_rebuild_parameter_with_state", b"_rebuild_from_type_v2")
 # Records whose content is read or checked, beside the storages.
-_CONSUMED = dict.fromkeys(("data.pkl", *_TEXTS, _ID))
+_CONSUMED = ("data.pkl", *_TEXTS, _ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +178,7 @@ def parse_tensor(window: Window, what: str) -> Parsed:
     ident = archive.records.get(_ID)
     if ident is not None:
         archive.read(_ID)
-    unused = (
-        *archive.unused({**_CONSUMED, record: None}),
-        *_behind(archive, behind),
-        *_attributes(archive, seen),
-    )
+    unused = (*archive.unused({*_CONSUMED, record}), *_behind(archive, behind), *_attributes(archive, seen))
     resolved = Resolved(seen.dtype, seen.shape, view, start, entry.length, crc, unused)
     if ident is None:
         return Parsed(resolved, entry.row, 0, 0, 0)
@@ -238,16 +234,16 @@ def read_objects(
         swapped, pickled = _preamble(archive, what)
         if _ID in archive.records:
             archive.read(_ID)
+        data = {name: entry for name, entry in archive.records.items() if name.startswith("data/")}
         storages = {
             name.removeprefix("data/"): (
                 archive.start(name),
                 entry.length,
                 entry.crc32 if archive.checked else None,
             )
-            for name, entry in archive.records.items()
-            if name.startswith("data/")
+            for name, entry in data.items()
         }
-        for one in archive.unused({**_CONSUMED, **dict.fromkeys(f"data/{key}" for key in storages)}):
+        for one in archive.unused({*_CONSUMED, *data}):
             content.leave(*one)
         content.explain(archive.structure([name for name in _CONSUMED if name in archive.records]))
         key = blake3(pickled).digest() if shared is not None else b""

@@ -141,10 +141,7 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
 
 
 def _folder_files(
-    request: Arrangement,
-    prefix: str,
-    entries: Sequence[_Entry],
-    texts: Mapping[str, str],
+    request: Arrangement, prefix: str, entries: Sequence[_Entry], texts: Mapping[str, str]
 ) -> list[FileLayout]:
     """Lay out a folder; its first file gets the texts of `__metadata__`."""
     entries = sorted(entries, key=lambda e: natural(e.name))
