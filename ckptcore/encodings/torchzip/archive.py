@@ -235,9 +235,7 @@ class Archive:
         extra = raw[begin - entry.header : start - entry.header]
         if len(extra) < extra_length:
             extra = self._window.read(begin, extra_length)
-        if (
-            extra[:2] != _PADDING or extra.count(b"Z", 4) + 4 != extra_length
-        ):  # nearly none: see `_odd_fields`
+        if extra != _padding_of(extra_length):  # as nearly none
             self._odd += _odd_fields(extra, begin, entry.name)
         # Without checksums only the descriptor shows that the header's lengths are right.
         behind = self._descriptor(entry, end) if flags & _FOLLOWED else 0

@@ -79,10 +79,10 @@ def test_equal_ones_of_several_files_are_there_once(tmp_path: Path) -> None:
     first, second = {"a": torch.ones(2)}, {"b": torch.ones(3)}
     folder = numbered(tmp_path / "a", [(first, LORA | {"of": "one"}), (second, LORA | {"of": "two"})])
     name = "__metadata__/model-0000{}-of-00002.safetensors"
-    told = {"__metadata__": USERS, name.format(1): {"of": "one"}, name.format(2): {"of": "two"}}
-    assert objects(folder) == told
+    stated = {"__metadata__": USERS, name.format(1): {"of": "one"}, name.format(2): {"of": "two"}}
+    assert objects(folder) == stated
     ckptcore.convert(str(folder), str(tmp_path / "b"), to="safetensors")
-    assert objects(tmp_path / "b") == told, "where files differ nothing is lost"
+    assert objects(tmp_path / "b") == stated, "where files differ nothing is lost"
 
 
 def test_keys_like_ckptcores_own_confuse_nobody(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_other_keys_of_an_index(tmp_path: Path) -> None:
     parts: list[Any] = [({"a": torch.ones(2)}, {"format": "pt"}), ({"b": torch.ones(3)}, {"format": "pt"})]
     about = {"total_size": 20, "total_parameters": 5, "quantised_by": "x"}
     folder = numbered(tmp_path / "a", parts, metadata=about, revision=[1, None])
-    told = {"model.safetensors.index.json": {"metadata": {"quantised_by": "x"}, "revision": [1, None]}}
-    assert objects(folder) == told
+    stated = {"model.safetensors.index.json": {"metadata": {"quantised_by": "x"}, "revision": [1, None]}}
+    assert objects(folder) == stated
     ckptcore.convert(str(folder), str(tmp_path / "one"), to="safetensors")
-    assert objects(tmp_path / "one") == told
+    assert objects(tmp_path / "one") == stated
     ckptcore.convert(str(tmp_path / "one"), str(tmp_path / "two"), to="safetensors", max_file_size=12)
-    assert objects(tmp_path / "two") == told
+    assert objects(tmp_path / "two") == stated
     index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"quantised_by": "x", "total_size": 20}
     assert index["revision"] == [1, None]
@@ -150,10 +150,10 @@ def test_other_keys_of_an_index(tmp_path: Path) -> None:
 def test_a_count_that_is_not_the_tensors(tmp_path: Path) -> None:
     """What is computed from the tensors is no value of its own, unless it is another number."""
     folder = numbered(tmp_path / "a", [({"a": torch.ones(2)}, {})], metadata={"total_parameters": 7})
-    told = {"model.safetensors.index.json": {"metadata": {"total_parameters": 7}}}
-    assert objects(folder) == told
+    stated = {"model.safetensors.index.json": {"metadata": {"total_parameters": 7}}}
+    assert objects(folder) == stated
     ckptcore.convert(str(folder), str(tmp_path / "b"), to="safetensors", max_file_size=4)
-    assert objects(tmp_path / "b") == told
+    assert objects(tmp_path / "b") == stated
 
 
 def test_other_attributes_of_dcp_metadata(tmp_path: Path) -> None:
@@ -195,10 +195,10 @@ def test_attributes_of_parameters_and_tensors(tmp_path: Path) -> None:
         "marked": parameter(tensor_model_parallel=True, partition_dim=0),
     }
     torch.save(state, tmp_path / "model.pt")
-    told = {"__attributes__": {"net.w": {"lora_rank": 8, "note": "mine"}, "net.b": {"scale": 0.5}}}
-    assert objects(tmp_path / "model.pt") == told
+    stated = {"__attributes__": {"net.w": {"lora_rank": 8, "note": "mine"}, "net.b": {"scale": 0.5}}}
+    assert objects(tmp_path / "model.pt") == stated
     ckptcore.convert(str(tmp_path / "model.pt"), str(tmp_path / "out"), to="safetensors")
-    assert objects(tmp_path / "out") == told
+    assert objects(tmp_path / "out") == stated
 
 
 def test_attributes_that_are_not_plain(tmp_path: Path) -> None:

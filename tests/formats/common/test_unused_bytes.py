@@ -214,9 +214,9 @@ def test_a_torch_zip(kind: str, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "model.pt").keys() == STATE.keys(), "torch reads past it"
     (found,) = unused(tmp_path / "model.pt")
     assert found.file == "model.pt"
-    ((start, end, said),) = ranges(tmp_path / "model.pt")
+    ((start, end, text),) = ranges(tmp_path / "model.pt")
     assert data[start:end] == content
-    assert said == what.format(top="model")
+    assert text == what.format(top="model")
 
 
 def test_an_extra_field_is_named_in_header_and_directory(tmp_path: Path) -> None:
