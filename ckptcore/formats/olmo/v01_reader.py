@@ -30,6 +30,8 @@ from ckptcore.utils.text import count, short_repr
 
 METADATA = "metadata.json"
 _FIELDS = frozenset({"dtype", "flattened_offsets_per_file", "is_sharded", "shape", "shard_spec_per_file"})
+_SPECS = "shard_spec_per_file"
+_SPEC_FIELDS = frozenset({"flattened_offsets", "global_offset", "local_shape"})
 _MAX_METADATA = 1 << 30
 _MAX_DIM = 1 << 50
 _MAX_FINDINGS = 100
@@ -185,12 +187,21 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
     for name, entry in tensors:
         try:
             yield _stored_tensor(name, entry, listed)
-            if more := {k: v for k, v in entry.items() if k not in _FIELDS}:
+            if more := _other_fields(entry):
                 source.carry(METADATA, METADATA, {name: more})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(
                 f"cannot read the entry {short_repr(name)} of {METADATA}: {error}", file=METADATA
             ) from error
+
+
+def _other_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tensor's entry that OLMo-core does not write, and those of its specs by file."""
+    more = {k: v for k, v in entry.items() if k not in _FIELDS}
+    for file, spec in entry.get(_SPECS, {}).items():
+        if not spec.keys() <= _SPEC_FIELDS:
+            more[file] = {k: v for k, v in spec.items() if k not in _SPEC_FIELDS}
+    return more
 
 
 def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:
