@@ -73,8 +73,7 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     """
     inside = {place_of(join_url(place, name.rstrip("/"))) for name in names if name.endswith("/")}
     inside |= {place_of(join_url(place, name.rpartition("/")[0])) for name in names if "/" in name}
-    beside = dict.fromkeys([place, *sorted(filter(None, inside))])
-    read = [*(read_duties(each) for each in beside), *(_read_around(each) for each in _around(place))]
+    read = [duties_beside(place), *(read_duties(each) for each in sorted(filter(None, inside)))]
     known = {duty.row.id: duty for duties in read for duty in duties}
     if catalog is not None:
         with catalog.reading() as conn:
@@ -86,6 +85,11 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
                     obligations.put(conn, duty.row, pack(duty.contents))
         known |= listed
     return tuple(known.values())
+
+
+def duties_beside(place: str) -> tuple[Duty, ...]:
+    """Return the obligations in records beside a place, and beside the folders around it."""
+    return (*read_duties(place), *(duty for folder in _around(place) for duty in _read_around(folder)))
 
 
 def judge(catalog: Catalog | None, place: str, settings: Settings, called: str = "") -> Judged:

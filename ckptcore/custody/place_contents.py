@@ -10,15 +10,24 @@ from dataclasses import field
 
 from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.normalize import hex_digest
+from ckptcore.catalog.normalize import hex_digest, storable
 from ckptcore.catalog.types import State
 from ckptcore.checking.examine import inspect
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
-from ckptcore.custody.holdings import file_holdings, inner_path, objects_of, tensors_read, tensors_recorded
+from ckptcore.custody.holdings import file_holdings, inner_path, objects_of, tensors_read
 from ckptcore.errors import CkptError, UnknownFormat
 from ckptcore.execution.source_stamps import published_stamp
-from ckptcore.fingerprints.holdings import FILE, TENSOR, Ids, file_spec, ids_of, numbered, spec_digest
+from ckptcore.fingerprints.holdings import (
+    FILE,
+    TENSOR,
+    Ids,
+    file_spec,
+    ids_of,
+    ids_of_tensors,
+    numbered,
+    spec_digest,
+)
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
 from ckptcore.store.contents import NameKind, Thing
@@ -70,14 +79,17 @@ def contents_at(
     walk, ids = _walked(url, things), frozenset[bytes]()
     for place, manifest in walk.opened:
         prints = _recorded_prints(catalog, place, manifest) if catalog is not None else None
-        tensors = None if prints is None else tensors_recorded(manifest, prints)
-        try:
-            tensors = tensors_read(manifest, settings, is_wanted) if tensors is None else tensors
-        except CkptError as error:
-            if error.transient:
-                raise
-            walk.readable, tensors = False, []
-        ids |= ids_of((*numbered(tensors), *objects_of(manifest)))
+        names = [] if prints is None else [storable(t.fqn) for t in manifest.tensors]
+        if prints is not None and prints.keys() >= set(names):
+            ids |= ids_of_tensors(map(prints.__getitem__, names))
+        else:
+            try:
+                ids |= ids_of(numbered(tensors_read(manifest, settings, is_wanted)))
+            except CkptError as error:
+                if error.transient:
+                    raise
+                walk.readable = False
+        ids |= ids_of(objects_of(manifest))
         walk.readable &= not manifest.unread
     sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in wanted}
     ids |= ids_of(file_holdings(url, things, sizes)) if sizes else frozenset()

@@ -16,7 +16,7 @@ from ckptcore.catalog import obligations, set_aside
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.normalize import normal_uri
-from ckptcore.custody.gate import duties_at, existing_catalog, judge
+from ckptcore.custody.gate import duties_at, duties_beside, existing_catalog, judge
 from ckptcore.custody.judged import Judged, Replacer
 from ckptcore.custody.obligation_records import add_duties, drop_duties
 from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, begin, folder_of
@@ -78,7 +78,8 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
         if in_place and nothing_at(place):  # an interrupted run was admitted, and removed it
             return ""
         asked = judged is not None and catalog is not None and writer.conversion is not None
-        if judged is None or not asked or (judged.moves and in_place):
+        # Another catalog may count on what is here since then: its records say so.
+        if judged is None or not asked or (judged.moves and in_place) or duties_beside(place):
             judged = judge(catalog, place, settings)
         if not judged.moves:
             return ""

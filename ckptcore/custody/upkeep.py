@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -26,10 +25,9 @@ from ckptcore.fingerprints.holdings import (
     TENSOR,
     Ids,
     ids_of,
-    nth,
+    ids_of_tensors,
     pack,
     pack_specs,
-    tensor_id,
     unpack,
     unpack_ids,
 )
@@ -150,9 +148,8 @@ def _move(catalog: Catalog, duty: Duty, place: str) -> None:
 def recorded_ids(conn: Any, row: CheckpointRow) -> Ids:
     """Return the content ids that a checkpoint holds by its records."""
     kept = holdings.ids_of_row(conn, row.id)
-    counts = Counter((holdings.fingerprints_of(conn, row.id) or {}).values())
-    tensors = {nth(tensor_id(sums), n) for sums, count in counts.items() for n in range(1, count + 1)}
-    return frozenset(tensors) | (unpack_ids(kept) if kept else frozenset())
+    tensors = ids_of_tensors((holdings.fingerprints_of(conn, row.id) or {}).values())
+    return tensors | (unpack_ids(kept) if kept else frozenset())
 
 
 def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[str, ...]]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -22,15 +22,13 @@ from blake3 import blake3
 from ckptcore.core import columnar_file
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.fingerprints.sums import Fingerprinted
-from ckptcore.utils.dataclass import dataclass
 
 ID_BYTES = 16
 TENSOR, OBJECT, FILE = "tensor", "object", "file"  # kinds of holdings with an id
 Ids = frozenset[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """One content of a checkpoint.
 
     Attributes:
@@ -55,6 +53,11 @@ def tensor_spec(dtype: str, shape: Sequence[int]) -> str:
     >>> tensor_spec("bfloat16", (4, 2))
     'bfloat16[4,2]'
     """
+    return _tensor_spec(dtype, tuple(shape))
+
+
+@lru_cache(maxsize=1 << 16)
+def _tensor_spec(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
@@ -88,14 +91,22 @@ def file_holding(name: str, nbytes: int, digest: str) -> Holding:
 
 def numbered(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
     """Return holdings whose tensors have different ids: each further equal tensor gets an id of its own."""
-    counts: Counter[bytes] = Counter()
-    done = []
-    for each in holdings:
-        if each.id is not None and each.kind == TENSOR:
-            counts[each.id] += 1
-            each = replace(each, id=nth(each.id, counts[each.id]))
-        done.append(each)
-    return tuple(done)
+    counts: dict[bytes, int] = {}
+    rows = []
+    for row in holdings:
+        if row.id is not None and row.kind == TENSOR:
+            count = counts[row.id] = counts.get(row.id, 0) + 1
+            if count > 1:
+                row = row._replace(id=nth(row.id, count))
+        rows.append(row)
+    return tuple(rows)
+
+
+def ids_of_tensors(fingerprints: Iterable[str]) -> Ids:
+    """Return the content ids of all tensors of a checkpoint, numbered. fingerprints: one for each, in hex."""
+    counts = Counter(map(tensor_id, fingerprints))
+    again = (nth(id, n) for id, count in counts.items() if count > 1 for n in range(2, count + 1))
+    return frozenset(counts).union(again)
 
 
 def nth(id: bytes, count: int) -> bytes:
@@ -137,21 +148,16 @@ def unpack(blob: bytes) -> tuple[Holding, ...]:
     """Return the holdings of `pack`; raise `ValueError` for another blob."""
     try:
         head, arrays = columnar_file.load(blob)
-        ids, specs = arrays["ids"].tobytes(), head["specs"]
-        rows = zip(
-            head["kinds"], head["names"], arrays["spec"].tolist(), arrays["nbytes"].tolist(), strict=True
+        ids, specs = arrays["ids"].tobytes(), [str(spec) for spec in head["specs"]]
+        columns = (
+            map(str, head["kinds"]),
+            map(str, head["names"]),
+            (ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES)),
+            map(specs.__getitem__, arrays["spec"].tolist()),
+            (None if nbytes < 0 else nbytes for nbytes in arrays["nbytes"].tolist()),
         )
-        found = tuple(
-            Holding(
-                str(kind),
-                str(name),
-                ids[n * ID_BYTES : (n + 1) * ID_BYTES],
-                str(specs[spec]),
-                None if nbytes < 0 else nbytes,
-            )
-            for n, (kind, name, spec, nbytes) in enumerate(rows)
-        )
-    except (KeyError, TypeError, IndexError) as error:
+        found = tuple(map(Holding._make, zip(*columns, strict=True)))
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(f"these are no holdings: {error!r}") from error
     if head["version"] != 1 or len(ids) != ID_BYTES * len(found):
         raise ValueError("these are holdings of another version, or truncated")
@@ -160,9 +166,10 @@ def unpack(blob: bytes) -> tuple[Holding, ...]:
 
 def pack_specs(holdings: Iterable[Holding]) -> bytes:
     """Return a short digest of each spec of some holdings, to rule out equal contents without unpacking."""
-    return b"".join(sorted({spec_digest(each.kind, each.spec) for each in holdings}))
+    return b"".join(sorted({spec_digest(kind, spec) for kind, spec in {(h.kind, h.spec) for h in holdings}}))
 
 
+@lru_cache(maxsize=1 << 16)
 def spec_digest(kind: str, spec: str) -> bytes:
     """Return the digest of a spec in `pack_specs`, 8 bytes."""
     return _digest("spec", canonical_json([kind, spec]))[:8]

@@ -62,9 +62,9 @@ def _dcp(files: Tree) -> Contents:
         if not hasattr(known, "size"):
             state[index.fqn] = value.getvalue() if isinstance(value, io.BytesIO) else value
             continue
-        whole = state.setdefault(index.fqn, torch.zeros(known.size, dtype=known.properties.dtype))
-        at = index.offset or torch.Size([0] * whole.dim())
-        whole[tuple(slice(o, o + n) for o, n in zip(at, value.shape, strict=True))] = value
+        full = state.setdefault(index.fqn, torch.zeros(known.size, dtype=known.properties.dtype))
+        at = index.offset or torch.Size([0] * full.dim())
+        full[tuple(slice(o, o + n) for o, n in zip(at, value.shape, strict=True))] = value
         filled[index.fqn] = filled.get(index.fqn, 0) + value.numel()
     for name, known in metadata.state_dict_metadata.items():
         if name not in state or (hasattr(known, "size") and filled[name] != known.size.numel()):
@@ -141,7 +141,7 @@ def is_hidden(place: str) -> bool:
     return any(map(HIDDEN.fullmatch, place.split("/")))
 
 
-def held(tree: Tree) -> frozenset[str]:
+def ids_in(tree: Tree) -> frozenset[str]:
     """Return the ids of everything that can be read anywhere."""
     every = (read_place(files) for files in places(tree).values())
     return frozenset(each for one in every if one for each in one.values())

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from custody_copies import put_rows, rows_of
-from custody_model import HOME, Contents, held, is_hidden, places, read_place
+from custody_model import HOME, Contents, ids_in, is_hidden, places, read_place
 from safetensors.torch import load as safetensors_state
 from safetensors.torch import save as safetensors_bytes
 from sqlalchemy import event, text
@@ -56,7 +56,7 @@ OUTPUTS = (*(f"{top}/{name}" for top in ("out", "disk") for name in "abcde"), "o
 # Verb -> how often.
 WEIGHTS = {
     "save": 5,
-    "save_again": 1,
+    "resave": 1,
     "make": 10,
     "copy": 3,
     "move": 3,
@@ -70,12 +70,12 @@ WEIGHTS = {
     "rewrite": 2,
     "validate": 2,
     "backup": 1,
-    "put_back": 1,
+    "rewind": 1,
     "lose": 1,
     "release": 1,
     "hold": 1,
 }
-FORGET = ("put_back", "lose")  # behind them less is promised, so half of the programs have none
+FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
 STRUCK, REFUSED, CRASHED = 9, 3, 4
 
 
@@ -101,10 +101,10 @@ class Run:
         self.trace: list[str] = []
         self.owed: set[tuple[str, str, str]] = set()  # (source, name, id) of what purges deleted
         self.accepted: dict[str, set[str]] = {}  # source -> globs that a user said
-        self.held: dict[str, Contents] = {}  # source on hold -> what it had
+        self.on_hold: dict[str, Contents] = {}  # source on hold -> what it had
         self.saved = 0
         self.backup: dict[str, list[dict[str, Any]]] | None = None
-        self.forgot = False  # whether a catalog was lost or put back
+        self.forgot = False  # whether a catalog was lost, or restored from a backup
         self._watch()
 
     def close(self) -> None:
@@ -128,8 +128,8 @@ class Run:
     def _step(self, verb: str) -> None:
         getattr(self, f"_{verb}")()
 
-    def _note(self, words: str) -> None:
-        self.trace[-1] += f"  {words}"
+    def _note(self, line: str) -> None:
+        self.trace[-1] += f"  {line}"
 
     # What is there.
 
@@ -161,10 +161,12 @@ class Run:
 
     def _excuse(self) -> None:
         tree = self.disk.tree()
-        there = held(tree)
+        there = ids_in(tree)
         self.owed = {each for each in self.owed if each[2] in there}
         now = self._all(tree)
-        self.held = {place: contents for place, contents in self.held.items() if now.get(place) == contents}
+        self.on_hold = {
+            place: contents for place, contents in self.on_hold.items() if now.get(place) == contents
+        }
 
     def _save(self, place: str = "") -> None:
         if not place:
@@ -190,10 +192,10 @@ class Run:
             self.disk.put(f"{place}/tokenizer.json", b'{"%d": 1}' % self.draw.getrandbits(30))
         self._note(place)
 
-    def _save_again(self) -> None:
+    def _resave(self) -> None:
         """The trainer saves a step again: over it, or where it was before it was set aside."""
         place = f"runs/llama/step-{self.draw.randint(1, max(self.saved, 1))}"
-        if place in self.held:
+        if place in self.on_hold:
             return
         if self.disk.exists(place):
             self.disk.remove(place)
@@ -275,7 +277,7 @@ class Run:
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__") if objects else None
         self.disk.put(path, safetensors_bytes(safetensors_state(data) | more, metadata))
 
-    # The catalog: backups, losses, what it is told.
+    # The catalog: backups, losses, what it records.
 
     def _watch(self) -> None:
         with self.catalog.writing() as conn:
@@ -305,15 +307,15 @@ class Run:
     def _backup(self) -> None:
         self.backup = rows_of(self.catalog)
 
-    def _put_back(self) -> None:
+    def _rewind(self) -> None:
         if self.backup is not None:
             put_rows(self.catalog, self.backup)
-            self.held, self.forgot = {}, True
+            self.on_hold, self.forgot = {}, True
 
     def _lose(self) -> None:
         put_rows(self.catalog, {table: [] for table in rows_of(self.catalog)})
         self._watch()
-        self.held, self.forgot = {}, True
+        self.on_hold, self.forgot = {}, True
         tops = [top for top in ("out", "disk") if self.disk.exists(top)]
         with suppress(CkptError):
             rebuild(self.catalog, [self.disk.url("runs")], made=list(map(self.disk.url, tops)), take=MEANS)
@@ -336,7 +338,7 @@ class Run:
             self._known(place)
         with suppress(CkptError), self.catalog.writing() as conn:
             holds.place(conn, datetime.now(UTC), self.disk.url(place), "mine")
-            self.held[place] = self._visible()[place]
+            self.on_hold[place] = self._visible()[place]
             self._note(place)
 
     # The product.
@@ -428,7 +430,7 @@ class Run:
     ) -> None:
         """Run a verb, sometimes killed at one of its steps, and check what must be true.
 
-        target: the place that may change. made: what is there afterwards; None for anything that is whole.
+        target: the place that may change. made: what is there afterwards; None for anything that is complete.
         """
         tree = self.disk.tree()
         known = self._known_sources(target, tree, catalog=catalog)
@@ -438,8 +440,8 @@ class Run:
         after = self.disk.tree()
         self._require_places(self._all(tree), self._all(after), target, made, outcome)
         self._note_deleted(tree, after)
-        self._require_owed(held(after), known, strict=catalog and not self.forgot)
-        for place, contents in self.held.items():
+        self._require_owed(ids_in(after), known, strict=catalog and not self.forgot)
+        for place, contents in self.on_hold.items():
             if self._all(after).get(place) != contents:
                 raise Broken(f"{place} is on hold, and gone")
 
@@ -496,7 +498,7 @@ class Run:
         made: Contents | None,
         outcome: str,
     ) -> None:
-        """Every place that a user sees is as it was; the target is as it was, or is the new output, whole."""
+        """Every place that a user sees is as it was; the target, too, or it is the new output, complete."""
         for place in {*before, *after}:
             old, new = before.get(place), after.get(place)
             if is_hidden(place) or old == new:
@@ -513,7 +515,7 @@ class Run:
                 continue
             if outcome.startswith("killed") and self.disk.kind == "bucket":
                 continue  # objects are replaced one at a time; nothing opens meanwhile
-            raise Broken(f"{place} is not whole: {old} -> {new}, not {made}")
+            raise Broken(f"{place} is not complete: {old} -> {new}, not {made}")
         if (
             outcome == "done"
             and made is not None
@@ -556,9 +558,11 @@ class Run:
                 found |= set(conn.execute(text("SELECT source FROM obligation")).scalars())
         for above in (target, *_above(target)):
             parent, _, name = above.rpartition("/")
-            data = tree.get(f"{parent}/.{name}.obligations.ckptcore/record.json")
-            if data is not None:
-                found |= {each["source"] for each in json.loads(data)["obligations"]}
+            home = f"{parent}/.{name}.obligations.ckptcore/"
+            records = [
+                data for path, data in tree.items() if path.startswith(home) and path.endswith(".json")
+            ]
+            found |= {json.loads(data)["source"] for data in records}
         return frozenset(found)
 
 

@@ -55,14 +55,14 @@ def test_its_disk_was_away_during_a_scrub(copies):
 
 
 @on_some
-@pytest.mark.parametrize("again", ["rebuild", rarely("validate")])
-def test_it_was_moved_and_cataloged_again(again, copies):
+@pytest.mark.parametrize("how", ["rebuild", rarely("validate")])
+def test_it_was_moved_and_recorded_there(how, copies):
     copies.counted_on()
     moved = copies.tmp / "archive" / "k"
     moved.parent.mkdir()
     copies.copy.rename(moved)
     scrub(copies.catalog, share=1)
-    if again == "rebuild":
+    if how == "rebuild":
         copies.rebuilt(moved)
     else:
         copies.validated(moved)
@@ -71,7 +71,7 @@ def test_it_was_moved_and_cataloged_again(again, copies):
 
 @pytest.mark.soak
 @on_some
-def test_it_was_moved_and_nobody_said_so(copies):
+def test_it_was_moved_and_nobody_recorded_it(copies):
     copies.counted_on()
     moved = copies.tmp / "archive"
     copies.copy.rename(moved)
@@ -153,11 +153,11 @@ def test_the_other_copy_rotted_and_nobody_looked(place, copies):
     copies.convert(copies.source, second, to="torch_save")
     copies.convert(copies.source, copies.copy, overwrite=True)  # the newest, so it is counted on
     copies.counted_on()
-    rotten, whole = (second, copies.copy) if place == "first" else (copies.copy, second)
+    rotten, intact = (second, copies.copy) if place == "first" else (copies.copy, second)
     file = next(p for p in rotten.rglob("*") if p.is_file()) if rotten.is_dir() else rotten
     at = file.read_bytes().index(torch.full((4,), 1.5).numpy().tobytes())
     flip(file, at)
-    copies.refuses(whole)
+    copies.refuses(intact)
 
 
 @on_some
@@ -170,7 +170,7 @@ def test_the_other_copy_is_a_part_or_cast(how, copies):
 
 
 @on_some
-def test_two_parts_are_as_good_as_a_whole(copies):
+def test_two_parts_are_as_good_as_all_of_it(copies):
     copies.counted_on()
     copies.convert(copies.copy, copies.out / "x", exclude=("bias",))
     copies.convert(copies.copy, copies.out / "y", include=("bias",))
@@ -189,6 +189,42 @@ def test_copies_of_copies_in_turns(copies):
         copies.convert(copies.out / "x", copies.copy, overwrite=True)
     copies.replaces(copies.out / "x")
     copies.refuses()
+
+
+@on_some
+def test_the_other_copy_lacks_a_file(copies):
+    shutil.copy(copies.copy / "model.safetensors", copies.source / "export.bin")
+    copies.counted_on()
+    copies.convert(copies.copy, copies.out / "x", to="dcp")
+    assert copies.refuses().values["contents"] == ["model.safetensors"]
+    copies.convert(copies.copy, copies.out / "y")
+    copies.replaces()
+
+
+@pytest.mark.soak
+@on_some
+def test_it_can_be_read_in_part(copies):
+    shutil.rmtree(copies.source)
+    save(copies.source, 1, **{f"t{n}": torch.randn(300) for n in range(4)})
+    copies.convert(copies.source, copies.copy, overwrite=True, max_file_size=2000)
+    copies.counted_on()
+    file = min(copies.copy.glob("model-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[9] ^= 255
+    file.write_bytes(data)
+    copies.refuses(overwrite_foreign=True)
+
+
+@pytest.mark.soak
+@on_some
+def test_the_destination_is_a_link_to_it(copies):
+    copies.counted_on()
+    link, before = copies.tmp / "link", files_of(copies.copy)
+    link.symlink_to(copies.copy)
+    for catalog in (None, False):
+        with pytest.raises(CkptError):
+            copies.overwrite(link, catalog=catalog, overwrite_foreign=True)
+    assert files_of(copies.copy) == before
 
 
 # What happened to the catalog.
@@ -356,7 +392,7 @@ def test_the_folder_of_what_is_set_aside_is_no_destination(copies):
 @on_some
 def test_a_record_that_cannot_be_read_blocks(copies):
     copies.counted_on()
-    (copies.out / ".k.obligations.ckptcore" / "record.json").write_bytes(b"{")
+    (copies.out / ".k.obligations.ckptcore" / "a.json").write_bytes(b"{")
     for catalog in (None, False):
         with pytest.raises(CkptError):
             copies.overwrite(catalog=catalog)

@@ -1,13 +1,15 @@
 """Kills, races and chains of commands around what is set aside and what is counted on.
 
-The first two would lose data; the next three delete or show what they must not; the rest end in a crash, in a
-state that no command leaves, or in what was given up or removed coming back.
+The first three would lose data. The next four delete or show what they must not, then some forget. The rest
+end in a crash, in a state that no command leaves, or in what was given up or removed coming back.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import fault_s3
@@ -22,6 +24,7 @@ from ckptcore.catalog.heartbeats import RUNNING, Heartbeats
 from ckptcore.conversion import local_publication
 from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prepare
 from ckptcore.conversion.registration import facts, start
+from ckptcore.custody import obligation_records as records
 from ckptcore.custody import set_aside as aside
 from ckptcore.custody.upkeep import listed, release
 from ckptcore.errors import CkptError
@@ -55,11 +58,11 @@ def bucket(tmp_path):
         yield Bucket(server, catalog, url, tmp_path)
 
 
-def begun(copies, target):
-    """A conversion over a place, of which all but publishing is done."""
+def begun(copies, target, url=None):
+    """A conversion over a place, of which all but publishing is done, as a flow does it."""
     request = Request(str(copies.other), str(target), overwrite=True)
-    registration = start(request, copies.url)
-    plan = prepare(request, MEANS, None, copies.url).plan_uri
+    registration = start(request, url or copies.url)
+    plan = prepare(request, MEANS, None, url or copies.url).plan_uri
     execute(plan, None, MEANS)
     return plan, registration
 
@@ -80,6 +83,20 @@ def test_a_conversion_that_was_silent_for_too_long_publishes_nothing(copies):
     with pytest.raises(CkptError):
         finish(plan, MEANS, None, copies.url, registration.id)
     assert files_of(copies.copy) == before
+
+
+def test_the_stages_of_a_flow_with_another_catalog_publish_nothing(copies, tmp_path):
+    """`admit` does not ask again where a conversion has a row; a row in another catalog stops no deletion.
+
+    The record beside the copy is there by then. (In one process, the lock of the staging folder stops it.)
+    """
+    with open_catalog(str(tmp_path / "other.sqlite")) as other:
+        plan, registration = begun(copies, copies.copy, other.url)
+        copies.counted_on()
+        before = files_of(copies.copy)
+        with pytest.raises(CkptError):
+            finish(plan, MEANS, None, other.url, registration.id)
+        assert files_of(copies.copy) == before
 
 
 def test_a_resumed_purge_heeds_what_it_finds(copies, monkeypatch):
@@ -172,6 +189,17 @@ def test_a_record_is_beside_the_place_itself_and_not_beside_a_link_to_it(copies)
     copies.counted_on()
     copies.refuses(real)
     copies.refuses(real, catalog=False)
+
+
+def test_purges_that_count_on_one_copy_write_records_of_their_own(copies):
+    """Two catalogs may have sources of one copy: no process changes the record of another."""
+    copies.counted_on()
+    (duty,) = records.read_duties(str(copies.copy))
+    duties = [replace(duty, row=replace(duty.row, id=f"id-{n}")) for n in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda each: records.add_duties(str(copies.copy), [each]), duties))
+    ids = {each.row.id for each in records.read_duties(str(copies.copy))}
+    assert ids == {duty.row.id, *(each.row.id for each in duties)}
 
 
 def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):

@@ -102,8 +102,8 @@ def test_a_hold_during_the_grace_period_blocks_the_purge(copies, cli):
     home = copies.aside()
     public = copies.catalog.show(str(copies.source)).checkpoint.id
     where = ("--catalog", copies.url)
-    held = cli("catalog", "hold", "place", str(copies.source), "--reason", "audit", *where, catalog=True)
-    assert held.code == 0, held
+    placed = cli("catalog", "hold", "place", str(copies.source), "--reason", "audit", *where, catalog=True)
+    assert placed.code == 0, placed
     (item,) = copies.due()
     assert (item.fate, "audit" in item.why) == ("kept", True), item
     assert home.exists()
@@ -113,7 +113,7 @@ def test_a_hold_during_the_grace_period_blocks_the_purge(copies, cli):
 
 
 @on_some
-def test_the_trainer_saves_the_step_again_during_the_grace_period(copies):
+def test_the_trainer_saves_the_step_anew_during_the_grace_period(copies):
     before = files_of(copies.source)
     home = copies.aside()
     save(copies.source, 9)

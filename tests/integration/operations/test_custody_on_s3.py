@@ -131,7 +131,7 @@ def test_the_objects_of_a_source_stay_until_it_is_purged(bucket):
 
 
 @on_some
-def test_a_step_that_is_saved_again_while_it_waits_is_kept(bucket):
+def test_a_step_that_is_saved_anew_while_it_waits_is_kept(bucket):
     assert bucket.retire(WEEK).counts == {"retired": 1, "kept": 1}
     bucket.put("runs/llama/step-1", 9)
     saved = bucket.there("runs/llama/step-1/")

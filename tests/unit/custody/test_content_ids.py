@@ -148,7 +148,7 @@ def test_the_record_beside_a_copy(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_protects(data: bytes, tmp_path: Path) -> None:
     home = Path(home_of(str(tmp_path / "out")))
     home.mkdir()
-    (home / "record.json").write_bytes(data)
+    (home / "a.json").write_bytes(data)
     with pytest.raises(SourceUnreadable, match="must not be replaced"):
         read_duties(str(tmp_path / "out"))
 
