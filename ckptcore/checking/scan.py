@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptcore.checking.unused import unused_findings
 from ckptcore.core.box import Box, flat_start
-from ckptcore.core.byte_ledger import UnusedBytes
+from ckptcore.core.byte_ledger import UnusedBytes, unread_padding
 from ckptcore.core.coverage import replicas
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, is_row_major, view_of
@@ -36,6 +36,7 @@ from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk, resolve
 from ckptcore.reading.rereading import rereading
 from ckptcore.reading.unused_in_items import unused_in_blobs
+from ckptcore.reading.zero_ranges import without_padding
 from ckptcore.store import Store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
@@ -86,7 +87,10 @@ def scan(
             for found in pool.map(state.chunk, range(len(each.chunks)), chunksize=1):
                 findings += found
             findings += _merged(each, [d for found in pool.map(state.pair, replicas(each)) for d in found])
-        findings += unused_findings([*state.unused, *unused_in_blobs(each, store, skip_files)], "bytes")
+        left = [*state.unused, *unused_in_blobs(each, store, skip_files)]
+        left += unread_padding(manifest) if each is manifest else ()
+        readable = [one for one in left if one.file not in skip_files]
+        findings += unused_findings(without_padding(readable, store), "bytes")
         if isinstance(store, ReadsAhead):  # the store may keep checksums where the format has none
             for path in store.prove().proven:
                 state.bare.pop(path, None)

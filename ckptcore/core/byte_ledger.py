@@ -33,12 +33,14 @@ class UnusedBytes:
         start: First byte.
         end: The byte behind the last.
         what: What they are, where an encoding knows; else "".
+        padding: Whether they are structure if all of them are zero; only reading them shows it.
     """
 
     file: str
     start: int
     end: int
     what: str = ""
+    padding: bool = False
 
 
 class ByteLedger:
@@ -66,10 +68,10 @@ class ByteLedger:
         meter().keep(_SPAN * len(spans), path)
         self.structure.setdefault(path, []).append(spans)
 
-    def leave(self, path: str, start: int, end: int, what: str) -> None:
+    def leave(self, path: str, start: int, end: int, what: str, padding: bool = False) -> None:
         """Record what bytes are that belong to nothing."""
         meter().keep(_SPAN + _CHAR * (len(path) + len(what)), path)
-        self.left.append(UnusedBytes(path, start, end, what))
+        self.left.append(UnusedBytes(path, start, end, what, padding))
 
     def carry(self, path: str, group: str, values: Mapping[str, Any]) -> None:
         """Record values that become an object."""
@@ -90,7 +92,8 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
     """List the bytes of a checkpoint's files that belong to no tensor, object or structure.
 
     The files are those of which the reader has taken something. Nothing was taken of the others of the place:
-    those of `Manifest.beside`, and those that were only read for a comparison.
+    those of `Manifest.beside`, and those that were only read for a comparison. What only reading shows is not
+    among them (`ckptcore.reading.unused_in_items`).
 
     Args:
         manifest: A manifest from `ckptcore.formats.read_manifest`.
@@ -113,11 +116,17 @@ def unused_bytes(manifest: Manifest) -> tuple[UnusedBytes, ...] | None:
         if path in number:
             for part in parts:
                 table.add(np.full(len(part), number[path], np.int64), part[:, 0], part[:, 1])
-    left = sorted({one for one in ledger.left if one.file in number}, key=_place(number))
+    left = sorted({u for u in ledger.left if u.file in number and not u.padding}, key=_place(number))
     rows = np.array([(number[one.file], one.start, one.end) for one in left], np.int64).reshape(-1, 3)
     table.add(*rows.T)
     gaps = [UnusedBytes(files[f][0], a, b) for f, a, b in table.gaps()]
     return tuple(sorted([*gaps, *left], key=_place(number)) if left else gaps)
+
+
+def unread_padding(manifest: Manifest) -> tuple[UnusedBytes, ...]:
+    """Return ranges that are padding if all of their bytes are zero, which the reading has not looked at."""
+    ledger = manifest.ledger
+    return () if ledger is None else tuple(one for one in ledger.left if one.padding)
 
 
 def accounted_files(manifest: Manifest) -> frozenset[str]:

@@ -30,6 +30,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.reading.decoded_items import DecodedItem, DecodedItems
+from ckptcore.reading.zero_ranges import is_zero
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
@@ -211,7 +212,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
             base + tensor.record_start,
             tensor.record_length,
             tensor.crc32,
-            unused=tuple(_in_file(chunk, one) for one in tensor.unused),
+            unused=tuple(_in_file(chunk, one) for one in tensor.unused if not _is_padding(one, item, read)),
         )
     if item.envelope is Envelope.SAFETENSORS:
         start, nbytes = _member_range(read, length, chunk)
@@ -223,12 +224,17 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
     raise UnsupportedFormat(f"cannot read {chunk}: its envelope is {item.envelope.name.lower()}")
 
 
+def _is_padding(unused: Unused, item: Item, read: Callable[[int, int], bytes]) -> bool:
+    """Return whether bytes of a decoded item are padding; in a file, they are read when somebody asks."""
+    return bool(item.codec) and unused.padding and is_zero(read, unused.start, unused.end)
+
+
 def _in_file(chunk: StoredChunk, unused: Unused) -> UnusedBytes:
     """Return unused bytes of a chunk's item as bytes of its file."""
-    start, end, what = unused
+    start, end, what, padding = unused
     item = chunk.item
     if not item.codec:
-        return UnusedBytes(chunk.path, item.start + start, item.start + end, what)
+        return UnusedBytes(chunk.path, item.start + start, item.start + end, what, padding)
     what = f"bytes [{start}, {end}) of what {item.codec} decodes{f': {what}' if what else ''}"
     return UnusedBytes(chunk.path, item.start, item.start + item.length, what)
 

@@ -13,18 +13,20 @@ from itertools import chain
 
 import numpy as np
 
-from ckptcore.core.byte_ledger import UnusedBytes
+from ckptcore.core.byte_ledger import UnusedBytes, unread_padding
 from ckptcore.core.manifest import Envelope, Manifest, view_of
 from ckptcore.encodings.safetensors_header import FOR_TORCH, SHARDS, read_blob_header
 from ckptcore.errors import CkptError
 from ckptcore.reading.payload import StoredChunk, resolve
+from ckptcore.reading.zero_ranges import without_padding
 from ckptcore.store import Readable
 
 
 def unused_in_items(manifest: Manifest, store: Readable, workers: int = 2) -> tuple[UnusedBytes, ...]:
     """List the bytes of all items that belong to nothing.
 
-    A few KiB of each item are read, and all of one with a codec. Level ``bytes`` of a check finds the same.
+    A few KiB of each item are read, all of one with a codec, and elements of storages that no tensor has. Level ``bytes`` of a check finds the same. An
+    item that cannot be read is listed as a whole.
 
     Args:
         manifest: The checkpoint.
@@ -32,7 +34,7 @@ def unused_in_items(manifest: Manifest, store: Readable, workers: int = 2) -> tu
         workers: Threads that read.
 
     Raises:
-        CkptError: An item cannot be read.
+        CkptError: An item cannot be read now, and a retry may help.
     """
     manifests = [manifest, *([manifest.inputs] if manifest.inputs is not None else [])]
     found: list[UnusedBytes] = []
@@ -44,7 +46,8 @@ def unused_in_items(manifest: Manifest, store: Readable, workers: int = 2) -> tu
         with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
             found += chain.from_iterable(pool.map(lambda row, m=each: _of_chunk(m, store, row), rows))
         found += unused_in_blobs(each, store)
-    return tuple(dict.fromkeys(found))
+    found += unread_padding(manifest)
+    return tuple(without_padding(dict.fromkeys(found), store))
 
 
 def _of_chunk(manifest: Manifest, store: Readable, row: int) -> tuple[UnusedBytes, ...]:
@@ -53,10 +56,16 @@ def _of_chunk(manifest: Manifest, store: Readable, row: int) -> tuple[UnusedByte
     item, rank = manifest.items[index], len(spec.shape)
     shape, path = tuple(chunks.shape[row, :rank].tolist()), manifest.files[item.file].path
     view = view_of(chunks, row, rank)
-    with closing(
-        resolve(StoredChunk(index, path, item, spec.dtype, shape, view, spec.fqn), store)
-    ) as payload:
-        return payload.unused
+    try:
+        with closing(
+            resolve(StoredChunk(index, path, item, spec.dtype, shape, view, spec.fqn), store)
+        ) as payload:
+            return payload.unused
+    except CkptError as error:
+        if error.transient:
+            raise
+        what = f"an item that cannot be read: {error.message}"
+        return (UnusedBytes(path, item.start, item.start + item.length, what),)
 
 
 def unused_in_blobs(

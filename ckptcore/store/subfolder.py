@@ -33,8 +33,11 @@ class Account(Protocol):
             spans: int64 [n, 2]: the first byte of each range, and the byte behind its last.
         """
 
-    def leave(self, path: str, start: int, end: int, what: str) -> None:
-        """Record what the bytes ``[start, end)`` are, which belong to no tensor, object or structure."""
+    def leave(self, path: str, start: int, end: int, what: str, padding: bool = False) -> None:
+        """Record what the bytes ``[start, end)`` are, which belong to no tensor, object or structure.
+
+        padding: They are structure if all of them are zero, which nobody has read yet.
+        """
 
     def carry(self, path: str, group: str, values: Mapping[str, Any]) -> None:
         """Record values that the format's reader does not take: they become an object called ``group``.
@@ -146,16 +149,20 @@ class FileRange:
         if account is not None:  # a decoded item is one range of its file
             account[0].explain(account[1], spans + self.start)
 
-    def leave(self, start: int, end: int, what: str) -> None:
+    def leave(self, start: int, end: int, what: str, padding: bool = False) -> None:
         """Record bytes of it in the account of the reading, as `Account.leave`."""
         account = account_of(self.store, self.path)
         if account is None:
             return
+        if padding and self.content is not None:
+            if not any(memoryview(self.content)[start:end]):
+                return
+            padding = False
         if self.stored:
             what = f"bytes [{start}, {end}) of {what}, as its codec decodes them"
             account[0].leave(account[1], self.start, self.start + self.stored, what)
         else:
-            account[0].leave(account[1], self.start + start, self.start + end, what)
+            account[0].leave(account[1], self.start + start, self.start + end, what, padding)
 
     def carry(self, group: str, values: Mapping[str, Any]) -> None:
         """Record values of it in the account of the reading, as `Account.carry`."""

@@ -7,7 +7,7 @@ called by name: the builders below make plain values.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any
 
@@ -120,14 +120,22 @@ class StoredStorage(RefusedTensor):
 
 def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
     """Return the keys of the storages under a tree's tensors; ``refused`` adds those of refused tensors."""
-    found: set[str] = set()
+    keys: set[str] = set()
+    for value in tensors_in(tree):
+        if isinstance(value, StoredView):
+            keys.add(value.key)
+        elif refused:
+            keys.update(value.storages)
+    return keys
+
+
+def tensors_in(tree: Any) -> Iterator[StoredView | RefusedTensor]:
+    """Yield the tensors of a tree, those of containers that are there several times once."""
     queue, seen = [tree], set[int]()
     while queue:
         value = queue.pop()
-        if isinstance(value, StoredView):
-            found.add(value.key)
-        elif isinstance(value, RefusedTensor):
-            found.update(value.storages if refused else ())
+        if isinstance(value, (StoredView, RefusedTensor)):
+            yield value
         elif isinstance(value, Named):
             queue.append(value.value)
         elif isinstance(value, Record) and id(value) not in seen:
@@ -137,7 +145,6 @@ def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
             seen.add(id(value))
             inside = value.values() if isinstance(value, dict) else value
             queue += [v for v in inside if type(v) not in SCALARS]
-    return found
 
 
 def _dims(values: Any, what: str) -> tuple[int, ...]:

@@ -52,11 +52,15 @@ _ZIP64 = 1  # number of the extra field with sizes of 8 bytes
 
 
 class Unused(NamedTuple):
-    """Bytes ``[start, end)`` of a zip that belong to nothing, and what they are, or ""."""
+    """Bytes ``[start, end)`` of a zip that belong to nothing, and what they are, or "".
+
+    ``padding``: whether they are only that if all of them are zero.
+    """
 
     start: int
     end: int
     what: str
+    padding: bool = False
 
 
 @dataclass(frozen=True, slots=True)

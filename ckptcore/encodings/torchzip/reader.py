@@ -31,9 +31,11 @@ from ckptcore.encodings.pickle.torch_globals import (
     StoredStorage,
     StoredView,
     attributes_in,
+    tensors_in,
 )
 from ckptcore.encodings.pickle.unpickler import Call, loads
 from ckptcore.encodings.torchzip.archive import Archive, Reader, Unused, Window
+from ckptcore.encodings.torchzip.storage_excess import Excess, excess
 from ckptcore.errors import ChecksumMismatch, MalformedCheckpoint, UnreadablePart, UnsafeContent
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
@@ -46,6 +48,7 @@ _STORAGE = 400  # bytes that a storage's location takes
 _TEXTS = ("byteorder", "version", ".format_version", ".storage_alignment")
 _ID = ".data/serialization_id"
 ATTRIBUTES = "__attributes__"  # the object of attributes of tensors
+_EXCESS = "elements of storages that no tensor has"
 _WITH_STATE = (b"_rebuild_parameter_with_state", b"_rebuild_from_type_v2")
 # Records whose content is read or checked, beside the storages.
 _CONSUMED = ("data.pkl", *_TEXTS, _ID)
@@ -87,6 +90,7 @@ class Objects:
         refused: The globals that were refused.
         swapped: Whether elements are big-endian.
         behind: Bytes of the record ``data.pkl`` behind the pickle.
+        excess: Bytes of storages that no tensor has.
         attributes: Path in the tree -> attributes of the tensor there, which are no part of its value.
     """
 
@@ -95,6 +99,7 @@ class Objects:
     refused: tuple[str, ...]
     swapped: bool
     behind: int = 0
+    excess: tuple[Excess, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -178,7 +183,9 @@ def parse_tensor(window: Window, what: str) -> Parsed:
     ident = archive.records.get(_ID)
     if ident is not None:
         archive.read(_ID)
-    unused = (*archive.unused({*_CONSUMED, record}), *_behind(archive, behind), *_attributes(archive, seen))
+    hidden = [Unused(start + one.start, start + one.end, _EXCESS, True) for one in excess([seen])]
+    others = archive.unused({*_CONSUMED, record})
+    unused = (*others, *hidden, *_behind(archive, behind), *_attributes(archive, seen))
     resolved = Resolved(seen.dtype, seen.shape, view, start, entry.length, crc, unused)
     if ident is None:
         return Parsed(resolved, entry.row, 0, 0, 0)
@@ -255,15 +262,24 @@ def read_objects(
         for one in _behind(archive, behind):
             content.leave(*one)
         if known is not None:
-            content.carry(ATTRIBUTES, known.attributes)
+            _report(content, known)
             return known
     meter().take(_STORAGE * len(storages), what)
     bound_tree(tree, len(pickled), what)
     inside = (name for name in refused_in(tree) if name not in refused)
     attributes = attributes_in(tree) if any(name in pickled for name in _WITH_STATE) else {}
-    content.carry(ATTRIBUTES, attributes)
-    found = Objects(tree, storages, (*refused, *inside), swapped, behind, attributes)
+    hidden = excess(tensors_in(tree)) if storages else ()
+    found = Objects(tree, storages, (*refused, *inside), swapped, behind, hidden, attributes)
+    _report(content, found)
     return found if shared is None else shared.add(key, found, content.length, what)
+
+
+def _report(content: FileRange, objects: Objects) -> None:
+    """Report what a zip's tensors leave, and their attributes."""
+    for one in objects.excess:
+        start, length, _ = objects.storages.get(one.key, (0, 0, None))
+        content.leave(start + min(one.start, length), start + min(one.end, length), _EXCESS, True)
+    content.carry(ATTRIBUTES, objects.attributes)
 
 
 def check_view(seen: StoredView, nbytes: int, start: int, what: str, swapped: bool) -> View:

@@ -240,6 +240,40 @@ def test_the_padding_of_torch_is_none(tmp_path: Path) -> None:
     assert what.startswith("extra field of the zip record model/")
 
 
+def test_elements_of_a_storage_that_no_tensor_has(tmp_path: Path) -> None:
+    """`torch.save` writes the storage of a slice. Zeros are padding, which only reading shows."""
+    whole = torch.arange(1.0, 13.0)
+    torch.save({"w": whole[2:5], "v": whole[8:]}, tmp_path / "model.pt")
+    assert unused(tmp_path / "model.pt") == []
+    (found,) = unused(tmp_path / "model.pt", "bytes")
+    assert found.message.startswith("model.pt: 20 bytes at [")
+    assert found.message.endswith("elements of storages that no tensor has")
+    padded = torch.zeros(12)
+    padded[2:5] = 7
+    torch.save({"w": padded[2:5]}, tmp_path / "padded.pt")
+    assert unused(tmp_path / "padded.pt", "bytes") == []
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_elements_of_a_storage_in_an_item(folder: Path, zero: bool, tmp_path: Path) -> None:
+    """Megatron-Core 0.9 saved views so."""
+    whole = torch.zeros(9) if zero else torch.ones(9)
+    saved = io.BytesIO()
+    torch.save(whole[2:5], saved)
+    opened = Folder(folder, tmp_path / "never")
+    meta, out = opened.load(), bytearray()
+    for place in opened.places():
+        item = saved.getvalue() if place.key.fqn == "b" else opened.read(place)
+        meta.storage_data[place.key].offset, meta.storage_data[place.key].length = len(out), len(item)
+        out += item
+        data = place.file
+    data.write_bytes(out)
+    opened.dump(meta)
+    assert unused(folder) == []
+    expected = [] if zero else [f"{data.name}: 24 bytes"]
+    assert [f.message[: len(data.name) + 10] for f in unused(folder, "bytes")] == expected
+
+
 def test_every_family_reads_its_zips_so(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """One more record in each kind of torch file of every sample of 1 MiB or less."""
     tried = set()
