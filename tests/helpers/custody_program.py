@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,8 +31,8 @@ from custody_copies import put_rows, rows_of
 from custody_model import HOME, Contents, ids_in, is_hidden, places, read_place
 from safetensors.torch import load as safetensors_state
 from safetensors.torch import save as safetensors_bytes
-from sqlalchemy import event, text
-from sqlalchemy.engine import Engine
+from sqlalchemy import text
+from strikes import STRUCK, strike_at
 
 from ckptcore.catalog import holds, open_catalog
 from ckptcore.catalog import watched_roots as roots
@@ -47,7 +48,6 @@ from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import folder_tree
 
 MEANS = Settings(memory=32 << 20, workers=1, fingerprint=True)
 NO_SUMS = Settings(memory=32 << 20, workers=1)
@@ -61,6 +61,7 @@ WEIGHTS = {
     "copy": 3,
     "move": 3,
     "overwrite": 10,
+    "resume": 4,
     "retire": 10,
     "purge": 4,
     "restore": 2,
@@ -76,7 +77,7 @@ WEIGHTS = {
     "hold": 1,
 }
 FORGET = ("rewind", "lose")  # behind them less is promised, so half of the programs have none
-STRUCK, REFUSED, CRASHED = 9, 3, 4
+REFUSED, CRASHED = 3, 4
 
 
 class Broken(AssertionError):
@@ -92,6 +93,19 @@ def program(seed: int, length: int) -> list[tuple[str, int]]:
     return [(verb, draw.getrandbits(40)) for verb in (*start, *verbs)][:length]
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion of a place with these contents; what it makes of them."""
+
+    source: str
+    target: str
+    contents: Contents
+    made: Contents
+    options: dict[str, Any]
+    settings: Settings
+    catalog: bool
+
+
 class Run:
     """One program on one disk with one catalog."""
 
@@ -104,6 +118,7 @@ class Run:
         self.on_hold: dict[str, Contents] = {}  # source on hold -> what it had
         self.saved = 0
         self.backup: dict[str, list[dict[str, Any]]] | None = None
+        self.killed: Conversion | None = None  # the last one that was
         self.forgot = False  # whether a catalog was lost, or restored from a backup
         self._watch()
 
@@ -379,10 +394,25 @@ class Run:
             options["exclude"] = ("shared",)
             made.pop("shared", None)
         settings = MEANS if self.draw.random() < 0.85 else NO_SUMS
-        request = Request(self.disk.url(source), self.disk.url(target), **options)
-        url: str | bool = self.url if catalog else False
-        self._note(f"{source} -> {target} {options} catalog={catalog}")
-        self._product(lambda _: convert(request, settings, None, url), target, made, catalog=catalog)
+        self._converted(Conversion(source, target, contents, made, options, settings, catalog))
+
+    def _converted(self, run: Conversion) -> None:
+        request = Request(self.disk.url(run.source), self.disk.url(run.target), **run.options)
+        url: str | bool = self.url if run.catalog else False
+        self._note(f"{run.source} -> {run.target} {run.options} catalog={run.catalog}")
+        outcome = self._product(
+            lambda _: convert(request, run.settings, None, url), run.target, run.made, catalog=run.catalog
+        )
+        if outcome.startswith("killed"):
+            self.killed = run
+        elif run is self.killed:
+            self.killed = None
+
+    def _resume(self) -> None:
+        """The same command as the one that was killed last."""
+        run = self.killed
+        if run is not None and self._is_up(run.target) and self._visible().get(run.source) == run.contents:
+            self._converted(run)
 
     def _retire(self) -> None:
         grace = timedelta(0) if self.draw.random() < 0.6 else WEEK
@@ -427,7 +457,7 @@ class Run:
         made: Contents | None = None,
         *,
         catalog: bool = True,
-    ) -> None:
+    ) -> str:
         """Run a verb, sometimes killed at one of its steps, and check what must be true.
 
         target: the place that may change. made: what is there afterwards; None for anything that is complete.
@@ -444,6 +474,7 @@ class Run:
         for place, contents in self.on_hold.items():
             if self._all(after).get(place) != contents:
                 raise Broken(f"{place} is on hold, and gone")
+        return outcome
 
     def _in_process(self, act: Callable[[Any], object]) -> str:
         try:
@@ -462,7 +493,7 @@ class Run:
             code = CRASHED
             try:
                 if not remote:
-                    _strike_at(last)
+                    strike_at(last)
                 with open_catalog(self.url) as catalog:
                     act(catalog)
                 code = 0
@@ -575,25 +606,3 @@ def _logical(place: str) -> str:
 def _above(place: str) -> list[str]:
     parts = place.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
-
-
-def _strike_at(last: int) -> None:
-    """Let this process end at its n-th change of a file system or commit."""
-    calls = [0]
-
-    def count(*_: Any) -> None:
-        calls[0] += 1
-        if calls[0] == last:
-            os._exit(STRUCK)
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any, **options: Any) -> Any:
-            count()
-            return function(*given, **options)
-
-        return counted
-
-    for name in ("rename", "unlink", "rmdir", "mkdir", "link", "fsync", "replace", "remove"):
-        setattr(os, name, counting(getattr(os, name)))
-    folder_tree._renameat2 = counting(folder_tree._renameat2)  # type: ignore[assignment]
-    event.listen(Engine, "commit", count)

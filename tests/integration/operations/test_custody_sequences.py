@@ -17,7 +17,7 @@ from ckptcore.catalog import upgrade
 
 LENGTH = 40
 # Seeds of `make test`: few steps, which delete, replace, refuse and are killed.
-SHORT = {"local-sqlite": (200, 14), "bucket-sqlite": (7, 14), "local-postgresql": (203, 10)}
+SHORT = {"local-sqlite": (16, 16), "bucket-sqlite": (0, 16), "local-postgresql": (38, 12)}
 
 
 class Worlds:
