@@ -1,8 +1,9 @@
 """Find what a checkpoint holds, by content ids (`ckptcore.fingerprints.holdings`).
 
-Everything in a folder is accounted for. Of a file that the reader accounts for (`ckptcore.core.byte_ledger`),
-each byte is of a tensor or an object, or structure, or unused; any other file counts by its digest. What nothing
-identifies (unused bytes, links, FIFOs, empty folders, values that were not built) is a holding without an id.
+Everything in a folder is accounted for. Of a file that the reader accounts for
+(`ckptcore.core.byte_ledger`), each byte is of a tensor or an object, or structure, or unused; any other file
+counts by its digest. What nothing identifies (unused bytes, links, FIFOs, empty folders, values that were not
+built) is a holding without an id.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from ckptcore.store.contents import NameKind, Thing
 
 _LOCAL, _REMOTE = 2, 16  # threads that read heads of items
 UNUSED = "unused bytes"  # of a file: they belong to no tensor, object or structure
-# Warnings of readers about what is in the manifest, or about nothing that is there. Any other warning or error
-# means that something was read and left out.
+# Warnings of readers about what is in the manifest, or about nothing that is there. Any other warning or
+# error means that something was read and left out.
 _COMPLETE = frozenset(
     {
         "consolidated-differs",  # its files are holdings of their own

@@ -25,8 +25,8 @@ from ckptcore.store import Readable
 def unused_in_items(manifest: Manifest, store: Readable, workers: int = 2) -> tuple[UnusedBytes, ...]:
     """List the bytes of all items that belong to nothing.
 
-    A few KiB of each item are read, all of one with a codec, and elements of storages that no tensor has. Level ``bytes`` of a check finds the same. An
-    item that cannot be read is listed as a whole.
+    A few KiB of each item are read, all of one with a codec, and elements of storages that no tensor has.
+    Level ``bytes`` of a check finds the same. An item that cannot be read is listed as a whole.
 
     Args:
         manifest: The checkpoint.

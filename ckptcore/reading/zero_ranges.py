@@ -17,8 +17,8 @@ def is_zero(read: Callable[[int, int], bytes], start: int, end: int) -> bool:
     """Report whether all bytes of a range are zero. read: (first byte, count) -> these bytes."""
     return all(
         block.count(0) == len(block)
-        for at in range(start, end, _BLOCK)
-        for block in (read(at, min(_BLOCK, end - at)),)
+        for first in range(start, end, _BLOCK)
+        for block in (read(first, min(_BLOCK, end - first)),)
     )
 
 

@@ -1,7 +1,7 @@
 """Find elements of storages that no tensor of a pickle has.
 
-``torch.save`` writes the complete storage of a slice: the elements outside of it are in the file, and no tensor
-shows them.
+``torch.save`` writes the complete storage of a slice: the elements outside of it are in the file, and no
+tensor shows them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _between(key: str, views: list[StoredView]) -> Iterator[Excess]:
 
 
 def _ranges(view: StoredView) -> Ints:
-    """Return the bytes of a tensor in its storage: int64 [n, 2]; of very many ranges, first to last as one."""
+    """Return the bytes of a tensor in its storage: int64 [n, 2]; very many ranges count as one."""
     width = BY_NAME[view.dtype].itemsize
     if 0 in view.shape:
         return np.empty((0, 2), np.int64)
