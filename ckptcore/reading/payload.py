@@ -225,7 +225,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
 
 
 def _is_padding(unused: Unused, item: Item, read: Callable[[int, int], bytes]) -> bool:
-    """Return whether bytes of a decoded item are padding; in a file, they are read when somebody asks."""
+    """Return whether bytes of a decoded item are padding; in a file, they are read later."""
     return bool(item.codec) and unused.padding and is_zero(read, unused.start, unused.end)
 
 

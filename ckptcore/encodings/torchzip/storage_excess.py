@@ -17,7 +17,7 @@ from ckptcore.core.object_tree import RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.utils.dataclass import dataclass
 
-_MAX_RUNS = 1 << 20  # contiguous ranges of one tensor that are told apart
+_MAX_RUNS = 1 << 20  # contiguous ranges of one tensor that are kept apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,8 +242,8 @@ def test_the_padding_of_torch_is_none(tmp_path: Path) -> None:
 
 def test_elements_of_a_storage_that_no_tensor_has(tmp_path: Path) -> None:
     """`torch.save` writes the storage of a slice. Zeros are padding, which only reading shows."""
-    whole = torch.arange(1.0, 13.0)
-    torch.save({"w": whole[2:5], "v": whole[8:]}, tmp_path / "model.pt")
+    complete = torch.arange(1.0, 13.0)
+    torch.save({"w": complete[2:5], "v": complete[8:]}, tmp_path / "model.pt")
     assert unused(tmp_path / "model.pt") == []
     (found,) = unused(tmp_path / "model.pt", "bytes")
     assert found.message.startswith("model.pt: 20 bytes at [")
@@ -257,9 +257,9 @@ def test_elements_of_a_storage_that_no_tensor_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [False, True])
 def test_elements_of_a_storage_in_an_item(folder: Path, zero: bool, tmp_path: Path) -> None:
     """Megatron-Core 0.9 saved views so."""
-    whole = torch.zeros(9) if zero else torch.ones(9)
+    complete = torch.zeros(9) if zero else torch.ones(9)
     saved = io.BytesIO()
-    torch.save(whole[2:5], saved)
+    torch.save(complete[2:5], saved)
     opened = Folder(folder, tmp_path / "never")
     meta, out = opened.load(), bytearray()
     for place in opened.places():

@@ -26,15 +26,15 @@ def left(*tensors: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def test_slices() -> None:
-    whole = torch.arange(12, dtype=torch.int32)
-    assert left(whole) == []
-    assert left(whole[2:5]) == [(0, 8), (20, 48)]
-    assert left(whole[2:5], whole[5:]) == [(0, 8)]
-    assert left(whole[2:5], whole) == []
-    assert left(whole[:0]) == [(0, 48)]
-    assert left(whole.reshape(3, 4).t()) == []
-    assert left(whole[::4]) == [(4, 16), (20, 32), (36, 48)]
-    assert left(whole[:1].expand(5)) == [(4, 48)]
+    complete = torch.arange(12, dtype=torch.int32)
+    assert left(complete) == []
+    assert left(complete[2:5]) == [(0, 8), (20, 48)]
+    assert left(complete[2:5], complete[5:]) == [(0, 8)]
+    assert left(complete[2:5], complete) == []
+    assert left(complete[:0]) == [(0, 48)]
+    assert left(complete.reshape(3, 4).t()) == []
+    assert left(complete[::4]) == [(4, 16), (20, 32), (36, 48)]
+    assert left(complete[:1].expand(5)) == [(4, 48)]
 
 
 @pytest.mark.parametrize("most", [1 << 20, 2])
@@ -44,17 +44,17 @@ def test_any_view(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(3)
     for _ in range(300):
         tensors = []
-        whole = torch.zeros(60, dtype=torch.int32)
+        complete = torch.zeros(60, dtype=torch.int32)
         for _ in range(rng.randint(1, 3)):
             shape = [rng.randint(1, 4) for _ in range(rng.randint(0, 3))]
             strides = [rng.randint(0, 6) for _ in shape]
-            tensors.append(whole.as_strided(shape, strides, rng.randint(0, 5)))
+            tensors.append(complete.as_strided(shape, strides, rng.randint(0, 5)))
         for each in tensors:
             each.fill_(1)
         reported = np.zeros(60, np.int32)
         for start, end in left(*tensors):
             reported[start // 4 : end // 4] = 1
-        unseen = 1 - whole.numpy()
+        unseen = 1 - complete.numpy()
         assert (reported <= unseen).all()
         if most > 2:
             assert (reported == unseen).all()
