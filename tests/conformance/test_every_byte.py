@@ -25,6 +25,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
 from ckptcore.encodings.torchzip.archive import Archive, Window, is_zip
 from ckptcore.errors import CkptError
+from ckptcore.formats import FORMATS
 
 LARGEST = 64 << 10
 SHORT = 300  # flips of all cases together in `make test`
@@ -84,6 +85,7 @@ MADE: dict[str, tuple[Callable[[Path], None], str]] = {
     "torch_save": (_torch_save, "model.pt"),
     "torch_ranks": (_rank_files, "model_rank1.pt"),
 }
+ALIKE = {"torch_dcp", "deepspeed_universal", "deepspeed_universal_zero3"}  # read as dcp and deepspeed are
 CASES = [*FILES, *((name, path) for name, (_, path) in MADE.items())]
 
 
@@ -187,6 +189,11 @@ def placed(request: pytest.FixtureRequest, case: tuple[str, str], folder: Path) 
     sample = next(s for s in request.config.stash[SAMPLES] if s.name == name)
     source = next(c for c in sample.checkpoints if (c / file).is_file())
     return Path(shutil.copytree(source, folder)), file
+
+
+def test_every_reader_has_a_case(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    roots = (placed(request, case, tmp_path / str(n))[0] for n, case in enumerate(CASES))
+    assert {ckptcore.open(str(root)).format for root in roots} == {f.name for f in FORMATS if f.reader} - ALIKE
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
