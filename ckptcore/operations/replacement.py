@@ -28,7 +28,14 @@ from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.custody.distinct import files_of, require_apart
-from ckptcore.custody.holdings import descriptions_last, file_holdings, objects_of, rest_of, tensors_recorded
+from ckptcore.custody.holdings import (
+    EMPTY_FOLDER,
+    descriptions_last,
+    file_holdings,
+    objects_of,
+    rest_of,
+    tensors_recorded,
+)
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
@@ -42,19 +49,19 @@ from ckptcore.fingerprints.holdings import (
     tensor_holdings,
 )
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
+from ckptcore.naming.training_state import StoredKinds
 from ckptcore.operations.part_replacement import (
     CAST,
     MODEL,
     OPTIMIZER,
     ProvenPart,
-    classified,
     is_training_state,
     prove_part,
 )
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
-from ckptcore.store.contents import Thing, contents
+from ckptcore.store.contents import NameKind, Thing, contents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
@@ -63,6 +70,9 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "its fingerprint is not known; --fingerprint computes it"
 _PLAIN = (FILE, OBJECT)  # kinds that go without saying
+_IN_FOLDERS = frozenset(
+    {FILE, EMPTY_FOLDER, *(kind.value for kind in NameKind)}
+)  # kinds of things, not of objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +370,11 @@ def _beside(
     theirs = (*child.objects, *files)
     child_ids, wanted = ids_of(theirs), ids_of(mine)
     lacking = {(each.name, each.kind): each for each in mine if each.id not in child_ids}
-    kinds = {key: classified(source.manifest, *key) if classify else key[1] for key in lacking}
-    losses = [GivenUp(each.name, kinds[key], each.nbytes) for key, each in lacking.items()]
+    stored = StoredKinds(source.manifest)
+    losses = []
+    for each in lacking.values():
+        of_object = stored.kind_of(each.name) if classify and each.kind not in _IN_FOLDERS else None
+        losses.append(GivenUp(each.name, of_object or each.kind, each.nbytes))
     return losses, tuple(each for each in theirs if each.id in wanted)
 
 
