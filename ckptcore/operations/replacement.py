@@ -37,6 +37,7 @@ from ckptcore.custody.holdings import (
     tensors_recorded,
 )
 from ckptcore.custody.place_ties import writer_of_place
+from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.holdings import (
@@ -307,6 +308,8 @@ def _judged(
     losses = (*tensor_losses, *beside_losses)
     missing = tuple(each for each in losses if not allowed.accepts(each))
     if missing:
+        # What was read of a source that is being written is of two states: it says nothing about the child.
+        require_files(source.row.uri, source.things, contents(source.row.uri))
         return Replacement(None, _why_not(child, missing), losses=missing)
     order = descriptions_last(source.manifest, source.row.uri, source.things)
     things = {name: source.things[name] for name in order}
