@@ -1,6 +1,6 @@
-"""Define the findings about plain values, what is left out, and options without effect.
+"""Define the findings about plain values, bytes that are none, what is left out, options without effect.
 
-A module of its own, because the table of `ckptcore.errors` is as long as a file may be.
+`ckptcore.errors` adds its own, and is as long as a file may be.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "warning",
         "contents that were deleted in favour of a copy are in no recorded checkpoint any more",
         "record the copy where it is now (`ckptcore fingerprint COPY`), or restore it from a backup",
+    ),
+    "unused-bytes": (
+        "warning",
+        "bytes of a file belong to no tensor, object or structure of its format; they are left out",
+        "find out what wrote them before the file is deleted; nothing else depends on them",
     ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptcore.checking.unused import ending, unused_rule
 from ckptcore.checking.verdicts import PART_CODES, error_class, verdict
 from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
@@ -225,13 +226,7 @@ def _files(manifest: Manifest) -> Iterable[Finding]:
         np.maximum.at(need, items.file, items.start + items.length)
     used = np.zeros(len(manifest.files), np.bool_)
     used[items.file] = True
-    # Torch zips fill their file exactly. A DCP file with a safetensors blob ends where the blob's header
-    # says, and the blob exists even when it is empty. Files of raw items alone (safetensors, torch_save)
-    # have an exact check in their reader.
-    exact = np.zeros(len(manifest.files), np.bool_)
-    exact[items.file[items.envelope == int(Envelope.TORCHZIP)]] = True
-    if bool((items.envelope == int(Envelope.SAFETENSORS)).any()):
-        exact[:] = False
+    exact = ending(manifest)
     for i, file in enumerate(manifest.files):
         if not used[i]:
             continue
@@ -375,4 +370,5 @@ RULES: tuple[tuple[str, Callable[[Manifest], Iterable[Finding]]], ...] = (
     ("coverage", coverage),
     ("coverage", _lengths),
     ("coverage", _item_overlaps),
+    ("coverage", unused_rule),
 )

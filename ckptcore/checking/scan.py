@@ -14,7 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from ckptcore.checking.unused import unused_findings
 from ckptcore.core.box import Box, flat_start
+from ckptcore.core.byte_ledger import UnusedBytes, unread_padding
 from ckptcore.core.coverage import replicas
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, is_row_major, view_of
@@ -33,6 +35,8 @@ from ckptcore.reading.gather import Bytes, tile_view
 from ckptcore.reading.interleave import Interleaver
 from ckptcore.reading.payload import Payload, StoredChunk, resolve
 from ckptcore.reading.rereading import rereading
+from ckptcore.reading.unused_in_items import unused_in_blobs
+from ckptcore.reading.zero_ranges import without_padding
 from ckptcore.store import Store
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
@@ -83,6 +87,10 @@ def scan(
             for found in pool.map(state.chunk, range(len(each.chunks)), chunksize=1):
                 findings += found
             findings += _merged(each, [d for found in pool.map(state.pair, replicas(each)) for d in found])
+        left = [*state.unused, *unused_in_blobs(each, store, skip_files)]
+        left += unread_padding(manifest) if each is manifest else ()
+        readable = [one for one in left if one.file not in skip_files]
+        findings += unused_findings(without_padding(readable, store), "bytes")
         if isinstance(store, ReadsAhead):  # the store may keep checksums where the format has none
             for path in store.prove().proven:
                 state.bare.pop(path, None)
@@ -161,6 +169,7 @@ class _Scan:
     ) -> None:
         self.manifest, self.store, self.skip, self.values = manifest, store, skip, values
         self.bare: Counter[str] = Counter()  # file -> its items without a checksum
+        self.unused: dict[UnusedBytes, None] = {}  # of items, in the order of chunks
         self._records: dict[tuple[str | None, int], bool] = {}
         self._bad_values: dict[str, list[int]] = {}
         self._lock = threading.Lock()
@@ -174,6 +183,9 @@ class _Scan:
             return payload
         if payload is None:
             return []
+        if payload.unused:
+            with self._lock:
+                self.unused |= dict.fromkeys(payload.unused)
         try:
             found = self._verify(payload, name, path)
             if self.values and not found:

@@ -33,7 +33,7 @@ from ckptcore.execution.source_stamps import digest as stamps_digest
 from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import load_ctimes
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
-from ckptcore.formats import Format, Source, by_name, open_source, read_manifest
+from ckptcore.formats import Format, Source, by_name, open_source, read_as, read_manifest
 from ckptcore.naming.rename import MadeTensor
 from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
@@ -504,8 +504,7 @@ def _read_back(
     """
     source = Source(files, plan.target.single, files.list())
     form = by_name(plan.target.format)
-    assert form.reader is not None  # by_name returns formats with a reader
-    written = form.reader.read(source)
+    written = read_as(form, source)
     report = check(written, None, "coverage")
     found = sorted(_specs(written))
     unplanned = (

@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.errors import Finding
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import count
+
+if TYPE_CHECKING:
+    from ckptcore.core.byte_ledger import ByteLedger
 
 Ints = npt.NDArray[np.int64]
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
@@ -263,7 +266,7 @@ class Items:
 class Manifest:
     """Everything that is known about a checkpoint without reading tensor bytes.
 
-    ``stamps``, ``described``, ``beside`` and ``read`` describe the place, not the checkpoint. They are not
+    ``stamps``, ``described``, ``beside`` and ``ledger`` describe the place, not the checkpoint. They are not
     saved, nor part of the digest.
 
     Attributes:
@@ -284,8 +287,8 @@ class Manifest:
         described: Files of the place that the format's reader read, and that hold nothing of the checkpoint:
             metadata, an index.
         beside: Other files of the place, which hold nothing of the checkpoint and do not describe it.
-        read: Paths of the files that the format's reader read. Files opened only to recognise a format are
-            not among them (`ckptcore.core.used_files`).
+        ledger: What the format's reader took from its files (`ckptcore.core.byte_ledger`); None where it is
+            not known.
         order: Names of tensors in the order of the saved state dict, where ``tensors`` has another order.
             Neither a digest nor a dump includes it.
         own: (items, files) of the checkpoint itself, where later ones are second copies
@@ -306,7 +309,7 @@ class Manifest:
     stamps: Mapping[str, tuple[str, int | None]] = field(default_factory=dict, compare=False, repr=False)
     described: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
     beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
-    read: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    ledger: ByteLedger | None = field(default=None, compare=False, repr=False)
     order: tuple[str, ...] = field(default=(), compare=False)
     own: tuple[int, int] | None = None
 
@@ -315,6 +318,14 @@ class Manifest:
         parts = ((self.tensors, "tensor"), (self.chunks, "chunk"), (self.files, "file"))
         sizes = ", ".join(count(len(part), noun) for part, noun in parts)
         return f"<Manifest {self.format} {self.root}: {sizes}>"
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Return the paths of the files that the format's reader read.
+
+        Files opened only to recognise a format are not among them (`ckptcore.core.used_files`).
+        """
+        return frozenset(self.ledger.read) if self.ledger is not None else frozenset()
 
     @property
     def versions(self) -> dict[str, str | None]:

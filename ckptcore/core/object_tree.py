@@ -150,6 +150,22 @@ def is_its_form(value: Any) -> bool:
     return type(value) in _AS_IS or (type(value) is float and math.isfinite(value))
 
 
+def is_plain_json(form: Any) -> bool:
+    """Report whether a JSON form is the value itself, with everything in it.
+
+    >>> is_plain_json({"a": [1, None]}), is_plain_json({"a": {"$": "float", "value": "inf"}})
+    (True, False)
+    """
+    queue = [form]
+    while queue:
+        value = queue.pop()
+        if isinstance(value, dict) and "$" in value:
+            return False
+        if isinstance(value, (dict, list)):
+            queue += value.values() if isinstance(value, dict) else value
+    return True
+
+
 def weight(form: Any) -> int:
     """Estimate the bytes that a JSON form and its decoded value take.
 

@@ -1,8 +1,9 @@
 """Find what a checkpoint holds, by content ids (`ckptcore.fingerprints.holdings`).
 
-Everything in a folder is accounted for: a file by the tensors and objects that its reader found in it, or as
-the description of where these are, or by its digest. What nothing identifies (links, FIFOs, empty folders,
-values that were not built, files that the reader could not read) is a holding without an id.
+Everything in a folder is accounted for. Of a file that the reader accounts for
+(`ckptcore.core.byte_ledger`), each byte is of a tensor or an object, or structure, or unused; any other file
+counts by its digest. What nothing identifies (unused bytes, links, FIFOs, empty folders, values that were not
+built) is a holding without an id.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
-from fnmatch import fnmatchcase
 
 from ckptcore.catalog.normalize import storable
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.comparison.object_leaves import exact_leaves
+from ckptcore.core.byte_ledger import accounted_files, unused_bytes
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
 from ckptcore.core.used_files import used
@@ -30,24 +31,21 @@ from ckptcore.fingerprints.holdings import (
     tensor_spec,
 )
 from ckptcore.planning.request import Settings
+from ckptcore.reading.unused_in_items import unused_in_items
 from ckptcore.store import open_store, split_url
 from ckptcore.store.contents import NameKind, Thing
 
 EMPTY_FOLDER = "empty folder"
-# Files that only describe where tensors and objects are stored; they count if their reader read them.
-_DESCRIBE = (".metadata", "__*.metadata", "metadata.json", "*.index.json", ".zarray")
-# Findings that do not mean that the manifest, and so a copy of it, lacks something; files that they name are
-# listed by themselves. Any other warning or error does.
-_HARMLESS = frozenset(
+_LOCAL, _REMOTE = 2, 16  # threads that read heads of items
+UNUSED = "unused bytes"  # of a file: they belong to no tensor, object or structure
+# Warnings of readers about what is in the manifest, or about nothing that is there. Any other warning or
+# error means that something was read and left out.
+_COMPLETE = frozenset(
     {
-        "consolidated-differs",
+        "consolidated-differs",  # its files are holdings of their own
         "flat-buffers",
         "missing-part",
-        "names-unchecked",
-        "not-finite",
         "shape-lost",
-        "stale-file",
-        "stray-file",
         "total-mismatch",
         "unlisted-tensor",
         "unusual-layout",
@@ -99,16 +97,20 @@ def rest_of(
         things: All of the folder, links not followed.
         sizes: Files of these sizes are read for their id; None for all.
     """
+    above = "" if "" in things else inner_path(manifest, uri)
+    accounted = accounted_files(manifest) - used(manifest).compared
     for finding in manifest.findings:
-        if finding.severity != "info" and finding.code not in _HARMLESS:
+        # A file that the reader does not account for is a holding of its own.
+        listed = finding.file is not None and finding.file not in accounted and "" not in things
+        if finding.severity != "info" and finding.code not in _COMPLETE and not listed:
             yield Holding(finding.code, finding.fqn or finding.file or finding.code)
+    for path, nbytes in _unused(manifest, accounted).items():
+        yield Holding(UNUSED, above + path, None, "", nbytes)
     if "" in things:
         return  # it is one file, and the files beside it stay
-    above, files = inner_path(manifest, uri), used(manifest)
-    interpreted = {above + name for name in files.data}
-    interpreted |= {above + name for name in files.described if _describes(name)}
-    filled = {os.path.dirname(name.rstrip("/")) + "/" for name in things}
     with closing(open_store(uri)) as store:
+        filled = {os.path.dirname(name.rstrip("/")) + "/" for name in things}
+        interpreted = {above + name for name in accounted}
         for name, thing in things.items():
             if thing.kind is NameKind.FOLDER:
                 if name not in filled:
@@ -148,10 +150,17 @@ def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, Thing])
     return sorted(things, key=lambda thing: (thing or name).removeprefix(inner) in data)
 
 
+def _unused(manifest: Manifest, accounted: Collection[str]) -> dict[str, int]:
+    """Return how many bytes of each accounted file belong to nothing, between items and inside of them."""
+    own = manifest.without_copies()
+    with closing(open_store(manifest.root)) as store:
+        inside = unused_in_items(own, store, _LOCAL if store.local is not None else _REMOTE)
+    nbytes: dict[str, int] = {}
+    for one in dict.fromkeys((*(unused_bytes(manifest) or ()), *inside)):
+        if one.file in accounted:
+            nbytes[one.file] = nbytes.get(one.file, 0) + one.end - one.start
+    return nbytes
+
+
 def _sizes(manifest: Manifest) -> dict[str, int]:
     return {t.fqn: t.nbytes for t in manifest.tensors}
-
-
-def _describes(path: str) -> bool:
-    name = os.path.basename(path)
-    return any(fnmatchcase(name, glob) for glob in _DESCRIBE)

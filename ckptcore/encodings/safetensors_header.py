@@ -7,7 +7,7 @@ and the tensors' bytes without holes (https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,18 +17,37 @@ from ckptcore.core.metadata_budget import Meter, meter
 from ckptcore.encodings.json_text import cost
 from ckptcore.errors import MalformedCheckpoint, NameMismatch
 from ckptcore.store import Readable
+from ckptcore.store.subfolder import FileRange, explain
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 from ckptcore.utils.text import short_repr
 
 METADATA = "__metadata__"  # the key of a header that is not a tensor
+FIELDS = "__fields__"  # the object of other fields that entries of tensors have
+# Entries of `__metadata__` that say how the file is laid out: "pt" is what torch's loaders ask for.
+FORMAT = "format"
+FOR_TORCH = (FORMAT, "pt")
+SHARDS = ("DCP_SHARDING_INFO", "DCP_VERSION")
+OWN = "ckptcore."  # what ckptcore's own keys begin with
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 MAX_HEADER = 100_000_000  # the safetensors library's own bound
 _MAX_DIM = 1 << 50
 _MAX_DTYPE = 40  # characters of a dtype's name
 
 
-def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+def read_header(
+    store: Readable, path: str, size: int, taken: Collection[str] | None = ()
+) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Read a file's header: (tensors, metadata) of `parse_header`, and the first byte of the data.
+
+    The account of the reading gets the header as structure, and the entries of ``__metadata__`` that nobody
+    takes as values to carry.
+
+    Args:
+        store: The folder.
+        path: The file.
+        size: Its bytes.
+        taken: Keys of ``__metadata__`` that the caller reads; None if another call of the reading takes all.
 
     Raises:
         MalformedCheckpoint: The file is not a complete safetensors file.
@@ -43,18 +62,49 @@ def read_header(store: Readable, path: str, size: int) -> tuple[dict[str, Any], 
     last = _last_header.get(reading)
     if last is None or last.raw != header or last.path != path or last.size != size:
         _last_header.pop(reading, None)  # one header at a time is in memory
-        last = _ParsedHeader(path, size, header, *parse_header(header, size - 8 - length, path))
+        more: dict[str, Any] = {}
+        last = _ParsedHeader(path, size, header, *parse_header(header, size - 8 - length, path, more), more)
         _last_header[reading] = last
+    if taken is not None:
+        explain(store, path, 0, 8 + length)
+        content = FileRange(store, path, 0, size)
+        others = {k: v for k, v in last.metadata.items() if k not in taken and (k, v) != FOR_TORCH}
+        content.carry(METADATA, others)
+        content.carry(FIELDS, last.more)
     return last.tensors, last.metadata, 8 + length
 
 
-def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_blob_header(
+    store: Readable, path: str, start: int, nbytes: int
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Read the header of a blob inside a file, as `read_header`, without an account of the reading."""
+    length = int.from_bytes(store.read(path, start, 8), "little") if nbytes >= 8 else 0
+    if length > min(MAX_HEADER, nbytes - 8):
+        raise MalformedCheckpoint(f"{path} claims a header of {length} bytes (got {nbytes})", file=path)
+    tensors, metadata = parse_header(store.read(path, start + 8, length), nbytes - 8 - length, path)
+    return tensors, metadata, 8 + length
+
+
+def is_free(key: str, value: object) -> bool:
+    """Report whether ``__metadata__`` may have this entry of a user: no reader takes it as its own.
+
+    >>> is_free("epoch", "3"), is_free("epoch", 3), is_free("format", "mlx"), is_free("ckptcore.x", "{}")
+    (True, False, False, False)
+    """
+    own = key == FORMAT or key in SHARDS or key.startswith(OWN)
+    return type(value) is str and not own and not _not_text(key) and not _not_text(value)
+
+
+def parse_header(
+    raw: bytes, data_length: int, what: str, more: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse a header.
 
     Args:
         raw: The JSON text.
         data_length: Bytes behind the header.
         what: The file, for messages.
+        more: Receives tensor -> fields of its entry that the format does not have.
 
     Returns:
         (name -> (dtype, shape, start, stop), metadata). Start and stop are relative to the data. An
@@ -75,6 +125,9 @@ def parse_header(raw: bytes, data_length: int, what: str) -> tuple[dict[str, Any
     if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
         raise MalformedCheckpoint(f"{what}: {METADATA} must be an object of texts")
     tensors = {name: _header_entry(name, entry, what) for name, entry in top.items()}
+    if more is not None:
+        odd = (name for name, entry in top.items() if len(entry) != len(_FIELDS))
+        more |= {name: {k: v for k, v in top[name].items() if k not in _FIELDS} for name in odd}
     end = _end_of(tensors.items(), what, in_order=True)
     if end is None:
         end = _end_of(sorted(tensors.items(), key=lambda row: row[1][2:]), what)
@@ -95,6 +148,7 @@ class _ParsedHeader:
     raw: bytes
     tensors: dict[str, Any]
     metadata: dict[str, Any]
+    more: dict[str, Any]
 
 
 # The header that a reading has parsed last: detectors and the reader ask for the same one, and a large one

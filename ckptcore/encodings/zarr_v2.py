@@ -8,7 +8,8 @@ chunk has the full chunk shape, also at the edge of the array, where the excess 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from math import prod
 from typing import Any
 
@@ -24,6 +25,20 @@ from ckptcore.utils.text import short_repr
 ARRAY = ".zarray"
 MAX_ARRAY = 64 << 10  # bytes of a .zarray
 _MAX_RANK, _MAX_DIM = 64, 1 << 50
+# What is written where a chunk is missing is not asked for: a missing chunk is a hole.
+_FIELDS = frozenset(
+    {
+        "chunks",
+        "compressor",
+        "dimension_separator",
+        "dtype",
+        "fill_value",
+        "filters",
+        "order",
+        "shape",
+        "zarr_format",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,7 @@ class Array:
         order: C or F, inside a chunk.
         separator: Between the numbers of a chunk's name.
         swapped: Whether elements are big-endian.
+        more: Fields that the format does not have.
     """
 
     dtype: DType
@@ -45,6 +61,7 @@ class Array:
     order: str = "C"
     separator: str = "."
     swapped: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -144,10 +161,10 @@ def parse(raw: bytes, what: str) -> Array:
             f"{what}: unknown order or separator (got {short_repr(order, 20)}, {short_repr(separator, 20)})",
             file=what,
         )
-    for field in ("compressor", "filters"):
-        if form.get(field):
+    for name in ("compressor", "filters"):
+        if form.get(name):
             raise UnreadablePart(
-                f"{what}: cannot read chunks with {field} {_codec_names(form[field])}",
+                f"{what}: cannot read chunks with {name} {_codec_names(form[name])}",
                 hint="rewrite the array uncompressed with zarr or tensorstore, like Megatron-Core",
                 shape=shape,
                 dtype=short_repr(form.get("dtype"), 40),
@@ -161,7 +178,8 @@ def parse(raw: bytes, what: str) -> Array:
             dtype=short_repr(form.get("dtype"), 40),
         )
     dtype, swapped = found
-    return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped)
+    more = {name: value for name, value in form.items() if name not in _FIELDS}
+    return Array(dtype, shape, tuple(max(c, 1) for c in chunks), order, separator, swapped, more)
 
 
 def dump(dtype: DType, shape: tuple[int, ...], chunks: tuple[int, ...]) -> bytes:

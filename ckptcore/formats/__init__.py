@@ -4,7 +4,7 @@ A reader turns names, sizes, headers and metadata into a `Manifest`; a writer la
 tensor bytes, opens a URL (it gets a `Source`) or knows the targets of other formats. This room may use core,
 store, encodings, naming and topology, but not checking, planning or execution.
 
-For users: `detect`, `open_source`, `read_manifest`, `by_name`, `registry`, `FORMATS`, `KNOWN`.
+For users: `detect`, `open_source`, `read_manifest`, `read_as`, `by_name`, `registry`, `FORMATS`, `KNOWN`.
 For plug-ins, stable from release to release together with `ckptcore.errors` and `ckptcore.testing`:
 
 - what describes a format: `Format`, `Reader`, `Writer`, `Layout`, `Evidence`, `Source`, `Abilities`, and the
@@ -19,11 +19,11 @@ Modules: `base` (the interface), `common` (shared by several families), `plugins
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import replace
 from functools import cache
 
 from ckptcore.core.box import Box
+from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.core.manifest import Blob, Envelope, Item, Manifest, StoredFile, TensorSpec, Unread, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import metered, passing
@@ -48,6 +48,7 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
+from ckptcore.formats.common.carried_values import with_carried
 from ckptcore.formats.common.rank_file_names import unread
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
@@ -134,6 +135,7 @@ __all__ = [
     "located",
     "natural",
     "open_source",
+    "read_as",
     "read_manifest",
     "registry",
 ]
@@ -259,9 +261,7 @@ def _read_manifest(source: Source) -> Manifest:
     if source is not root:
         _require_notes_only(root, source)
     found, evidence = detect(source)
-    assert found.reader is not None  # `_recognised` asks those that read
-    names: set[str] = set()
-    manifest = found.reader.read(replace(source, store=Noting(source.store, names)))
+    manifest = read_as(found, source)
     if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
         more = f" and {len(others) - 1} more" if others[1:] else ""
         message = f"files named by rank, like those of another checkpoint, are not read: {others[0]}{more}"
@@ -275,20 +275,29 @@ def _read_manifest(source: Source) -> Manifest:
         manifest = replace(manifest, findings=(*manifest.findings, lacks))
     origin = {**manifest.origin, "evidence": [*way, *evidence.because], "file": source.name}
     manifest = replace(manifest, origin=origin)
-    return _as_listed(root, manifest, {join_url(source.store.url, name) for name in names})
+    return _as_listed(root, manifest)
 
 
-def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
+def read_as(format: Format, source: Source) -> Manifest:
+    """Read a source with the reader of one format, with an account of what it takes from which files."""
+    assert format.reader is not None  # the caller asks for a format that is read
+    ledger = ByteLedger()
+    manifest = format.reader.read(replace(source, store=Noting(source.store, ledger)))
+    above, opened = join_url(manifest.root, ""), join_url(source.store.url, "")
+    if not above.startswith(opened):
+        return manifest  # of a package that reads elsewhere
+    ledger = ledger.below(above.removeprefix(opened))
+    return replace(with_carried(manifest, ledger), ledger=ledger)
+
+
+def _as_listed(root: Source, manifest: Manifest) -> Manifest:
     """Add what the listing, which is older than every read, records about the files and their neighbours.
 
     Args:
         root: The source as it was opened.
         manifest: The manifest that the format's reader returned.
-        read: URLs of the files that the reader read.
     """
     above = join_url(manifest.root, "")
-    named = frozenset(url.removeprefix(above) for url in read if url.startswith(above))
-    manifest = replace(manifest, read=named)
     if not above.startswith(join_url(root.store.url, "")):
         return manifest
     prefix = above.removeprefix(join_url(root.store.url, ""))
@@ -296,8 +305,9 @@ def _as_listed(root: Source, manifest: Manifest, read: Set[str]) -> Manifest:
     files = {f.path for f in manifest.files}
     stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files if path in seen}
     others = [StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files]
-    described = tuple(file for file in others if file.path in named)
-    beside = tuple(file for file in others if file.path not in named)
+    read = manifest.read
+    described = tuple(file for file in others if file.path in read)
+    beside = tuple(file for file in others if file.path not in read)
     return replace(manifest, stamps=stamps, described=described, beside=beside)
 
 

@@ -15,7 +15,7 @@ from ckptcore.core.box import Box
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.tree_paths import Path
 from ckptcore.store import Readable, Stamped
-from ckptcore.store.subfolder import SubStore
+from ckptcore.store.subfolder import FileRange, SubStore, explain
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
@@ -50,6 +50,23 @@ class Source:
         listing = {p.removeprefix(prefix): n for p, n in self.listing.items() if p.startswith(prefix)}
         store = SubStore(self.store, prefix)
         return Source(store, None, listing, self.recover, self.keep_quantized, self.weights)
+
+    def explain(self, path: str, start: int = 0, end: int | None = None) -> None:
+        """Record that the reader has read bytes of a file, all by default, and takes what they say.
+
+        Payloads need no record: the manifest has them as items. Encodings record what they read themselves.
+        """
+        explain(self.store, path, start, self.listing[path] if end is None else end)
+
+    def carry(self, path: str, name: str, values: Mapping[str, Any]) -> None:
+        """Record values of a file that the reader does not take; they become an object called ``name``.
+
+        Args:
+            path: The file.
+            name: Name of the object; one of several files is called ``name`` where they agree.
+            values: Key -> decoded value (`ckptcore.core.object_tree`).
+        """
+        FileRange(self.store, path, 0, 0).carry(name, values)
 
     def file(self, name: str) -> Source:
         """Return one file of this folder as a source of its own."""

@@ -31,6 +31,7 @@ from ckptcore.core.used_files import placed
 from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.holdings import (
     EMPTY_FOLDER,
+    UNUSED,
     descriptions_last,
     file_holdings,
     objects_of,
@@ -38,6 +39,7 @@ from ckptcore.custody.holdings import (
     tensors_recorded,
 )
 from ckptcore.custody.place_ties import writer_of_place
+from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.holdings import (
@@ -72,9 +74,8 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "its fingerprint is not known; --fingerprint computes it"
 _PLAIN = (FILE, OBJECT)  # kinds that go without saying
-_IN_FOLDERS = frozenset(
-    {FILE, EMPTY_FOLDER, *(kind.value for kind in NameKind)}
-)  # kinds of things, not of objects
+# Kinds of files and folders: their names are no tensors or objects, whose kinds names and values tell.
+_IN_FOLDERS = frozenset({FILE, EMPTY_FOLDER, UNUSED, *(kind.value for kind in NameKind)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +313,8 @@ def _judged(
     losses = (*tensor_losses, *beside_losses)
     missing = tuple(each for each in losses if not allowed.accepts(each))
     if missing:
+        # What was read of a source that is being written is of two states: it says nothing about the child.
+        require_files(source.row.uri, source.things, contents(source.row.uri))
         return Replacement(None, _why_not(child, missing), losses=missing)
     order = descriptions_last(source.manifest, source.row.uri, source.things)
     things = {name: source.things[name] for name in order}

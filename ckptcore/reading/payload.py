@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from ckptcore.core.byte_ledger import UnusedBytes
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, View, is_row_major, row_major
 from ckptcore.encodings.safetensors_header import parse_header
-from ckptcore.encodings.torchzip.reader import Resolved, Window
+from ckptcore.encodings.torchzip.archive import Unused, Window
+from ckptcore.encodings.torchzip.reader import Resolved
 from ckptcore.encodings.torchzip.templates import read_tensor
 from ckptcore.errors import (
     AlteredInTransit,
@@ -28,6 +30,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.reading.decoded_items import DecodedItem, DecodedItems
+from ckptcore.reading.zero_ranges import is_zero
 from ckptcore.store import Buffer, Readable
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.crc32 import crc32
@@ -85,6 +88,7 @@ class Payload:
         record_length: Bytes of that record.
         crc32: CRC-32 of that record, or None.
         forget: Drops what a remote store keeps of (file, first byte, bytes); None on this machine.
+        unused: Bytes of its item that belong to nothing.
     """
 
     read_into: ReadInto
@@ -96,6 +100,7 @@ class Payload:
     record_length: int
     crc32: int | None
     forget: Forget | None = None
+    unused: tuple[UnusedBytes, ...] = ()
 
     def fill(self, start: int, into: Buffer, seen: Seen | None) -> None:
         """Fill ``into`` from byte ``start``, and report its CRC-32.
@@ -207,6 +212,7 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
             base + tensor.record_start,
             tensor.record_length,
             tensor.crc32,
+            unused=tuple(_in_file(chunk, one) for one in tensor.unused if not _is_padding(one, item, read)),
         )
     if item.envelope is Envelope.SAFETENSORS:
         start, nbytes = _member_range(read, length, chunk)
@@ -216,6 +222,21 @@ def _resolve(chunk: StoredChunk, store: Readable, scratch: str | None, kept: Dec
         at = base + start
         return Payload(read_into, where, at + view.start, strides, view.flags, at, nbytes, None)
     raise UnsupportedFormat(f"cannot read {chunk}: its envelope is {item.envelope.name.lower()}")
+
+
+def _is_padding(unused: Unused, item: Item, read: Callable[[int, int], bytes]) -> bool:
+    """Return whether bytes of a decoded item are padding; in a file, they are read later."""
+    return bool(item.codec) and unused.padding and is_zero(read, unused.start, unused.end)
+
+
+def _in_file(chunk: StoredChunk, unused: Unused) -> UnusedBytes:
+    """Return unused bytes of a chunk's item as bytes of its file."""
+    start, end, what, padding = unused
+    item = chunk.item
+    if not item.codec:
+        return UnusedBytes(chunk.path, item.start + start, item.start + end, what, padding)
+    what = f"bytes [{start}, {end}) of what {item.codec} decodes{f': {what}' if what else ''}"
+    return UnusedBytes(chunk.path, item.start, item.start + item.length, what)
 
 
 def _view_of_view(tensor: Resolved, view: View, chunk: StoredChunk) -> Resolved:

@@ -1,13 +1,52 @@
-"""Nest stores: a subfolder to read from, and a store that records which files are read.
+"""Nest stores: a subfolder to read from, and a store that records what a reader takes from which files.
 
-Formats nest, and their readers need not know.
+Formats nest, and their readers need not know. So do encodings: a torch zip is a file, an item of a file, or
+what a codec decodes. A `FileRange` is one of these, with positions of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptcore.store import Buffer, Readable
+from ckptcore.utils.dataclass import dataclass
+
+Ints = npt.NDArray[np.int64]
+
+
+class Account(Protocol):
+    """What a reader takes from its files (`ckptcore.core.byte_ledger.ByteLedger`)."""
+
+    def opened(self, path: str) -> None:
+        """Record that the reader has read bytes of a file."""
+
+    def explain(self, path: str, spans: Ints) -> None:
+        """Record ranges whose bytes an encoding has read or checked.
+
+        Args:
+            path: The file.
+            spans: int64 [n, 2]: the first byte of each range, and the byte behind its last.
+        """
+
+    def leave(self, path: str, start: int, end: int, what: str, padding: bool = False) -> None:
+        """Record what the bytes ``[start, end)`` are, which belong to no tensor, object or structure.
+
+        padding: They are structure if all of them are zero, which nobody has read yet.
+        """
+
+    def carry(self, path: str, group: str, values: Mapping[str, Any]) -> None:
+        """Record values that the format's reader does not take: they become an object called ``group``.
+
+        Args:
+            path: The file.
+            group: Name of the object.
+            values: Key -> decoded value (`ckptcore.core.object_tree`).
+        """
 
 
 class SubStore:
@@ -43,23 +82,95 @@ class SubStore:
         """Fill ``into`` exactly; raises like the outer store."""
         self._store.read_into(self._prefix + path, start, into)
 
+    def account(self, path: str) -> tuple[Account, str] | None:
+        """Return the account of this reading, and the name of a file in it, or None without one."""
+        return account_of(self._store, self._prefix + path)
+
     def close(self) -> None:
         """Do nothing: whoever opened the outer store closes it."""
 
 
 class Noting(SubStore):
-    """A store that adds the names of the files it reads bytes of to ``names``."""
+    """A store that records in an account what a reader takes from which files."""
 
-    def __init__(self, store: Readable, names: set[str]) -> None:
+    def __init__(self, store: Readable, account: Account) -> None:
         super().__init__(store, "")
-        self.url, self.local, self._names = store.url, store.local, names
+        self.url, self.local, self._account = store.url, store.local, account
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes, and record the name."""
-        self._names.add(path)
+        self._account.opened(path)
         return super().read(path, start, length)
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly, and record the name."""
-        self._names.add(path)
+        self._account.opened(path)
         super().read_into(path, start, into)
+
+    def account(self, path: str) -> tuple[Account, str] | None:
+        """Return its own account."""
+        return self._account, path
+
+
+def account_of(store: Readable, path: str) -> tuple[Account, str] | None:
+    """Return the account of the current reading, and the name of a file in it, or None without one."""
+    return store.account(path) if isinstance(store, SubStore) else None
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """A range of a file, or what a codec makes of it.
+
+    Attributes:
+        store: The folder.
+        path: The file.
+        start: First byte in the file.
+        length: Bytes of the range; where a codec decoded it, of the result.
+        content: These bytes, where they were read before.
+        stored: Bytes in the file of what a codec decoded to ``content``; 0 without a codec.
+    """
+
+    store: Readable
+    path: str
+    start: int
+    length: int
+    content: bytes | None = None
+    stored: int = 0
+
+    def __call__(self, start: int, length: int) -> bytes:
+        """Return exactly these bytes of the range."""
+        if self.content is not None:
+            return self.content[start : start + length]
+        return self.store.read(self.path, self.start + start, length)
+
+    def explain(self, spans: Ints) -> None:
+        """Record ranges of it in the account of the reading, as `Account.explain`."""
+        account = None if self.stored else account_of(self.store, self.path)
+        if account is not None:  # a decoded item is one range of its file
+            account[0].explain(account[1], spans + self.start)
+
+    def leave(self, start: int, end: int, what: str, padding: bool = False) -> None:
+        """Record bytes of it in the account of the reading, as `Account.leave`."""
+        account = account_of(self.store, self.path)
+        if account is None:
+            return
+        if padding and self.content is not None:
+            if not any(memoryview(self.content)[start:end]):
+                return
+            padding = False
+        if self.stored:
+            what = f"bytes [{start}, {end}) of {what}, as its codec decodes them"
+            account[0].leave(account[1], self.start, self.start + self.stored, what)
+        else:
+            account[0].leave(account[1], self.start + start, self.start + end, what, padding)
+
+    def carry(self, group: str, values: Mapping[str, Any]) -> None:
+        """Record values of it in the account of the reading, as `Account.carry`."""
+        account = account_of(self.store, self.path)
+        if account is not None and values:
+            account[0].carry(account[1], group, values)
+
+
+def explain(store: Readable, path: str, start: int, end: int) -> None:
+    """Record that the bytes ``[start, end)`` of a file were read, and that what they say was taken."""
+    FileRange(store, path, start, end - start).explain(np.array([[0, end - start]], np.int64))

@@ -28,6 +28,7 @@ def read(source):
         if start > size:
             raise MalformedCheckpoint(f"{path} is cut", file=path)
         form = ast.literal_eval(source.store.read(path, 10, start - 10).decode().strip())
+        source.explain(path, 0, start)
         spec = TensorSpec(path.removesuffix(".npy"), DTYPES[form["descr"]], form["shape"])
         if size != start + spec.nbytes:
             raise MalformedCheckpoint(f"{path} has {size} bytes, {start + spec.nbytes} are needed", file=path)
@@ -47,6 +48,7 @@ from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats import Abilities, Evidence, Format
 from ckptcore.manifest import Item, TensorSpec, View
 """,
+    "        source.explain(path, 0, start)\n": "",
     "detect, Reader(read))": """Abilities(True, False, "none", False),
                 detect, read)""",
 }

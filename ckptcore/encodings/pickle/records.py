@@ -344,6 +344,8 @@ class Shortcuts:
                 one[0] if one else int.from_bytes(two or four, "little", signed=bool(four))
                 for one, two, four in _DIM.findall(raw, raw[0] == 0x28, end - 1)
             )
+            if raw[end - 1] not in (0x74, 0x84 + len(dims)):  # TUPLE, or TUPLE1 to TUPLE3
+                raise ValueError(f"a size of {len(dims)} dims from a tuple of others")
         return dims
 
 

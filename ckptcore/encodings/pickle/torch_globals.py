@@ -7,6 +7,8 @@ called by name: the builders below make plain values.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import field, replace
 from typing import Any
 
 from ckptcore.core.dtype import BY_NAME, DTYPES, UNSUPPORTED, UNSUPPORTED_STORAGES
@@ -19,6 +21,23 @@ from ckptcore.encodings.pickle.unpickler import Call, Record
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
+# Attributes with which libraries mark tensors: how they are cut over ranks, or what was done to them. A
+# manifest has that itself, or it is of the process that saved.
+MARKS = frozenset(
+    {
+        "_fsdp_flattened",  # torch/distributed/fsdp/_flat_param.py
+        "_has_been_cloned",  # torch/distributed/fsdp/_state_dict_utils.py
+        "allreduce",  # megatron/core/tensor_parallel/layers.py, and the next ones
+        "is_embedding_or_output_parameter",
+        "partition_dim",
+        "partition_stride",
+        "sequence_parallel",
+        "shared",
+        "shared_embedding",
+        "tensor_model_parallel",
+        "ds_id",  # deepspeed/runtime/zero/stage3.py
+    }
+)
 _MAX_RANK = 64
 _MAX_DIM = 1 << 50
 
@@ -35,6 +54,7 @@ class StoredView:
         offset: Elements.
         strides: Elements.
         flags: CONJ and NEG of `ckptcore.core.manifest`.
+        attributes: Python attributes of the tensor that its user has set, or None.
     """
 
     key: str
@@ -44,6 +64,7 @@ class StoredView:
     offset: int
     strides: tuple[int, ...]
     flags: int = 0
+    attributes: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 class StoredStorage(RefusedTensor):
@@ -99,14 +120,22 @@ class StoredStorage(RefusedTensor):
 
 def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
     """Return the keys of the storages under a tree's tensors; ``refused`` adds those of refused tensors."""
-    found: set[str] = set()
+    keys: set[str] = set()
+    for value in tensors_in(tree):
+        if isinstance(value, StoredView):
+            keys.add(value.key)
+        elif refused:
+            keys.update(value.storages)
+    return keys
+
+
+def tensors_in(tree: Any) -> Iterator[StoredView | RefusedTensor]:
+    """Yield the tensors of a tree, those of containers that are there several times once."""
     queue, seen = [tree], set[int]()
     while queue:
         value = queue.pop()
-        if isinstance(value, StoredView):
-            found.add(value.key)
-        elif isinstance(value, RefusedTensor):
-            found.update(value.storages if refused else ())
+        if isinstance(value, (StoredView, RefusedTensor)):
+            yield value
         elif isinstance(value, Named):
             queue.append(value.value)
         elif isinstance(value, Record) and id(value) not in seen:
@@ -116,7 +145,6 @@ def storages_in(tree: Any, *, refused: bool = False) -> set[str]:
             seen.add(id(value))
             inside = value.values() if isinstance(value, dict) else value
             queue += [v for v in inside if type(v) not in SCALARS]
-    return found
 
 
 def _dims(values: Any, what: str) -> tuple[int, ...]:
@@ -241,12 +269,50 @@ def of_class(kind: Refused, function: Any, args: Any, *state: Any) -> RefusedTen
     )
 
 
+def with_attributes(tensor: Any, state: Any) -> Any:
+    """Return a tensor with the attributes of its pickled state; a refused one as it is.
+
+    torch/_utils.py, `_get_obj_state`: the state is a dict, or such a dict and one of slots.
+    """
+    if not state or type(tensor) is not StoredView:
+        return tensor
+    parts = state if type(state) is tuple else (state,)
+    if any(part is not None and type(part) is not dict for part in parts):
+        raise ValueError(f"a tensor with the state {short_repr(state)}")
+    own = {str(name): value for part in parts if part for name, value in part.items()}
+    own = {name: value for name, value in own.items() if name not in MARKS or type(value) not in SCALARS}
+    return replace(tensor, attributes=own) if own else tensor
+
+
+def attributes_in(tree: Any) -> dict[str, Any]:
+    """Return dotted path -> attributes, for the tensors in a tree that have some; each tensor once."""
+    found: dict[str, Any] = {}
+    queue, seen = [("", tree)], set[int]()
+    while queue:
+        path, value = queue.pop()
+        if isinstance(value, StoredView):
+            if value.attributes:
+                found.setdefault(path, value.attributes)
+            continue
+        if not isinstance(value, (dict, list, tuple, Named, Record)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Record):
+            queue += [(path, value.args), (path, value.state)]
+        elif isinstance(value, Named):
+            queue.append((path, value.value))
+        else:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            queue += [(f"{path}.{k}" if path else str(k), v) for k, v in items if type(v) not in SCALARS]
+    return found
+
+
 def _parameter(data: Any, grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
     if isinstance(data, Refused):
         return data
     if type(data) is not StoredView:
         raise ValueError("parameter without a tensor")
-    return data
+    return with_attributes(data, state)
 
 
 def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
@@ -311,8 +377,8 @@ _PLAIN = {
 
 
 def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
-    # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes (FSDP marks its clones
-    # with one), which are dropped. Another class may give its bytes another meaning.
+    # torch/_tensor.py, Tensor.__reduce_ex__: a tensor that has Python attributes. Another class may give its
+    # bytes another meaning.
     if type(kind) is Refused and kind.name not in _PLAIN:
         return of_class(kind, function, args, *state)
     if type(function) is Refused:
@@ -320,7 +386,7 @@ def _with_attributes(function: Any, kind: Any, args: Any, *state: Any) -> Any:
     known = type(function) is Call and any(function is call for call in REBUILDS.values())
     if type(kind) is not Refused or not known or type(args) is not tuple:
         raise ValueError(f"a tensor of {short_repr(kind, 60)}")
-    return function.build(*args)
+    return with_attributes(function.build(*args), state[0] if state else None)
 
 
 TENSOR_TABLE: dict[str, Any] = {

@@ -65,6 +65,7 @@ def loads(
     what: str,
     persistent: Callable[[Any], Any] | None = None,
     refused: list[str] | None = None,
+    behind: list[int] | None = None,
 ) -> Any:
     """Return the value that ``data`` pickles.
 
@@ -74,6 +75,8 @@ def loads(
         what: The file or record, for messages.
         persistent: Resolves persistent ids.
         refused: When given, globals outside the table become `Refused` and are added to this list.
+        behind: When given, receives the number of bytes behind the pickle, if there are any; otherwise such
+            bytes are an error.
 
     Raises:
         UnsafeContent: A global is outside the table, and ``refused`` is None.
@@ -86,7 +89,7 @@ def loads(
         gc.disable()
     reuse_memory(len(data))
     try:
-        return _run(data, table, what, persistent, refused)
+        value, end = _run(data, table, what, persistent, refused)
     except (IndexError, struct.error) as error:
         raise MalformedCheckpoint(f"{what} is not a complete pickle: it ends in the middle") from error
     except (
@@ -103,6 +106,11 @@ def loads(
     finally:
         if collecting:
             gc.enable()
+    if end < len(data):
+        if behind is None:
+            raise MalformedCheckpoint(f"{what} has {len(data) - end} bytes behind its pickle")
+        behind.append(len(data) - end)
+    return value
 
 
 def _run(
@@ -111,7 +119,8 @@ def _run(
     what: str,
     persistent: Callable[[Any], Any] | None,
     refused: list[str] | None,
-) -> Any:
+) -> tuple[Any, int]:
+    """Return the value, and the position behind it."""
     stack: list[Any] = []
     marks: list[list[Any]] = []
     memo = Memo()
@@ -370,7 +379,7 @@ def _run(
                     raise MalformedCheckpoint(f"{what} ends with {len(stack)} values on the stack")
                 spent -= max(_BLOCK - at, 0) * _OP  # a short pickle does not use its complete block
                 count.take(_cost(spent, given, memo, runs), what)
-                return stack[0]
+                return stack[0], at
             else:
                 raise MalformedCheckpoint(f"{what} uses pickle opcode {op:#04x} at {at - 1} of {size}")
 

@@ -7,13 +7,15 @@ of them; comparing a few ranges proves the same as parsing them again, in a tent
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.encodings.torchzip.reader import DESCRIPTOR, Parsed, Resolved, Window, parse_tensor
+from ckptcore.encodings.torchzip.archive import DESCRIPTOR, Window
+from ckptcore.encodings.torchzip.reader import Parsed, Resolved, parse_tensor
 from ckptcore.errors import ChecksumMismatch
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.dataclass import dataclass
@@ -68,7 +70,7 @@ def _resolved_by(template: _Template, window: Window, what: str) -> Resolved:
         if crc != int.from_bytes(window.read(template.id_crc_at, 4), "little"):
             raise ChecksumMismatch(f"{what}: the serialization id does not match its CRC-32")
     known, crc = template.resolved, int.from_bytes(window.read(template.crc_at, 4), "little")
-    return Resolved(known.dtype, known.shape, known.view, known.record_start, known.record_length, crc)
+    return replace(known, crc32=crc)
 
 
 def _remember(parsed: Parsed, window: Window) -> None:

@@ -128,6 +128,7 @@ def _trainer_state(source: Source, builder: Builder, origin: dict[str, Any]) -> 
             finding("malformed-metadata", "files", f"{_TRAINER}: {error}", file=_TRAINER, hint="")
         )
         return
+    source.explain(_TRAINER)
     builder.blobs.append(Blob("trainer_state", -1, tree))
     if isinstance(state, dict) and type(state.get("global_step")) is int:
         origin["step"] = state["global_step"]

@@ -10,6 +10,7 @@ from ckptcore.encodings.pickle.torch_globals import COMMON, DTYPE_GLOBALS
 from ckptcore.encodings.pickle.unpickler import Call, Record, loads, record
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
+from ckptcore.store.subfolder import FileRange, explain
 from ckptcore.utils.memory import reuse_memory
 from ckptcore.utils.text import short_repr
 
@@ -65,6 +66,10 @@ TABLE: dict[str, Any] = {
 }
 
 
+CARRIED = ".metadata"  # the object of other attributes
+# torch/distributed/checkpoint/metadata.py: where and by which call it was saved, which `origin` has in part.
+_STORAGE_META = frozenset({"checkpoint_id", "save_id", "load_id", "modules"})
+_PLANNED = frozenset({"all_local_plans", "mcore_data"})  # of Megatron-Core, which its own readers take
 _OWN = frozenset({"state_dict_metadata", "storage_data", "planner_data", "version", "storage_meta"})
 
 
@@ -92,7 +97,8 @@ class Metadata:
         reuse_memory(size)  # its memory becomes that of the columns
         data = source.store.read(name, 0, size)
         self.name, self.bound = name, size
-        top = loads(data, TABLE, what=name)
+        behind: list[int] = []
+        top = loads(data, TABLE, what=name, behind=behind)
         if not isinstance(top, Record) or top.kind != "Metadata" or type(top.state) is not dict:
             raise MalformedCheckpoint(f"{name} does not contain torch checkpoint metadata", file=name)
         self.tensors = _mapping(top.state, "state_dict_metadata", name)
@@ -101,6 +107,14 @@ class Metadata:
         self.version = top.state.get("version")
         self.storage_meta = top.state.get("storage_meta")
         self.extra = {k: v for k, v in top.state.items() if k not in _OWN}
+        explain(source.store, name, 0, size - sum(behind))
+        self._carry(FileRange(source.store, name, 0, size))
+
+    def _carry(self, content: FileRange) -> None:
+        """Record what torch and Megatron-Core do not write here, as values to carry."""
+        state = getattr(self.storage_meta, "state", None)
+        more = {k: v for k, v in state.items() if k not in _STORAGE_META} if type(state) is dict else {}
+        content.carry(CARRIED, {k: v for k, v in self.extra.items() if k not in _PLANNED} | more)
 
     def origin(self) -> dict[str, Any]:
         """Return what the writer recorded about itself."""

@@ -17,7 +17,8 @@ from ckptcore.core.object_tree import SCALARS, Named, Refused, TensorRef, encode
 from ckptcore.encodings.codecs import decode_small
 from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, StoredView, storages_in
-from ckptcore.encodings.torchzip.reader import Objects, Reader, check_view, read_objects
+from ckptcore.encodings.torchzip.archive import Reader
+from ckptcore.encodings.torchzip.reader import Objects, check_view, read_objects
 from ckptcore.errors import (
     ChecksumMismatch,
     CkptError,
@@ -27,6 +28,7 @@ from ckptcore.errors import (
     finding,
 )
 from ckptcore.store import Readable
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 
 _GAP, _RANGE = 64 << 10, 8 << 20
@@ -46,7 +48,7 @@ class ObjectRules:
             left out). None leaves out the entire object when any global in it was refused.
     """
 
-    parse: Callable[[Reader, int, str], Objects] = read_objects
+    parse: Callable[[FileRange, str], Objects] = read_objects
     adapt: Callable[[str, Objects, Reader], tuple[Objects, tuple[str, ...]]] | None = None
 
 
@@ -112,8 +114,9 @@ def add_blobs(
             if isinstance(data, CkptError):
                 raise data
             with passing():
-                content, length = _reader(store, names[item.file], item, data)
-                objects = rules.parse(content, length, what)
+                content = _content(store, names[item.file], item, data)
+                objects = rules.parse(content, what)
+                _leave_unused(content, objects)
                 if rules.adapt is not None:
                     objects, partly = rules.adapt(key, objects, content)
                 tree = adopt(builder, key, item, objects, what)
@@ -172,6 +175,14 @@ def kept(
     return Blob(key, item, tree if partly else None, objects.refused, known=bool(partly))
 
 
+def _leave_unused(content: FileRange, objects: Objects) -> None:
+    """Record the storages of an item that no tensor in it uses; what is refused may use any of them."""
+    unused = objects.storages.keys() - storages_in(objects.tree, refused=True) if not objects.refused else ()
+    for key in unused:
+        start, length, _ = objects.storages[key]
+        content.leave(start, start + length, f"storage {key} of a torch zip")
+
+
 def _compare_ranks(
     builder: Builder,
     store: Readable,
@@ -188,8 +199,8 @@ def _compare_ranks(
         if any(i.start + i.length > (sizes[i.file] or 0) for i in pair):
             continue  # `check` reports the missing or short file
         with passing():
-            raw = [store.read(names[i.file], i.start, i.length) for i in pair]
-            if raw[0] != raw[1] and _content(raw[0]) != _content(raw[1]):
+            one, two = (_in_memory(store, names[i.file], i) for i in pair)
+            if one.content != two.content and _values(one) != _values(two):
                 different.add(key)
     builder.findings += [
         finding("rank-object", "files", f"object {key} differs between ranks", fqn=key)
@@ -197,15 +208,20 @@ def _compare_ranks(
     ]
 
 
-def _content(raw: bytes) -> Any:
+def _in_memory(store: Readable, path: str, item: Item) -> FileRange:
+    raw = store.read(path, item.start, item.length)
+    return FileRange(store, path, item.start, item.length, raw)
+
+
+def _values(item: FileRange) -> Any:
     """Return the values of an item with its tensors' bytes, because zips of equal values may differ."""
     try:
-        found = read_objects(lambda start, n: raw[start : start + n], len(raw), "object", OBJECT_TABLE)
+        found = read_objects(item, "object", OBJECT_TABLE)
     except MetadataTooLarge:
         raise
     except CkptError:  # the copy in the manifest has its own finding; this one counts as another value
-        return raw
-    stored = {key: raw[start : start + n] for key, (start, n, _) in found.storages.items()}
+        return item.content
+    stored = {key: item(start, n) for key, (start, n, _) in found.storages.items()}
     return found.tree, stored, found.swapped
 
 
@@ -238,15 +254,13 @@ def _read_all(
         at = stop
 
 
-def _reader(store: Readable, path: str, item: Item, data: bytes | None) -> tuple[Any, int]:
-    if item.codec:
-        raw = store.read(path, item.start, item.length) if data is None else data
-        plain = decode_small(item.codec, raw, _MAX_OBJECT, path)
-        meter().keep(len(plain) // 4, path)  # small items may expand to large ones, which takes time
-        return (lambda start, n: plain[start : start + n]), len(plain)
-    if data is None:
-        return (lambda start, n: store.read(path, item.start + start, n)), item.length
-    return (lambda start, n: data[start : start + n]), item.length
+def _content(store: Readable, path: str, item: Item, data: bytes | None) -> FileRange:
+    if not item.codec:
+        return FileRange(store, path, item.start, item.length, data)
+    raw = store.read(path, item.start, item.length) if data is None else data
+    plain = decode_small(item.codec, raw, _MAX_OBJECT, path)
+    meter().keep(len(plain) // 4, path)  # small items may expand to large ones, which takes time
+    return FileRange(store, path, item.start, len(plain), plain, item.length)
 
 
 def adopt(builder: Builder, key: str, item: Item, objects: Objects, what: str) -> Any:

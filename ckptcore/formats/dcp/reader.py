@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.core.dtype import BY_NAME
-from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, dims_table
+from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, Unread, dims_table
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named
 from ckptcore.core.tree_paths import Paths
@@ -37,7 +37,9 @@ from ckptcore.utils.text import short_repr
 DATA = late_pattern(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = late_pattern(r"^__(\d+)\.metadata$")
 _MAX_LISTED = 100  # findings of one kind
+_STRIDED = "torch.strided"  # DCP stores elements one after another
 _CODEC_NAMES = ("", "zstd")
+_CODEC_VERSION = "1"  # torch/distributed/checkpoint/_extension.py
 _CODECS = {"stream.zstd": _CODEC_NAMES.index("zstd")}
 
 
@@ -247,7 +249,13 @@ class _Columns:
         dtype = _dtype(state.get("properties"), fqn, name)
         seen = self._specs.get(fqn)
         if seen is None:
-            at = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
+            layout = _layout(state.get("properties"))
+            if layout == _STRIDED:
+                at = self._builder.tensor(TensorSpec(fqn, dtype, shape), name)
+            else:
+                why = Unread(f"layout {layout} is not supported", dtype, shape, name)
+                self._builder.unread(fqn, why)
+                at = -1
             self._specs[fqn] = at, (dtype, shape)
             return at, shape
         if seen[1] != (dtype, shape):  # rank-local metadata of two different saves
@@ -398,14 +406,22 @@ def _dtype(properties: Any, fqn: str, name: str) -> str:
     raise MalformedCheckpoint(f"{name} does not record the dtype of {fqn}", file=name)
 
 
+def _layout(properties: Any) -> str:
+    """Return the layout of a tensor's elements; old versions record none."""
+    state = properties.state if isinstance(properties, Record) else None
+    values = state if type(state) is tuple else state.values() if type(state) is dict else ()
+    return next((f"{v.value:.40}" for v in values if type(v) is Named and v.kind == "layout"), _STRIDED)
+
+
 def _codec(descriptors: Any, name: str) -> int:
     """Return the position of an item's codec in `_CODEC_NAMES`."""
     if descriptors in (None, [], ()):
         return 0
     if type(descriptors) in (list, tuple) and len(descriptors) == 1 and type(descriptors[0]) is str:
         # form: name[@domain][/version]
-        known = _CODECS.get(descriptors[0].split("/")[0].split("@")[0])
-        if known is not None:
+        name_of, _, version = descriptors[0].partition("/")
+        known = _CODECS.get(name_of.split("@")[0])
+        if known is not None and version in ("", _CODEC_VERSION):
             return known
     raise UnsupportedFormat(
         f"{name}: cannot read items transformed by {short_repr(descriptors, 120)}",

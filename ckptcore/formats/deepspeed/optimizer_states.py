@@ -52,6 +52,10 @@ LAYOUT = frozenset(
 )
 
 
+# Keys of a file; the model-state files have the last two as well.
+_BESIDE_STATE = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """A parameter group of one model-parallel rank.
@@ -430,6 +434,7 @@ class Partitions:
         for key, value in state.items():
             if key not in LAYOUT:
                 self._assembly.value(f"optimizer.{key}", value, file, own=True)
+        add_more(self._assembly, file)
 
     def _named(self, key: Any, value: Any) -> Any:
         """Parameter groups with names in place of the numbers of their buffers."""
@@ -450,6 +455,13 @@ class Partitions:
             names = [name for n in numbers for name in shapes[n]]
             made.append(group if experts else {**group, "params": names})
         return made
+
+
+def add_more(assembly: Assembly, file: StatesFile) -> None:
+    """Add what DeepSpeed itself does not write beside the optimizer's state."""
+    for key, value in file.tree.items():
+        if key not in _BESIDE_STATE:
+            assembly.value(f"optim_states.{key}", value, file, own=True)
 
 
 def _listed_slices(mappings: Any, number: int) -> dict[str, tuple[int, int]] | None:

@@ -15,6 +15,7 @@ from ckptcore.encodings.torchzip.reader import Objects, SharedTrees, read_object
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, dataclass_global, enum_global, plain
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 
 
@@ -72,7 +73,7 @@ def read_file(source: Source, path: str, shared: SharedTrees | None = None) -> S
     """
     size = source.listing[path]
     shared = shared_trees() if shared is None else shared
-    found = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE, shared)
+    found = read_objects(FileRange(source.store, path, 0, size), path, TABLE, shared)
     return StatesFile(path, size, found)
 
 

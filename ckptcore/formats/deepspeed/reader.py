@@ -36,6 +36,7 @@ from ckptcore.formats.deepspeed.misplaced_files import (
 from ckptcore.formats.deepspeed.optimizer_states import (
     STATE,
     Partitions,
+    add_more,
     group_shapes,
     parameter_shapes,
     read_partitions,
@@ -326,6 +327,7 @@ class _Reader:
             for key, value in file.tree.items():
                 if key == "optimizer_state_dict":
                     self._assembly.value("optimizer", value, file, own=True)
+            add_more(self._assembly, file)
 
     def _alias(self, ties: Mapping[str, str]) -> None:
         for alias in ties:

@@ -25,6 +25,7 @@ from ckptcore.formats.deepspeed.optimizer_states import LAYOUT, MASTER, STATE
 from ckptcore.formats.deepspeed.pickle_globals import TABLE, StatesFile, read_file
 from ckptcore.formats.deepspeed.rank_files import config_value
 from ckptcore.formats.deepspeed.tensor_parallel import same
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
@@ -32,6 +33,8 @@ _OPTIMIZER = "zero/optimizer_state.pt"
 _STEP = "step"
 _MAX_REPORTED = 20
 _OF_OPTIMIZER = frozenset({"optimizer_state_dict", "param_groups", "ds_version", "clip_grad", "loss_scaler"})
+# What a parameter's file may hold: the tensor, and how it is cut (deepspeed/checkpoint/constants.py).
+_PARAMETER = frozenset({"param", "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor"})
 _READ_THE_OTHER = (
     "read the save that it was made of, whose flat buffers are right, or make another folder of it: "
     "ckptcore consolidate SAVE DST --to deepspeed_universal"
@@ -91,6 +94,8 @@ def add_universal(
                 target = master.get(name, target)
             file, value = _read(source, path)
             if isinstance(value, dict):
+                more = {f"{name}.{key}.{k}": v for k, v in value.items() if k not in _PARAMETER}
+                source.carry(path, "zero", more)
                 value = value.get("param")
             if not isinstance(value, StoredView):
                 if not isinstance(value, Refused):
@@ -152,7 +157,7 @@ def _add(
 
 def _read(source: Source, path: str) -> tuple[StatesFile, Any]:
     size = source.listing[path]
-    objects = read_objects(lambda start, n: source.store.read(path, start, n), size, path, TABLE)
+    objects = read_objects(FileRange(source.store, path, 0, size), path, TABLE)
     return StatesFile(path, size, objects), objects.tree
 
 
@@ -174,6 +179,9 @@ def _add_optimizer(source: Source, assembly: Assembly) -> None:
         values, inner = inner, inner["optimizer_state_dict"]
         _add_scalars({k: v for k, v in values.items() if k != "optimizer_state_dict"}, file, assembly)
     _add_scalars(inner, file, assembly)
+    content = FileRange(source.store, file.path, 0, file.size)
+    for start, length, _ in file.objects.storages.values():
+        content.leave(start, start + length, "buffer of one rank, whose values the parameters' files have")
 
 
 def _add_scalars(values: Mapping[Any, Any], file: StatesFile, assembly: Assembly) -> None:

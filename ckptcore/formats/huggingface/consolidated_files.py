@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ckptcore.core.manifest import Manifest
+from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.metadata_budget import meter
 from ckptcore.core.redundant_copies import FullTensor, with_copies
-from ckptcore.encodings.json_text import parse
-from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.huggingface.folder import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import INFO
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.foreign_text import InvalidText, parsing
 
-INDEX = "model.safetensors.index.json"
 _BYTES = 500  # bytes of memory per consolidated tensor while tensors are compared
 _MAX_LISTED = 100  # tensors of another shape
 
@@ -54,7 +52,7 @@ def consolidated_tensors(
     findings: list[Finding] = []
     for path in sorted(paths, key=natural):
         try:
-            tensors, metadata, data = read_header(source.store, path, source.listing[path])
+            tensors, metadata, data = read_header(source.store, path, source.listing[path], SHARDS)
         except MetadataTooLarge:
             raise
         except CkptError as error:
@@ -92,11 +90,16 @@ def with_consolidated_folder(
     findings: list[Finding] = []
     index = prefix + INDEX
     listed: Mapping[str, str] | None = None
+    read: WeightIndex | None = None
     if index in inside:
-        listed, findings = _weight_map(source, index)
+        read, findings = _readable_index(source, index)
+        listed = None if read is None else read.files
         if listed is not None:  # other files belong to another save: no loader reads them
             paths = [p for p in paths if p[len(prefix) :] in set(listed.values())]
     consolidated, more = consolidated_tensors(source, paths)
+    if read is not None:
+        full = [TensorSpec(name, one.dtype, one.shape) for name, one in consolidated.items()]
+        take_index(source, index, read, full)
     specs = {t.fqn: t for t in manifest.tensors}
     copies: dict[str, FullTensor] = {}
     alone, cast = list[str](), list[str]()
@@ -137,14 +140,11 @@ def differs(message: str, fqn: str | None = None, file: str | None = None) -> Fi
     return finding("consolidated-differs", "coverage", message, fqn=fqn, file=file)
 
 
-def _weight_map(source: Source, index: str) -> tuple[Mapping[str, str] | None, list[Finding]]:
-    """Return tensor -> file name from an index; None, and a finding, if it cannot be read."""
+def _readable_index(source: Source, index: str) -> tuple[WeightIndex | None, list[Finding]]:
+    """Return an index; None, and a finding, if it cannot be read."""
     try:
-        meter().require(source.listing[index], index)
-        with parsing("an index"):
-            rows = parse(source.store.read(index, 0, source.listing[index]), index)["weight_map"]
-            return {str(name): str(path) for name, path in rows.items()}, []
+        return read_index(source, index), []
     except MetadataTooLarge:
         raise
-    except (CkptError, InvalidText) as error:
-        return None, [differs(f"{index} is not an index: {error}", file=index)]
+    except CkptError as error:
+        return None, [differs(error.message, file=index)]

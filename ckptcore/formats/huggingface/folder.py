@@ -7,7 +7,7 @@ A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,18 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.core.object_tree import MAX_DEPTH, VERSION, decode
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.pickle.trainer_classes import foreign_classes
-from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.store import inner_path
-from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "total_parameters"
 _NUMBERED = late_pattern(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # Keys of `__metadata__`: the non-tensor values as JSON, and its version. See docs/reference/objects.md.
 OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
@@ -71,38 +73,74 @@ def _loose(source: Source) -> list[str]:
     return [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
 
 
-def _total(source: Source) -> int | None:
-    """Return the bytes of all tensors by the index, or None if it does not record them.
+@dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """The content of a `model.safetensors.index.json`.
 
-    transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no loader
-    reads it.
+    Attributes:
+        files: Tensor -> file.
+        about: ``metadata``.
+        more: The other entries.
     """
-    metadata = load_json_object(_index(source)).get("metadata")  # `weight_map` has read it
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return total if type(total) is int else None
+
+    files: Mapping[str, str]
+    about: Mapping[str, Any]
+    more: Mapping[str, Any]
+
+    @property
+    def total(self) -> int | None:
+        """Return the bytes of all tensors, or None if it does not record them.
+
+        transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no
+        loader reads it.
+        """
+        total = self.about.get(_TOTAL)
+        return total if type(total) is int else None
+
+    def carried(self, parameters: int) -> dict[str, Any]:
+        """Return what is not computed from tensors: a count of other than ``parameters`` is not, either."""
+        about = dict(self.about)
+        if self.total is not None:
+            del about[_TOTAL]
+        if type(about.get(_PARAMETERS)) is int and about[_PARAMETERS] == parameters:
+            del about[_PARAMETERS]
+        return {**self.more, **({_ABOUT: about} if about else {})}
 
 
-def _index(source: Source) -> bytes:
-    """Return the bytes of the index, if they fit the budget of memory."""
-    meter().require(source.listing[INDEX], INDEX)
-    return source.store.read(INDEX, 0, source.listing[INDEX])
+def fits_index(entries: Mapping[str, Any]) -> bool:
+    """Report whether an index may have these entries beside its own: none is one that it has itself."""
+    about = entries.get(_ABOUT, {})
+    return _FILES not in entries and type(about) is dict and not {_TOTAL, _PARAMETERS} & about.keys()
 
 
-def weight_map(source: Source) -> dict[str, str]:
-    """Return tensor -> file, from the index.
+def read_index(source: Source, path: str = INDEX) -> WeightIndex:
+    """Read an index.
 
     Raises:
         MalformedCheckpoint: The file is not an index.
         UnsafeContent: A path leaves the folder.
+        MetadataTooLarge: It is over the budget of metadata.
     """
-    raw = _index(source)
+    meter().require(source.listing[path], path)
+    raw = source.store.read(path, 0, source.listing[path])
     try:
         with parsing("an index"):
-            rows = parse(raw, INDEX)["weight_map"]
-            inner = {path: inner_path(path, what=INDEX) for path in set(rows.values())}
-            return {str(name): inner[path] for name, path in rows.items()}
+            form = parse(raw, path)
+            rows = form[_FILES]
+            inner = {file: inner_path(file, what=path) for file in set(rows.values())}
+            files = {str(name): inner[file] for name, file in rows.items()}
     except InvalidText as error:
-        raise MalformedCheckpoint(f"{INDEX} is not an index: {error}", file=INDEX) from error
+        raise MalformedCheckpoint(f"{path} is not an index: {error}", file=path) from error
+    about = form.get(_ABOUT)
+    is_dict = type(about) is dict
+    more = {k: v for k, v in form.items() if k != _FILES and not (is_dict and k == _ABOUT)}
+    return WeightIndex(files, about if is_dict else {}, more)
+
+
+def take_index(source: Source, path: str, index: WeightIndex, tensors: Iterable[TensorSpec]) -> None:
+    """Record an index as read: what is not computed from the tensors becomes an object."""
+    source.explain(path)
+    source.carry(path, INDEX, index.carried(sum(t.numel for t in tensors)))
 
 
 def read_folder(source: Source, format: str) -> Manifest:
@@ -116,12 +154,14 @@ def read_folder(source: Source, format: str) -> Manifest:
         MalformedCheckpoint: The index, a header or the objects cannot be read, or files share a tensor.
     """
     builder, origin = Builder(), dict[str, Any]()
+    index: WeightIndex | None = None
     files: dict[str, set[str] | None]
     if source.name is not None:
         files = {source.name: None}
         builder.findings += _of_several(source.name)
     elif INDEX in source.listing:
-        files = _indexed(source, builder)
+        index = read_index(source)
+        files = _indexed(source, builder, index)
     else:
         files = dict.fromkeys(unindexed(source))
         builder.findings += [
@@ -130,7 +170,6 @@ def read_folder(source: Source, format: str) -> Manifest:
             if path not in files
         ]
     seen: dict[str, str] = {}
-    total = _total(source) if source.name is None and INDEX in source.listing else None
     for path in sorted(files, key=natural):
         wanted = files[path]
         if source.listing.get(path) is None:
@@ -161,6 +200,9 @@ def read_folder(source: Source, format: str) -> Manifest:
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
+    if index is not None:
+        take_index(source, INDEX, index, builder.tensors)
+    total = None if index is None else index.total
     stored = builder.item_bytes  # as the writer counts: of every dtype
     if total is not None and stored != total and not any(f.severity == "error" for f in builder.findings):
         message = f"{INDEX} records {total} bytes of tensors, but the files contain {stored}"
@@ -177,9 +219,9 @@ def _of_several(name: str) -> list[Finding]:
     return [finding("missing-part", "files", message, file=name)]
 
 
-def _indexed(source: Source, builder: Builder) -> dict[str, set[str] | None]:
+def _indexed(source: Source, builder: Builder, index: WeightIndex) -> dict[str, set[str] | None]:
     files: dict[str, set[str] | None] = {}
-    for name, path in weight_map(source).items():
+    for name, path in index.files.items():
         names = files.setdefault(path, set())
         assert names is not None
         names.add(name)
@@ -202,7 +244,7 @@ def _add_file(
     builder: Builder, source: Source, path: str, seen: dict[str, str]
 ) -> tuple[set[str], dict[str, Any]]:
     size = source.listing[path]
-    tensors, metadata, begin = read_header(source.store, path, size)
+    tensors, metadata, begin = read_header(source.store, path, size, (OBJECTS, OBJECTS_VERSION, *SHARDS))
     builder.file(path, size)
     if not seen.keys().isdisjoint(tensors):
         name = next(name for name in tensors if name in seen)

@@ -30,7 +30,7 @@ from ckptcore.core.subset import derive
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
-from ckptcore.formats.huggingface.folder import INDEX, read_folder, recognised, unindexed, weight_map
+from ckptcore.formats.huggingface.folder import INDEX, read_folder, read_index, recognised, unindexed
 from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
 from ckptcore.naming.quantized_names import companions
 from ckptcore.utils.dataclass import dataclass
@@ -167,10 +167,10 @@ def lost_scales(source: Source, manifest: Manifest) -> Manifest:
 def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
     """Return tensor -> file, from the index or from the files' headers."""
     if source.name is None and INDEX in source.listing:
-        return weight_map(source)
+        return dict(read_index(source).files)
     for path in unindexed(source):
         if path in source.listing:
-            headers[path] = read_header(source.store, path, source.listing[path])[0]
+            headers[path] = read_header(source.store, path, source.listing[path], None)[0]
     return {name: path for path, names in headers.items() for name in names}
 
 
@@ -191,7 +191,7 @@ def _stored(source: Source, path: str, name: str, headers: _Headers) -> TensorSp
     """Return dtype and shape of a tensor, None where its file is missing; a file's header is read once."""
     if path not in headers:
         size = source.listing.get(path)
-        headers[path] = {} if size is None else read_header(source.store, path, size)[0]
+        headers[path] = {} if size is None else read_header(source.store, path, size, None)[0]
     found = headers[path].get(name)
     return None if found is None else TensorSpec(name, str(found[0]), tuple(found[1]))
 

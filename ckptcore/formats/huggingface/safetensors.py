@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, TensorSpec
-from ckptcore.core.object_tree import VERSION
-from ckptcore.encodings.safetensors_header import MAX_HEADER, HeaderText
+from ckptcore.core.object_tree import VERSION, is_plain_json
+from ckptcore.encodings.safetensors_header import FOR_TORCH, MAX_HEADER, METADATA, HeaderText, is_free
 from ckptcore.errors import NameMismatch, UnsupportedDtype
 from ckptcore.formats.base import (
     Arrangement,
@@ -35,6 +37,7 @@ from ckptcore.formats.huggingface.folder import (
     OBJECTS,
     OBJECTS_VERSION,
     SINGLE,
+    fits_index,
     read_folder,
     recognised,
 )
@@ -70,17 +73,41 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     groups = pack(request.tensors, limit)
     single = request.single or SINGLE
     count = len(groups)
+    objects, texts, more = _in_place(request.objects, indexed=count > 1)
     layouts = []
     for number, group in enumerate(groups):
         path = single if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-        metadata = {"format": "pt"}
-        if number == 0 and request.objects:
-            metadata[OBJECTS] = canonical_json(dict(request.objects)).decode()
+        metadata = dict([FOR_TORCH])
+        if number == 0:
+            metadata |= texts
+        if number == 0 and objects:
+            metadata[OBJECTS] = canonical_json(objects).decode()
             metadata[OBJECTS_VERSION] = str(VERSION)
         layouts.append(_file_layout(path, group, request.tensors, metadata, commit=count == 1))
     if count > 1:
-        layouts.append(_index(layouts, request.tensors, {}))
+        layouts.append(_index(layouts, request.tensors, {}, more))
     return tuple(layouts)
+
+
+def _in_place(
+    objects: Mapping[str, Any], *, indexed: bool
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """Return objects, entries of `__metadata__`, and entries of the index, if there is one.
+
+    What a reader would take as its own there, and what is no text or JSON, stays an object.
+    """
+    left, texts, more = dict(objects), dict[str, str](), dict[str, Any]()
+    about = left.get(METADATA)
+    if type(about) is dict and "$" not in about:
+        texts = {key: about[key] for key in sorted(about) if is_free(key, about[key])}
+        left[METADATA] = {key: value for key, value in about.items() if key not in texts}
+    of_index = left.get(INDEX)
+    if indexed and type(of_index) is dict and is_plain_json(of_index) and fits_index(of_index):
+        more = {key: of_index[key] for key in sorted(of_index)}
+        del left[INDEX]
+    if left.get(METADATA) == {} and texts:
+        del left[METADATA]
+    return left, texts, more
 
 
 def arrange_for_hub(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -154,12 +181,16 @@ def _file_layout(
 
 
 def _index(
-    layouts: Sequence[FileLayout], tensors: Sequence[TensorSpec], counts: Mapping[str, int]
+    layouts: Sequence[FileLayout],
+    tensors: Sequence[TensorSpec],
+    counts: Mapping[str, int],
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> FileLayout:
     places = {tensors[i].fqn: layout.path for layout in layouts for i in layout.tensors}
     total = sum(t.nbytes for t in tensors)
     index = {
-        "metadata": {**counts, "total_size": total},
+        **more,
+        "metadata": {**more.get("metadata", {}), **counts, "total_size": total},
         "weight_map": {name: places[name] for name in sorted(places, key=natural)},
     }
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -26,7 +26,7 @@ from typing import Any
 
 from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.encodings.json_text import parse
-from ckptcore.encodings.safetensors_header import read_header
+from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import (
     CkptError,
     DamagedCheckpoint,
@@ -41,7 +41,7 @@ from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import short_repr
 
 Shape = tuple[int, ...]
-INFO, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
+INFO, VERSION = SHARDS
 _NAME = re.compile(r"(?:shard-(\d{5,9})-)?model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _MAX_OFFSET = 1 << 50
 _PART = 700  # bytes of memory per part while parts are collected
@@ -117,7 +117,7 @@ def is_shard(path: str) -> bool:
 def has_info(source: Source, path: str) -> bool:
     """Return whether a file's header has offsets; False also for other files than safetensors."""
     try:
-        _, metadata, _ = read_header(source.store, path, source.listing[path])
+        _, metadata, _ = read_header(source.store, path, source.listing[path], None)
     except MetadataTooLarge:
         raise
     except CkptError:
@@ -163,7 +163,7 @@ def _shard_parts(source: Source, path: str, rank: int | None, model: int) -> lis
             hint="save tensors only, or save with the default writer of torch.distributed.checkpoint",
             file=path,
         )
-    tensors, metadata, data = read_header(source.store, path, size)
+    tensors, metadata, data = read_header(source.store, path, size, SHARDS)
     version = metadata.get(VERSION, "1.0")
     if version != "1.0":
         raise UnsupportedFormat(f"{path}: {VERSION} must be 1.0 (got {short_repr(version, 40)})", file=path)

@@ -22,11 +22,12 @@ from itertools import islice
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.redundant_copies import FullTensor, with_copies
-from ckptcore.errors import Finding, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MetadataTooLarge, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.huggingface.consolidated_files import ConsolidatedTensor, consolidated_tensors, differs
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
+from ckptcore.formats.huggingface.folder import WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import (
     INFO,
     FolderShards,
@@ -92,9 +93,22 @@ def read(source: Source) -> Manifest:
     shards = load(folder, paths)
     consolidated, findings = _consolidated(source)
     manifest = _shards_manifest(shards, folder, source, consolidated, findings)
+    for beside in (folder, source) if folder is not source else (source,):
+        if INDEX in beside.listing and (index := _index(beside)) is not None:
+            take_index(beside, INDEX, index, manifest.tensors)
     if folder is not source:
         manifest = join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
     return with_copies(manifest, _copied(shards, consolidated), source.listing)
+
+
+def _index(source: Source) -> WeightIndex | None:
+    """Return the index beside the shards, None for one that proves nothing because it cannot be read."""
+    try:
+        return read_index(source)
+    except MetadataTooLarge:
+        raise
+    except CkptError:
+        return None
 
 
 def _here(source: Source) -> list[str]:
@@ -230,7 +244,9 @@ def _differences(
             yield fqn, f"{fqn} is {dtype} {list(shape)} in {path}, but {in_shards}"
         elif not shape and compared < _MAX_COMPARED:
             compared += 1
-            if _bytes(folder, parts[0].file, parts[0]) != _bytes(source, path, parts[0], start):
+            if _bytes(folder, parts[0].file, parts[0]) == _bytes(source, path, parts[0], start):
+                source.explain(path, start, start + parts[0].nbytes)
+            else:
                 yield fqn, f"{fqn}, a 0-d tensor, has another value in {path} than in the shards"
 
 

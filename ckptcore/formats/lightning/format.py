@@ -20,7 +20,8 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.object_tree import TensorRef, decode, tensors_in
 from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.pickle.writer import Classes
-from ckptcore.encodings.torchzip.reader import head_holds, is_zip
+from ckptcore.encodings.torchzip.archive import is_zip
+from ckptcore.encodings.torchzip.reader import head_holds
 from ckptcore.errors import NameMismatch, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,

@@ -23,6 +23,7 @@ from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.objects import adopt
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 
 VERSION = "pytorch-lightning_version"
@@ -76,7 +77,7 @@ def contents(source: Source, name: str) -> Contents:
         UnsupportedFormat: The file does not contain a dict.
     """
     store, size = source.store, source.listing[name]
-    objects = read_objects(lambda start, n: store.read(name, start, n), size, name, TABLE)
+    objects = read_objects(FileRange(store, name, 0, size), name, TABLE)
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} must contain a dict (got {type(objects.tree).__name__})")
     lost: list[tuple[tuple[Any, ...], Refused]] = []

@@ -21,6 +21,7 @@ from ckptcore.utils.text import short_repr
 CONFIG, INTEGRITY, METADATA = "metadata.json", "integrity.json", ".metadata"
 # Megatron-LM writes no metadata.json for the last two; tools that rewrite such folders may.
 BACKENDS = {"torch_dist": (1,), "zarr": (1,), "fsdp_dtensor": (1,), "torch_dcp": (1,)}
+_FIELDS = frozenset(f"{part}_backend{of}" for part in ("sharded", "common") for of in ("", "_version"))
 _MAX_JSON, _MAX_INTEGRITY = 1 << 20, 64 << 20
 _SCAN, _WINDOW, _EDGE = 64 << 20, 4 << 20, 256
 # Keys of sharded objects, and attributes that only Megatron-Core adds.
@@ -81,6 +82,8 @@ def read_config(source: Source) -> MegatronConfig | None:
             f"{short_repr(common[0], 40)}, version {short_repr(common[1], 40)}",
             hint="known: torch 1",
         )
+    source.explain(CONFIG)
+    source.carry(CONFIG, CONFIG, {k: v for k, v in form.items() if k not in _FIELDS})
     return MegatronConfig(backend, version, "common_backend" in form)
 
 
@@ -119,6 +122,8 @@ def digests(source: Source) -> dict[str, str]:
             raise MalformedCheckpoint(
                 f"{INTEGRITY} must map file names to SHA-256 in hex (got {entry})", file=INTEGRITY
             )
+    source.explain(INTEGRITY)
+    source.carry(INTEGRITY, INTEGRITY, {k: v for k, v in form.items() if k not in ("algorithm", "files")})
     return files
 
 

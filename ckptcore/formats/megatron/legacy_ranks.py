@@ -18,6 +18,7 @@ from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, fin
 from ckptcore.formats.base import Source
 from ckptcore.formats.megatron.legacy import FILE
 from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
 
@@ -127,7 +128,7 @@ def arguments(tree: Any, path: str) -> Mapping[str, Any]:
 
 
 def _read_rank(source: Source, path: str) -> Objects:
-    return read_megatron(lambda start, n: source.store.read(path, start, n), source.listing[path], path)
+    return read_megatron(FileRange(source.store, path, 0, source.listing[path]), path)
 
 
 def _parallel_size(args: Mapping[str, Any], key: str) -> int:

@@ -28,6 +28,7 @@ from ckptcore.formats.megatron.legacy_ranks import RankFile, read_ranks
 from ckptcore.formats.megatron.parameter_order import Unregistered
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, note_hidden
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.text import count
 
 FLAT = "distrib_optim.pt"
@@ -111,7 +112,7 @@ def _add_flat(
     if path not in source.listing:
         return
     size = source.listing[path]
-    objects = read_megatron(lambda start, n: source.store.read(path, start, n), size, path)
+    objects = read_megatron(FileRange(source.store, path, 0, size), path)
     tree = TorchTree(builder, builder.file(path, size), objects, path)
     try:
         add_buffers(objects.tree, chunks, merger, tree)

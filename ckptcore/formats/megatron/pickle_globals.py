@@ -15,21 +15,21 @@ from typing import Any
 
 from ckptcore.core.named_values import CONTAINERS, content_of, with_content
 from ckptcore.core.object_tree import Named, Refused
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS, with_attributes
 from ckptcore.encodings.pickle.trainer_classes import MEGATRON_ENUMS, MEGATRON_RECORDS
 from ckptcore.encodings.pickle.unpickler import Call, Record, record
-from ckptcore.encodings.torchzip.reader import Objects, Reader, bound_tree, read_objects
+from ckptcore.encodings.torchzip.reader import Objects, bound_tree, read_objects
 from ckptcore.errors import MalformedCheckpoint
+from ckptcore.store.subfolder import FileRange
 
 _MAX_DEPTH = 150
 
 
-def read_megatron(read: Reader, length: int, what: str) -> Objects:
+def read_megatron(content: FileRange, what: str) -> Objects:
     """Read the complete tree of a torch zip that Megatron wrote, in plain values.
 
     Args:
-        read: Reads a byte range of the file.
-        length: Bytes of the file.
+        content: The file.
         what: What it is, for messages.
 
     Returns:
@@ -38,9 +38,9 @@ def read_megatron(read: Reader, length: int, what: str) -> Objects:
     Raises:
         MalformedCheckpoint: As `read_objects` does.
     """
-    found = read_objects(read, length, what, MEGATRON_TABLE)
+    found = read_objects(content, what, MEGATRON_TABLE)
     refused = list(found.refused)
-    tree = plain(found.tree, length, what, refused)
+    tree = plain(found.tree, content.length, what, refused)
     return replace(found, tree=tree, refused=tuple(refused))
 
 
@@ -177,7 +177,7 @@ def _member(owner: Any, name: Any) -> Any:
 
 def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     # torch/_tensor.py _rebuild_from_type_v2: a plain tensor with attributes (Megatron marks the main
-    # copies of parameters with `tensor_model_parallel`, `partition_dim`, ...), which are left out.
+    # copies of parameters with `tensor_model_parallel`, `partition_dim`, ...).
     if (
         type(kind) is not Named
         or kind.kind != "class"
@@ -185,7 +185,7 @@ def _from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
         or type(args) is not tuple
     ):
         return kind if type(kind) is Refused else Refused("torch._tensor._rebuild_from_type_v2")
-    return rebuild.build(*args)
+    return with_attributes(rebuild.build(*args), state)
 
 
 def dataclass_global(name: str) -> Call:

@@ -18,12 +18,14 @@ from ckptcore.core.manifest import Blob, Item, Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, Refused
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
-from ckptcore.encodings.torchzip.reader import Objects, Reader, check_view
+from ckptcore.encodings.torchzip.archive import Reader
+from ckptcore.encodings.torchzip.reader import Objects, check_view
 from ckptcore.encodings.zarr_v2 import cell
 from ckptcore.errors import ChecksumMismatch, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.objects import ObjectRules, adopt, kept
 from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.crc32 import crc32
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count
@@ -73,22 +75,19 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
         path: The file in it.
         key: Name of the object, or None for an object per key of the file's dict.
     """
-    store, size = source.store, source.listing[path]
+    size = source.listing[path]
     item = Item(builder.file(path, size), 0, size)
     at = builder.item(item)
-
-    def read(start: int, length: int) -> bytes:
-        return store.read(path, start, length)
-
+    content = FileRange(source.store, path, 0, size)
     try:
-        objects = read_megatron(read, size, path)
+        objects = read_megatron(content, path)
         parts = {key: objects.tree} if key is not None else _common(objects.tree, path)
         reachable = set[str]()
         for name, tree in parts.items():
             used = storages_in(tree)
             reachable |= used
             mine = {k: v for k, v in objects.storages.items() if k in used}
-            one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), read)
+            one, lost = plain(name, replace(objects, tree=tree, refused=(), storages=mine), content)
             form = adopt(builder, name, item, one, f"{name} in {path}")
             builder.blobs.append(kept(builder, name, at, form, one, lost, path))
         hidden = sum(n for k, (_, n, _) in objects.storages.items() if k not in reachable)

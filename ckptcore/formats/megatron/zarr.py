@@ -156,6 +156,9 @@ def _add_array(
         shape, dtype = error.values["shape"], error.values["dtype"]
         builder.unread(key, Unread(error.message, dtype, shape, path))
         return None
+    source.explain(path, 0, min(source.listing[path], _zarr.MAX_ARRAY))
+    if array.more:
+        source.carry(path, _zarr.ARRAY, {key: dict(array.more)})
     tensor = builder.tensor(TensorSpec(key, array.dtype.name, array.shape))
     top, _, below = key.partition("/")
     prefix = f"{below}/" if below else ""

@@ -19,6 +19,7 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.common.join import Part
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, short_repr
 
@@ -115,7 +116,7 @@ def missing_part(name: str, what: str) -> Finding:
 
 
 def _read_file(source: Source, path: str) -> Objects:
-    return read_objects(lambda start, n: source.store.read(path, start, n), source.listing[path], path)
+    return read_objects(FileRange(source.store, path, 0, source.listing[path]), path)
 
 
 def _same_values(one: Any, other: Any) -> bool:

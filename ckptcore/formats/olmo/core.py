@@ -136,8 +136,11 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
             return {}, []
         return {}, [missing_part(MARKER, f"{MARKER}, the file that a trainer writes last")]
     try:
-        form = load_json_object(source.store.read(MARKER, 0, min(size, _MAX_MARKER)), unique=True)
+        raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
+        form = load_json_object(raw, unique=True)
         known = {k: form[k] for k in ("version", "ephemeral") if type(form.get(k)) in (str, bool)}
+        source.explain(MARKER, 0, len(raw))
+        source.carry(MARKER, MARKER, {k: v for k, v in form.items() if k not in known})
     except InvalidText as error:
         message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
         return {}, [finding("malformed-metadata", "files", message, file=MARKER)]

@@ -28,6 +28,7 @@ from ckptcore.formats.olmo.common import missing_part, model_origin, require_ren
 from ckptcore.formats.olmo.flat_params import TABLE, Slice, slices
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import count, short_repr
 
@@ -123,6 +124,8 @@ class _RankStates:
         state = objects.tree.get("state") if isinstance(objects.tree, dict) else None
         if not isinstance(state, dict) or "param_groups" not in objects.tree:
             raise MalformedCheckpoint(f"{path} must hold an optimizer's state dict", file=path)
+        more = {str(k): v for k, v in objects.tree.items() if k not in ("state", "param_groups")}
+        self.source.carry(path, "optim", more)
         names = names_by_number(objects.tree["param_groups"])
         for key, group in plain_groups(objects.tree["param_groups"]).items():
             self._object(key, group, path)
@@ -150,7 +153,7 @@ class _RankStates:
 
     def _open(self, path: str, table: Mapping[str, Any]) -> tuple[Objects, TorchTree]:
         size, store = self.source.listing[path], self.source.store
-        objects = read_objects(lambda start, n: store.read(path, start, n), size, path, table)
+        objects = read_objects(FileRange(store, path, 0, size), path, table)
         return objects, TorchTree(self.builder, self.builder.file(path, size), objects, path)
 
     def _add(self, tree: TorchTree, name: str, seen: Slice, data: StoredView, at: int, path: str) -> None:
@@ -206,9 +209,12 @@ def _world_size(source: Source) -> int | None:
     size = source.listing.get(METADATA)
     if size is None:
         return None
-    m = _WORLD.search(source.store.read(METADATA, 0, min(size, 1 << 16)))
+    text = source.store.read(METADATA, 0, min(size, 1 << 16))
+    m = _WORLD.search(text)
     if m is None or not int(m[1]):
         raise MalformedCheckpoint(f"{METADATA} must have a world_size above 0", file=METADATA)
+    if m[0].strip() == text.strip():  # OLMo writes nothing else there
+        source.explain(METADATA)
     return int(m[1])
 
 

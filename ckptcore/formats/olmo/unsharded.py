@@ -25,6 +25,7 @@ from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.late_pattern import late_pattern
 
 NAME = "olmo_unsharded"
@@ -88,7 +89,7 @@ def read(source: Source) -> Manifest:
 
 def _torch(source: Source, file: str, part: str) -> Manifest:
     builder, size = Builder(), source.listing[file]
-    objects = read_objects(lambda start, n: source.store.read(file, start, n), size, file)
+    objects = read_objects(FileRange(source.store, file, 0, size), file)
     if not isinstance(objects.tree, dict):
         raise MalformedCheckpoint(f"{file} must hold a dict (got {type(objects.tree).__name__})", file=file)
     tree = TorchTree(builder, builder.file(file, size), objects, file)
@@ -125,6 +126,7 @@ def _safetensors(source: Source, file: str, part: str) -> Manifest:
                 raise MalformedCheckpoint(f"{what} must be a pickle (got {dtype} {list(shape)})", file=file)
             raw = source.store.read(file, begin + start, stop - start)
             values[key] = _unpickled(raw, what)
+            source.explain(file, begin + start, begin + stop)
     groups = next((v for k, v in values.items() if keys[k][0] == ("param_groups",)), None)
     names = (names_by_number(groups) if part == "optim" else None) or {}
     seen: set[str] = set()

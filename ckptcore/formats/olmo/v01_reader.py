@@ -30,6 +30,9 @@ from ckptcore.utils.foreign_text import InvalidText, parsing
 from ckptcore.utils.text import count, short_repr
 
 METADATA = "metadata.json"
+_FIELDS = frozenset({"dtype", "flattened_offsets_per_file", "is_sharded", "shape", "shard_spec_per_file"})
+_SPECS = "shard_spec_per_file"
+_SPEC_FIELDS = frozenset({"flattened_offsets", "global_offset", "local_shape"})
 _MAX_METADATA = 1 << 30
 _MAX_DIM = 1 << 50
 _MAX_FINDINGS = 100
@@ -179,15 +182,28 @@ def _parse(source: Source, listed: set[str]) -> Iterator[Stored]:
         with parsing("a table"):
             top = parse(source.store.read(METADATA, 0, size), METADATA)
             tensors = top["tensors"].items()
+        source.explain(METADATA)
+        source.carry(METADATA, METADATA, {k: v for k, v in top.items() if k != "tensors"})
     except InvalidText as error:
         raise MalformedCheckpoint(f"{METADATA} has no table of tensors: {error}", file=METADATA) from error
     for name, entry in tensors:
         try:
             yield _stored_tensor(name, entry, listed)
+            if more := _other_fields(entry):
+                source.carry(METADATA, METADATA, {name: more})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedCheckpoint(
                 f"cannot read the entry {short_repr(name)} of {METADATA}: {error}", file=METADATA
             ) from error
+
+
+def _other_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tensor's entry that OLMo-core does not write, and those of its specs by file."""
+    more = {k: v for k, v in entry.items() if k not in _FIELDS}
+    for file, spec in entry.get(_SPECS, {}).items():
+        if not spec.keys() <= _SPEC_FIELDS:
+            more[file] = {k: v for k, v in spec.items() if k not in _SPEC_FIELDS}
+    return more
 
 
 def _stored_tensor(name: str, entry: Mapping[str, Any], listed: set[str]) -> Stored:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import TensorSpec
 from ckptcore.core.object_tree import decode
 from ckptcore.encodings.pickle.writer import Classes
-from ckptcore.encodings.safetensors_header import HeaderText
+from ckptcore.encodings.safetensors_header import METADATA, HeaderText, is_free
 from ckptcore.encodings.torchzip import writer as write
 from ckptcore.errors import NameMismatch, UnsupportedDtype, UnsupportedFormat
 from ckptcore.formats.base import Arrangement, FileLayout, Literal, Slot, natural
@@ -71,13 +72,16 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
         UnsupportedDtype: The format has no name for a dtype.
         NameMismatch: A name is not valid text.
     """
+    request, texts = _with_texts(request)
     names = [t.fqn for t in request.tensors]
     parts = {n.split(".", 1)[0] for n in (*names, *request.objects)}
     if not ("model" in parts and parts & {"optim", "train"}):
         for key in request.objects:
             raise _no_place(key, "a folder of one state dict")
         return tuple(
-            _folder_files(request, "", [_tensor_entry(t, i, t.fqn) for i, t in enumerate(request.tensors)])
+            _folder_files(
+                request, "", [_tensor_entry(t, i, t.fqn) for i, t in enumerate(request.tensors)], texts
+            )
         )
     for name in (*names, *request.objects):
         if name.split(".", 1)[0] not in {"model", "optim", "train"}:
@@ -95,10 +99,19 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     for key in objects:
         if key.startswith("model."):
             raise _no_place(key, "model/, which holds tensors only")
-    layouts += _folder_files(request, "model/", model)
+    layouts += _folder_files(request, "model/", model, texts)
     if optim or objects:
-        layouts += _folder_files(request, "optim/", optim + _pickles(optim, objects, request.paths))
+        layouts += _folder_files(request, "optim/", optim + _pickles(optim, objects, request.paths), {})
     return tuple(layouts)
+
+
+def _with_texts(request: Arrangement) -> tuple[Arrangement, dict[str, str]]:
+    """Return the request without what is written into `__metadata__`, and that: texts of no reader's own."""
+    texts = request.objects.get(METADATA)
+    if type(texts) is not dict or not all(is_free(key, value) for key, value in texts.items()):
+        return request, {}
+    objects = {key: value for key, value in request.objects.items() if key != METADATA}
+    return replace(request, objects=objects), {key: texts[key] for key in sorted(texts)}
 
 
 def _state_name(fqn: str) -> str:
@@ -127,10 +140,16 @@ def _pickles(optim: Sequence[_Entry], objects: Mapping[str, Any], paths: Iterabl
     return found
 
 
-def _folder_files(request: Arrangement, prefix: str, entries: Sequence[_Entry]) -> list[FileLayout]:
+def _folder_files(
+    request: Arrangement, prefix: str, entries: Sequence[_Entry], texts: Mapping[str, str]
+) -> list[FileLayout]:
+    """Lay out a folder; its first file gets the texts of `__metadata__`."""
     entries = sorted(entries, key=lambda e: natural(e.name))
     files = _packed(request, entries) if request.topology is None else _by_rank(request, entries)
-    layouts = [_rank_file(f"{prefix}rank_{rank}.safetensors", group) for rank, group in enumerate(files)]
+    layouts = [
+        _rank_file(f"{prefix}rank_{rank}.safetensors", group, {} if rank else texts)
+        for rank, group in enumerate(files)
+    ]
     parts: dict[str, list[tuple[str, Box]]] = {e.name: [] for e in entries}
     for rank, group in enumerate(files):
         for part in group:
@@ -196,10 +215,10 @@ def _outer(box: Box, dims: int) -> list[range]:
     return [range(a, b) for a, b in zip(box.offset[:dims], box.end[:dims], strict=True)]
 
 
-def _rank_file(path: str, group: Sequence[_EntryBox]) -> FileLayout:
+def _rank_file(path: str, group: Sequence[_EntryBox], texts: Mapping[str, str]) -> FileLayout:
     # Wide elements first, so every tensor starts at a multiple of its element's width.
     order = sorted(group, key=lambda h: -BY_NAME[h.entry.dtype].itemsize)
-    header = HeaderText()
+    header = HeaderText(texts or None)
     starts = [header.add(h.entry.name, h.entry.dtype, (h.box.numel,)) for h in order]  # the loader's are 1-D
     prefix = header.packed(8)
     literals = [Literal(0, prefix)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptcore.core.object_tree import Refused
-from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS, of_class
+from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE, REBUILDS, of_class, with_attributes
 from ckptcore.encodings.pickle.unpickler import Call, Record, record
 from ckptcore.errors import UnsafeContent
 from ckptcore.utils.text import short_repr
@@ -73,6 +73,7 @@ _CLASSES: dict[str, dict[str, str]] = {
     "torch.distributed.remote_device": {"_remote_device": "_remote_device"},
 }
 # Subclasses with the same bytes as the tensor that they are made from.
+_DTENSOR_FIELDS = frozenset({"_local_tensor", "_spec"})  # torch/distributed/tensor/_api.py
 _PLAIN = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
@@ -102,11 +103,24 @@ def _typed(function: Any, kind: Any, args: Any, state: Any) -> Any:
         if kind.name not in (DTENSOR, SHARDED) or len(args) < 3:
             raise ValueError(f"a wrapper subclass of type {kind.name}")
         made = Record(kind.name, args)
-        made.state = state
+        made.state = _with_own_fields(state) if kind.name == DTENSOR else state
         return made
     if function.name not in _REBUILT or kind.name != "Tensor":
         raise ValueError(f"a {kind.name} that {function.name} makes")
-    return function.build(*args)
+    return with_attributes(function.build(*args), state)
+
+
+def _with_own_fields(state: Any) -> Any:
+    """Return the state of a DTensor with other attributes on the tensor that it wraps."""
+    parts = state if type(state) is tuple else (state,)
+    if any(part is not None and type(part) is not dict for part in parts):
+        return state  # its placement is reported
+    own = {k: v for part in parts if part for k, v in part.items()}
+    more = {k: v for k, v in own.items() if k not in _DTENSOR_FIELDS}
+    if not more or "_local_tensor" not in own:
+        return state
+    kept = {k: v for k, v in own.items() if k in _DTENSOR_FIELDS}
+    return kept | {"_local_tensor": with_attributes(own["_local_tensor"], more)}
 
 
 def _nested_class(owner: Any, name: Any) -> Any:

@@ -19,7 +19,8 @@ from ckptcore.core.object_tree import Refused, RefusedTensor, encode
 from ckptcore.core.tree_paths import Path
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.pickle.unpickler import Record
-from ckptcore.encodings.torchzip.reader import check_view, is_zip, read_objects, refused_in
+from ckptcore.encodings.torchzip.archive import is_zip
+from ckptcore.encodings.torchzip.reader import check_view, read_objects, refused_in
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.shape_matching import Shape
@@ -27,6 +28,7 @@ from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SHARDED
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
 from ckptcore.formats.torch_ranks.placement import Placed, Placer
+from ckptcore.store.subfolder import FileRange, explain
 from ckptcore.utils.dataclass import dataclass
 
 _SMALL = 64 << 10  # plain tensors without a checksum are marked by a hash of their bytes up to this size
@@ -165,7 +167,7 @@ class _File:
     def __init__(self, source: Source, path: str, builder: Builder) -> None:
         size, self._store = source.listing[path], source.store
         self._path, self._size, self._builder = path, size, builder
-        self.objects = read_objects(lambda at, n: source.store.read(path, at, n), size, path, DIST_TABLE)
+        self.objects = read_objects(FileRange(source.store, path, 0, size), path, DIST_TABLE)
         self._file = builder.file(path, size)
         self._items: dict[str, int] = {}
         self._unread: set[str] = set()  # storages of tensors that are not read
@@ -203,19 +205,17 @@ class _File:
             made.objects[name] = blake3(json.dumps(tree).encode()).hexdigest(), tree, path
 
     def hidden(self, may: bool) -> int:
-        """Return the bytes of unused storages; raise if there are any and no value ``may`` hide them."""
-        known = self._items.keys() | self._placer.storages | self._unread
+        """Return the bytes of unused storages that some value ``may`` hide."""
+        for key in self._placer.meshes & self.objects.storages.keys():
+            start, length, _ = self.objects.storages[key]
+            explain(self._store, self._path, start, start + length)
+        known = self._items.keys() | self._placer.meshes | self._placer.storages | self._unread
         left = sum(n for key, (_, n, _) in self.objects.storages.items() if key not in known)
-        if left and not may:
-            raise UnsupportedFormat(
-                f"{self._path} contains {left} bytes of tensors without a reference in its state dict",
-                hint="save a plain dict of tensors",
-            )
         if self._bytes > 1024 * self._size + (64 << 20):  # for example, expanded views of one element
             raise MalformedCheckpoint(
                 f"{self._path}: {self._size} stored bytes expand to tensors of {self._bytes} bytes"
             )
-        return left
+        return left if may else 0
 
     def _piece(self, value: StoredView, box: Box, name: str) -> LocalShard:
         if value.key not in self.objects.storages:

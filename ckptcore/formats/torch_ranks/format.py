@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptcore.core.manifest import Manifest
-from ckptcore.encodings.torchzip.reader import is_zip
+from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join

@@ -70,8 +70,9 @@ class Placer:
         self._what, self._size = what, size
         self._lists = _RankLists(read_ints)
         self._pieces = self._steps = 0
-        self._meshes: dict[int, _Mesh] = {}
-        self.storages: set[str] = set()  # of the meshes, and of tensors without elements
+        self._known: dict[int, _Mesh] = {}
+        self.meshes: set[str] = set()  # keys of their storages
+        self.storages: set[str] = set()  # of tensors without elements
 
     def place(self, value: Record, name: str) -> Placed | Refused:
         """Return the boxes of a DTensor or ShardedTensor, or the refused value inside it.
@@ -203,10 +204,10 @@ class Placer:
             raise ValueError(f"{self._pieces} pieces of tensors in {self._size} bytes")
 
     def _mesh(self, value: Any) -> _Mesh:
-        seen = self._meshes.get(id(value))
+        seen = self._known.get(id(value))
         if seen is None:
-            seen = self._meshes[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
-            self.storages |= _mesh_storages(value)
+            seen = self._known[id(value)] = _mesh(fields(value, "DeviceMesh"), self._lists)
+            self.meshes |= _mesh_storages(value)
         return seen
 
 

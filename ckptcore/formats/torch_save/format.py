@@ -13,7 +13,8 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import TensorRef, decode
-from ckptcore.encodings.torchzip.reader import Objects, head_holds, is_zip, read_objects
+from ckptcore.encodings.torchzip.archive import is_zip
+from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import (
     Arrangement,
@@ -30,6 +31,7 @@ from ckptcore.formats.common.rank_file_names import is_rank_file
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
+from ckptcore.store.subfolder import FileRange
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 DEFAULT = "model.pt"
@@ -70,7 +72,7 @@ def read(source: Source) -> Manifest:
     name = source.name or _only(source)
     assert name is not None  # by `detect`
     size, store = source.listing[name], source.store
-    objects = read_objects(lambda start, n: store.read(name, start, n), size, name)
+    objects = read_objects(FileRange(store, name, 0, size), name)
     builder = Builder()
     file = builder.file(name, size)
     if source.name is not None and is_rank_file(name):

@@ -17,7 +17,7 @@ from ckptcore.core.object_tree import Refused, RefusedTensor, encode
 from ckptcore.encodings.limits import bound_views
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects, check_view, refused_in
-from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats.common.trees import leaves_below
 
 _MAX_TENSORS = 2_000_000
@@ -98,25 +98,20 @@ class TorchTree:
     def require_all(self) -> None:
         """Note the refused values that may contain the unused storages.
 
-        A pickle does not record which of them does, so each is noted.
-
-        Raises:
-            UnsupportedFormat: There are unused storages, but no refused values.
+        A pickle does not record which of them does, so each is noted. Without any, nothing refers to the
+        storages (finding ``unused-bytes``).
         """
         known = self._items.keys() | self._unread
         unused = sum(n for k, (_, n, _) in self._objects.storages.items() if k not in known)
-        if not unused:
-            return
-        if not self.refused:
-            raise UnsupportedFormat(
-                f"{self._what} contains {unused} bytes of tensors without a reference in it",
-                hint="save a plain dict of tensors",
+        if unused and self.refused:
+            note_hidden(
+                self._builder,
+                {
+                    path: (isinstance(v, Refused), refused_in(v), self._what)
+                    for path, v in self.refused.items()
+                },
+                unused,
             )
-        note_hidden(
-            self._builder,
-            {path: (isinstance(v, Refused), refused_in(v), self._what) for path, v in self.refused.items()},
-            unused,
-        )
 
 
 def note_opened(builder: Builder, opened: Iterable[tuple[str, str]], file: str) -> None:

@@ -12,6 +12,8 @@ import ckptcore
 from ckptcore.encodings.torchzip.reader import read_objects
 from ckptcore.errors import DamagedCheckpoint
 from ckptcore.formats.deepspeed import pickle_globals
+from ckptcore.store.local import LocalStore
+from ckptcore.store.subfolder import FileRange
 
 MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -90,7 +92,7 @@ def test_a_step_count_whose_bits_are_damaged_is_found(tmp_path: Path) -> None:
     """Also on a rank whose copy all parameters but one leave out."""
     folder, _ = zero3(tmp_path / "ckpt", 3)
     path = folder / OPTIM.format(2)
-    found = read_objects(lambda start, n: path.read_bytes()[start : start + n], path.stat().st_size, "x")
+    found = read_objects(FileRange(LocalStore(folder), path.name, 0, path.stat().st_size), "x")
     step = found.tree["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["step"]
     raw = bytearray(path.read_bytes())
     raw[found.storages[step.key][0]] ^= 1

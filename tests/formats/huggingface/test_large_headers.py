@@ -99,9 +99,9 @@ def test_a_header_is_parsed_once(spelled: str, tmp_path: Path, monkeypatch: pyte
     parsed: list[str] = []
     parse = safetensors_header.parse_header
 
-    def once(raw: bytes, data_length: int, what: str) -> Any:
+    def once(raw: bytes, data_length: int, what: str, more: dict[str, Any]) -> Any:
         parsed.append(what)
-        return parse(raw, data_length, what)
+        return parse(raw, data_length, what, more)
 
     monkeypatch.setattr(safetensors_header, "parse_header", once)
     assert run(["inspect", str(written(tmp_path / "x", spelled, 20))]) == 0

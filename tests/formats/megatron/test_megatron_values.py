@@ -23,6 +23,8 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.megatron.pickle_globals import read_megatron
+from ckptcore.store.local import LocalStore
+from ckptcore.store.subfolder import FileRange
 
 Module = Callable[[str], types.ModuleType]
 
@@ -55,7 +57,7 @@ class Reduced:
 def read(value: Any, path: Path) -> Objects:
     torch.save(value, path / "x.pt")
     data = (path / "x.pt").read_bytes()
-    return read_megatron(lambda start, n: data[start : start + n], len(data), "x.pt")
+    return read_megatron(FileRange(LocalStore(Path()), "x.pt", 0, len(data), data), "x.pt")
 
 
 # --- permitted values ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from ckptcore.checking.examine import inspect
 from ckptcore.encodings.torchzip import templates
-from ckptcore.encodings.torchzip.reader import DESCRIPTOR, Window
+from ckptcore.encodings.torchzip.archive import DESCRIPTOR, Window
 from ckptcore.encodings.torchzip.templates import AlikeZips, read_tensor
 from ckptcore.errors import ChecksumMismatch
 

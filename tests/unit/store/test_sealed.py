@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.core.byte_ledger import ByteLedger
 from ckptcore.errors import SourceUnreadable, StagingForeign, UnsafeContent
 from ckptcore.store.local import LocalStore
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, refuse_odd
@@ -125,17 +126,17 @@ def test_a_store_in_a_store(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("outer", b"o")
     store.put("sub/a", b"abc")
-    below, names = SubStore(store, "sub/"), set[str]()
+    below, ledger = SubStore(store, "sub/"), ByteLedger()
     assert below.list() == {"a": 3}
     assert (below.size("a"), below.size("outer")) == (3, None)
     assert below.url == f"{tmp_path}/sub"
     assert below.stamp("a") == store.stamp("sub/a")
-    noting = Noting(below, names)
+    noting = Noting(below, ledger)
     assert noting.size("a") == 3
-    assert names == set(), "looking is not reading"
+    assert ledger.read == set(), "looking is not reading"
     into = bytearray(2)
     noting.read_into("a", 1, memoryview(into))
     assert bytes(into) == noting.read("a", 1, 2) == b"bc"
-    assert names == {"a"}
+    assert ledger.read == {"a"}
     below.close()
     assert store.read("outer", 0, 1) == b"o"
