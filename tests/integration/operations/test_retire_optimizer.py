@@ -238,8 +238,8 @@ def test_commands_give_no_weights_up_for_training_state(commands, by):
     assert "left out, an average of weights (1 tensor, 128 B): optimizer.ema.embed.weight" in messages
     assert "no training state (2 tensors, 80 B): sampler.proj.weight, scaler.mean" in messages
     assert commands("sweep", "--min-age", "0s", "--fingerprint")[0] == 0
-    words = ("--accept-loss", "optimizer") if by == "accept-loss" else ()
-    going = ("retire", "--yes", "--grace", "0", *words)
+    loss = ("--accept-loss", "optimizer") if by == "accept-loss" else ()
+    going = ("retire", "--yes", "--grace", "0", *loss)
     _, out, _ = commands(*going, "--output", "json")
     items = {item["step"]: item for item in json.loads(out)["checkpoints"]}
     assert {step: item["fate"] for step, item in items.items()} == {1: "unsafe", 2: "unsafe", 3: "kept"}
