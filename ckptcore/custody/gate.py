@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.distinct import require_apart
 from ckptcore.custody.judged import Judged
@@ -78,7 +79,10 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     known = {duty.row.id: duty for duties in read for duty in duties}
     if catalog is not None:
         with catalog.reading() as conn:
-            tried = {row.id: attempt(recorded_duty, conn, row) for row in obligations.every(conn)}
+            tried = {
+                row.id: attempt(recorded_duty, conn, row, known.get(row.id))
+                for row in obligations.every(conn)
+            }
         listed = dict[str, Duty]()
         for key, duty in tried.items():
             if isinstance(duty, CkptError) and key not in known:  # not even beside the copy
@@ -121,7 +125,8 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
     there = contents_at(place, things, wanted, settings, catalog)
     matched = {duty.row.id: _matched(duty, there, place) for duty in duties}
     needed = {row.id: row for rows in matched.values() for row in rows if row.id is not None}
-    proven = elsewhere(catalog, place, things, needed, there.manifests, settings)
+    copies = [hex_digest(manifest.digest) for manifest in there.manifests] if needed else []
+    proven = elsewhere(catalog, place, things, needed, copies, settings)
     missing = [row for key, row in needed.items() if not any(key in ids for ids in proven.values())]
     if missing:
         raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
