@@ -31,7 +31,12 @@ def with_carried(manifest: Manifest, ledger: ByteLedger) -> Manifest:
     """
     if not ledger.carried:
         return manifest
-    findings: list[Finding] = []
+    findings = [
+        finding(
+            "odd-value", "files", f"{key} of {file} is of another type; {group} has it", fqn=group, file=file
+        )
+        for file, group, key in ledger.odd
+    ]
     refused: dict[str, list[str]] = {}
     forms: dict[str, dict[str, _Forms]] = {}  # object -> key -> its values
     for file, group, values in ledger.carried:
