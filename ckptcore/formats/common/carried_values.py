@@ -17,7 +17,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.core.object_tree import encode, weight
 from ckptcore.encodings.pickle.torch_globals import storages_in
 from ckptcore.encodings.torchzip.reader import refused_in
-from ckptcore.errors import Finding, finding
+from ckptcore.errors import finding
 
 _CHAR = 4  # bytes of memory for a character of a key
 
