@@ -11,7 +11,8 @@ from ckptcore.catalog import default_url
 from ckptcore.catalog.comments import comment_statements
 from ckptcore.catalog.database import HEAD, parse
 from ckptcore.catalog.migrate import migrating
-from ckptcore.catalog.models import Base, UtcDateTime
+from ckptcore.catalog.models import Base
+from ckptcore.catalog.times import UtcDateTime
 from ckptcore.catalog.views import create_statements
 
 

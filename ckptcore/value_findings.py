@@ -1,4 +1,4 @@
-"""Define the findings about plain values, bytes that are none, and options without effect.
+"""Define the findings about plain values, bytes that are none, what is left out, options without effect.
 
 `ckptcore.errors` adds its own, and is as long as a file may be.
 """
@@ -39,10 +39,25 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
     ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
+    "left-out": (
+        "info",
+        "an export has the model only: training state and other values of its source are left out",
+        "keep the source, or write everything with consolidate or reshard",
+    ),
+    "left-out-weights": (
+        "warning",
+        "an export leaves out tensors that are no training state: averages of weights, or of no known kind",
+        "export them with --model-prefix, or leave them out by name with --exclude",
+    ),
     "kept-quantized": (
         "warning",
         "a cast leaves quantised values and their scales as they are stored: alone they mean nothing",
         "for other dtypes, dequantise them first, with what made them; `--dtype-for` casts scales",
+    ),
+    "catalog-row": (
+        "error",
+        "a row of the catalog holds a value that its column should not have; it is left empty",
+        "record it anew: ckptcore catalog rebuild PLACE",
     ),
     "files-differ": (
         "error",

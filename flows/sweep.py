@@ -34,6 +34,7 @@ from ckptcore.operations.sweep import (
 )
 from ckptcore.planning.options import MEANS, Option, options_of
 from ckptcore.planning.request import Request
+from ckptcore.utils.isolation import error_of
 from ckptcore.utils.units import parse_duration
 from flows._command import entry
 from flows._naming import closed, failed
@@ -115,8 +116,8 @@ def _single(request: Request, result: Result | CkptError | None, job: FlowJob) -
         return result
     try:
         return steps(request, job)
-    except CkptError as error:
-        return error
+    except Exception as error:
+        return error_of(error)
 
 
 def _outcome(swept: Swept) -> State[Any]:

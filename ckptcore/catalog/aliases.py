@@ -14,7 +14,7 @@ from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import Alias, Checkpoint
 from ckptcore.catalog.query import PREFIX, require_kept, resolve_checkpoint
-from ckptcore.catalog.readable_rows import ReadRows, read_rows
+from ckptcore.catalog.row_values import sound
 from ckptcore.errors import Conflict, UsageError
 from ckptcore.utils.dataclass import dataclass
 
@@ -27,13 +27,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/+-]{0,199}")
 
 @dataclass(frozen=True, slots=True)
 class AliasRow:
-    """One alias. checkpoint: the public id of its checkpoint. version: how often the alias was set."""
+    """One alias.
+
+    checkpoint: the public id of its checkpoint. version: how often the alias was set. trouble: what is odd in
+    the row.
+    """
 
     name: str
     checkpoint: str
     uri: str
     version: int
     updated_at: datetime
+    trouble: str = ""
 
 
 def set_alias(conn: Connection, now: datetime, name: str, ref: str, expect: str | None = None) -> AliasRow:
@@ -92,13 +97,8 @@ def get(conn: Connection, name: str) -> AliasRow:
 
 
 def every(conn: Connection) -> tuple[AliasRow, ...]:
-    """Return all aliases that can be read, sorted by name."""
-    return browsed(conn).values
-
-
-def browsed(conn: Connection) -> ReadRows[AliasRow]:
     """Return all aliases, sorted by name."""
-    return read_rows(conn, _alias_rows(), Alias.id, _alias_row)
+    return tuple(map(_alias_row, conn.execute(_alias_rows())))
 
 
 def of_checkpoint(conn: Connection, ref: str) -> tuple[AliasRow, ...]:
@@ -113,7 +113,14 @@ def _alias_rows() -> Select[Any]:
 
 
 def _alias_row(row: Any) -> AliasRow:
-    return AliasRow(row.name, row.uuid, row.uri, row.version, row.updated_at)
+    return sound(
+        AliasRow,
+        name=row.name,
+        checkpoint=row.uuid,
+        uri=row.uri,
+        version=row.version,
+        updated_at=row.updated_at,
+    )
 
 
 def _target_text(conn: Connection, name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from sqlalchemy import insert, select
 from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord
 from ckptcore.catalog.normalize import clean, clean_json
-from ckptcore.catalog.readable_rows import ReadRows, read_rows
+from ckptcore.catalog.row_values import parsed, sound
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ class AuditRow:
         action: what, such as ``alias.set``.
         subject: the id or name of what was changed.
         detail: the values.
+        trouble: what is odd in the row.
     """
 
     id: int
@@ -43,6 +43,7 @@ class AuditRow:
     action: str
     subject: str
     detail: dict[str, Any]
+    trouble: str = ""
 
 
 def note(
@@ -71,13 +72,6 @@ def note(
 def listed(
     conn: Connection, *, subject: str | None = None, before: int | None = None, limit: int = 50
 ) -> tuple[AuditRow, ...]:
-    """Return the changes of `browsed` that can be read."""
-    return browsed(conn, subject=subject, before=before, limit=limit).values
-
-
-def browsed(
-    conn: Connection, *, subject: str | None = None, before: int | None = None, limit: int = 50
-) -> ReadRows[AuditRow]:
     """Return changes, newest first.
 
     Args:
@@ -87,18 +81,27 @@ def browsed(
         limit: the most rows.
     """
     if is_behind(conn):
-        return ReadRows(())
-    wanted = select(AuditRecord).order_by(AuditRecord.id.desc())
+        return ()
+    wanted = select(AuditRecord).order_by(AuditRecord.id.desc()).limit(limit)
     if subject is not None:
         wanted = wanted.where(AuditRecord.subject == subject)
     if before is not None:
         wanted = wanted.where(AuditRecord.id < before)
-    return read_rows(conn, wanted, AuditRecord.id, row_of, limit)
+    return tuple(map(row_of, conn.execute(wanted)))
 
 
 def row_of(row: Any) -> AuditRow:
     """Convert a row of ``select(AuditRecord)``."""
-    return AuditRow(row.id, row.at, row.actor, row.via, row.action, row.subject, json.loads(row.detail))
+    return sound(
+        AuditRow,
+        id=row.id,
+        at=row.at,
+        actor=row.actor,
+        via=row.via,
+        action=row.action,
+        subject=row.subject,
+        detail=parsed(row.detail),
+    )
 
 
 def operating_user() -> str:

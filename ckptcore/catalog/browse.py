@@ -1,17 +1,15 @@
 """Read the catalog page by page, for people who look through it.
 
 Every list is read by its key: a page costs the same at the beginning and at the end of 100,000 rows. A cursor
-is a short text, made of the key of the last row.
+names the last row; the database compares its values, which may be odd (`ckptcore.catalog.row_values`).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import field, replace
-from datetime import UTC, datetime
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import field, fields
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import and_, case, func, or_, select
@@ -29,10 +27,12 @@ from ckptcore.catalog.query import (
     checkpoint_row,
     checkpoint_rows,
     conversion_row,
+    file_row,
     resolve_checkpoint,
+    tensor_row,
     unloadable,
 )
-from ckptcore.catalog.readable_rows import BrokenRow, ReadRows, read_rows
+from ckptcore.catalog.row_values import as_integer, checked, is_integer
 from ckptcore.catalog.training import Measured
 from ckptcore.catalog.training_rows import metrics_of
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, FileRow, Kind, Outcome, State, TensorRow
@@ -45,23 +45,24 @@ if TYPE_CHECKING:
 LIMIT = 50
 MOST = 500  # rows of one page
 _NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
-_CURSOR = re.compile(r"[0-9A-Za-z.:+_-]{1,100}")
+_CURSOR = re.compile(r"[0-9]{1,18}")
 _Row = TypeVar("_Row")
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[_Row]):
-    """Rows, the cursor of the next page, None for the last one, and the rows that cannot be read."""
+    """Rows, and the cursor of the next page; None for the last one."""
 
     rows: tuple[_Row, ...]
     next: str | None = None
-    broken: tuple[BrokenRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A training run with what the catalog has of it. Counts leave out what was replaced or deleted."""
+    """A training run with what the catalog has of it. Counts leave out what was replaced or deleted.
+
+    trouble: what is odd in a row of its checkpoints, without which its numbers are.
+    """
 
     name: str
     sources: int
@@ -71,6 +72,7 @@ class RunSummary:
     first_step: int | None
     last_step: int | None
     last_at: datetime | None
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +140,11 @@ def runs(
         wanted = wanted.where(TrainingRun.name >= name, TrainingRun.name.startswith(name, autoescape=True))
     if after:
         wanted = wanted.where(TrainingRun.name > after)
-    named = {row.id: row.name for row in conn.execute(wanted)}
+    named = {row.id: str(row.name) for row in conn.execute(wanted)}
     more = len(named) > limit
     ids = list(named)[:limit]
     damaged = Checkpoint.state.in_((State.DAMAGED.value, State.INCOMPLETE.value))
-    counted = (
+    counted = conn.execute(
         select(
             Checkpoint.run_id,
             func.sum(case((Checkpoint.kind == Kind.SOURCE.value, 1), else_=0)).label("sources"),
@@ -156,24 +158,17 @@ def runs(
         .where(Checkpoint.run_id.in_(ids), Checkpoint.state.not_in(_NOT_CURRENT))
         .group_by(Checkpoint.run_id)
     )
-
-    def summary(row: Any) -> RunSummary:
-        numbers = (int(row.sources), int(row.outputs), int(row.damaged), int(row.nbytes))
-        return RunSummary(named[row.run_id], *numbers, row.first_step, row.last_step, row.last_at)
-
-    summaries = read_rows(conn, counted, Checkpoint.run_id, summary)
-    rows = dict(summaries.rows)
-    unreadable = {int(row.row) for row in summaries.broken}
+    summaries = {row.run_id: _summary(named[row.run_id], row) for row in counted}
     empty = (0, 0, 0, 0, None, None, None)
-    listed = tuple(rows.get(i) or RunSummary(named[i], *empty) for i in ids if i not in unreadable)
-    broken = tuple(_of_run(row, named[int(row.row)]) for row in summaries.broken)
-    return Page(listed, named[ids[-1]] if more else None, broken)
+    rows = tuple(summaries.get(i) or RunSummary(named[i], *empty) for i in ids)
+    return Page(rows, _last_name(rows[-1].name, after) if more else None)
 
 
-def _of_run(broken: BrokenRow, name: str) -> BrokenRow:
-    """Return what is wrong with the checkpoints of a run, whose numbers it prevents."""
-    message = f"a checkpoint of the run {name} cannot be read: {broken.message.partition(': ')[2]}"
-    return replace(broken, row=name, message=message)
+def _summary(name: str, row: Any) -> RunSummary:
+    values = {f.name: as_integer(getattr(row, f.name)) for f in fields(RunSummary) if f.name in row._fields}
+    known, trouble = checked(RunSummary, values)
+    note = f"a checkpoint of the run has an odd row: {trouble}" if trouble else ""
+    return RunSummary(name, **known, trouble=note)
 
 
 def checkpoints(
@@ -191,10 +186,9 @@ def checkpoints(
     if state:
         wanted = wanted.where(Checkpoint.state == _one_of(State, state))
     if before:
-        at, row = _cursor(before, 2)
-        wanted = wanted.where(_before(Checkpoint.created_at, _time(at), Checkpoint.id, _number(row)))
-    rows = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, _checked(limit) + 1)
-    return _page(rows, limit, lambda id, row: _behind(row.created_at, id), partial(_listed, conn))
+        wanted = wanted.where(_behind(conn, Checkpoint.created_at, Checkpoint.id, before))
+    rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
+    return Page(_listed(conn, rows[:limit]), _last_id(rows, limit))
 
 
 def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: int = LIMIT) -> Page[Listed]:
@@ -208,27 +202,21 @@ def steps_of(conn: Connection, run: str, *, before: str | None = None, limit: in
         raise UsageError(f"the catalog has no training run {run!r}", hint="the page of runs lists them")
     here = checkpoint_rows().where(Checkpoint.run_id == run_id, Checkpoint.state.not_in(_NOT_CURRENT))
     limit = _checked(limit)
-    stepped = bare = ReadRows[CheckpointRow](())
-    part, *key = _cursor(before, 2, 3) if before else ["s"]
-    if part == "s":
-        wanted = here.where(Checkpoint.step.is_not(None))
-        if key:
-            wanted = wanted.where(_before(Checkpoint.step, _number(key[0]), Checkpoint.id, _number(key[-1])))
-        wanted = wanted.order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
-        stepped = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, limit + 1)
-        key = []
-    if len(stepped.rows) <= limit:
-        wanted = here.where(Checkpoint.step.is_(None))
-        if key:
-            wanted = wanted.where(Checkpoint.id < _number(key[-1]))
-        wanted = wanted.order_by(Checkpoint.id.desc())
-        bare = read_rows(conn, wanted, Checkpoint.id, checkpoint_row, limit + 1 - len(stepped.rows))
-    return _page(
-        ReadRows(stepped.rows + bare.rows, stepped.broken + bare.broken),
-        limit,
-        lambda id, row: f"n:{id}" if row.step is None else f"s:{row.step}:{id}",
-        partial(_listed, conn),
-    )
+    rows: list[Any] = []
+    step = None if before is None else _cursor(conn, Checkpoint.step, Checkpoint.id, before)
+    if before is None or step is not None:
+        stepped = here.where(Checkpoint.step.is_not(None))
+        if before is not None:
+            stepped = stepped.where(_behind(conn, Checkpoint.step, Checkpoint.id, before))
+            before = None
+        order = (Checkpoint.step.desc(), Checkpoint.id.desc())
+        rows += conn.execute(stepped.order_by(*order).limit(limit + 1)).all()
+    if len(rows) <= limit:
+        bare = here.where(Checkpoint.step.is_(None))
+        if before is not None:
+            bare = bare.where(Checkpoint.id < int(before))
+        rows += conn.execute(bare.order_by(Checkpoint.id.desc()).limit(limit + 1 - len(rows))).all()
+    return Page(_listed(conn, rows[:limit]), _last_id(rows, limit))
 
 
 def conversions(
@@ -239,10 +227,9 @@ def conversions(
     if state:
         wanted = wanted.where(Conversion.state == _one_of(Outcome, state))
     if before:
-        at, row = _cursor(before, 2)
-        wanted = wanted.where(_before(Conversion.started_at, _time(at), Conversion.id, _number(row)))
-    rows = read_rows(conn, wanted, Conversion.id, conversion_row, _checked(limit) + 1)
-    return _page(rows, limit, lambda id, row: _behind(row.started_at, id), _values)
+        wanted = wanted.where(_behind(conn, Conversion.started_at, Conversion.id, before))
+    rows = conn.execute(wanted.limit(_checked(limit) + 1)).all()
+    return Page(tuple(conversion_row(r) for r in rows[:limit]), _last_id(rows, limit))
 
 
 def tensors(
@@ -250,23 +237,28 @@ def tensors(
 ) -> Page[TensorRow]:
     """Return tensors of a checkpoint by name. search: text that their names contain."""
     row = resolve_checkpoint(conn, ref)
-    wanted = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn)
+    wanted = select(Tensor).where(Tensor.checkpoint_id == row).order_by(Tensor.fqn).limit(_checked(limit) + 1)
     if search:
         wanted = wanted.where(Tensor.fqn.contains(search, autoescape=True))
     if after:
         wanted = wanted.where(Tensor.fqn > after)
-    rows = read_rows(conn, wanted, Tensor.fqn, _tensor, _checked(limit) + 1)
-    return _page(rows, limit, lambda name, _: str(name), _values)
+    rows = [tensor_row(r) for r in conn.execute(wanted)]
+    return Page(tuple(rows[:limit]), _last_name(rows[limit - 1].fqn, after) if len(rows) > limit else None)
 
 
 def files(conn: Connection, ref: str, *, after: str | None = None, limit: int = LIMIT) -> Page[FileRow]:
     """Return files of a checkpoint by path."""
     row = resolve_checkpoint(conn, ref)
-    wanted = select(CheckpointFile).where(CheckpointFile.checkpoint_id == row).order_by(CheckpointFile.path)
+    wanted = (
+        select(CheckpointFile)
+        .where(CheckpointFile.checkpoint_id == row)
+        .order_by(CheckpointFile.path)
+        .limit(_checked(limit) + 1)
+    )
     if after:
         wanted = wanted.where(CheckpointFile.path > after)
-    rows = read_rows(conn, wanted, CheckpointFile.path, _file, _checked(limit) + 1)
-    return _page(rows, limit, lambda name, _: str(name), _values)
+    rows = [file_row(r) for r in conn.execute(wanted)]
+    return Page(tuple(rows[:limit]), _last_name(rows[limit - 1].path, after) if len(rows) > limit else None)
 
 
 def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
@@ -279,12 +271,11 @@ def tensor_counts(conn: Connection, ref: str) -> TensorCounts:
     ).all()
     dtypes: dict[str, list[int]] = {}
     sizes: dict[int, list[int]] = {}
-    for dtype, nbytes, number in counted:
-        if not isinstance(nbytes, int):  # the list of tensors names the row
-            continue
+    for dtype, stored, number in counted:
+        nbytes = stored if is_integer(stored) else 0  # the list of tensors names the row
         for group in (
-            dtypes.setdefault(dtype, [0, 0]),
-            sizes.setdefault(max(int(nbytes), 1).bit_length() - 1, [0, 0]),
+            dtypes.setdefault(str(dtype), [0, 0]),
+            sizes.setdefault(max(nbytes, 1).bit_length() - 1, [0, 0]),
         ):
             group[0] += number
             group[1] += number * nbytes
@@ -304,7 +295,7 @@ def compare(conn: Connection, left: str, right: str, limit: int = MOST) -> Catal
         {
             t.fqn: t
             for r in conn.execute(select(Tensor).where(Tensor.checkpoint_id == row))
-            for t in [_tensor(r)]
+            for t in [tensor_row(r)]
         }
         for row in (resolve_checkpoint(conn, left), resolve_checkpoint(conn, right))
     ]
@@ -326,13 +317,15 @@ def compare(conn: Connection, left: str, right: str, limit: int = MOST) -> Catal
 def listed(conn: Connection, refs: Sequence[str]) -> tuple[Listed, ...]:
     """Return checkpoints by their public ids, as in lists, in the order of the ids."""
     rows = conn.execute(checkpoint_rows().where(Checkpoint.uuid.in_(list(refs)))).all()
-    found = {each.checkpoint.id: each for each in _listed(conn, [(r.id, checkpoint_row(r)) for r in rows])}
+    found = {each.checkpoint.id: each for each in _listed(conn, rows)}
     return tuple(found[ref] for ref in refs if ref in found)
 
 
 def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:
     if a is None or b is None:
         return "added" if a is None else "removed"
+    if a.trouble or b.trouble:
+        return "unknown"
     if a.shape != b.shape:
         return "shape"
     if a.dtype != b.dtype:
@@ -342,27 +335,8 @@ def _difference(a: TensorRow | None, b: TensorRow | None) -> str | None:
     return None if a.fingerprint == b.fingerprint else "values"
 
 
-def _page(
-    rows: ReadRows[_Value],
-    limit: int,
-    cursor: Callable[[Any, _Value], str],
-    values_of: Callable[[Sequence[tuple[Any, _Value]]], tuple[_Row, ...]],
-) -> Page[_Row]:
-    """Return a page of rows, of which one more than its limit was read; the cursor names its last one."""
-    first = rows.rows[:limit]
-    return Page(values_of(first), cursor(*first[-1]) if len(rows.rows) > limit else None, rows.broken)
-
-
-def _behind(time: datetime, id: int) -> str:
-    return f"{time.timestamp():.6f}:{id}"
-
-
-def _values(rows: Sequence[tuple[Any, _Row]]) -> tuple[_Row, ...]:
-    return tuple(value for _, value in rows)
-
-
-def _listed(conn: Connection, rows: Sequence[tuple[int, CheckpointRow]]) -> tuple[Listed, ...]:
-    ids = [id for id, _ in rows]
+def _listed(conn: Connection, rows: Sequence[Any]) -> tuple[Listed, ...]:
+    ids = [row.id for row in rows]
     if not ids:
         return ()
     counted = conn.execute(
@@ -377,51 +351,44 @@ def _listed(conn: Connection, rows: Sequence[tuple[int, CheckpointRow]]) -> tupl
     ):
         names.setdefault(alias.checkpoint_id, []).append(alias.name)
     metrics = metrics_of(conn, ids)
-    lost = unloadable(conn, [id for id, row in rows if row.kind == Kind.DERIVED.value])
+    lost = unloadable(conn, [row.id for row in rows if row.kind == Kind.DERIVED.value])
     return tuple(
         Listed(
-            row,
-            open_findings.get((id, "error"), 0),
-            open_findings.get((id, "warning"), 0),
-            metrics.get(id, {}),
-            tuple(names.get(id, ())),
-            id in lost,
+            checkpoint := checkpoint_row(row),
+            open_findings.get((row.id, "error"), 0) + bool(checkpoint.trouble),
+            open_findings.get((row.id, "warning"), 0),
+            metrics.get(row.id, {}),
+            tuple(names.get(row.id, ())),
+            row.id in lost,
         )
-        for id, row in rows
+        for row in rows
     )
 
 
-def _file(row: Any) -> FileRow:
-    return FileRow(row.path, row.nbytes, row.digest, row.role)
+def _behind(conn: Connection, key: Any, id: Any, before: str) -> ColumnElement[bool]:
+    """Return the condition of descending order behind a row. The first part lets an index be used."""
+    _cursor(conn, key, id, before)
+    row = int(before)
+    last = select(key).where(id == row).scalar_subquery()
+    return and_(key <= last, or_(key < last, id < row))
 
 
-def _tensor(row: Any) -> TensorRow:
-    return TensorRow(row.fqn, row.dtype, tuple(json.loads(row.shape)), row.nbytes, row.fingerprint)
+def _cursor(conn: Connection, key: Any, id: Any, before: str) -> Any:
+    """Return the value of the row that a cursor names. Raises `UsageError`."""
+    row = conn.execute(select(key).where(id == int(before))).first() if _CURSOR.fullmatch(before) else None
+    if row is None:
+        raise _bad_cursor(before)
+    return row[0]
 
 
-def _before(first: Any, key: Any, second: Any, tie: int) -> ColumnElement[bool]:
-    """Return the condition of descending order behind (key, tie). The first part lets an index be used."""
-    return and_(first <= key, or_(first < key, second < tie))
+def _last_id(rows: Sequence[Any], limit: int) -> str | None:
+    """Return the cursor of a page of rows, of which one more than its limit was read."""
+    return str(rows[limit - 1].id) if len(rows) > limit else None
 
 
-def _cursor(text: str, *lengths: int) -> list[str]:
-    parts = text.split(":")
-    if not _CURSOR.fullmatch(text) or len(parts) not in lengths:
-        raise _bad_cursor(text)
-    return parts
-
-
-def _number(text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,19}", text) or abs(int(text)) >= 1 << 63:
-        raise _bad_cursor(text)
-    return int(text)
-
-
-def _time(text: str) -> datetime:
-    if not re.fullmatch(r"[0-9]{1,11}\.[0-9]{6}", text):
-        raise _bad_cursor(text)
-    seconds, _, micro = text.partition(".")
-    return datetime.fromtimestamp(int(seconds), UTC).replace(microsecond=int(micro))
+def _last_name(name: str, after: str | None) -> str | None:
+    """Return the cursor behind a name; None behind an odd one, where a list of names cannot go on."""
+    return name if name and name != after else None
 
 
 def _bad_cursor(text: str) -> UsageError:

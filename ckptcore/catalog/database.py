@@ -247,12 +247,21 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
         @event.listens_for(engine, "connect")
         def _habits(connection: Any, _record: Any) -> None:
             connection.isolation_level = None  # or the driver would begin transactions on its own
+            connection.text_factory = _text
             connection.execute(f"PRAGMA busy_timeout={WAIT_MS}")
             _set_journal(connection, journal)
             # A power cut may lose a commit but never tears one: the files beside the checkpoints are the
             # source of truth.
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
+
+    elif url.drivername == PSYCOPG:
+
+        @event.listens_for(engine, "connect")
+        def _times(connection: Any, _record: Any) -> None:
+            from ckptcore.catalog.times import leave_odd_times
+
+            leave_odd_times(connection)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -267,6 +276,17 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
             connection.exec_driver_sql(statement)
 
     return engine
+
+
+def _text(stored: bytes) -> str:
+    r"""Return a text of SQLite; bytes that are not UTF-8 become escapes, as names are stored.
+
+    The driver would refuse them, and with them all rows of an answer.
+
+    >>> _text(b"step-1"), _text(b"step-\xff")
+    ('step-1', 'step-\\xff')
+    """
+    return stored.decode("utf-8", "backslashreplace")
 
 
 def connect_arguments(url: URL) -> dict[str, Any]:

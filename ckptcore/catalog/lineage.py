@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import select
 
@@ -18,6 +18,7 @@ from ckptcore.catalog.query import (
     conversion_row,
     conversions_of,
     current_first,
+    file_row,
     resolve_checkpoint,
 )
 from ckptcore.catalog.types import Direction, FileRow, Lineage, LineageStep, Origin, State
@@ -118,7 +119,7 @@ def _by_digest(conn: Connection, digest: str) -> list[Origin]:
         .where(same)
         .order_by(*current_first(), CheckpointFile.path)
     )
-    return [_origin_of(conn, row.id, _file_row(row)) for row in conn.execute(wanted).all()]
+    return [_origin_of(conn, row.id, file_row(row)) for row in conn.execute(wanted).all()]
 
 
 def _by_place(conn: Connection, uris: Sequence[str]) -> list[Origin]:
@@ -137,7 +138,7 @@ def _by_place(conn: Connection, uris: Sequence[str]) -> list[Origin]:
             )
         ).first()
         if file is not None:
-            return [_origin_of(conn, row.id, _file_row(file))]
+            return [_origin_of(conn, row.id, file_row(file))]
     return []
 
 
@@ -148,11 +149,7 @@ def _only_file(conn: Connection, checkpoint: int, uri: str) -> FileRow | None:
     ).all()
     if len(files) != 1 or files[0].path != uri.rpartition("/")[2]:
         return None
-    return _file_row(files[0])
-
-
-def _file_row(row: Any) -> FileRow:
-    return FileRow(row.path, row.nbytes, row.digest, row.role)
+    return file_row(files[0])
 
 
 def _origin_of(conn: Connection, checkpoint: int, file: FileRow | None) -> Origin:

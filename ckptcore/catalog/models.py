@@ -8,7 +8,7 @@ A change here needs a migration in `alembic/versions`.
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from datetime import datetime
 from threading import RLock
 from typing import Any, ClassVar
 
@@ -16,8 +16,6 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
-    DateTime,
-    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -26,32 +24,11 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
 )
 from sqlalchemy.schema import SchemaItem
 
-
-class UtcDateTime(TypeDecorator[datetime]):
-    """A time with a zone. SQLite does not store the zone, so it is set to UTC when a row is read."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert a time to UTC. Raises `ValueError` for one without a zone."""
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError(f"a time must have a zone (got {value!r})")
-        return value.astimezone(UTC)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return a stored time with the zone UTC."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
+from ckptcore.catalog.times import UtcDateTime
 
 # SQLite numbers rows itself only in a column declared INTEGER.
 _Id = BigInteger().with_variant(Integer(), "sqlite")

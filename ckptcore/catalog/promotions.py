@@ -18,7 +18,7 @@ from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord, Checkpoint, Outbox
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
 from ckptcore.catalog.queues import outbox
-from ckptcore.catalog.readable_rows import read_rows
+from ckptcore.catalog.row_values import row_findings
 from ckptcore.catalog.run_outputs import export_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def unannounced(
     wanted = select(AuditRecord).where(
         AuditRecord.at >= now - WINDOW, AuditRecord.action.in_(actions), ~announced
     )
-    return read_rows(conn, wanted.order_by(AuditRecord.id), AuditRecord.id, row_of).values
+    return tuple(map(row_of, conn.execute(wanted.order_by(AuditRecord.id))))
 
 
 def announce(conn: Connection, now: datetime, endpoint: str, change: AuditRow) -> bool:
@@ -60,9 +60,11 @@ def _data(conn: Connection, change: AuditRow) -> dict[str, Any]:
         "actor": change.actor,
         "via": change.via,
     }
-    subject = checkpoint_rows().where(Checkpoint.uuid == change.subject)
-    checkpoint = read_rows(conn, subject, Checkpoint.id, checkpoint_row)
-    for id, row in checkpoint.rows:
+    odd = list(row_findings(change))
+    subject = conn.execute(checkpoint_rows().where(Checkpoint.uuid == change.subject)).first()
+    if subject is not None:
+        row = checkpoint_row(subject)
+        odd += row_findings(row)
         data |= {
             "uri": row.uri,
             "run": row.run,
@@ -70,8 +72,8 @@ def _data(conn: Connection, change: AuditRow) -> dict[str, Any]:
             "state": row.state,
             "fingerprint": row.fingerprint,
             "verified_level": row.verified_level,
-            **export_of(conn, id),
+            **export_of(conn, subject.id),
         }
-    for broken in checkpoint.broken:  # the change is announced, without what cannot be read of the checkpoint
-        data["error"] = f"{broken.code}: {broken.message}"
+    if odd:  # the change is announced, without what cannot be read of it
+        data["error"] = "; ".join(f"{each.code}: {each.message}" for each in odd)
     return data

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ckptcore.catalog.models import (
     TrainingRun,
 )
 from ckptcore.catalog.normalize import same_places
+from ckptcore.catalog.row_values import as_integer, checked, parsed, row_findings, sound
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
@@ -76,9 +76,14 @@ def with_custody(conn: Connection, rows: tuple[CheckpointRow, ...]) -> tuple[Che
     dates = dict(conn.execute(due.group_by(Checkpoint.uuid)).tuples().all())
     counts = dict(conn.execute(lost.where(Obligation.lost > 0).group_by(Checkpoint.uuid)).tuples().all())
     return tuple(
-        replace(row, due_at=dates.get(row.id), lost=int(counts.get(row.id, 0))) if row.id in gone else row
+        _with_custody(row, dates.get(row.id), counts.get(row.id, 0)) if row.id in gone else row
         for row in rows
     )
+
+
+def _with_custody(row: CheckpointRow, due_at: Any, lost: Any) -> CheckpointRow:
+    right, trouble = checked(CheckpointRow, {"due_at": due_at, "lost": as_integer(lost)})
+    return replace(row, **right, trouble="; ".join(filter(None, (row.trouble, trouble))))
 
 
 def list_conversions(conn: Connection, limit: int | None, state: str | None) -> tuple[ConversionRow, ...]:
@@ -109,7 +114,7 @@ def files_at(conn: Connection, uri: str) -> tuple[FileRow, ...]:
     """Return the files of every checkpoint that is, or was, recorded at a URI."""
     rows = select(CheckpointFile).join(Checkpoint, Checkpoint.id == CheckpointFile.checkpoint_id)
     here = rows.where(Checkpoint.uri.in_(same_places(uri)))
-    return tuple(FileRow(r.path, r.nbytes, r.digest) for r in conn.execute(here))
+    return tuple(file_row(r) for r in conn.execute(here))
 
 
 def resolve_checkpoint(conn: Connection, ref: str) -> int:
@@ -192,7 +197,8 @@ def checkpoint_rows() -> Select[Any]:
 
 def checkpoint_row(row: Any) -> CheckpointRow:
     """Convert a row of `checkpoint_rows`."""
-    return CheckpointRow(
+    return sound(
+        CheckpointRow,
         id=row.uuid,
         kind=row.kind,
         format=row.format,
@@ -203,28 +209,47 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         nbytes=row.total_bytes,
         num_tensors=row.num_tensors,
         num_files=row.num_files,
-        dtypes=tuple(filter(None, row.dtypes.split(","))),
+        dtypes=_of_text(row.dtypes, lambda names: tuple(filter(None, names.split(",")))),
         manifest_digest=row.manifest_digest,
         content_digest=row.content_digest or None,
-        origin=json.loads(row.origin),
+        origin=parsed(row.origin),
         created_at=row.created_at,
         verified_at=row.verified_at,
-        verified_level=None if row.verified_level is None else current_level(row.verified_level),
+        verified_level=_of_text(row.verified_level, current_level),
         replaced_at=row.replaced_at,
         fingerprint=row.fingerprint,
         deleted_at=row.deleted_at,
     )
 
 
+def _of_text(value: Any, read: Callable[[str], Any]) -> Any:
+    """Return what is read from a text; another value itself, which `sound` reports if it is odd."""
+    return read(value) if isinstance(value, str) else value
+
+
+def file_row(row: Any) -> FileRow:
+    """Convert a row of ``select(CheckpointFile)``."""
+    return sound(FileRow, path=row.path, nbytes=row.nbytes, digest=row.digest, role=row.role)
+
+
+def tensor_row(row: Any) -> TensorRow:
+    """Convert a row of ``select(Tensor)``."""
+    form = parsed(row.shape)
+    shape = tuple(form) if isinstance(form, list) else form
+    values = {"fqn": row.fqn, "dtype": row.dtype, "nbytes": row.nbytes, "fingerprint": row.fingerprint}
+    return sound(TensorRow, shape=shape, **values)
+
+
 def conversion_row(row: Any) -> ConversionRow:
     """Convert a row of ``select(Conversion)``."""
-    return ConversionRow(
+    return sound(
+        ConversionRow,
         id=row.uuid,
         verb=row.verb,
         state=row.state,
         source_uri=row.source_uri,
         destination_uri=row.destination_uri,
-        request=json.loads(row.request),
+        request=parsed(row.request),
         plan_digest=row.plan_digest,
         tool_version=row.tool_version,
         flow_run_id=row.flow_run_id,
@@ -235,13 +260,13 @@ def conversion_row(row: Any) -> ConversionRow:
         peak_memory=row.peak_memory,
         error_code=row.error_code,
         error_message=row.error_message,
-        timings=json.loads(row.timings),
+        timings=parsed(row.timings),
         map_digest=row.map_digest,
         fingerprint=row.fingerprint,
         source_stamp=row.source_stamp,
         source_ctime=row.source_ctime,
         export_verdict=row.export_verdict,
-        export_checks=json.loads(row.export_checks or "{}"),
+        export_checks=parsed(row.export_checks or "{}"),
         export_verified_at=row.export_verified_at,
     )
 
@@ -278,19 +303,13 @@ def _checkpoint_detail(conn: Connection, row_id: int, tensors: bool) -> Checkpoi
     )
     files = _files_of(conn, row_id)
     written_by = conversions_of(conn, row_id, Direction.OUT)
+    checkpoint = with_custody(conn, (checkpoint_row(row),))[0]
+    listed = sorted(map(tensor_row, conn.execute(named) if tensors else ()), key=lambda t: _natural(t.fqn))
     return CheckpointDetail(
-        checkpoint=with_custody(conn, (checkpoint_row(row),))[0],
+        checkpoint=checkpoint,
         files=files,
-        tensors=tuple(
-            sorted(
-                (
-                    TensorRow(r.fqn, r.dtype, tuple(json.loads(r.shape)), r.nbytes, r.fingerprint)
-                    for r in (conn.execute(named) if tensors else ())
-                ),
-                key=lambda tensor: _natural(tensor.fqn),
-            )
-        ),
-        findings=_findings(conn, found),
+        tensors=tuple(listed),
+        findings=(*row_findings([checkpoint, files, listed, written_by]), *_findings(conn, found)),
         tags={r.key: r.value for r in conn.execute(tags)},
         written_by=written_by,
         used_by=conversions_of(conn, row_id, Direction.IN),
@@ -334,17 +353,19 @@ def unloadable(conn: Connection, ids: Sequence[int]) -> set[int]:
 
 def _files_of(conn: Connection, row_id: int) -> tuple[FileRow, ...]:
     files = conn.execute(select(CheckpointFile).where(CheckpointFile.checkpoint_id == row_id))
-    rows = (FileRow(r.path, r.nbytes, r.digest, r.role) for r in files)
-    return tuple(sorted(rows, key=lambda file: _natural(file.path)))
+    return tuple(sorted(map(file_row, files), key=lambda file: _natural(file.path)))
 
 
 def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:
     row = conn.execute(select(Conversion).where(Conversion.id == row_id)).one()
+    conversion = conversion_row(row)
+    sources, derived = (checkpoints_of(conn, row.uuid, way) for way in (Direction.IN, Direction.OUT))
+    recorded = _findings(conn, select(FindingRecord).where(FindingRecord.conversion_id == row_id))
     return ConversionDetail(
-        conversion=conversion_row(row),
-        sources=checkpoints_of(conn, row.uuid, Direction.IN),
-        derived=checkpoints_of(conn, row.uuid, Direction.OUT),
-        findings=_findings(conn, select(FindingRecord).where(FindingRecord.conversion_id == row_id)),
+        conversion=conversion,
+        sources=sources,
+        derived=derived,
+        findings=(*row_findings([conversion, sources, derived]), *recorded),
     )
 
 

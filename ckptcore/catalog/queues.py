@@ -23,7 +23,6 @@ PostgreSQL skips rows that others have locked; SQLite has one writer at a time.
 from __future__ import annotations
 
 import hashlib
-import json
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -37,7 +36,7 @@ from sqlalchemy import delete, func, select, update
 
 from ckptcore.catalog import models
 from ckptcore.catalog.normalize import clean, clean_json, storable
-from ckptcore.catalog.readable_rows import ReadRows, read_rows
+from ckptcore.catalog.row_values import parsed, row_findings, sound
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import short_repr
@@ -99,13 +98,14 @@ class Postponed:
     """Events that wait because of one error.
 
     reason: the error. events: how many wait. since: when the first of them arrived. due: when one of them is
-    tried again.
+    tried again. trouble: what is odd in their rows.
     """
 
     reason: str
     events: int
     since: datetime
     due: datetime
+    trouble: str = ""
 
     def __str__(self) -> str:
         number = "1 event waits" if self.events == 1 else f"{self.events} events wait"
@@ -119,6 +119,7 @@ class InboxEvent(_Tried):
     source, event_id: unique together. type: the sender's name for the event. uri, run: "" if the sender named
     none; step: None. body: as received. state: a `Stage`. attempts: how often the row was taken. flow_run_id:
     the flow run that processes it. attempts_before: attempts before the last retry by a user.
+    trouble: what is odd in the row.
     """
 
     id: str
@@ -138,6 +139,7 @@ class InboxEvent(_Tried):
     error_message: str | None
     attempts_before: int
     row: int
+    trouble: str = ""
 
     @property
     def key(self) -> str:
@@ -151,7 +153,7 @@ class Message(_Tried):
 
     endpoint: the name of the receiver. key: unique for the endpoint. type: what happened. body: plain values.
     state: a `Stage`. attempts: how often the row was taken. attempts_before: attempts before the last retry
-    by a user.
+    by a user. trouble: what is odd in the row.
     """
 
     id: str
@@ -167,6 +169,7 @@ class Message(_Tried):
     error_message: str | None
     attempts_before: int
     row: int
+    trouble: str = ""
 
 
 Row = TypeVar("Row", InboxEvent, Message)
@@ -207,7 +210,7 @@ class Queue(Generic[Row]):
         Args:
             conn: a transaction of `Catalog.queueing`.
             now: the current time.
-            limit: the most rows to take.
+            limit: the most rows to take; odd ones, which nobody can process, are failed.
             lease: how long the rows are reserved.
             only: the sources or endpoints to take from; None means all. Other rows are not touched, nor
                 counted as tried.
@@ -227,11 +230,12 @@ class Queue(Generic[Row]):
             .where(mine)
             .values(state=Stage.TAKEN.value, due_at=now + lease, attempts=table.attempts + 1)
         )
-        taken = read_rows(conn, select(table.__table__).where(mine).order_by(table.id), table.id, self._read)
-        for broken in taken.broken:  # nobody could process it: it is not due again and again
-            failed = {"state": Stage.FAILED.value, "ended_at": now, "error_message": clean(broken.message)}
-            conn.execute(update(table).where(table.id == int(broken.row)).values(failed))
-        return list(taken.values)
+        taken = list(map(self._read, conn.execute(select(table.__table__).where(mine).order_by(table.id))))
+        for row in taken:
+            for odd in row_findings(row):  # nobody could process it: it is not due again and again
+                failed = {"state": Stage.FAILED.value, "ended_at": now, "error_message": clean(odd.message)}
+                conn.execute(update(table).where(table.id == row.row).values(failed))
+        return [row for row in taken if not row.trouble]
 
     def done(self, conn: Connection, now: datetime, row: Row, **columns: Any) -> bool:
         """End a finished row. Return False if its lease expired and another worker has taken it."""
@@ -276,17 +280,13 @@ class Queue(Generic[Row]):
         return tuple(row.uuid for row in found)
 
     def listed(self, conn: Connection, state: str | None = None, limit: int = 50) -> tuple[Row, ...]:
-        """Return the rows of `browsed` that can be read. Raises `UsageError`."""
-        return self.browsed(conn, state, limit).values
-
-    def browsed(self, conn: Connection, state: str | None = None, limit: int = 50) -> ReadRows[Row]:
         """Return rows of a stage, or all that are not done, newest first. Raises `UsageError`."""
         if state is not None and state not in list(Stage):
             raise UsageError(f"unknown state {state!r}", hint=f"use one of {', '.join(Stage)}")
         table = self._table
         wanted = table.state != Stage.DONE.value if state is None else table.state == state
-        newest = select(table.__table__).where(wanted).order_by(table.id.desc())
-        return read_rows(conn, newest, table.id, self._read, limit)
+        newest = select(table.__table__).where(wanted).order_by(table.id.desc()).limit(limit)
+        return tuple(map(self._read, conn.execute(newest)))
 
     def depth(self, conn: Connection) -> dict[str, int]:
         """Return the number of rows in each stage."""
@@ -335,12 +335,13 @@ class Queue(Generic[Row]):
         return conn.execute(update(table).where(*taken).values(values)).rowcount == 1
 
     def _read(self, row: Any) -> Row:
-        read: Row = self._row(**self._values(row))
+        read: Row = sound(self._row, **self._values(row))
         return read
 
     def _values(self, row: Any) -> dict[str, Any]:
         """Return the fields of a row of the table."""
-        return {f.name: getattr(row, _COLUMNS.get(f.name, f.name)) for f in fields(self._row)}
+        named = (f.name for f in fields(self._row) if f.name != "trouble")
+        return {name: getattr(row, _COLUMNS.get(name, name)) for name in named}
 
 
 class _Inbox(Queue[InboxEvent]):
@@ -412,7 +413,8 @@ class _Inbox(Queue[InboxEvent]):
             .order_by(number.desc(), table.error_message)
             .limit(MOST_REASONS)
         )
-        return tuple(Postponed(*row) for row in reasons)
+        names = [f.name for f in fields(Postponed) if f.name != "trouble"]
+        return tuple(sound(Postponed, **dict(zip(names, row, strict=True))) for row in reasons)
 
     def get(self, conn: Connection, event_id: str) -> InboxEvent:
         """Return the event with this row id (not the sender's). Raises `UsageError`."""
@@ -439,7 +441,7 @@ class _Outbox(Queue[Message]):
         return self._insert(conn, now, values)
 
     def _values(self, row: Any) -> dict[str, Any]:
-        return super()._values(row) | {"body": json.loads(row.body)}
+        return super()._values(row) | {"body": parsed(row.body)}
 
 
 # A retried event gets a new flow run.

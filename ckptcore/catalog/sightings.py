@@ -5,8 +5,7 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from sqlalchemy import insert, or_, select, union, update
 
 from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
 from ckptcore.catalog.normalize import clean_json, normal_uri, same_places
+from ckptcore.catalog.row_values import parsed, sound
 from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
 from ckptcore.utils.dataclass import dataclass
@@ -41,6 +41,7 @@ class SightingRow:
     """One URI. stamp: of its files and of the rules that classified them.
 
     source_digest, manifest_digest: of the complete checkpoint that was there.
+    trouble: what is odd in the row.
     """
 
     uri: str
@@ -54,6 +55,7 @@ class SightingRow:
     first_seen_at: datetime
     last_seen_at: datetime
     changed_at: datetime
+    trouble: str = ""
 
 
 def note(conn: Connection, seen: SightingRow) -> None:
@@ -77,7 +79,8 @@ def note(conn: Connection, seen: SightingRow) -> None:
 def below(conn: Connection, root: str) -> dict[str, SightingRow]:
     """Return the sightings below a root, by URI."""
     wanted = select(Sighting.__table__).where(_is_below_root(Sighting.uri, normal_uri(root)))
-    return {row.uri: _sighting_row(row) for row in conn.execute(wanted)}
+    # An odd row counts as none: what is there is looked at, and recorded anew.
+    return {r.uri: sighting for r in conn.execute(wanted) if not (sighting := _sighting_row(r)).trouble}
 
 
 def outputs_below(conn: Connection, root: str) -> frozenset[str]:
@@ -106,17 +109,27 @@ def _is_below_root(column: Any, root: str) -> ColumnElement[bool]:
 
 
 def _sighting_row(row: Any) -> SightingRow:
-    findings = tuple(Finding(**form) for form in json.loads(row.findings))
-    return SightingRow(
-        row.uri,
-        row.root,
-        row.step,
-        row.state,
-        row.stamp,
-        row.source_digest,
-        row.manifest_digest,
-        findings,
-        row.first_seen_at,
-        row.last_seen_at,
-        row.changed_at,
+    sighting = sound(
+        SightingRow,
+        uri=row.uri,
+        root=row.root,
+        step=row.step,
+        state=row.state,
+        stamp=row.stamp,
+        source_digest=row.source_digest,
+        manifest_digest=row.manifest_digest,
+        findings=_findings(parsed(row.findings)),
+        first_seen_at=row.first_seen_at,
+        last_seen_at=row.last_seen_at,
+        changed_at=row.changed_at,
     )
+    known = sighting.state in list(Condition)
+    return sighting if known else replace(sighting, trouble=f"state holds {row.state!r}")
+
+
+def _findings(forms: Any) -> Any:
+    """Return findings by their JSON forms; the forms if they are none, which `sound` reports."""
+    try:
+        return tuple(Finding(**form) for form in forms)
+    except TypeError:
+        return forms

@@ -152,6 +152,7 @@ def _postgresql(asked: Asked) -> dict[str, Any]:
     except psycopg.Error as error:
         raise _Failed(str(error), AWAY) from error
     signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE)  # connecting does not count
+    _read_all_times(connection)
     try:
         return _in_transaction(connection, asked)
     except psycopg.errors.QueryCanceled as error:
@@ -163,6 +164,32 @@ def _postgresql(asked: Asked) -> dict[str, Any]:
                 raise MemoryError from error
             raise _Failed(str(error), AWAY) from error
         raise _Failed(str(error)) from error
+
+
+def _read_all_times(connection: Any) -> None:
+    """Let times that Python has no value for (infinity, BC, 24:00) arrive as PostgreSQL writes them."""
+    from psycopg import DataError
+    from psycopg.adapt import Loader
+    from psycopg.pq import Format
+
+    def also_text(known: type[Any]) -> type[Any]:
+        class AlsoText(Loader):
+            def __init__(self, oid: int, context: Any = None) -> None:
+                super().__init__(oid, context)
+                self._known = known(oid, context)
+
+            def load(self, data: Any) -> Any:
+                try:
+                    return self._known.load(data)
+                except DataError:
+                    return bytes(data).decode()
+
+        return AlsoText
+
+    for name in ("date", "time", "timetz", "timestamp", "timestamptz", "interval"):
+        oid = connection.adapters.types[name].oid
+        known = connection.adapters.get_loader(oid, Format.TEXT)
+        connection.adapters.register_loader(oid, also_text(known))
 
 
 def _in_transaction(connection: Any, asked: Asked) -> dict[str, Any]:

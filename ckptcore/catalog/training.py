@@ -75,16 +75,19 @@ _PLACEHOLDER = late_pattern(r"\$\{[^{}]*\}")  # of a sender's template, with not
 class Measured:
     """One value of a metric. value: None if it is not finite; then `nonfinite` is nan, inf or -inf.
 
-    step: when it was measured; None for the step of the checkpoint.
+    step: when it was measured; None for the step of the checkpoint. trouble: what is odd in its row.
     """
 
     value: float | None
     nonfinite: str | None = None
     step: int | None = None
+    trouble: str = ""
 
     @property
     def text(self) -> str:
         """The value as text."""
+        if self.trouble:
+            return "unreadable"
         return self.nonfinite or ("-" if self.value is None else f"{self.value:.6g}")
 
 
@@ -141,11 +144,13 @@ class Training:
         sources: the origin of each fact, and of each metric as ``metrics.NAME``: user, announced, stored or
             inherited.
         updated_at: when one of them last changed.
+        trouble: what is odd in the row, where an odd value is unknown here.
     """
 
     facts: TrainingFacts
     sources: dict[str, str]
     updated_at: datetime | None
+    trouble: str = ""
 
 
 def read_facts(form: Any) -> tuple[TrainingFacts, tuple[str, ...]]:

@@ -7,19 +7,18 @@ the source of a conversion. Outputs inherit the facts of their source, also thos
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, or_, select, update
 
 from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import Checkpoint, ConversionIO, Metric, TrainingFactsRow, TrainingRun
 from ckptcore.catalog.normalize import clean_json
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
-from ckptcore.catalog.readable_rows import ReadRows, read_rows, require_types
+from ckptcore.catalog.row_values import checked, parsed, sound
 from ckptcore.catalog.training import (
     INHERITED,
     MAX_METRICS,
@@ -30,15 +29,14 @@ from ckptcore.catalog.training import (
     bounded,
 )
 from ckptcore.catalog.types import CheckpointRow, Direction, State
-from ckptcore.errors import CatalogError, CkptError, UsageError
+from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
 GOALS = ("min", "max")
-UNREADABLE = "unreadable"  # in place of a value that is no number
+_LARGEST = 1.7976931348623157e308  # SQLite sorts texts behind all numbers
 _JSON = ("config", "extra")
 # field -> column
 _COLUMNS = {
@@ -48,12 +46,16 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A checkpoint with its value of one metric. step: when it was measured."""
+    """A checkpoint with its value of one metric.
+
+    value: None if the row is odd. step: when it was measured. trouble: what is odd in the row of the metric.
+    """
 
     metric: str
-    value: float
+    value: float | None
     step: int | None
     checkpoint: CheckpointRow
+    trouble: str = ""
 
 
 def put(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:
@@ -88,13 +90,19 @@ def read(conn: Connection, checkpoint: int) -> Training | None:
     found = conn.execute(select(Metric).where(Metric.checkpoint_id == checkpoint).order_by(Metric.name)).all()
     if row is None and not found:
         return None
-    known = {} if row is None else {f: _value(f, getattr(row, c)) for f, c in _COLUMNS.items()}
-    sources = {} if row is None else json.loads(row.sources)
-    times = [m.updated_at for m in found] + ([] if row is None else [row.updated_at])
+    columns = {} if row is None else {f: _stored(f, getattr(row, c)) for f, c in _COLUMNS.items()}
+    known, odd = checked(TrainingFacts, columns)
+    times = [*(m.updated_at for m in found), *([] if row is None else [row.updated_at])]
+    stored = {
+        "sources": {} if row is None else parsed(row.sources),
+        "updated_at": max((time for time in times if isinstance(time, datetime)), default=None),
+    }
+    right, odd_sources = checked(Training, stored)
     return Training(
-        TrainingFacts(**known, metrics={m.name: Measured(m.value, m.nonfinite, m.step) for m in found}),
-        sources | {f"metrics.{m.name}": m.source for m in found},
-        max(times, default=None),
+        TrainingFacts(**known, metrics={m.name: _measured(m) for m in found}),
+        right["sources"] | {f"metrics.{m.name}": str(m.source) for m in found},
+        right["updated_at"],
+        "; ".join(filter(None, (odd, odd_sources))),
     )
 
 
@@ -109,11 +117,12 @@ def metrics_of(
         wanted = wanted.where(Metric.name.in_(names))
     found: dict[int, dict[str, Measured]] = {}
     for m in conn.execute(wanted):
-        measured = Measured(m.value, m.nonfinite, m.step)
-        if isinstance(attempt(require_types, measured), CkptError):  # a row that was edited
-            measured = Measured(None, UNREADABLE)
-        found.setdefault(m.checkpoint_id, {})[m.name] = measured
+        found.setdefault(m.checkpoint_id, {})[m.name] = _measured(m)
     return found
+
+
+def _measured(row: Any) -> Measured:
+    return sound(Measured, value=row.value, nonfinite=row.nonfinite, step=row.step)
 
 
 def names_of_metrics(conn: Connection, run: int | None = None, limit: int = 200) -> tuple[str, ...]:
@@ -147,23 +156,9 @@ def best(
     kind: str | None = None,
     limit: int = 10,
 ) -> tuple[Ranked, ...]:
-    """Return the checkpoints of `ranked`. Raises `CatalogError` if one of them cannot be read, too."""
-    rows = ranked(conn, metric, goal, run=run, kind=kind, limit=limit)
-    for broken in rows.broken:
-        raise CatalogError(broken.message, hint=broken.hint)
-    return rows.values
-
-
-def ranked(
-    conn: Connection,
-    metric: str,
-    goal: str = "min",
-    *,
-    run: str | None = None,
-    kind: str | None = None,
-    limit: int = 10,
-) -> ReadRows[Ranked]:
     """Return the present checkpoints with the best finite values of a metric, the best first.
+
+    Those whose value is odd come last: they may be the best.
 
     Args:
         conn: a transaction.
@@ -179,18 +174,15 @@ def ranked(
     if goal not in GOALS:
         raise UsageError(f"the goal must be min or max (got {goal!r})")
     if is_behind(conn):
-        return ReadRows(())
+        return ()
     order = Metric.value if goal == "min" else Metric.value.desc()
-    among: list[ColumnElement[bool]] = [
-        Metric.name == metric,
-        Metric.value.is_not(None),
-        Checkpoint.state == State.PRESENT.value,
-    ]
+    of_these: list[ColumnElement[bool]] = [Metric.name == metric, Checkpoint.state == State.PRESENT.value]
     if run is not None:
         of_run = select(TrainingRun.id).where(TrainingRun.name == run).scalar_subquery()
-        among.append(Checkpoint.run_id == of_run)
+        of_these.append(Checkpoint.run_id == of_run)
     if kind is not None:
-        among.append(Checkpoint.kind == kind)
+        of_these.append(Checkpoint.kind == kind)
+    among = [*of_these, Metric.value >= -_LARGEST, Metric.value <= _LARGEST]
     if run is None:
         # First the last value of the list, along the index of values; then only the rows up to it are sorted.
         # The rows of one run are few, and found by their run.
@@ -198,27 +190,34 @@ def ranked(
         last = conn.execute(values.where(*among).order_by(order).offset(limit - 1).limit(1)).scalar()
         if last is not None:
             among.append(Metric.value <= last if goal == "min" else Metric.value >= last)
+    odd = or_(Metric.value > _LARGEST, Metric.value < -_LARGEST)
+    ranked = (
+        *_ranked(conn, metric, among, order, limit),
+        *_ranked(conn, metric, [*of_these, odd], order, limit),
+    )
+    if not ranked and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None:
+        known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
+        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
+    return ranked
+
+
+def _ranked(
+    conn: Connection, metric: str, among: Sequence[ColumnElement[bool]], order: Any, limit: int
+) -> tuple[Ranked, ...]:
     wanted = (
         checkpoint_rows()
         .add_columns(Metric.value.label("metric_value"), Metric.step.label("metric_step"))
         .join(Metric, Metric.checkpoint_id == Checkpoint.id)
         .where(*among)
         .order_by(order, func.coalesce(Checkpoint.step, -1), Checkpoint.id)
+        .limit(limit)
     )
-
-    def read(r: Any) -> Ranked:
-        step = r.step if r.metric_step is None else r.metric_step
-        return Ranked(metric, r.metric_value, step, checkpoint_row(r))
-
-    rows = read_rows(conn, wanted, Checkpoint.id, read, limit)
-    if (
-        not rows.rows
-        and not rows.broken
-        and conn.execute(select(Metric.name).where(Metric.name == metric).limit(1)).first() is None
-    ):
-        known = ", ".join(names_of_metrics(conn, limit=10)) or "none"
-        raise UsageError(f"no checkpoint has the metric {metric!r}", hint=f"recorded metrics: {known}")
-    return rows
+    rows = []
+    for row in conn.execute(wanted):
+        checkpoint = checkpoint_row(row)
+        step = checkpoint.step if row.metric_step is None else row.metric_step
+        rows.append(sound(Ranked, metric=metric, value=row.metric_value, step=step, checkpoint=checkpoint))
+    return tuple(rows)
 
 
 def _put_one(conn: Connection, now: datetime, checkpoint: int, facts: TrainingFacts, source: str) -> None:
@@ -234,7 +233,8 @@ def _put_columns(
 ) -> None:
     here = TrainingFactsRow.checkpoint_id == checkpoint
     row = conn.execute(select(TrainingFactsRow).where(here)).first()
-    sources: dict[str, str] = {} if row is None else json.loads(row.sources)
+    stored = {} if row is None else {"sources": parsed(row.sources)}
+    sources: dict[str, str] = checked(Training, stored)[0].get("sources", {})
     changes: dict[str, Any] = {}
     for name, value in given.items():
         column = _COLUMNS[name]
@@ -316,4 +316,9 @@ def _rank(source: str | None) -> int:
 
 
 def _value(name: str, stored: Any) -> Any:
-    return json.loads(stored) if name in _JSON else stored
+    """Return a fact; an odd one is unknown, so that a new one replaces it."""
+    return checked(TrainingFacts, {name: _stored(name, stored)})[0][name]
+
+
+def _stored(name: str, stored: Any) -> Any:
+    return parsed(stored) if name in _JSON else stored

@@ -145,6 +145,7 @@ class CheckpointRow:
         deleted_at: when it was purged after `retire`.
         due_at: when a retired one may be purged.
         lost: how many contents of a deleted one no recorded checkpoint holds any more.
+        trouble: what is odd in the row, where an odd value is empty here; "" for a row in order.
     """
 
     id: str
@@ -169,6 +170,7 @@ class CheckpointRow:
     deleted_at: datetime | None = None
     due_at: datetime | None = None
     lost: int = 0
+    trouble: str = ""
 
     @property
     def condition(self) -> str:
@@ -180,23 +182,31 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One file of a checkpoint; digest as in `ckptcore.utils.part_digest`, or None. role: see `Role`."""
+    """One file of a checkpoint; digest as in `ckptcore.utils.part_digest`, or None. role: see `Role`.
+
+    trouble: as of `CheckpointRow`.
+    """
 
     path: str
     nbytes: int
     digest: str | None
     role: str = Role.DATA.value
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor of a checkpoint. shape: in elements. fingerprint: None if unknown."""
+    """One tensor of a checkpoint. shape: in elements. fingerprint: None if unknown.
+
+    trouble: as of `CheckpointRow`.
+    """
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     fingerprint: str | None = None
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +225,7 @@ class ConversionRow:
         export_verdict: ok, failed or unproven, from `verify-export`; None if it never ran.
         export_checks: verdict, summary and time (``at``) by check.
         export_verified_at: the time of the last check.
+        trouble: as of `CheckpointRow`.
     """
 
     id: str
@@ -241,6 +252,7 @@ class ConversionRow:
     export_verdict: str | None = None
     export_checks: dict[str, dict[str, str]] = field(default_factory=dict)
     export_verified_at: datetime | None = None
+    trouble: str = ""
 
     @property
     def made_for(self) -> str:
@@ -315,9 +327,13 @@ class Origin:
 
 
 def as_dict(value: Any) -> Any:
-    """Convert a value of this module to JSON values: dicts and lists, times in ISO 8601."""
+    """Convert a value of this module to JSON values: dicts and lists, times in ISO 8601.
+
+    A row has ``trouble`` only if something is odd in it.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: as_dict(getattr(value, f.name)) for f in fields(value)}
+        named = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: as_dict(one) for name, one in named if name != "trouble" or one}
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):

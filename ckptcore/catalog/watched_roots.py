@@ -5,9 +5,8 @@ Every function runs inside the given transaction. Functions that change somethin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.models import WatchedRoot
 from ckptcore.catalog.normalize import clean, clean_json, normal_uri, storable
+from ckptcore.catalog.row_values import parsed, sound
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged
@@ -32,7 +32,8 @@ class RootRow:
     include: globs on paths relative to `uri`; empty means everything. target: the options of the conversion.
     also: those of further conversions of every checkpoint. retention: what `retire` keeps, as
     `ckptcore.operations.root_retention` reads it; both are stored in the column of the target.
-    swept_at, swept_note: the time and the summary of the last sweep.
+    swept_at, swept_note: the time and the summary of the last sweep. trouble: what is odd in the row; such a
+    root is not swept.
     """
 
     name: str
@@ -45,6 +46,7 @@ class RootRow:
     swept_note: str | None
     also: tuple[dict[str, Any], ...] = ()
     retention: dict[str, Any] = field(default_factory=dict)
+    trouble: str = ""
 
 
 def add(
@@ -148,11 +150,24 @@ def _root_rows(conn: Connection, name: str | None) -> list[RootRow]:
     wanted = select(WatchedRoot.__table__).order_by(WatchedRoot.name)
     if name is not None:
         wanted = wanted.where(WatchedRoot.name == storable(name))
-    found = []
-    for r in conn.execute(wanted):
-        target = json.loads(r.target)
-        also, retention = target.pop(_ALSO, []), target.pop(_RETENTION, {})
-        times = (r.created_at, r.swept_at, r.swept_note)
-        include = tuple(json.loads(r.include))
-        found.append(RootRow(r.name, r.uri, include, target, r.enabled, *times, tuple(also), retention))
-    return found
+    return [_root_row(row) for row in conn.execute(wanted)]
+
+
+def _root_row(row: Any) -> RootRow:
+    target = parsed(row.target)
+    beside = {}
+    if isinstance(target, dict):
+        beside = {"also": target.pop(_ALSO, []), "retention": target.pop(_RETENTION, {})}
+    root = sound(
+        RootRow,
+        name=row.name,
+        uri=row.uri,
+        include=parsed(row.include),
+        target=target,
+        enabled=row.enabled,
+        created_at=row.created_at,
+        swept_at=row.swept_at,
+        swept_note=row.swept_note,
+        **beside,
+    )
+    return replace(root, include=tuple(root.include), also=tuple(root.also))

@@ -40,11 +40,11 @@ def _add_commands(app: typer.Typer, name: str) -> None:
     ) -> None:
         """List the rows that are not done, newest first."""
         with opened(catalog) as known, known.reading() as conn:
-            rows = _queue(name).browsed(conn, state, limit)
+            rows = _queue(name).listed(conn, state, limit)
             waiting = _queue(name).postponed(conn, clock(conn)) if name == "inbox" else ()
-        answer(rows.values, output)
-        for text in (*map(str, waiting), *(row.message for row in rows.broken)):
-            terminal.line(text, err=True)
+        answer(rows, output)
+        for reason in waiting:
+            terminal.line(str(reason), err=True)
 
     @app.command("retry")
     def retry(

@@ -18,6 +18,7 @@ from ckptcore.catalog.aliases import AliasRow
 from ckptcore.catalog.holds import HoldRow
 from ckptcore.catalog.obligations import ListedObligation
 from ckptcore.catalog.queues import InboxEvent, Message
+from ckptcore.catalog.row_values import row_findings
 from ckptcore.catalog.sql_query import Answer
 from ckptcore.catalog.training import COUNTS, TEXTS, Training
 from ckptcore.catalog.training_rows import Ranked
@@ -92,11 +93,13 @@ def _blocks(value: Any) -> Iterable[RenderableType]:
         return _answer(value)
     if not value:
         return ["nothing found"]
-    if type(value[0]) in NAMED:
-        return [_table(value, NAMED[type(value[0])])]
     if isinstance(value[0], Origin):
         return [_origin(origin) for origin in value]
-    return [_checkpoints(value) if isinstance(value[0], CheckpointRow) else _conversions(value)]
+    if type(value[0]) in NAMED:
+        rows = _table(value, NAMED[type(value[0])])
+    else:
+        rows = _checkpoints(value) if isinstance(value[0], CheckpointRow) else _conversions(value)
+    return [rows, *_findings_table(tuple(row_findings(value)))]
 
 
 NAMED: dict[type, tuple[Column, ...]] = {

@@ -7,7 +7,6 @@ standard error. Every error ends with its documented exit code, and never with a
 from __future__ import annotations
 
 import copy
-import os
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any
@@ -15,8 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.options import group
-from ckptcore.errors import CkptError, InternalError, Interrupted, UsageError
+from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.utils import terminal
+from ckptcore.utils.isolation import error_of
 
 _ABOUT = (
     "Convert sharded training checkpoints into one verified model: validate, consolidate, export and reshard "
@@ -117,10 +117,9 @@ def run(argv: list[str]) -> int:
         return Interrupted.exit_code
     except Exception as error:
         # Unforeseen errors, too, end with a message and an exit code of their own.
-        if os.environ.get("CKPTCORE_TRACEBACK"):
-            terminal.report(error)
-        _error(InternalError(f"{type(error).__name__}: {error}"), as_json=as_json)
-        return InternalError.exit_code
+        ended = error_of(error)
+        _error(ended, as_json=as_json)
+        return ended.exit_code
 
 
 def _error(error: CkptError, *, as_json: bool) -> None:

@@ -308,11 +308,8 @@ def _dropped(
     missing += [
         OneSided(o.name, o.what, by_kind[o.what].objects[o.name].stored) for o in objects if o.what in by_kind
     ]
-    stored = {
-        what: [*(t.fqn for t in side.source.tensors), *(b.key for b in side.source.blobs)]
-        for what, side in by_kind.items()
-    }
-    gone = dropped_names(missing, dict(rules.recorded), stored)
+    sources = {what: side.source for what, side in by_kind.items()}
+    gone = dropped_names(missing, dict(rules.recorded), sources)
     for lost in {d.what for d in gone.values()}:
         output = sides[1 if lost == ONLY_A else 0]
         for each in objects:

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ckptcore.comparison.result import DroppedName
+from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.planning.plan import load_head
 from ckptcore.store import open_store
@@ -67,16 +68,16 @@ def recorded_in(record: str) -> tuple[tuple[str, str], ...]:
 
 
 def dropped_names(
-    missing: Sequence[OneSided], recorded: Mapping[str, str], stored: Mapping[str, Sequence[str]]
+    missing: Sequence[OneSided], recorded: Mapping[str, str], sources: Mapping[str, Manifest]
 ) -> dict[str, DroppedName]:
     """Return what a rule drops, by compared name.
 
     Args:
         missing: What one side lacks.
         recorded: Stored name -> rule, as a conversion recorded it.
-        stored: ``only-in-a`` and ``only-in-b`` -> all stored names of that side.
+        sources: ``only-in-a`` and ``only-in-b`` -> that side.
     """
-    ruled = {what: bound_names(stored[what]) for what in {m.what for m in missing}}
+    ruled = {what: bound_names(sources[what]) for what in {m.what for m in missing}}
     found: dict[str, DroppedName] = {}
     for each in missing:
         rule = recorded.get(each.stored)

@@ -25,10 +25,11 @@ from ckptcore.conversion.registration import (
     start_each,
 )
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import CkptError, Interrupted
+from ckptcore.errors import CkptError, Interrupted, ended_by
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from ckptcore.utils.workers import run_jobs
@@ -81,16 +82,16 @@ def convert_batch(
     # What the batch before has left: commands collect garbage rarely, and a sweep is one command for
     # thousands of checkpoints.
     gc.collect(1)
+    width, share = _shares(settings, len(requests))
     with catalog.kept_open():
         rows = [_Conversion(r) for r in start_each(requests, catalog, flow_run_id, announcement)]
-        width, share = _shares(settings, len(rows))
         stop: BaseException | None = None
         try:
             run_jobs(iter(rows), lambda: lambda row: _publish(row, share, catalog_url), threads=width)
         except BaseException as error:  # raised below, once the catalog knows what was published
             stop = stopped(error)
         _record(rows, stop)
-    if stop is not None and not isinstance(stop, Interrupted):
+    if stop is not None and not isinstance(stop, Exception):
         raise stop
     return [_outcome(row) for row in rows]
 
@@ -114,11 +115,11 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
             stage = publishing(request, settings, None, catalog_url, seen=row.seen, conversion=conversion)
             row.result = lock.enter_context(stage)
             row.lock = lock
-    except CkptError as error:
-        row.error = error
     except BaseException as error:
         row.error = stopped(error)
-        raise  # a defect, or a stop: no further conversion begins
+        if not isinstance(row.error, Exception) or isinstance(row.error, Interrupted):
+            raise  # a stop: no further conversion begins
+        row.error = error_of(row.error)
 
 
 def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
@@ -128,13 +129,13 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
     for row, kept in zip(published, recorded, strict=True):
         if isinstance(kept, CkptError):  # the staging folder stays, as after any error
             row.error = kept
-            row.lock.__exit__(type(kept), kept, kept.__traceback__)
-            continue
-        row.result = kept
+        else:
+            row.result = kept
+        error = row.error
         try:
-            row.lock.close()
-        except Exception as error:
-            row.error = error
+            row.lock.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        except Exception as second:
+            row.error = error_of(second)
     for row in rows:
         if row.result is None and row.error is None:
             row.error = stop or Interrupted("the batch was stopped before it began")
@@ -143,9 +144,7 @@ def _record(rows: Sequence[_Conversion], stop: BaseException | None) -> None:
 
 
 def _outcome(row: _Conversion) -> Result | CkptError:
-    if isinstance(row.error, CkptError):
-        return row.error
     if row.error is not None:
-        raise row.error
+        return ended_by(row.error)
     assert row.result is not None
     return row.result

@@ -23,6 +23,7 @@ from ckptcore.fingerprints.sums import Fingerprinted
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path, split_url
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.step_names import step_of
 
@@ -132,12 +133,11 @@ def register(registration: Registration | None, result: Result, source: Manifest
     """
     if registration is None:
         return result
-    row = _made(registration, result, source)
     try:
-        registration.catalog.succeed(registration.id, **row)
+        registration.catalog.succeed(registration.id, **_made(registration, result, source))
         _keep_proof(registration, result)
-    except CkptError as error:
-        raise not_recorded(result, error) from error
+    except Exception as error:
+        raise not_recorded(result, error_of(error)) from error
     finally:
         registration.catalog.close()
     return replace(result, conversion=registration.id)
@@ -156,20 +156,22 @@ def register_each(done: Sequence[tuple[Registration, Result, Manifest]]) -> list
     """
     if not done:
         return []
-    rows = [(about.id, _made(about, result, source)) for about, result, source in done]
     try:
-        done[0][0].catalog.succeed_each(rows)
-    except CkptError as error:
-        if error.transient or len(done) == 1:  # the next try would wait as long
-            return [not_recorded(result, error) for _, result, _ in done]
+        done[0][0].catalog.succeed_each(
+            [(about.id, _made(about, result, source)) for about, result, source in done]
+        )
+    except Exception as error:
+        ended = error_of(error)
+        if ended.transient or len(done) == 1:  # the next try would wait as long
+            return [not_recorded(result, ended) for _, result, _ in done]
         return [kept for one in done for kept in register_each([one])]
     found: list[Result | CkptError] = []
     for about, result, _ in done:
         try:
             _keep_proof(about, result)
             found.append(replace(result, conversion=about.id))
-        except CkptError as error:
-            found.append(not_recorded(result, error))
+        except Exception as error:
+            found.append(not_recorded(result, error_of(error)))
     return found
 
 
@@ -228,24 +230,31 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
 
 
 def fail(registration: Registration | None, error: BaseException, source: Manifest | None) -> None:
-    """Record a failure. If the catalog fails, too, that is logged: it must not hide the first error."""
+    """Record a failure. If that fails, too, it is logged: it must not hide the first error."""
     if registration is None:
         return
-    ended = ended_by(error)
-    findings = ended.values.get("findings", ())
-    known = (
-        facts(source, registration.request.source, announcement=registration.announcement, training=True)
-        if source is not None
-        else None
-    )
     try:
-        registration.catalog.fail(
-            registration.id, code=ended.code, message=ended.message, findings=tuple(findings), source=known
-        )
-    except CkptError as second:
-        _log.warning("the failure could not be registered: %s", second.message)
+        if source is None or not _failed(registration, ended_by(error), source):
+            _failed(registration, ended_by(error), None)
     finally:
         registration.catalog.close()
+
+
+def _failed(registration: Registration, ended: CkptError, source: Manifest | None) -> bool:
+    """Record a failure and what is known of its source; return False if that is not possible."""
+    request, announcement = registration.request, registration.announcement
+    findings = tuple(ended.values.get("findings", ()))
+    try:
+        known = None
+        if source is not None:
+            known = facts(source, request.source, announcement=announcement, training=True)
+        registration.catalog.fail(
+            registration.id, code=ended.code, message=ended.message, findings=findings, source=known
+        )
+    except Exception as second:
+        _log.warning("the failure could not be registered: %s", ended_by(second).message)
+        return isinstance(second, CatalogAway)  # a second try would wait as long
+    return True
 
 
 def record_fingerprint(
@@ -347,7 +356,14 @@ def _training(
         _log.warning("facts about the training are left out: %s", "; ".join(left_out))
     if announced:
         yield announcement.origin, announced
-    if stored and (found := stored_facts(manifest)):
+    if not stored:
+        return
+    try:
+        found = stored_facts(manifest)
+    except Exception as error:  # facts about a training never cost the record of an output
+        _log.warning("facts about the training are left out: %s", error_of(error).message)
+        return
+    if found:
         yield STORED, found
 
 

@@ -35,6 +35,7 @@ from ckptcore.reading.unused_in_items import unused_in_items
 from ckptcore.store import open_store, split_url
 from ckptcore.store.contents import NameKind, Thing
 
+EMPTY_FOLDER = "empty folder"
 _LOCAL, _REMOTE = 2, 16  # threads that read heads of items
 UNUSED = "unused bytes"  # of a file: they belong to no tensor, object or structure
 # Warnings of readers about what is in the manifest, or about nothing that is there. Any other warning or
@@ -114,7 +115,7 @@ def rest_of(
         for name, thing in things.items():
             if thing.kind is NameKind.FOLDER:
                 if name not in filled:
-                    yield Holding("empty folder", name)
+                    yield Holding(EMPTY_FOLDER, name)
             elif thing.kind is not NameKind.FILE:
                 yield Holding(thing.kind.value, name)
             elif name not in interpreted:

@@ -439,9 +439,7 @@ class RemoteSetAside:
 
     def require_approved(self) -> None:
         """See `SetAside`."""
-        name = difference(self.record.things, self.look())
-        if name is not None:
-            raise _changed(self.record.uri, name)
+        require_files(self.record.uri, self.record.things, self.look())
 
     def remove(self) -> tuple[tuple[str, ...], str]:
         """Remove the objects one by one, each checked right before: one that was written since is kept."""
@@ -491,6 +489,13 @@ def _own_record(path: str, at: int, lock: int) -> SetAsideRecord:
     if record.uri != place_of(path):
         raise ValueError(f"its record is of {record.uri}")
     return record
+
+
+def require_files(uri: str, before: Mapping[str, Thing], now: Mapping[str, Thing]) -> None:
+    """Raise `SourceChanged` unless everything at a place is, name by name, as it was before."""
+    name = difference(before, now)
+    if name is not None:
+        raise _changed(uri, name)
 
 
 def _changed(uri: str, name: str) -> SourceChanged:

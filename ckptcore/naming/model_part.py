@@ -5,41 +5,43 @@ beside the optimizer (torchtitan). The first evidence in this order decides, and
 
 1. the prefix that the user names, or else where the format itself keeps the model;
 2. the optimizer: its states name the model's parameters (``...state.<fqn>.exp_avg``), and the
-   model is where those names are found;
+   model is where those names are found. Two optimizers may train two models;
 3. the container paths that the writer recorded, without those that hold optimizer state;
 4. known container names.
 
 Of two candidates, the one with a name that trainers use is the model, and the other is a finding: a moving
 average (EMA) has the model's names, too. Otherwise two candidates are an error that lists both: a wrong guess
-would export the wrong weights.
+would export the wrong weights. A tensor that the optimizer has state for is the model's, also below a name
+such as ``scheduler``; one outside of the part is a stray, about which an export asks.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
+from ckptcore.naming.moments import trained_parameters
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
+from ckptcore.naming.strays import COPY, find_strays
+from ckptcore.naming.training_state import StoredKinds, below_states, is_average
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 
-_STATE = late_pattern(r"^(?:(?P<root>.*?)\.)?state\.(?P<fqn>.+)\.(?P<key>[A-Za-z0-9_]+)$")
-_MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "step", "sum", "square_avg"}
-# Containers beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning, Megatron's
-# ``rng_state/shard_...``).
+# Names of entries beside a top-level model that are the trainer's own (torchtitan, OLMo, Lightning,
+# Megatron's ``rng_state/shard_...``), if what is below them is.
 _TRAINER = late_pattern(
     r"^(optim|optimizer|optimizers|optimizer_\d+|lr_scheduler|scheduler|dataloader|train_state|rng"
     r"|rng_state|trainer|extra|ema_state|param_groups|chained_\d+)(\.|/|$)"
 )
+# Nothing tells what trainers keep below these.
+_WEIGHTLESS = late_pattern(r"^(trainer|extra)(\.|/|$)")
+_OPTIMIZER = late_pattern(r"^(optim|optimizers?|optimizer_\d+|chained_\d+|state)(\.|/|$)")
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
-# Names of copies of a model that were not trained themselves: suggested last.
-_COPY = late_pattern(
-    r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +52,26 @@ class ModelPart:
         prefix: Prefix of its names in the checkpoint.
         because: The evidence, one sentence.
         beside: First path elements of the trainer's own entries below that prefix, to be left out.
+        own: Names below ``beside`` that are the model's.
         others: Prefixes of parts that could be the model too, and are left out.
+        strays: Stored names outside of the part that the optimizer has state for, unless the user named it.
     """
 
     prefix: str
     because: str
     beside: tuple[str, ...] = ()
+    own: frozenset[str] = frozenset()
     others: tuple[str, ...] = ()
+    strays: tuple[str, ...] = ()
+
+    def holds(self, name: str) -> bool:
+        """Return whether a stored name of a tensor is in the part."""
+        return name.startswith(self.prefix) and self.foreign(name[len(self.prefix) :]) is None
 
     def foreign(self, name: str) -> str | None:
         """Return the rule that drops a name below the prefix; None for the model's own names."""
         for root in self.beside:
-            if name == root or name.startswith(root + "."):
+            if (name == root or name.startswith(root + ".")) and name not in self.own:
                 return f"not part of the model ({root})"
         return None
 
@@ -76,30 +86,36 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     Raises:
         AmbiguousModel: With the candidates.
     """
-    names = [t.fqn for t in manifest.tensors]
-    if not names:
+    stored = _Stored(manifest, [t.fqn for t in manifest.tensors])
+    if not stored.names:
         raise AmbiguousModel(
             f"cannot find the model: the checkpoint has no tensor (got {len(manifest.blobs)} plain values)",
             hint="try consolidate or reshard, which write plain values, too",
             candidates=[],
         )
     if prefix is not None:
-        return _part_below(names, prefix)
+        return _part_below(stored, prefix)
+    part = _found(stored)
+    strays = find_strays(stored.kinds, stored.names, part, stored.states)
+    return replace(part, strays=strays) if strays else part
+
+
+def _found(stored: _Stored) -> ModelPart:
+    """Return the part that the evidence names."""
+    manifest = stored.manifest
     known = manifest.origin.get("model")
-    if known and any(n.startswith(known["prefix"]) for n in names):
+    if known and any(n.startswith(known["prefix"]) for n in stored.names):
         return ModelPart(known["prefix"], known["because"])
-    _require_shapes(names)
-    states = _optimizer(names)
-    if states:
-        found = _by_optimizer(names, states)
-        if found:
-            return found
-    candidates = _containers(manifest, set(states))
+    _require_shapes(stored.names)
+    if stored.states:
+        part = _by_optimizer(stored)
+        if part is not None:
+            return part
+    candidates = _containers(stored)
     if len(candidates) == 1:
         root, count = candidates[0]
         if root == "":
-            beside = _beside("", names, set(states))
-            return ModelPart("", f"{count} tensors are at the top level", beside)
+            return ModelPart("", f"{count} tensors are at the top level", *stored.beside(""))
         return ModelPart(root, f"{root[:-1]} is the only part that is not the trainer's ({count} tensors)")
     called = _called([r for r, _ in candidates])
     if called is not None:
@@ -131,24 +147,84 @@ def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | No
         found = part[0]
         if found is None:
             return None if name in objects else name
-        inner = name[len(found.prefix) :]
-        own = name.startswith(found.prefix) and name not in objects and found.foreign(inner) is None
-        return inner if own else None
+        return name[len(found.prefix) :] if name not in objects and found.holds(name) else None
 
     return inside
 
 
-def _part_below(names: Sequence[str], prefix: str) -> ModelPart:
+@dataclass(frozen=True)
+class _Stored:
+    """The tensors of a checkpoint, and what the optimizer says about them.
+
+    Attributes:
+        manifest: The checkpoint.
+        names: Its tensors.
+    """
+
+    manifest: Manifest
+    names: Sequence[str]
+
+    @cached_property
+    def kinds(self) -> StoredKinds:
+        """What names outside of a model are."""
+        return StoredKinds(self.manifest)
+
+    @cached_property
+    def states(self) -> dict[str, set[str]]:
+        """Optimizer -> names of the parameters that it has state for."""
+        numbered = trained_parameters(self.names).items()
+        named = {root: {p for p in parameters if not p.isdigit()} for root, parameters in numbered}
+        return {root: parameters for root, parameters in named.items() if parameters}
+
+    @cached_property
+    def tops(self) -> dict[str, list[str]]:
+        """First path element -> names."""
+        below: dict[str, list[str]] = {}
+        for name in self.names:
+            below.setdefault(name.split(".")[0], []).append(name)
+        return below
+
+    @cached_property
+    def trainers(self) -> frozenset[str]:
+        """First path elements below which the trainer keeps its own entries."""
+        return frozenset(top for top in self.tops if self._is_trainers(top))
+
+    def is_trainers(self, name: str) -> bool:
+        """Return whether a name or a prefix is below an entry of the trainer."""
+        return name.split(".")[0] in self.trainers
+
+    def beside(self, root: str) -> tuple[tuple[str, ...], frozenset[str]]:
+        """Return `ModelPart.beside` and `ModelPart.own` of a model at a root."""
+        if root:
+            return (), frozenset()
+        optimizers = {o.split(".")[0] for o in self.states if o} | ({"state"} if "" in self.states else set())
+        beside = tuple(sorted(top for top in self.tops if top in optimizers or top in self.trainers))
+        trained = {strip_wrappers(p) for parameters in self.states.values() for p in parameters}
+        own: set[str] = set()
+        for top in beside:
+            unknown = [n for n in self.tops[top] if self.kinds.kind_of(n) is None and not below_states(n)]
+            mine = {n for n in unknown if strip_wrappers(n) in trained}
+            own |= {n for n in unknown if mine} if not _OPTIMIZER.match(top) else mine
+        return beside, frozenset(own)
+
+    def _is_trainers(self, top: str) -> bool:
+        below, kinds = self.tops[top], self.kinds
+        if _TRAINER.match(top):
+            # A submodule may have such a name, too: then it has weights, and nothing that a trainer saves.
+            weights = _WEIGHTLESS.match(top) is None and any(kinds.is_weight_like(n) for n in below)
+            return not weights or kinds.has_state(top) or any(below_states(n) for n in below)
+        return kinds.is_container(top) and all(kinds.kind_of(n) is not None for n in below)
+
+
+def _part_below(stored: _Stored, prefix: str) -> ModelPart:
     root = prefix if prefix == "" or prefix.endswith(".") else prefix + "."
-    count = sum(n.startswith(root) for n in names)
+    count = sum(n.startswith(root) for n in stored.names)
     if not count:
-        tops = sorted({n.split(".")[0] for n in names})
+        tops = sorted(stored.tops)
         raise AmbiguousModel(
             f"no tensor's name starts with {root}", hint=f"the top-level parts are: {', '.join(tops[:12])}"
         )
-    states = _optimizer(names)
-    beside = _beside(root, names, set(states)) if root == "" else ()
-    return ModelPart(root, f"--model-prefix {prefix} ({count} tensors)", beside)
+    return ModelPart(root, f"--model-prefix {prefix} ({count} tensors)", *stored.beside(root))
 
 
 def _require_shapes(names: Sequence[str]) -> None:
@@ -163,61 +239,73 @@ def _require_shapes(names: Sequence[str]) -> None:
         )
 
 
-def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
-    """Return optimizer root -> the parameter FQNs that it has state for."""
-    found: dict[str, set[str]] = {}
-    for name in names:
-        m = _STATE.match(name) if "state." in name else None
-        if m and m["key"] in _MOMENTS and not m["fqn"].isdigit():
-            found.setdefault(m["root"] or "", set()).add(m["fqn"])
-    return found
-
-
-def _by_optimizer(names: Sequence[str], states: dict[str, set[str]]) -> ModelPart | None:
-    wanted: set[str] = set().union(*states.values())
-    bare = wanted | {strip_wrappers(w) for w in wanted}
-    votes: Counter[str] = Counter()
-    for name in names:
-        # Every way to read a name as prefix + parameter.
-        at, wrapped = -1, any(w in name for w in (*LEADING_WRAPPERS, *WRAPPERS))
-        while True:
-            if name[at + 1 :] in bare or (wrapped and strip_wrappers(name[at + 1 :]) in bare):
-                votes[name[: at + 1]] += 1
-            at = name.find(".", at + 1)
-            if at < 0:
-                break
-    roots = [
-        (root, count)
-        for root, count in votes.items()
-        if not any(
-            root == r + "." or root.startswith(f"{r}.state") or (r == "" and root.startswith("state."))
-            for r in states
-        )
-    ]
-    best = max((c for _, c in roots), default=0)
-    full = [(r, c) for r, c in roots if c == best]
-    # "model." and "model._orig_mod." are one place: they differ by wrappers only.
-    shorter = [r for r, _ in full]
-    full = [(r, c) for r, c in full if not any(_wraps(s, r) for s in shorter)]
-    if not full or best * 2 < len(wanted):
+def _by_optimizer(stored: _Stored) -> ModelPart | None:
+    places, votes = _places(stored)
+    if not places:
         return None
-    places = [r for r, _ in sorted(full)]
-    called = _called(places) if len(full) > 1 else None
-    if len(full) > 1 and called is None:
-        parts = ", ".join(f"{r or 'top level'} ({c} parameters)" for r, c in sorted(full))
+    parameters = {p for named in stored.states.values() for p in named}
+    one_model = len(parameters) == sum(map(len, stored.states.values()))  # no parameter has two optimizers
+    shared = set.intersection(*places.values()) if one_model else set()
+    union = set().union(*places.values())
+    candidates = sorted(shared or (union - {""} or union))
+    called = _called(candidates) if len(candidates) > 1 else None
+    if len(candidates) > 1 and called is None:
+        parts = ", ".join(f"{r or 'top level'} ({votes[r]} parameters)" for r in candidates)
         raise AmbiguousModel(
             f"the optimizer's parameters are found in more than one part: {parts}",
-            hint=f"name one: --model-prefix {_likeliest(places)}",
-            candidates=[r for r, _ in full],
+            hint=f"name one: --model-prefix {_likeliest(candidates)}",
+            candidates=candidates,
         )
-    root = full[0][0] if called is None else called
-    optimizer = ", ".join(sorted(r or "the top level" for r in states))
+    root = candidates[0] if called is None else called
+    optimizer = ", ".join(sorted(r or "the top level" for r in stored.states))
     place = f"under {root}" if root else "at the top level"
-    because = f"{best} of the {len(wanted)} parameters that {optimizer} has state for are {place}"
-    others = tuple(r for r in places if r != root)
+    because = f"{votes[root]} of the {len(parameters)} parameters that {optimizer} has state for are {place}"
+    others = tuple(r for r in candidates if r != root)
     if others:
         because += f", and {root[:-1]} is what trainers call the model"
-    return ModelPart(root, because, _beside(root, names, set(states)), others)
+    return ModelPart(root, because, *stored.beside(root), others)
+
+
+def _places(stored: _Stored) -> tuple[dict[str, set[str]], Counter[str]]:
+    """Return (optimizer -> prefixes below which most of its parameters are, votes for each prefix)."""
+    owners: dict[str, set[str]] = {}
+    for root, parameters in stored.states.items():
+        for parameter in parameters:
+            for name in {parameter, strip_wrappers(parameter)}:
+                owners.setdefault(name, set()).add(root)
+    votes: Counter[str] = Counter()
+    by_optimizer: dict[str, Counter[str]] = {root: Counter() for root in stored.states}
+    for name in stored.names:
+        # Every way to read a name as prefix + parameter.
+        wrapped = any(w in name for w in (*LEADING_WRAPPERS, *WRAPPERS))
+        start = 0
+        while True:
+            ending = name[start:]
+            of = owners.get(ending) or (owners.get(strip_wrappers(ending)) if wrapped else None)
+            if of:
+                votes[name[:start]] += 1
+                for root in of:
+                    by_optimizer[root][name[:start]] += 1
+            start = name.find(".", start) + 1
+            if not start:
+                break
+    places: dict[str, set[str]] = {}
+    for root, counts in by_optimizer.items():
+        outside = {p: n for p, n in counts.items() if not any(_is_inside(p, r) for r in stored.states)}
+        best = max(outside.values(), default=0)
+        full = [p for p, n in outside.items() if n == best]
+        if full and best * 2 >= len(stored.states[root]):
+            # "model." and "model._orig_mod." are one place: they differ by wrappers only.
+            places[root] = {p for p in full if not any(_wraps(s, p) for s in full)}
+    return places, votes
+
+
+def _is_inside(prefix: str, optimizer: str) -> bool:
+    """Return whether a prefix is that of states of an optimizer, or of an average that it holds."""
+    if optimizer == "":
+        return prefix.startswith("state.")
+    inside = prefix == optimizer + "." or prefix.startswith(f"{optimizer}.state")
+    return inside or (prefix.startswith(f"{optimizer}.") and is_average(prefix[len(optimizer) + 1 :]))
 
 
 def _called(roots: Sequence[str]) -> str | None:
@@ -230,7 +318,7 @@ def _likeliest(roots: Sequence[str]) -> str:
     """Return the part to suggest: with a name that trainers use, and no copy; the first of equals."""
     if not roots:
         return "PREFIX"
-    best = min(roots, key=lambda root: (root[:-1] not in _CONTAINERS, bool(_COPY.search(root))))
+    best = min(roots, key=lambda root: (root[:-1] not in _CONTAINERS, bool(COPY.search(root))))
     return best or "''"
 
 
@@ -238,38 +326,29 @@ def _wraps(shorter: str, longer: str) -> bool:
     return longer != shorter and longer.startswith(shorter) and not strip_wrappers(longer[len(shorter) :])
 
 
-def _beside(root: str, names: Sequence[str], optimizers: set[str]) -> tuple[str, ...]:
-    """Return first path elements below a root that are not the model's, if the model has no container."""
-    if root:
-        return ()
-    tops = {n.split(".")[0] for n in names}
-    own = {o.split(".")[0] for o in optimizers if o} | ({"state"} if "" in optimizers else set())
-    return tuple(sorted({t for t in tops if t in own or _TRAINER.match(t)}))
-
-
-def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int]]:
+def _containers(stored: _Stored) -> list[tuple[str, int]]:
     """Return (prefix, tensors) of each part that may be the model, most tensors first."""
-    recorded = Paths.of(manifest)
-    roots = [recorded.container(t.fqn) for t in manifest.tensors]
-    own = tuple(f"{o}." for o in optimizers if o)
+    recorded = Paths.of(stored.manifest)
+    roots = [recorded.container(name) for name in stored.names]
+    own = tuple(f"{o}." for o in stored.states if o)
     count = Counter(roots)
     top = count.pop("", 0)
     for root in list(count):
-        if root.startswith(own) or root in optimizers or _TRAINER.match(root):
+        if root.startswith(own) or root in stored.states or stored.is_trainers(root):
             del count[root]
     if top:
-        bare = (t.fqn for t, root in zip(manifest.tensors, roots, strict=True) if not root)
-        top = sum(not _TRAINER.match(name) for name in bare)
+        bare = (name for name, root in zip(stored.names, roots, strict=True) if not root)
+        top = sum(not stored.is_trainers(name) for name in bare)
     if top:
         count[""] = top
     if len(count) == 1 and "" in count:
-        return _by_name(manifest, count[""])
+        return _by_name(stored, count[""])
     return sorted(count.items(), key=lambda row: (-row[1], row[0]))
 
 
-def _by_name(manifest: Manifest, total: int) -> list[tuple[str, int]]:
+def _by_name(stored: _Stored, total: int) -> list[tuple[str, int]]:
     """Return the parts by known container names, or the top level, where no container was recorded."""
-    kept = [t.fqn for t in manifest.tensors if not _TRAINER.match(t.fqn)]
+    kept = [name for name in stored.names if not stored.is_trainers(name)]
     for name in ("state_dict", "model_state_dict"):
         inside = sum(n.startswith(name + ".") for n in kept)
         if inside:

@@ -23,7 +23,7 @@ from ckptcore.catalog.claims import ClaimRow, Key
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import same_places
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import CkptError, UsageError, ended_by
+from ckptcore.errors import UsageError, ended_by
 from ckptcore.execution.source_stamps import take as take_stamps
 from ckptcore.operations.export_target import options_digest
 from ckptcore.planning.request import Request
@@ -151,8 +151,8 @@ def claimed_each(
                 for n, claim in enumerate(rows):
                     if claim.mine:
                         claims.end(conn, clock(conn), claim, _failure(taken.failures.get(n, error)))
-        except CkptError as second:  # must not hide the first error; the lease expires
-            _log.warning("cannot end the claim: %s", second.message)
+        except Exception as second:  # must not hide the first error; the lease expires
+            _log.warning("cannot end the claim: %s", ended_by(second).message)
         raise
     stop.set()
     keeper.join()
@@ -177,5 +177,5 @@ def _keep(catalog: Catalog, taken: Sequence[ClaimRow], stop: threading.Event) ->
         try:
             with catalog.writing() as conn:
                 kept = [claim for claim in kept if claims.renew(conn, clock(conn), claim)]
-        except CkptError as error:  # two more tries fit into the lease
-            _log.warning("cannot renew the claim on %s: %s", kept[0].key.destination, error.message)
+        except Exception as error:  # two more tries fit into the lease
+            _log.warning("cannot renew the claim on %s: %s", kept[0].key.destination, ended_by(error).message)

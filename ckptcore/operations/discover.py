@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ckptcore.catalog.normalize import normal_uri
-from ckptcore.errors import AmbiguousModel, CkptError, UnknownFormat, UnsupportedFormat
+from ckptcore.errors import AmbiguousModel, UnknownFormat, UnsupportedFormat
 from ckptcore.formats import detect
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.step_roots import located
@@ -20,6 +20,7 @@ from ckptcore.store import Store, join_url, local_path, open_store
 from ckptcore.store.listing import ListedFile, stamp_of, survey, survey_around
 from ckptcore.store.subfolder import SubStore
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.step_names import says_step, step_of
 
@@ -205,8 +206,8 @@ class _Looking:
         except UnsupportedFormat as error:
             name = str(error.values.get("format", ""))
             return (None, True) if name in _SEVERAL else ((name, (error.message,)), False)
-        except CkptError as error:
-            return ("", (error.message,)), False  # recognised enough to be checked and reported
+        except Exception as error:  # recognised enough to be checked and reported
+            return ("", (error_of(error).message,)), False
         return (found.name, (*way, *evidence.because)), False
 
     def _file(self, folder: str, name: str, seen: ListedFile) -> None:
@@ -216,8 +217,9 @@ class _Looking:
             found, evidence = detect(Source(self._store, path, {path: seen.nbytes}))
         except UnknownFormat:
             self._add(path, name, "", (), {name: seen})
-        except CkptError as error:
-            self._add(path, name, str(error.values.get("format", "")), (error.message,), {name: seen})
+        except Exception as error:
+            ended = error_of(error)
+            self._add(path, name, str(ended.values.get("format", "")), (ended.message,), {name: seen})
         else:
             self._add(path, name, found.name, evidence.because, {name: seen})
 

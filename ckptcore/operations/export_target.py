@@ -127,9 +127,19 @@ def target_of(form: Mapping[str, Any]) -> ExportTarget:
 
 def targets_of(root: RootRow) -> tuple[ExportTarget, ...]:
     """Return all targets of a root, its first one first. Raises `UsageError`, as `target_of`."""
+    _require_usable(root)
     found = tuple(target_of(form) for form in (root.target, *root.also))
     require_apart_targets(found)
     return found
+
+
+def _require_usable(root: RootRow) -> None:
+    """Raise `UsageError` for a watched root whose row in the catalog is odd."""
+    if root.trouble:
+        raise UsageError(
+            f"the row of the watched root {root.name} cannot be used: {root.trouble}",
+            hint="remove the root, and add it again",
+        )
 
 
 def require_apart_targets(targets: Sequence[ExportTarget]) -> None:
@@ -167,6 +177,7 @@ def announced_request(
         path = _relative_path(source, root.uri)
         if path is None or not matches(path, root.include):
             continue
+        _require_usable(root)
         found, run = step_and_run(root.uri, path)
         place = TemplateFields(root.uri, run, step if found is None else found, path.rsplit("/", 1)[-1], path)
         # Use the name that a sweep uses, even if the announcement's path has links.

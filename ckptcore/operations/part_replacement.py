@@ -23,9 +23,9 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
 from ckptcore.fingerprints.sums import checkpoint_fingerprint
-from ckptcore.naming.model_part import in_model
+from ckptcore.naming.model_part import find_model
 from ckptcore.naming.rename import is_kept
-from ckptcore.naming.training_state import training_state
+from ckptcore.naming.training_state import TRAINING_STATE, StoredKinds
 from ckptcore.planning.export_source import ExportSource
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.dataclass import dataclass
@@ -100,15 +100,9 @@ def prove_part(
     return ProvenPart(fingerprint, bool(proof.cast), settings is not None, losses, proof)
 
 
-def classified(manifest: Manifest, name: str, what: str) -> str:
-    """Return the kind of training state that a lost object is, or the kind that it was found to be."""
-    known = what == "object" or name in manifest.index or any(blob.key == name for blob in manifest.blobs)
-    return (training_state(name) if known else None) or what
-
-
 def is_training_state(loss: GivenUp) -> bool:
     """Return whether ``--accept-loss optimizer`` accepts a loss."""
-    return training_state(loss.name) == loss.kind
+    return loss.kind in TRAINING_STATE
 
 
 def _require_recorded(conversion: ConversionRow, child: CheckpointRow) -> None:
@@ -127,7 +121,8 @@ def _casts(proof: PartProof) -> Iterator[GivenUp]:
 
 def _dropped(manifest: Manifest, request: Request, proof: PartProof) -> Iterator[GivenUp]:
     """Yield the tensors of the source that are not in the export."""
-    inside, known = in_model(manifest, request.model_prefix), proof.mapped
+    model, known, kinds = find_model(manifest, request.model_prefix), proof.mapped, StoredKinds(manifest)
+    strays = frozenset(model.strays)
     # Ties come last (`ckptcore.naming.rename.remap`). Their equality is part of the comparison of values; by
     # record, the conversion proved it.
     dropped = known.dropped[: len(known.dropped) - len(known.ties)]
@@ -135,8 +130,11 @@ def _dropped(manifest: Manifest, request: Request, proof: PartProof) -> Iterator
         if each.only_zero and each.part is None:
             continue  # proven to be zero, element by element
         spec = manifest.tensors[manifest.index[each.fqn]]
-        if inside(each.fqn) is None:
-            yield GivenUp(each.fqn, training_state(each.fqn) or TENSOR, spec.nbytes)
+        if each.fqn in strays:
+            yield GivenUp(each.fqn, MODEL, spec.nbytes)
+            continue
+        if not model.holds(each.fqn):
+            yield GivenUp(each.fqn, kinds.kind_of(each.fqn) or TENSOR, spec.nbytes)
             continue
         by_map = bool(known.made) and is_kept(each.fqn, request.include, request.exclude)
         yield GivenUp(each.fqn, TENSOR if by_map else MODEL, spec.nbytes)

@@ -48,12 +48,13 @@ from ckptcore.custody.set_aside import (
     open_set_aside,
     partly_gone,
     place_of,
+    require_files,
 )
 from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack, pack_ids, pack_specs
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.replacement import child_of
-from ckptcore.operations.setting_aside import freed_bytes, require_files, require_untied, row_of
+from ckptcore.operations.setting_aside import freed_bytes, require_untied, row_of
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, local_path, split_url

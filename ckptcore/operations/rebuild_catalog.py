@@ -13,7 +13,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.catalog import Kind
+from ckptcore.catalog import CheckpointDetail, Kind
 from ckptcore.checking.examine import validate
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
@@ -21,7 +21,7 @@ from ckptcore.conversion.registration import Prints, Published, facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import used
 from ckptcore.custody.upkeep import read_records
-from ckptcore.errors import CkptError
+from ckptcore.errors import CatalogError, CkptError
 from ckptcore.execution.receipts import digest_of
 from ckptcore.formats import Source, detect, open_source, read_manifest
 from ckptcore.formats.step_roots import located
@@ -31,6 +31,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import is_s3, open_store
 from ckptcore.store.objects.part_plan import plan_parts
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 from ckptcore.utils.part_digest import PartHasher, hasher_like
 
 if TYPE_CHECKING:
@@ -101,28 +102,36 @@ def rebuild(
     began = datetime.now(UTC)  # a file that is written later may differ from what is read
     found: dict[str, tuple[str, str]] = {}  # id -> place and format
     left_out = []
-    kinds = {uri: Kind.SOURCE for root in roots for uri in _checkpoints_at(root)}
-    kinds |= {uri: Kind.DERIVED for root in made for uri in _checkpoints_at(root)}
+    kinds: dict[str, Kind] = {}
+    for kind, places in ((Kind.SOURCE, roots), (Kind.DERIVED, made)):
+        for root in places:
+            try:
+                kinds |= dict.fromkeys(_checkpoints_at(root), kind)
+            except CkptError:
+                raise
+            except Exception as error:
+                left_out.append(_left_out(root, error, on_place))
     for uri, kind in kinds.items():
         try:
             manifest = read_manifest(open_source(uri))
             report = validate(manifest)
             files = _digests(catalog, uri, manifest) if digests else []
             prints = _prints(manifest, take, on_place) if take is not None and report.ok else NO_PRINTS
-        except CkptError as error:
-            left_out.append((uri, error.code, error.message))
-            on_place(f"left out  {uri}: {error.message}")
+            known = facts(
+                manifest,
+                uri,
+                {path: digest for path, _, digest in files},
+                prints=prints,
+                verified="coverage" if report.ok else None,
+                published=files,
+                training=kind is Kind.SOURCE,
+            )
+            public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
+        except CatalogError:
+            raise
+        except Exception as error:
+            left_out.append(_left_out(uri, error, on_place))
             continue
-        known = facts(
-            manifest,
-            uri,
-            {path: digest for path, _, digest in files},
-            prints=prints,
-            verified="coverage" if report.ok else None,
-            published=files,
-            training=kind is Kind.SOURCE,
-        )
-        public = catalog.record_validation(known, report.findings, level="coverage", kind=kind)
         found[public] = uri, manifest.format
         on_place(f"{'recorded' if report.ok else 'damaged '}  {uri} ({manifest.format})")
     count, unread = read_records(catalog, [*roots, *made, *kinds])
@@ -131,21 +140,27 @@ def rebuild(
     for message in unread:
         on_place(f"left out  {message}")
     # After all of them: a source may be found later than its output.
-    origins = {public: _adopted(catalog, began, public, uri) for public, (uri, _) in found.items()}
-    for public, (uri, _) in found.items():
-        if kinds[uri] is Kind.DERIVED and origins[public] is None:
-            origins[public] = _of_equal_numbers(catalog, began, public)
-    recorded = [
-        Recorded(
-            public,
-            uri,
-            form,
-            catalog.show(public, tensors=False).checkpoint.state,  # type: ignore[union-attr]
-            origins[public],
-        )
-        for public, (uri, form) in found.items()
-    ]
+    recorded = []
+    for public, (uri, form) in found.items():
+        try:
+            origin = _adopted(catalog, began, public, uri)
+            if kinds[uri] is Kind.DERIVED and origin is None:
+                origin = _of_equal_numbers(catalog, began, public)
+            detail = catalog.show(public, tensors=False)
+            assert isinstance(detail, CheckpointDetail)
+            recorded.append(Recorded(public, uri, form, detail.checkpoint.state, origin))
+        except CkptError:
+            raise
+        except Exception as error:
+            left_out.append(_left_out(uri, error, on_place))
     return Rebuilt(tuple(recorded), tuple(left_out))
+
+
+def _left_out(uri: str, error: Exception, on_place: OnPlace) -> tuple[str, str, str]:
+    """Report a place that ended with an exception, and return its row."""
+    ended = error_of(error)
+    on_place(f"left out  {uri}: {ended.message}")
+    return uri, ended.code, ended.message
 
 
 def _checkpoints_at(root: str) -> Iterator[str]:

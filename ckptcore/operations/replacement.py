@@ -28,8 +28,16 @@ from ckptcore.conversion.registration import facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.custody.distinct import files_of, require_apart
-from ckptcore.custody.holdings import descriptions_last, file_holdings, objects_of, rest_of, tensors_recorded
+from ckptcore.custody.holdings import (
+    EMPTY_FOLDER,
+    descriptions_last,
+    file_holdings,
+    objects_of,
+    rest_of,
+    tensors_recorded,
+)
 from ckptcore.custody.place_ties import writer_of_place
+from ckptcore.custody.set_aside import require_files
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.holdings import (
@@ -42,19 +50,19 @@ from ckptcore.fingerprints.holdings import (
     tensor_holdings,
 )
 from ckptcore.fingerprints.sums import Fingerprinted, checkpoint_fingerprint
+from ckptcore.naming.training_state import StoredKinds
 from ckptcore.operations.part_replacement import (
     CAST,
     MODEL,
     OPTIMIZER,
     ProvenPart,
-    classified,
     is_training_state,
     prove_part,
 )
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
-from ckptcore.store.contents import Thing, contents
+from ckptcore.store.contents import NameKind, Thing, contents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
 
@@ -63,6 +71,9 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "its fingerprint is not known; --fingerprint computes it"
 _PLAIN = (FILE, OBJECT)  # kinds that go without saying
+_IN_FOLDERS = frozenset(
+    {FILE, EMPTY_FOLDER, *(kind.value for kind in NameKind)}
+)  # kinds of things, not of objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +308,8 @@ def _judged(
     losses = (*tensor_losses, *beside_losses)
     missing = tuple(each for each in losses if not allowed.accepts(each))
     if missing:
+        # What was read of a source that is being written is of two states: it says nothing about the child.
+        require_files(source.row.uri, source.things, contents(source.row.uri))
         return Replacement(None, _why_not(child, missing), losses=missing)
     order = descriptions_last(source.manifest, source.row.uri, source.things)
     things = {name: source.things[name] for name in order}
@@ -360,8 +373,11 @@ def _beside(
     theirs = (*child.objects, *files)
     child_ids, wanted = ids_of(theirs), ids_of(mine)
     lacking = {(each.name, each.kind): each for each in mine if each.id not in child_ids}
-    kinds = {key: classified(source.manifest, *key) if classify else key[1] for key in lacking}
-    losses = [GivenUp(each.name, kinds[key], each.nbytes) for key, each in lacking.items()]
+    stored = StoredKinds(source.manifest)
+    losses = []
+    for each in lacking.values():
+        of_object = stored.kind_of(each.name) if classify and each.kind not in _IN_FOLDERS else None
+        losses.append(GivenUp(each.name, of_object or each.kind, each.nbytes))
     return losses, tuple(each for each in theirs if each.id in wanted)
 
 

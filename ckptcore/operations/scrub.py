@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import CheckpointDetail
 from ckptcore.catalog import maintenance as tending
+from ckptcore.catalog.database import clock as catalog_clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.upkeep import look_after
-from ckptcore.errors import UsageError
+from ckptcore.errors import CatalogAway, UsageError
 from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -106,17 +108,42 @@ def scrub(
         if looked and clock() >= end:
             break
         in_time = (lambda: clock() < end) if looked else (lambda: True)
-        detail = catalog.show(row.id, tensors=False)
-        assert isinstance(detail, CheckpointDetail)
-        found = Looked(row, prove(detail, in_time))
-        _record_look(catalog, found)
-        looked.append(found)
+        checked = _check(catalog, row, in_time)
+        looked.append(checked)
         if on_look is not None:
-            on_look(found)
-        if found.proven.proof is Proof.STOPPED:
+            on_look(checked)
+        if checked.proven.proof is Proof.STOPPED:
             break
     look_after(catalog)
     return Scrubbed(tuple(looked), len(wanted), len(rows))
+
+
+def _check(catalog: Catalog, row: CheckpointRow, in_time: Callable[[], bool]) -> Looked:
+    """Check one checkpoint and record the result; what nobody foresaw is a result, too."""
+    try:
+        detail = catalog.show(row.id, tensors=False)
+        assert isinstance(detail, CheckpointDetail)
+        odd = detail.checkpoint.trouble or next((f.trouble for f in detail.files if f.trouble), "")
+        if odd:
+            return _unread(catalog, row, f"its rows in the catalog cannot be used: {odd}")
+        checked = Looked(row, prove(detail, in_time))
+        _record_look(catalog, checked)
+    except CatalogAway:
+        raise  # as it would be for all of them
+    except Exception as error:
+        ended = error_of(error)
+        return _unread(catalog, row, f"{ended.code}: {ended.message}")
+    return checked
+
+
+def _unread(catalog: Catalog, row: CheckpointRow, message: str) -> Looked:
+    """Record the time of a check that came to no result, so that the next run begins with another one."""
+    try:
+        with catalog.writing() as conn:
+            tending.looked(conn, catalog_clock(conn), row.id)
+    except Exception as error:
+        message += f"; and the time of the check could not be recorded: {error_of(error).message}"
+    return Looked(row, Proven(Proof.UNREAD, message=message))
 
 
 def _record_look(catalog: Catalog, found: Looked) -> None:

@@ -19,13 +19,13 @@ from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import inside_of_place, ties_of_places
-from ckptcore.custody.set_aside import RETIRED, SetAside, SetAsideRecord, begin, folder_of
-from ckptcore.errors import CkptError, Conflict, SourceChanged, UsageError
+from ckptcore.custody.set_aside import RETIRED, SetAside, SetAsideRecord, begin, folder_of, require_files
+from ckptcore.errors import CkptError, Conflict, UsageError
 from ckptcore.operations.replacement import Replacement
 from ckptcore.operations.retention import RetentionEntry, user_reasons
-from ckptcore.store import join_url, local_path
+from ckptcore.store import local_path
 from ckptcore.store.below import open_above
-from ckptcore.store.contents import NameKind, Thing, contents, difference, require_no_mount
+from ckptcore.store.contents import NameKind, Thing, contents, require_no_mount
 from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:
@@ -209,20 +209,6 @@ def require_untied(conn: Any, now: datetime, source: CheckpointRow) -> None:
 def _require_same(uri: str, things: Mapping[str, Thing]) -> None:
     """Raise `SourceChanged` unless a source is, name by name, unchanged since before it was looked at."""
     require_files(uri, things, contents(uri))
-
-
-def require_files(uri: str, before: Mapping[str, Thing], now: Mapping[str, Thing]) -> None:
-    """Raise `SourceChanged` unless everything at a place is, name by name, as it was before."""
-    name = difference(before, now)
-    if name is not None:
-        raise _changed(uri, name)
-
-
-def _changed(uri: str, name: str) -> SourceChanged:
-    return SourceChanged(
-        f"{join_url(uri, name) if name else uri} was written, moved or touched while this ran",
-        hint="run again when no process writes there",
-    )
 
 
 def freed_bytes(things: Mapping[str, Thing]) -> int:

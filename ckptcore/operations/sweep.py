@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -26,7 +26,7 @@ from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
-from ckptcore.errors import Busy, CkptError, Finding, Interrupted
+from ckptcore.errors import Busy, CatalogAway, CkptError, Finding, Interrupted
 from ckptcore.operations.batches import batches
 from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
@@ -43,6 +43,7 @@ from ckptcore.store import local_path
 from ckptcore.store.listing import survey
 from ckptcore.store.place import Relation, Spellings, perhaps_within
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -162,7 +163,7 @@ def sweep(
 
     Args:
         catalog: The catalog.
-        convert: Carries out one request; a `CkptError` does not stop the sweep.
+        convert: Carries out one request; an error of it does not stop the sweep.
         names: Of roots, also paused ones; none means all that are not paused.
         dry_run: Convert and record nothing.
         settle_s: Seconds without a change before a checkpoint is opened.
@@ -247,9 +248,10 @@ def look_through(
             written = perhaps_within(root.uri, sightings.outputs(conn)) if local_path(root.uri) else ()
         kept = () if relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)
-    except CkptError as error:
-        standing = Standing.UNREAD if error.transient or error.exit_code != 2 else Standing.REFUSED
-        return (SweepItem(root.name, root.uri, None, standing, error.message),)
+    except Exception as error:
+        ended = error_of(error)
+        standing = Standing.UNREAD if ended.transient or ended.exit_code != 2 else Standing.REFUSED
+        return (SweepItem(root.name, root.uri, None, standing, ended.message),)
     # An output that was recorded under another name of its place, such as one behind a mount.
     elsewhere = Spellings(each for each in written if each not in outputs)
     found = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]
@@ -272,9 +274,14 @@ def look_through(
                 else (request, why)
                 for request, why in made
             ]
-            items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
+            try:
+                items += looking.items(candidate, wanted, before.get(normal_uri(candidate.uri)))
+            except CatalogAway:
+                raise  # as it would be for all of them
+            except Exception as error:
+                items.append(looking.unread(candidate.uri, candidate.step, error_of(error)))
         looking.record()
-    return tuple(items)
+    return tuple(_with_failures(items, looking.failures))
 
 
 def convert_ready(
@@ -291,7 +298,7 @@ def convert_ready(
     Args:
         catalog: The catalog.
         items: The checkpoints of `look_through`.
-        convert: Carries out one request; a `CkptError` does not stop the others.
+        convert: Carries out one request; an error of it does not stop the others.
         who: The worker; it takes its own claims again at once.
         on_item: Called for each checkpoint, in the order of ``items``.
         convert_each: Carries out the requests of a batch, and returns for each a result or a `CkptError`;
@@ -320,7 +327,11 @@ def convert_ready(
 
 @dataclass(frozen=True)
 class _LookThrough:
-    """One pass over a root. unrecorded: states to note; the others: arguments of `look_through`."""
+    """One pass over a root.
+
+    unrecorded: states to note. failures: URI -> why its state could not be noted. The others: arguments of
+    `look_through`.
+    """
 
     catalog: Catalog
     root: RootRow
@@ -329,6 +340,7 @@ class _LookThrough:
     settle_s: float
     retry_failed: bool
     unrecorded: list[SightingRow] = field(default_factory=list)
+    failures: dict[str, CkptError] = field(default_factory=dict)
 
     def items(self, candidate: Candidate, wanted: Wanted, before: SightingRow | None) -> list[SweepItem]:
         """Return the standings of a candidate, one for each wanted request."""
@@ -345,7 +357,7 @@ class _LookThrough:
             try:
                 files = survey(candidate.uri)
             except CkptError as error:
-                return [self._unread(candidate, error)]
+                return [self.unread(candidate.uri, candidate.step, error)]
             if not files:
                 return []  # removed meanwhile
             candidate = replace(candidate, files=files, remembered=False)
@@ -383,16 +395,29 @@ class _LookThrough:
         return replace(seen, manifest=None)  # thousands of them need not be kept
 
     def record(self) -> None:
-        """Record the states of checkpoints in one transaction."""
-        if self.unrecorded:
-            with self.catalog.writing() as conn:
-                for row in self.unrecorded:
-                    sightings.note(conn, row)
-            self.unrecorded.clear()
+        """Record the states of checkpoints in one transaction, or where it fails each in one of its own."""
+        rows = [*self.unrecorded]
+        self.unrecorded.clear()
+        try:
+            self._note(rows)
+        except CatalogAway:
+            raise
+        except Exception as error:
+            if len(rows) == 1:
+                self.failures[rows[0].uri] = error_of(error)
+            for row in rows if len(rows) > 1 else ():
+                self.unrecorded.append(row)
+                self.record()
 
-    def _unread(self, candidate: Candidate, error: CkptError) -> SweepItem:
-        uri = normal_uri(candidate.uri)
-        return SweepItem(self.root.name, uri, candidate.step, Standing.UNREAD, error.message)
+    def _note(self, rows: Sequence[SightingRow]) -> None:
+        if rows:
+            with self.catalog.writing() as conn:
+                for row in rows:
+                    sightings.note(conn, row)
+
+    def unread(self, uri: str, step: int | None, error: CkptError) -> SweepItem:
+        """Return the item of a checkpoint that could not be read."""
+        return SweepItem(self.root.name, normal_uri(uri), step, Standing.UNREAD, error.message)
 
 
 def _remembered(before: Mapping[str, SightingRow], now: datetime) -> list[str]:
@@ -430,10 +455,8 @@ def work(catalog: Catalog, item: SweepItem, convert: Convert, who: str, *, redo:
             if _made_before(catalog, item):
                 return _converted(item)
             convert(request)
-    except Interrupted:
-        raise  # by the user: the sweep ends, too
-    except CkptError as error:
-        return _failed(item, error)
+    except Exception as error:
+        return _failed(item, error_of(error))
     return replace(item, standing=Standing.MADE, why="")
 
 
@@ -461,8 +484,9 @@ def work_each(
                         done[n] = _converted(item)
                     else:
                         todo.append(n)
-                except CkptError as error:
-                    taken.failures[n], done[n] = error, _failed(item, error)
+                except Exception as error:
+                    ended = error_of(error)
+                    taken.failures[n], done[n] = ended, _failed(item, ended)
             results = convert_each([_request(items[n]) for n in todo]) if todo else ()
             for n, result in zip(todo, results, strict=True):
                 if isinstance(result, CkptError):
@@ -470,13 +494,15 @@ def work_each(
                     stop = result if isinstance(result, Interrupted) else stop
                 else:
                     done[n] = replace(items[n], standing=Standing.MADE, why="")
-    except CkptError as error:
+    except Exception as error:
+        ended = error_of(error)
         begun = any(item.standing is Standing.MADE for item in done.values())
-        if len(items) > 1 and not begun and not error.transient:
-            # One of them may be at fault, such as by a name that the catalog cannot store.
+        if len(items) > 1 and not begun and not ended.transient:
+            # One of them may be at fault, such as by a name that the catalog cannot store. What was published
+            # is registered now.
             return [one for item in items for one in work_each(catalog, [item], convert_each, who)]
         open_ends = (Standing.READY, Standing.MADE)  # without a claim that is done, nothing is
-        done = {n: _failed(item, error) if item.standing in open_ends else item for n, item in done.items()}
+        done = {n: _failed(item, ended) if item.standing in open_ends else item for n, item in done.items()}
     if stop is not None:
         raise stop
     return [done[n] for n in range(len(items))]
@@ -507,6 +533,13 @@ def _failed(item: SweepItem, error: CkptError) -> SweepItem:
     return replace(item, standing=standing, why=f"{error.code}: {error.message}")
 
 
+def _with_failures(items: Iterable[SweepItem], failures: Mapping[str, CkptError]) -> Iterator[SweepItem]:
+    """Yield items; one whose state could not be noted is not converted: every sweep would begin it anew."""
+    for item in items:
+        error = failures.get(item.source)
+        yield item if error is None else replace(item, standing=Standing.UNREAD, why=error.message)
+
+
 def _ignore(item: SweepItem) -> None:
     """Tell nobody."""
 
@@ -515,8 +548,8 @@ def _planned(target: ExportTarget, candidate: Candidate) -> tuple[Request | None
     place = TemplateFields(candidate.root, candidate.run, candidate.step, candidate.name, candidate.path)
     try:
         return target.request(candidate.uri, place), ""
-    except CkptError as error:
-        return None, error.message
+    except Exception as error:
+        return None, error_of(error).message
 
 
 def _item(root: RootRow, candidate: Candidate, request: Request | None, why: str, seen: Look) -> SweepItem:

@@ -44,6 +44,7 @@ from ckptcore.planning.casts import find_casts
 from ckptcore.planning.config_folder import ConfigFolder, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
+from ckptcore.planning.left_out import left_out_findings, require_decided
 from ckptcore.planning.model_card import model_card
 from ckptcore.planning.model_files import (
     ModelFiles,
@@ -145,6 +146,8 @@ def compose(
     layout = _output_layout(request, manifest, writer, adapter)
     carried, found = ({}, ()) if export else carried_files(request, manifest, layout.model_folder)
     model = find_model(manifest, request.model_prefix) if export else None
+    if model is not None:
+        require_decided(request, manifest, model)
     free, bound = _without_unused(request, manifest)
     naming: NameMap | None = None
     if adapter is None or model is None:
@@ -154,9 +157,10 @@ def compose(
     if by_config and (doubts or beside.config is None):  # the model class proves nothing
         require_complete(manifest, selected)
     warnings += [*doubts, *beside.findings, *found, *unused_renames(request, manifest)]
-    if export:
+    if model is not None:
         warnings += [
             *_other_parts(model),
+            *left_out_findings(request, manifest, model),
             *unopened(request, beside, [t.fqn for t in mapped.manifest.tensors]),
         ]
     require_zero(free, mapped.dropped)
@@ -546,9 +550,9 @@ def _why_dropped(blob: Blob, request: Request) -> str:
     return "refers to a tensor that is left out" if blob.known else "cannot be read"
 
 
-def _other_parts(model: ModelPart | None) -> Iterable[Finding]:
+def _other_parts(model: ModelPart) -> Iterable[Finding]:
     """Yield findings for other parts that could be the model."""
-    for other in model.others if model is not None else ():
+    for other in model.others:
         message = f"{other[:-1] or 'the top level'} could be the model, too, and is left out"
         yield finding(
             "other-part", "coverage", message, hint=f"export it with --model-prefix {other or chr(39) * 2}"

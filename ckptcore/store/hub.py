@@ -6,6 +6,7 @@ Token and endpoint are those of huggingface_hub (``HF_TOKEN``, ``HF_ENDPOINT``, 
 
 from __future__ import annotations
 
+from ckptcore.errors import SourceUnreadable
 from ckptcore.store.remote import FsspecStore, retrying
 
 _PREFIXES = {"dataset": "datasets/", "space": "spaces/"}
@@ -37,5 +38,10 @@ class HubStore(FsspecStore):
         found = self._fs.resolve_path(self._root)
         api = HfApi(endpoint=self._fs.endpoint, token=self._fs.token)
         commit = api.repo_info(found.repo_id, repo_type=found.repo_type, revision=found.revision).sha
+        if not commit:
+            raise SourceUnreadable(
+                f"cannot read {self.url}: the hub does not say which commit {found.revision or 'it'} is",
+                hint="name a commit as its revision (hf://USER/NAME@COMMIT)",
+            )
         inner = f"/{found.path_in_repo}" if found.path_in_repo else ""
         return f"{_PREFIXES.get(found.repo_type, '')}{found.repo_id}@{commit}{inner}"

@@ -14,6 +14,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
 from ckptcore.errors import UnreadablePart, UsageError
 from ckptcore.naming.rename import matches
+from ckptcore.naming.training_state import StoredKinds
 from ckptcore.topology.layout import Mesh
 from ckptcore.utils.globs import leave_out
 from ckptcore.utils.late_pattern import late_pattern
@@ -44,12 +45,11 @@ def without_bound(
     Raises:
         UsageError: A glob matches no such state.
     """
-    names = [t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs]
     sizes = dict(mesh.axes)
     degree = 1
     for axis in _DATA_AXES:
         degree *= sizes.get(axis, 1)
-    rules = bound_names(names, degree)
+    rules = bound_names(manifest, degree)
     for glob in keep:
         if not any(matches(name, [glob]) for name in rules):
             raise UsageError(
@@ -65,20 +65,25 @@ def without_bound(
     return replace(kept, blobs=blobs), tuple(rules.items())
 
 
-def bound_names(names: Sequence[str], degree: int | None = None) -> dict[str, str]:
+def bound_names(manifest: Manifest, degree: int | None = None) -> dict[str, str]:
     """Return name -> rule of the state that is bound to the ranks that saved it.
 
+    A tensor counts if it has the form of such state: a submodule may be called ``rng``.
+
     Args:
-        names: All names of tensors and objects of a checkpoint.
+        manifest: The checkpoint.
         degree: Number of data-parallel ranks whose data loaders may stay; None for none.
     """
+    names, kinds = [t.fqn for t in manifest.tensors] + [b.key for b in manifest.blobs], StoredKinds(manifest)
     loaders = _loaders(names)
     found: dict[str, str] = {}
     for name in names:
         root = next((r for r in loaders if name.startswith(r)), None)
         if _RANDOM.search(name):
+            if not kinds.is_random_state(name):
+                continue
             found[name] = "random state of a rank that saved it"
-        elif root is not None and loaders[root] != degree:
+        elif root is not None and loaders[root] != degree and not kinds.is_weight_like(name):
             mesh = "" if degree is None else f"; the mesh has {degree}"
             found[name] = f"data loader of {loaders[root]} data-parallel ranks{mesh}"
     return found

@@ -1,11 +1,17 @@
-"""Keep the trouble of one item its own, and that of foreign text, whatever raises it."""
+"""Keep the trouble of one item its own, and that of foreign text, whatever raises it.
+
+Every loop over items (checkpoints of a sweep, events, messages) ends an item by `attempt` or `error_of`. An
+item is expected to end with a `CkptError`; any other exception is a defect, and still that of one item.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ckptcore.errors import CkptError, ended_by
+from ckptcore.errors import CkptError, Interrupted, ended_by
+from ckptcore.utils import terminal
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -16,9 +22,7 @@ def attempt(
 ) -> _Result | CkptError:
     """Return what an act on one item returns, or the error to record for it if it raises any `Exception`.
 
-    A loop over items calls this for each of them: what a library raises for one item, documented or not, has
-    a code, a message and a next step, and the other items go on. The original exception is the ``__cause__``
-    of the returned error. What ends the process (`KeyboardInterrupt`, `SystemExit`) is raised.
+    What ends the process or the command (`KeyboardInterrupt`, `SystemExit`, `Interrupted`) is raised.
 
     >>> attempt(int, "7"), attempt(int, "x").code
     (7, 'internal')
@@ -26,10 +30,25 @@ def attempt(
     try:
         return act(*args, **kwargs)
     except Exception as error:
-        ended = ended_by(error)
-        if ended is not error:
-            ended.__cause__ = error
-        return ended
+        return error_of(error)
+
+
+def error_of(error: Exception) -> CkptError:
+    """Return the error with a code, a message and a next step that an item ended with.
+
+    The original exception is its ``__cause__``. ``CKPTCORE_TRACEBACK=1`` shows where a defect is.
+
+    Raises:
+        Interrupted: The user stopped the command: no further item begins.
+    """
+    if isinstance(error, Interrupted):
+        raise error
+    ended = ended_by(error)
+    if ended is not error:
+        ended.__cause__ = error
+        if os.environ.get("CKPTCORE_TRACEBACK"):
+            terminal.report(error)
+    return ended
 
 
 def parsed_or_none(parse: Callable[[str], _Result], text: str) -> _Result | None:
@@ -38,5 +57,7 @@ def parsed_or_none(parse: Callable[[str], _Result], text: str) -> _Result | None
     >>> parsed_or_none(int, "7"), parsed_or_none(int, "seven")
     (7, None)
     """
-    value = attempt(parse, text)
-    return None if isinstance(value, CkptError) else value
+    try:
+        return parse(text)
+    except Exception:
+        return None

@@ -19,7 +19,7 @@ from ckptcore.operations.options import RetireOptions
 from deployments.page.access import require_reader
 from deployments.page.display import finite
 from deployments.page.shards import shard_map
-from deployments.page.views import Ref, Site, detail_of, find
+from deployments.page.views import Ref, Site, find
 
 Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
 Cursor = Annotated[str | None, Query(max_length=100)]
@@ -34,22 +34,11 @@ class JsonError(BaseModel):
     hint: str = ""
 
 
-class JsonBrokenRow(BaseModel):
-    """A row of the catalog that cannot be read: its table and row, and its error as a `JsonError`."""
-
-    table: str
-    row: str
-    code: str
-    message: str
-    hint: str
-
-
 class JsonRows(BaseModel):
-    """One page of a list. next: the cursor of the next page, or null. broken: rows that cannot be read."""
+    """One page of a list. next: the cursor of the next page, or null. An odd row has ``trouble``."""
 
     rows: list[dict[str, Any]]
     next: str | None = None
-    broken: list[JsonBrokenRow] = []
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -67,11 +56,7 @@ def api(site: Site) -> APIRouter:
     router = APIRouter(prefix="/api/v1", responses=ERRORS, default_response_class=JSONResponse)
 
     def rows(page: browse.Page[Any]) -> dict[str, Any]:
-        return {
-            "rows": [finite(as_dict(row)) for row in page.rows],
-            "next": page.next,
-            "broken": as_dict(page.broken),
-        }
+        return {"rows": [finite(as_dict(row)) for row in page.rows], "next": page.next}
 
     @router.get("/runs", response_model=JsonRows)
     def runs(request: Request, name: Text = "", after: Text = "", limit: Limit = browse.LIMIT) -> Any:
@@ -163,7 +148,7 @@ def api(site: Site) -> APIRouter:
     def conversion(request: Request, ref: Ref) -> Any:
         """Return one conversion."""
         require_reader(request, site.access)
-        found = detail_of(site, ref)
+        found = site.catalog.show(ref, tensors=False)
         if not isinstance(found, ConversionDetail):
             raise UsageError(f"{ref} is a checkpoint, not a conversion")
         return finite(as_dict(found))
@@ -187,8 +172,8 @@ def api(site: Site) -> APIRouter:
         """Return the checkpoints with the best values of a metric, the best first."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = training_rows.ranked(conn, metric, goal, run=run or None, kind=kind, limit=limit)
-        return rows(browse.Page(found.values, None, found.broken))
+            found = training_rows.best(conn, metric, goal, run=run or None, kind=kind, limit=limit)
+        return rows(browse.Page(found))
 
     @router.get("/search", response_model=dict[str, Any])
     def search(request: Request, q: Text) -> Any:
@@ -200,7 +185,6 @@ def api(site: Site) -> APIRouter:
             {
                 "checkpoints": [as_dict(each) for each in found.places],
                 "runs": [as_dict(each) for each in found.runs],
-                "errors": [error.as_dict() for error in found.errors],
             }
         )
 
@@ -244,8 +228,8 @@ def api(site: Site) -> APIRouter:
         """List the newest events of a state; without one, those that are not done. Bodies are left out."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = queues.inbox.browsed(conn, state, limit)
-        page = rows(browse.Page(found.values, None, found.broken))
+            found = queues.inbox.listed(conn, state, limit)
+        page = rows(browse.Page(found))
         return page | {"rows": [{k: v for k, v in row.items() if k != "body"} for row in page["rows"]]}
 
     @router.get("/aliases", response_model=JsonRows)
@@ -253,8 +237,8 @@ def api(site: Site) -> APIRouter:
         """List all aliases."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = aliases.browsed(conn)
-        return rows(browse.Page(found.values, None, found.broken))
+            found = aliases.every(conn)
+        return rows(browse.Page(found))
 
     @router.get("/audit", response_model=JsonRows)
     def changes(
@@ -265,15 +249,14 @@ def api(site: Site) -> APIRouter:
         """List changes of aliases, holds and queues, newest first."""
         require_reader(request, site.access)
         with site.catalog.reading() as conn:
-            found = audit.browsed(conn, before=before, limit=limit + 1)
-        cursor = str(found.values[limit - 1].id) if len(found.rows) > limit else None
-        return rows(browse.Page(found.values[:limit], cursor, found.broken))
+            found = audit.listed(conn, before=before, limit=limit + 1)
+        return rows(browse.Page(found[:limit], str(found[limit - 1].id) if len(found) > limit else None))
 
     return router
 
 
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
-    found = detail_of(site, ref)
+    found = site.catalog.show(ref, tensors=False)
     if not isinstance(found, CheckpointDetail):
         raise UsageError(f"{ref} is a conversion, not a checkpoint")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -15,12 +15,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ckptcore.catalog import aliases, audit, browse, holds, lineage, query, queues, training_rows
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
-from ckptcore.catalog.database import clock, translated
-from ckptcore.catalog.readable_rows import ReadRows, require_types
-from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Lineage, Origin
-from ckptcore.errors import CkptError, UsageError
+from ckptcore.catalog.database import clock
+from ckptcore.catalog.row_values import row_findings
+from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Origin
+from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from ckptcore.utils.isolation import attempt
 from deployments.page import display, pictures
 from deployments.page.access import csrf_of, require_reader
 from deployments.page.retiring import Retiring, command, number
@@ -29,8 +28,6 @@ from deployments.page.shards import Manifests, shard_map
 
 FOLDER = FilePath(__file__).parent
 FILES = 200
-NOTHING: ReadRows[Any] = ReadRows(())
-_Value = TypeVar("_Value")
 Ref = Annotated[str, Path(pattern=r"^[0-9a-f-]{4,36}$")]
 Cursor = Annotated[str | None, Query(max_length=100)]
 Name = Annotated[str, Query(max_length=1000)]
@@ -97,7 +94,7 @@ def _environment() -> Environment:
         "broken": display.broken,
         "pretty": display.pretty,
     }
-    made.globals |= {"took": display.took, "bar": pictures.bar}
+    made.globals |= {"took": display.took, "bar": pictures.bar, "odd_rows": row_findings}
     return made
 
 
@@ -140,13 +137,13 @@ def pages(site: Site) -> APIRouter:
     def checkpoint(request: Request, ref: Ref, search: Name = "", after: Name = "") -> Response:
         """Show one checkpoint."""
         user = reader(request)
-        detail = detail_of(site, ref)
+        detail = site.catalog.show(ref, tensors=False)
         if isinstance(detail, ConversionDetail):
             return site.page(request, "conversion.html", user, detail=detail)
         with site.catalog.reading() as conn:
             tensors = browse.tensors(conn, detail.checkpoint.id, search=search, after=after or None)
             counts = browse.tensor_counts(conn, detail.checkpoint.id)
-            steps = _attempt(_lineage, conn, detail.checkpoint.id)
+            steps = lineage.lineage(conn, detail.checkpoint.id, up=True, down=True)
             kept = holds.active(conn, clock(conn), detail.checkpoint.id)
             named = aliases.of_checkpoint(conn, detail.checkpoint.id)
             changes = audit.listed(conn, subject=detail.checkpoint.id, limit=20)
@@ -159,7 +156,7 @@ def pages(site: Site) -> APIRouter:
             tensors=tensors,
             dtypes=pictures.bars(counts.dtypes),
             sizes=pictures.bars([(_range(p), n, total) for p, n, total in counts.sizes]),
-            graph=steps.message if isinstance(steps, CkptError) else pictures.lineage(steps, site.of),
+            graph=pictures.lineage(steps, site.of),
             holds=kept,
             aliases=named,
             changes=changes,
@@ -214,7 +211,7 @@ def pages(site: Site) -> APIRouter:
     def conversion(request: Request, ref: Ref) -> Response:
         """Show one conversion."""
         user = reader(request)
-        detail = detail_of(site, ref)
+        detail = site.catalog.show(ref, tensors=False)
         if not isinstance(detail, ConversionDetail):
             raise UsageError(f"{ref} is a checkpoint, not a conversion")
         return site.page(request, "conversion.html", user, detail=detail)
@@ -233,7 +230,7 @@ def pages(site: Site) -> APIRouter:
         user = reader(request)
         with site.catalog.reading() as conn:
             names = training_rows.names_of_metrics(conn)
-            best = training_rows.ranked(conn, metric, goal, run=run or None, limit=50) if metric else NOTHING
+            best = training_rows.best(conn, metric, goal, run=run or None, limit=50) if metric else ()
         values: dict[str, Any] = {"metric": metric, "goal": goal, "run": run}
         return site.page(request, "best.html", user, names=names, found=best, **values)
 
@@ -256,8 +253,7 @@ def pages(site: Site) -> APIRouter:
             accept_loss=tuple(accept_loss.split()) or None,
         )
         with site.catalog.reading() as conn:
-            listed = _attempt(roots.every, conn)
-        every, error = ((), listed) if isinstance(listed, CkptError) else (listed, None)
+            every = roots.every(conn)
         part = site.retiring.part(site.catalog, asked, scope, after=after) if scope else None
         form = {
             "scope": scope,
@@ -269,7 +265,7 @@ def pages(site: Site) -> APIRouter:
         more = site.link("retire", **form, after=part.next) if part and part.next else None
         values: dict[str, Any] = {
             "scopes": [root.name for root in every],
-            "error": error,
+            "roots": every,
             "own": next((root.retention for root in every if root.name == scope), {}),
             "options": asked,
             "command": command(scope, asked),
@@ -285,7 +281,7 @@ def pages(site: Site) -> APIRouter:
         """List events that are not done."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = queues.inbox.browsed(conn, None, 200)
+            found = queues.inbox.listed(conn, None, 200)
             waiting = queues.inbox.postponed(conn, clock(conn))
         return site.page(request, "inbox.html", user, found=found, waiting=waiting)
 
@@ -294,7 +290,7 @@ def pages(site: Site) -> APIRouter:
         """List changes, newest first."""
         user = reader(request)
         with site.catalog.reading() as conn:
-            found = audit.browsed(conn, before=before, limit=100)
+            found = audit.listed(conn, before=before, limit=100)
         return site.page(request, "audit.html", user, found=found)
 
     return router
@@ -302,11 +298,10 @@ def pages(site: Site) -> APIRouter:
 
 @dataclass(frozen=True)
 class Found:
-    """What a text finds. places: (checkpoint, file, why) each. errors: of what could not be looked at."""
+    """What a text finds. places: (checkpoint, file, why) each."""
 
     places: tuple[Mapping[str, Any], ...] = ()
     runs: tuple[browse.RunSummary, ...] = ()
-    errors: tuple[CkptError, ...] = ()
 
 
 def find(conn: Any, what: str) -> Found:
@@ -317,13 +312,11 @@ def find(conn: Any, what: str) -> Found:
     if not what:
         return Found()
     places: dict[str, dict[str, Any]] = {}
-    errors: list[CkptError] = []
 
     def add(look: Callable[[Any, str], Any], why: Callable[[Any], str]) -> None:
-        origins = _attempt(look, conn, what)
-        if isinstance(origins, CkptError):
-            if not isinstance(origins, UsageError):  # no id, alias or place: the lists say what was found
-                errors.append(origins)
+        try:
+            origins = look(conn, what)
+        except UsageError:  # no id, alias or place: the lists say what was found
             return
         for origin in origins[:100]:
             row = {"row": origin.checkpoint, "file": origin.file, "why": why(origin)}
@@ -336,7 +329,7 @@ def find(conn: Any, what: str) -> Found:
         add(lineage.which, lambda o: "file" if o.file else "place")
     add(_by_reference, lambda o: "id, alias or place")
     runs = browse.runs(conn, name=what, limit=20)
-    return Found(tuple(places.values()), runs.rows, tuple(errors))
+    return Found(tuple(places.values()), runs.rows)
 
 
 def _by_reference(conn: Any, what: str) -> list[Origin]:
@@ -344,34 +337,8 @@ def _by_reference(conn: Any, what: str) -> list[Origin]:
     return [Origin(detail.checkpoint, None, None, ())] if isinstance(detail, CheckpointDetail) else []
 
 
-def _lineage(conn: Any, ref: str) -> Lineage:
-    return lineage.lineage(conn, ref, up=True, down=True)
-
-
-def _attempt(look: Callable[..., _Value], *given: Any) -> _Value | CkptError:
-    """Return what a look at the catalog finds, or its error. Raises one that is the database's."""
-
-    def translated_look() -> _Value:
-        with translated("the catalog"):
-            return look(*given)
-
-    result = attempt(translated_look)
-    if isinstance(result, CkptError) and result.transient:
-        raise result
-    return result
-
-
-def detail_of(site: Site, ref: str) -> CheckpointDetail | ConversionDetail:
-    """Return one checkpoint or conversion, without tensors. Raises `CatalogError` for a broken row, too."""
-    detail = site.catalog.show(ref, tensors=False)
-    row = detail.conversion if isinstance(detail, ConversionDetail) else detail.checkpoint
-    with translated(site.catalog.url):
-        require_types(row)
-    return detail
-
-
 def _checkpoint(site: Site, ref: str) -> CheckpointDetail:
-    detail = detail_of(site, ref)
+    detail = site.catalog.show(ref, tensors=False)
     if isinstance(detail, ConversionDetail):
         raise UsageError(f"{ref} is a conversion, not a checkpoint")
     return detail

@@ -30,3 +30,18 @@ REVOKE EXECUTE ON FUNCTION pg_advisory_lock(bigint), pg_advisory_lock(int, int),
   pg_try_advisory_xact_lock(bigint), pg_try_advisory_xact_lock(int, int),
   pg_try_advisory_xact_lock_shared(bigint), pg_try_advisory_xact_lock_shared(int, int) FROM PUBLIC;
 GRANT EXECUTE ON FUNCTION pg_advisory_xact_lock(bigint) TO :"owner";
+-- Functions of extensions that open connections or files of their own: a read-only transaction does not hold for these.
+-- Run this again after an extension is added. What remains: an extension of another name with such a function, and
+-- whatever its administrator grants to PUBLIC.
+DO $$
+DECLARE outside regprocedure;
+BEGIN
+  FOR outside IN
+    SELECT pg_proc.oid FROM pg_proc
+    JOIN pg_depend ON pg_depend.classid = 'pg_proc'::regclass AND pg_depend.objid = pg_proc.oid AND deptype = 'e'
+    JOIN pg_extension ON pg_depend.refclassid = 'pg_extension'::regclass AND pg_extension.oid = refobjid
+    WHERE extname IN ('adminpack', 'dblink', 'file_fdw', 'lo', 'postgres_fdw')
+  LOOP
+    EXECUTE 'REVOKE EXECUTE ON FUNCTION ' || outside || ' FROM PUBLIC';
+  END LOOP;
+END $$;

@@ -27,6 +27,7 @@ from ckptcore.checking.export_proof import CHECKS
 from ckptcore.errors import FINDINGS, error_classes
 from ckptcore.formats import FORMATS, KNOWN
 from ckptcore.naming.maps import live_families
+from ckptcore.naming.trainer_keys import KINDS_OF_KEYS
 
 ROOT = Path(__file__).parents[2]
 SLOT = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -43,6 +44,7 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/reference/formats.md": {"formats": formats()},
         "docs/reference/errors.md": {"errors": errors()},
         "docs/reference/findings.md": {"findings": findings()},
+        "docs/reference/training-state.md": {"training_state": training_state()},
         "docs/reference/live-modules.md": {"transforms": transforms(), "live_models": live_models()},
     }
 
@@ -94,6 +96,16 @@ def findings() -> str:
     """Every finding code in the order of the code's table."""
     rows = [(f"`{code}`", severity, meaning, hint) for code, (severity, meaning, hint) in FINDINGS.items()]
     return table(("finding", "severity", "meaning", "next step"), rows)
+
+
+def training_state() -> str:
+    """Keys of training state, with their sources."""
+    rows = [
+        (kind, keys.of, *(" ".join(f"`{k}`" for k in ks) for ks in (keys.telling, keys.others)), keys.source)
+        for kind, of_kind in KINDS_OF_KEYS.items()
+        for keys in of_kind
+    ]
+    return table(("kind", "classes", "keys that prove the class", "other keys", "source"), rows)
 
 
 def sources() -> str:

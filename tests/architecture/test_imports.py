@@ -93,10 +93,10 @@ MOST = {
     ("inspect",): 485,
     ("validate", "--no-catalog"): 486,
     ("validate",): 709,
-    ("plan", "--no-catalog"): 599,
-    ("diff",): 601,
-    ("consolidate",): 771,
-    ("export",): 776,
+    ("plan", "--no-catalog"): 630,
+    ("diff",): 632,
+    ("consolidate",): 814,
+    ("export",): 819,
     ("catalog", "list"): 458,
 }
 

@@ -317,5 +317,10 @@ def test_every_type_of_value_is_returned(postgres, upgraded):
         none = ask(url, "SELECT uri AS place, step FROM checkpoint")
         assert (none.columns, none.rows, none.more) == (("place", "step"), (), False)
         assert ask(url, "SELECT FROM generate_series(1, 2)").rows == ((), ())
-        with pytest.raises(UsageError, match="refused the statement"):
-            ask(url, "SELECT 'infinity'::timestamp")
+        odd = ask(
+            url,
+            "SELECT 1, 'infinity'::timestamptz, '-infinity'::date, '0044-03-15 BC'::date, '24:00'::time,"
+            " '20000-01-01'::timestamp",
+        )
+        text = ("infinity", "-infinity", "0044-03-15 BC", "24:00:00", "20000-01-01 00:00:00")
+        assert odd.rows == ((1, *text),)

@@ -292,6 +292,7 @@ def test_the_shipped_role_only_reads(bare, postgres):
         }
         for name, text in names.items():
             statements = statements.replace(name, text)
+        conn.exec_driver_sql("CREATE EXTENSION dblink")
         conn.exec_driver_sql(statements)
         try:
             conn.exec_driver_sql("SET ROLE catalog_reader_of_a_test")
@@ -303,6 +304,7 @@ def test_the_shipped_role_only_reads(bare, postgres):
                 "SELECT body FROM inbox",
                 "SELECT body FROM outbox",
                 "SELECT pg_advisory_lock(1)",
+                "SELECT dblink('dbname=postgres', 'DELETE FROM audit')",
             ):
                 with pytest.raises(sa.exc.ProgrammingError, match="permission denied"):
                     conn.exec_driver_sql(forbidden)

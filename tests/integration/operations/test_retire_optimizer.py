@@ -16,7 +16,7 @@ from ckptcore import api
 from ckptcore.catalog import audit, holds, retirements
 from ckptcore.cli.main import run
 from ckptcore.conversion.pipeline import convert
-from ckptcore.errors import DestinationExists
+from ckptcore.errors import AmbiguousModel, DestinationExists
 from ckptcore.operations import purge as module
 from ckptcore.operations.replacement import Allowed
 from ckptcore.operations.retention import Policy
@@ -154,9 +154,37 @@ def test_a_proven_cast_replaces_its_source(steps):
 def test_other_weights_are_no_training_state(steps):
     """An average of the weights may be the better model: it goes by its own name only."""
     steps.make({"ema_state.embed.weight": torch.ones(8, 4), "note": "try 3"})
-    found = steps.keeps("ema_state.embed.weight (tensor)")
+    found = steps.keeps("ema_state.embed.weight (average)")
     assert ("note", "object") in found.unproven
     steps.deletes(Allowed.of(["optimizer", "ema_state.*", "note"]))
+
+
+def test_names_of_trainers_entries_cover_no_weights(steps):
+    """Modules may be called as trainers call their entries, and an optimizer may hold an average."""
+    more = {
+        "sampler.proj.weight": torch.ones(4, 4),
+        "scaler.mean": torch.ones(4),
+        "rng.net.weight": torch.ones(4, 4),
+        "step.proj.weight": torch.ones(4, 4),
+        "optim.ema.embed.weight": torch.ones(8, 4),  # NeMo
+        "optim.state.embed.weight.ax": torch.ones(8, 4),  # torch's ASGD
+        "optim.state.embed.weight.unheard_of": torch.ones(8, 4),
+        "optim.encoder.weight": torch.ones(4, 4),
+    }
+    steps.make(more)
+    found = steps.keeps("does not contain")
+    assert {name for name, _ in found.unproven} == set(more)
+    steps.deletes(Allowed.of(["optimizer", *more]))
+
+
+def test_a_trained_tensor_is_model_wherever_it_is(steps):
+    """An export asks about it; whatever it leaves out is no training state, and is not given up."""
+    name = "scheduler.proj.weight"
+    moments = {f"optim.state.{name}.{key}": torch.ones(4, 4) for key in ("exp_avg", "exp_avg_sq")}
+    steps.make({name: torch.ones(4, 4), **moments}, exclude=("scheduler.*",))
+    with pytest.raises(AmbiguousModel, match=r"1 tensor outside of model.: scheduler\.proj\.weight"):
+        steps.export(steps.source, steps.out / "asked")
+    steps.keeps("a part of the model is never given up", Allowed.of(["optimizer", "*"]))
 
 
 @pytest.mark.parametrize("take", [None, MEANS])

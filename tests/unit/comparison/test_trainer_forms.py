@@ -131,7 +131,7 @@ def test_a_trainers_own_folder_and_its_consolidated_file(
 def trained(path: Path) -> str:
     state = {
         "model": {"w": torch.arange(8.0)},
-        "rng": {"cpu": torch.ones(4), "python": (3, 1)},
+        "rng": {"cpu": torch.ones(16, dtype=torch.uint8), "python": (3, 1)},
         "dataloader": {"dp_rank_0": b"a", "dp_rank_1": b"b", "world_size": 2},
         "step": 7,
     }
@@ -165,7 +165,7 @@ def test_a_reshard_differs_in_what_it_drops(tmp_path: Path) -> None:
 def test_what_differs_is_never_ignored(tmp_path: Path) -> None:
     """A weight that is gone, or a random state that both sides have with other values, stays a difference."""
     source, out = trained(tmp_path / "a"), tmp_path / "b"
-    dcp.save({"rng": {"cpu": torch.zeros(4)}, "step": 8}, checkpoint_id=out, no_dist=True)
+    dcp.save({"rng": {"cpu": torch.zeros(16, dtype=torch.uint8)}, "step": 8}, checkpoint_id=out, no_dist=True)
     found = ckptcore.diff(source, str(out), ignore_dropped=True)
     assert not found.equal
     assert {t.name: t.what for t in found.tensors} == {"rng.cpu": ("values",), "model.w": ("only-in-a",)}

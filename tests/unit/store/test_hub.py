@@ -30,6 +30,7 @@ class Hub:
         self.branch = ""
         self.log: list[tuple[str, str, str]] = []
         self.moves_to: str | None = None  # the branch's next commit, after the first listing
+        self.says_commit = True
         handler = type("Bound", (_Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
@@ -66,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
                     for n, d in sorted(hub.commits[commit].items())
                 ]
                 return self.answer(200, json.dumps(rows).encode())
-            return self.answer(200, json.dumps({"id": "org/model.v1", "sha": commit}).encode())
+            sha = {"sha": commit} if hub.says_commit else {}
+            return self.answer(200, json.dumps({"id": "org/model.v1", **sha}).encode())
         if names[:3] == ["org", "model.v1", "resolve"]:
             commit = hub.branch if names[3] == "main" else names[3]
             data = hub.commits[commit].get("/".join(names[4:]))
@@ -110,35 +112,48 @@ def local(files: dict[str, bytes], folder: Path) -> bytes:
     return target.read_bytes()
 
 
+def run(hub: Hub, home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_address[1]}",
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    command = [sys.executable, "-m", "ckptcore", *argv]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def consolidated(hub: Hub, out: Path, revision: str = "main") -> subprocess.CompletedProcess[str]:
+    source = f"hf://org/model.v1@{revision}"
+    return run(hub, out.parent / "home", "consolidate", source, str(out), "--no-catalog")
+
+
+def test_a_hub_that_names_no_commit_is_refused(hub: Hub, tmp_path: Path):
+    hub.branch, hub.says_commit = hub.commit({f.name: f.read_bytes() for f in SHARDS.iterdir()}), False
+    done = consolidated(hub, tmp_path / "out.safetensors")
+    assert done.returncode == 8
+    assert "does not say which commit" in done.stderr
+    assert "None" not in done.stderr
+
+
 def test_one_commit_is_read(hub: Hub, tmp_path: Path):
     files = {f.name: f.read_bytes() for f in SHARDS.iterdir()}
     first = hub.commit(files)
     other = {name: data[:-1] + bytes([data[-1] ^ 1]) for name, data in files.items()}
     hub.branch, hub.moves_to = first, hub.commit(other)
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_address[1]}",
-        "HF_TOKEN": TOKEN,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-
-    def run(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ckptcore", *argv]
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-
     out = tmp_path / "out.safetensors"
-    done = run("consolidate", "hf://org/model.v1@main", str(out), "--no-catalog")
+    done = consolidated(hub, out)
     # The branch moved while it was read: what is written is one of the two commits, never a mixture.
     assert done.returncode in (0, 11), done.stderr
     if done.returncode == 0:
         assert out.read_bytes() in (local(files, tmp_path / "first"), local(other, tmp_path / "other"))
         out.unlink()
     hub.moves_to, hub.log[:] = None, []
-    done = run("consolidate", f"hf://org/model.v1@{first}", str(out), "--no-catalog")
+    done = consolidated(hub, out, first)
     assert done.returncode == 0, done.stderr
     assert {path.split("/")[4] for _, path, _ in hub.log if "/resolve/" in path} == {first}
     assert out.read_bytes() == local(files, tmp_path / "first")
     assert TOKEN not in done.stderr + done.stdout
-    done = run("inspect", "hf://org/model.v1@gone")
+    done = run(hub, tmp_path / "home", "inspect", "hf://org/model.v1@gone")
     assert done.returncode == 8, done.stderr

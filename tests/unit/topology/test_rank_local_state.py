@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptcore.core.manifest import Blob, Manifest
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.errors import UsageError
 from ckptcore.topology.layout import Mesh
@@ -43,6 +43,29 @@ def test_random_states_stay_behind(name: str) -> None:
 )
 def test_what_holds_for_all_ranks_goes_along(name: str) -> None:
     assert not _left_out(Mesh((("fsdp", 2),)), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "dropped"),
+    [
+        ("model.rng.proj.weight", "float32", (4, 4), False),
+        ("model.rng.codes", "int8", (64, 64), False),
+        ("random_state.net.weight", "bfloat16", (4,), False),
+        ("dataloader.net.weight", "float32", (4, 4), False),
+        ("rng.a", "uint8", (5056,), True),
+        ("rng_state.(0, 0).0.cuda_rng_state", "uint8", (16,), True),
+        ("dataloader.generator", "uint8", (5056,), True),
+    ],
+)
+def test_weights_go_along_whatever_they_are_called(
+    name: str, dtype: str, shape: tuple[int, ...], dropped: bool
+) -> None:
+    builder = Builder()
+    builder.tensor(TensorSpec(name, dtype, shape))
+    builder.blobs.append(Blob("dataloader.dp_rank_0", -1, 1))
+    kept, rules = without_bound(builder.build("dcp", "memory://nowhere", {}), Mesh((("fsdp", 2),)))
+    assert (name in {n for n, _ in rules}) == dropped
+    assert [t.fqn for t in kept.tensors] == ([] if dropped else [name])
 
 
 def test_a_data_loader_goes_along_to_as_many_data_parallel_ranks() -> None:

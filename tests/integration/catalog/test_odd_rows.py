@@ -1,0 +1,221 @@
+"""One odd row of the catalog is one odd row: lists, details and sweeps show it, and everything else."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import pytest
+from checkpoints import save
+from sqlalchemy import text
+
+from ckptcore.catalog import as_dict, audit, browse, maintenance, open_catalog, queues, upgrade
+from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.queues import inbox, outbox
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations import scrub, sweep
+from ckptcore.planning.request import Request, Settings
+
+SETTINGS = Settings(memory=64 << 20, workers=1)
+# (table, column, value, what can be in the database on PostgreSQL, too)
+ODD = [  # by default every fourth
+    ("checkpoint", "total_bytes", "x", False),
+    ("checkpoint", "num_tensors", "1e999", False),
+    ("checkpoint", "step", "later", False),
+    ("checkpoint", "verified_at", 12, False),
+    ("checkpoint", "origin", "{", True),
+    ("checkpoint", "origin", "[1e999]", True),
+    ("checkpoint", "origin", "[" * 100_000, True),
+    ("tensor", "shape", "[-1]", True),
+    ("tensor", "shape", "[1e999]", True),
+    ("tensor", "shape", "{}", True),
+    ("tensor", "nbytes", "x", False),
+    ("conversion", "bytes_in", "x", False),
+    ("conversion", "request", "[]", True),
+    ("conversion", "timings", '{"write": 1e999}', True),
+    ("conversion", "export_checks", '{"names": 3}', True),
+    ("conversion", "started_at", "yesterday", False),
+    ("checkpoint", "created_at", "yesterday", False),
+    ("checkpoint_file", "nbytes", "x", False),
+]
+
+# (what is asked, table) whose answer has a finding for an odd row.
+LISTED = {
+    ("list", "checkpoint"),
+    ("list --conversions", "conversion"),
+    *(("show", table) for table in ("checkpoint", "checkpoint_file")),  # a text lists no tensors
+}
+KEYS = {"checkpoint": "id", "conversion": "id", "tensor": "fqn", "checkpoint_file": "path"}
+
+
+@pytest.fixture
+def filled(url, tmp_path):
+    """The URL of a catalog with two checkpoints and their conversions."""
+    for step in range(2):
+        save(tmp_path / "runs" / f"step-{step}", step)
+        request = Request(
+            str(tmp_path / "runs" / f"step-{step}"), str(tmp_path / "out" / f"step-{step}"), "consolidate"
+        )
+        convert(request, SETTINGS, None, url)
+    return url
+
+
+@contextmanager
+def odd(url, table, column, value):
+    """Write a value into rows of the checkpoint or conversion of step 1 while the block runs."""
+    where = {
+        "checkpoint": "uri LIKE '%runs/step-1'",
+        "conversion": "source_uri LIKE '%runs/step-1'",
+        "tensor": "checkpoint_id = (SELECT id FROM checkpoint WHERE uri LIKE '%runs/step-1')",
+    }
+    where["checkpoint_file"] = where["tensor"]
+    with open_catalog(url) as catalog:
+        with catalog.writing() as conn:
+            key = KEYS[table]
+            before = conn.execute(text(f"SELECT {key}, {column} FROM {table} WHERE {where[table]}")).all()
+            conn.execute(text(f"UPDATE {table} SET {column} = :v WHERE {where[table]}"), {"v": value})
+        assert before
+        yield
+        with catalog.writing() as conn:
+            for name, old in before:
+                change = f"UPDATE {table} SET {column} = :v WHERE {where[table]} AND {key} = :name"
+                conn.execute(text(change), {"v": old, "name": name})
+
+
+def cli(capsys, url, *arguments):
+    capsys.readouterr()
+    code = run([*arguments, "--catalog", url, "--output", "json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("cases", [ODD[::4], pytest.param(ODD, marks=pytest.mark.soak)], ids=["some", "all"])
+def test_lists_show_it_and_the_others(filled, capsys, tmp_path, cases):
+    for table, column, value, everywhere in cases:
+        if everywhere or not filled.startswith("postgresql"):  # its types refuse the others
+            with odd(filled, table, column, value):
+                _look_at_all(filled, capsys, tmp_path, table)
+    _, rows = cli(capsys, filled, "catalog", "list")
+    assert not [row for row in rows if "trouble" in row]
+
+
+def _look_at_all(url, capsys, tmp_path, table):
+    code, rows = cli(capsys, url, "catalog", "list")
+    assert (code, len(rows)) == (0, 4)
+    code, made = cli(capsys, url, "catalog", "list", "--conversions")
+    assert (code, len(made)) == (0, 2)
+    listed = {"checkpoint": rows, "conversion": made}.get(table, [])
+    assert len([row for row in listed if "trouble" in row]) == (table in ("checkpoint", "conversion"))
+    sources, outputs = (
+        [str(tmp_path / folder / f"step-{n}") for n in range(2)] for folder in ("runs", "out")
+    )
+    for asked, of in (("list", ()), ("list --conversions", ()), ("find", outputs[1:]), ("show", sources[1:])):
+        assert run(["catalog", *asked.split(), *of, "--catalog", url]) == 0
+        assert ("catalog-row" in capsys.readouterr().out) == ((asked, table) in LISTED)
+    for source, output in zip(sources, outputs, strict=True):
+        assert cli(capsys, url, "catalog", "show", output)[0] == 0
+        assert cli(capsys, url, "catalog", "lineage", output)[0] == 0
+        code, detail = cli(capsys, url, "catalog", "show", source, "--tensors")
+        parts = (detail["checkpoint"], *detail["tensors"], *detail["files"])
+        odd_parts = [part for part in parts if "trouble" in part]
+        assert bool(odd_parts) == (source == sources[1] and table != "conversion")
+        assert [f["code"] for f in detail["findings"]].count("catalog-row") == len(odd_parts)
+    with open_catalog(url) as catalog, catalog.reading() as conn:
+        assert len(maintenance.due(conn)) == 4
+        assert len(maintenance.sources(conn)) == 2
+        assert len(browse.checkpoints(conn).rows) == 4
+        assert len(browse.conversions(conn).rows) == 2
+        assert paged(browse.checkpoints, conn) == 4
+        assert paged(browse.conversions, conn) == 2
+        for row in browse.checkpoints(conn).rows:
+            json.dumps(as_dict(row))
+            browse.tensors(conn, row.checkpoint.id)
+            browse.files(conn, row.checkpoint.id)
+            browse.tensor_counts(conn, row.checkpoint.id)
+        browse.compare(conn, *sources)
+        for run_row in browse.runs(conn).rows:
+            assert paged(browse.steps_of, conn, run_row.name) in (2, 4)
+    upgrade(url)
+
+
+def paged(rows, conn, *arguments):
+    """The number of rows that pages of one row have together."""
+    ids, before = set(), None
+    for _ in range(10):
+        page = rows(conn, *arguments, before=before, limit=1)
+        ids |= {getattr(row, "checkpoint", row).id for row in page.rows}
+        before = page.next
+        if before is None:
+            return len(ids)
+    raise AssertionError("pages without an end")
+
+
+def test_a_scrub_checks_the_others(filled, capsys):
+    with odd(filled, "checkpoint", "origin", "{"), open_catalog(filled) as catalog:
+        found = scrub.scrub(catalog, share=1.0)
+        assert len(found.looked) == 4
+        (wrong,) = [each for each in found.looked if each.proven.proof.value == "unread"]
+        assert "origin holds" in wrong.proven.message
+        assert "not a JSON object" in wrong.proven.message
+        # It comes last in the next run.
+        next_scrub = scrub.scrub(catalog, share=0.01)
+        assert next_scrub.looked[0].checkpoint.id != wrong.checkpoint.id
+
+
+def test_one_odd_root_is_one_root(url, tmp_path):
+    now = datetime.now(UTC)
+    save(tmp_path / "b" / "step-0", 0)
+    with open_catalog(url) as catalog:
+        with catalog.writing() as conn:
+            for name in ("a", "b"):
+                roots.add(
+                    conn, now, name, str(tmp_path / name), target={"destination": "{root}/../out/{name}"}
+                )
+            conn.execute(text("UPDATE watched_roots SET target = '{' WHERE name = 'a'"))
+        found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0)
+        assert [(i.root, i.standing.value) for i in found.items] == [("a", "refused"), ("b", "made")]
+        assert "target holds" in found.items[0].why
+
+
+def test_an_odd_state_of_a_place_is_checked_anew(url, tmp_path):
+    now = datetime.now(UTC)
+    for step in range(2):
+        save(tmp_path / "a" / f"step-{step}", step)
+    with open_catalog(url) as catalog:
+        with catalog.writing() as conn:
+            roots.add(conn, now, "a", str(tmp_path / "a"), target={"destination": "{root}/../out/{name}"})
+
+        def swept():
+            found = sweep.sweep(catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0)
+            return [i.standing.value for i in found.items]
+
+        assert swept() == ["made", "made"]
+        for value in ("findings = '{'", "findings = '[3]'", "state = 'odd'"):
+            with catalog.writing() as conn:
+                conn.execute(text(f"UPDATE sightings SET {value} WHERE uri LIKE '%step-1'"))
+            assert swept() == ["converted", "converted"]
+
+
+def test_queues_and_the_journal(url):
+    now = datetime.now(UTC)
+    with open_catalog(url) as catalog:
+        with catalog.queueing() as conn:
+            for n in range(2):
+                outbox.put(conn, now, "e", str(n), type="t", body={"n": n})
+                inbox.accept(conn, now, queues.NewEvent("s", str(n)))
+            conn.execute(text("UPDATE outbox SET body = '{' WHERE key = '1'"))
+            audit.note(conn, now, "a", "b", {"n": 1})
+            conn.execute(text("UPDATE audit SET detail = '{'"))
+        with catalog.reading() as conn:
+            rows = outbox.listed(conn)
+            assert [bool(r.trouble) for r in rows] == [True, False]
+            (change,) = audit.listed(conn)
+            assert "detail holds" in change.trouble
+        with catalog.queueing() as conn:
+            (taken,) = outbox.take(conn, now, limit=10)
+            assert taken.key == "0"
+        with catalog.reading() as conn:
+            (failed,) = outbox.listed(conn, "failed")
+        assert failed.key == "1"
+        assert "body holds" in (failed.error_message or "")

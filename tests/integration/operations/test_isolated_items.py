@@ -1,0 +1,202 @@
+"""Every loop over items: an exception that nobody foresaw, in one of them, is that one's finding."""
+
+from __future__ import annotations
+
+import pytest
+from checkpoints import save
+from safetensors.torch import load_file
+from sqlalchemy import func, select
+
+from ckptcore.catalog import claims as claim_rows
+from ckptcore.catalog import sightings
+from ckptcore.catalog.catalog import Catalog
+from ckptcore.catalog.models import Checkpoint, Conversion
+from ckptcore.conversion import batch, pipeline, registration
+from ckptcore.conversion.batch import convert_batch
+from ckptcore.conversion.pipeline import convert
+from ckptcore.operations import claims as claiming
+from ckptcore.operations import readiness, rebuild_catalog, scrub, sweep
+from ckptcore.operations.export_target import ExportTarget
+from ckptcore.planning.request import Settings
+
+SETTINGS = Settings(memory=256 << 20)
+NUMBERS = (0, 7, 9)
+ODD = "step-7"
+
+
+@pytest.fixture
+def steps(runs, watch, tmp_path):
+    for step in NUMBERS:
+        save(runs / "llama" / f"step-{step}", step)
+    watch(destination="{root}/../exports/{name}")
+    return tmp_path / "exports"
+
+
+@pytest.fixture(params=["batch", pytest.param("one by one", marks=pytest.mark.soak)])
+def swept(request, catalog, url):
+    """Return a function that sweeps as the command does, or as a flow on other machines."""
+    together = request.param == "batch"
+
+    def run():
+        found = sweep.sweep(
+            catalog,
+            lambda r: convert(r, SETTINGS, None, url),
+            settle_s=0.0,
+            retry_failed=True,
+            convert_each=(lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url))
+            if together
+            else None,
+        )
+        return {item.source.rsplit("/", 1)[-1]: item for item in found.items}
+
+    return run
+
+
+class Breaks:
+    """Replaces functions so that they raise for one item: a name in the text of any argument."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.armed, self.raised = monkeypatch, True, 0
+
+    def __call__(self, owner, name, odd=ODD, kind=RuntimeError):
+        inner = getattr(owner, name)
+
+        def breaking(*args, **more):
+            places = [getattr(a, "destination", "") for a in args]  # of a staging folder
+            if self.armed and odd in repr((args, more, places)):
+                self.raised += 1
+                raise kind("unforeseen")
+            return inner(*args, **more)
+
+        self.monkeypatch.setattr(owner, name, breaking)
+
+
+@pytest.fixture
+def breaks(monkeypatch):
+    return Breaks(monkeypatch)
+
+
+def conversions(catalog):
+    with catalog.reading() as conn:
+        return dict(conn.execute(select(Conversion.state, func.count()).group_by(Conversion.state)).all())
+
+
+# (module, function, what becomes of the odd one): where the sweep may meet what nobody foresaw.
+SWEEP = {
+    "its names": (ExportTarget, "request", "refused"),
+    "its look": (sweep, "look", "unread"),
+    "its state": (sightings, "note", "unread"),
+    "its claim": (sweep, "_compared_with_target", "unread"),
+    "its earlier output": (sweep, "_made_before", "failed"),
+    "taking its claim": (claim_rows, "take", "failed"),
+    "reading it": (pipeline, "inspect", "failed"),
+    "planning it": (pipeline, "compose", "failed"),
+    "publishing it": (pipeline, "finish_staged", "failed"),
+    "the facts of its row": (registration, "_made", "failed"),
+    "facts about its training": (registration, "stored_facts", "made"),
+    "recording it": (Catalog, "succeed_each", "failed"),
+    "its proof": (registration, "_keep_proof", "failed"),
+}
+
+
+@pytest.mark.parametrize("case", SWEEP)
+def test_one_checkpoint_of_a_sweep(catalog, steps, swept, breaks, case):
+    owner, name, standing = SWEEP[case]
+    if case == "recording it":
+        breaks(Catalog, "succeed")  # where one is converted alone
+    breaks(owner, name)
+    items = swept()
+    assert breaks.raised
+    others = {n: i.standing.value for n, i in items.items() if n != ODD}
+    assert others == {"step-0": "made", "step-9": "made"}
+    odd = items.get(ODD)
+    assert odd is not None
+    assert odd.standing.value == standing
+    assert standing == "made" or "unforeseen" in odd.why
+    assert conversions(catalog).keys() <= {"succeeded", "failed"}
+    # What was published is registered by the next run, and everything else is made by it.
+    breaks.armed = False
+    after = swept()
+    assert {i.standing.value for i in after.values()} <= {"made", "converted"}
+    assert conversions(catalog)["succeeded"] == 3
+    assert all((steps / f"step-{n}" / "model.safetensors").exists() for n in NUMBERS)
+    assert float(load_file(steps / ODD / "model.safetensors")["scale"]) == 7
+
+
+def test_a_claim_that_cannot_be_renewed_is_renewed_later(catalog, steps, swept, breaks, monkeypatch):
+    monkeypatch.setattr(claim_rows, "LEASE", claim_rows.LEASE / 1e6)
+    breaks(claiming.claims, "renew", odd="")
+    assert {i.standing.value for i in swept().values()} == {"made"}
+
+
+def test_an_error_of_a_batch_converts_each_alone(catalog, steps, url, breaks):
+    """A batch that ends with an exception is converted one by one: outputs that are there are registered."""
+
+    def convert_each(requests):
+        done = convert_batch(requests, SETTINGS, catalog, catalog_url=url)
+        if len(requests) > 1:
+            raise RuntimeError("unforeseen")
+        return done
+
+    found = sweep.sweep(
+        catalog, lambda r: convert(r, SETTINGS, None, url), settle_s=0.0, convert_each=convert_each
+    )
+    assert {i.standing.value for i in found.items} <= {"made", "converted"}
+    assert conversions(catalog)["succeeded"] >= 3
+
+
+def test_nothing_runs_after_settings_that_do_not_fit(catalog, steps, url, monkeypatch):
+    monkeypatch.setattr(batch, "_shares", lambda *_: (_ for _ in ()).throw(RuntimeError("unforeseen")))
+    found = sweep.sweep(
+        catalog,
+        lambda r: convert(r, SETTINGS, None, url),
+        settle_s=0.0,
+        convert_each=lambda r: convert_batch(r, SETTINGS, catalog, catalog_url=url),
+    )
+    assert {i.standing.value for i in found.items} == {"failed"}
+    assert "running" not in conversions(catalog)
+
+
+SCRUB = {
+    "reading it": (scrub, "prove"),
+    "its row": (Catalog, "show"),
+    "recording it": (scrub, "_record_look"),
+}
+
+
+@pytest.mark.parametrize("case", SCRUB)
+def test_one_checkpoint_of_a_scrub(catalog, steps, swept, breaks, case):
+    swept()
+    owner, name = SCRUB[case]
+    with catalog.reading() as conn:
+        odd = conn.execute(
+            select(Checkpoint.uuid).where(Checkpoint.uri.endswith(f"runs/llama/{ODD}"))
+        ).scalar_one()
+    breaks(owner, name, odd=odd)
+    found = scrub.scrub(catalog, share=1.0)
+    assert breaks.raised
+    assert len(found.looked) == 6
+    wrong = [each for each in found.looked if each.proven.proof.value not in ("proven", "unproven")]
+    assert [each.checkpoint.id for each in wrong] == [odd]
+    assert "unforeseen" in wrong[0].proven.message
+    assert found.exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["validate", "facts", "_adopted", "_checkpoints_at"])
+def test_one_place_of_a_rebuild(catalog, steps, runs, breaks, name):
+    breaks(rebuild_catalog, name)
+    found = rebuild_catalog.rebuild(catalog, [str(runs / "llama" / f"step-{n}") for n in NUMBERS])
+    assert breaks.raised
+    assert {row.uri.rsplit("/", 1)[-1] for row in found.recorded} == {"step-0", "step-9"}
+    ((uri, code, message),) = found.left_out
+    assert uri.endswith(ODD)
+    assert code == "internal"
+    assert "unforeseen" in message
+
+
+def test_a_defect_while_a_place_is_checked_is_not_remembered(steps, swept, breaks):
+    """Nothing is remembered of it: the next sweep looks once more."""
+    breaks(readiness, "validate", odd=ODD)
+    assert swept()[ODD].standing.value == "unread"
+    breaks.armed = False
+    assert swept()[ODD].standing.value == "made"
