@@ -34,7 +34,7 @@ from ckptcore.catalog.figures import Figures, figures
 from ckptcore.catalog.types import Outcome
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import beginning
-from ckptcore.utils.isolation import parsed_or_none
+from ckptcore.utils.isolation import attempt, parsed_or_none
 
 KEEP_SECONDS = 10.0  # several monitors cost the catalog one reading
 
@@ -67,20 +67,23 @@ class CatalogMetrics(Collector):
 
     def _metrics(self) -> list[Metric]:
         began = time.perf_counter()
-        try:
-            read = self._read()
-        except CkptError as error:
-            _log.warning("cannot read the catalog's numbers: %s", beginning(error.message, 300))
+        metrics = attempt(lambda: _of(self._read()))
+        if isinstance(metrics, CkptError):
+            _log.warning("cannot read the catalog's numbers: %s", beginning(metrics.message, 300))
             return [_gauge("catalog_up", "Whether the catalog answered.", 0)]
         took = time.perf_counter() - began
         return [
             _gauge("catalog_up", "Whether the catalog answered.", 1),
             _gauge("catalog_read_seconds", "How long the catalog took to count all this.", took),
-            *_of(read, read.at),
+            *metrics,
         ]
 
 
-def _of(read: Figures, now: datetime) -> Iterator[Metric]:
+def _of(read: Figures) -> list[Metric]:
+    return list(_each(read, read.at))
+
+
+def _each(read: Figures, now: datetime) -> Iterator[Metric]:
     yield _labelled("inbox_events", "Events in the inbox.", "stage", read.inbox)
     yield _labelled("outbox_messages", "Notifications in the outbox.", "stage", read.outbox)
     yield _age("inbox_oldest_seconds", "Age of the oldest event that is not done.", read.oldest_event, now)

@@ -22,16 +22,8 @@ from ckptcore.catalog.training import facts_of_every
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
-from ckptcore.operations.sweep import (
-    ConvertEach,
-    Standing,
-    SweepItem,
-    Swept,
-    convert_ready,
-    end_interrupted,
-    forget_events,
-    watched,
-)
+from ckptcore.operations.sweep import ConvertEach, convert_ready, end_interrupted, forget_events, watched
+from ckptcore.operations.sweep_items import Standing, SweepItem, Swept
 from ckptcore.planning.options import MEANS, Option, options_of
 from ckptcore.planning.request import Request
 from ckptcore.utils.isolation import error_of

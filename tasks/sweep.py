@@ -10,7 +10,8 @@ from prefect.cache_policies import NO_CACHE
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.watched_roots import RootRow
-from ckptcore.operations.sweep import SweepItem, look_through, note_swept
+from ckptcore.operations.sweep import look_through, note_swept
+from ckptcore.operations.sweep_items import SweepItem
 from tasks.artifacts import artifact_or_none
 from tasks.logs import log
 from tasks.markdown_text import count

@@ -6,6 +6,7 @@ take less than a second, so a monitor may ask every 15 seconds.
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
         at=now,
         inbox=inbox.depth(conn),
         outbox=outbox.depth(conn),
-        oldest_event=conn.execute(select(func.min(Inbox.received_at)).where(waiting)).scalar(),
+        oldest_event=_time(conn.execute(select(func.min(Inbox.received_at)).where(waiting)).scalar()),
         conversions=_conversions(conn),
         failures={
             row.code: row.n
@@ -124,8 +125,8 @@ def figures(conn: Connection, now: datetime) -> Figures:
         work=_work(conn),
         stock=_stock(conn),
         unproven=unproven[0],
-        oldest_unproven=unproven[1],
-        oldest_proof=conn.execute(select(func.min(Checkpoint.verified_at)).where(current)).scalar(),
+        oldest_unproven=_time(unproven[1]),
+        oldest_proof=_time(conn.execute(select(func.min(Checkpoint.verified_at)).where(current)).scalar()),
         findings={
             row.severity: row.n
             for row in conn.execute(
@@ -136,9 +137,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
             )
         },
         holds=conn.execute(select(func.count()).select_from(Hold).where(*in_force(now))).scalar_one(),
-        set_aside_bytes=int(
-            conn.execute(select(func.coalesce(func.sum(SetAsideRow.nbytes), 0))).scalar_one()
-        ),
+        set_aside_bytes=_total(conn, SetAsideRow.nbytes),
         obligations=conn.execute(select(func.count()).select_from(Obligation)).scalar_one(),
         lost_contents=_total(conn, Obligation.lost),
         database_bytes=int(conn.execute(text(_DATABASE_SIZE[conn.dialect.name])).scalar_one()),
@@ -146,7 +145,17 @@ def figures(conn: Connection, now: datetime) -> Figures:
 
 
 def _total(conn: Connection, column: Any) -> int:
-    return int(conn.execute(select(func.coalesce(func.sum(column), 0))).scalar_one())
+    return _as_integer(conn.execute(select(func.coalesce(func.sum(column), 0))).scalar_one())
+
+
+def _as_integer(value: Any) -> int:
+    """Return a sum as an integer; 0 for an infinite one, of which a row is odd."""
+    return int(value) if math.isfinite(value) else 0
+
+
+def _time(value: Any) -> datetime | None:
+    """Return the oldest of some times; None for what is no time: a row is odd."""
+    return value if isinstance(value, datetime) else None
 
 
 def _conversions(conn: Connection) -> dict[tuple[str, str], int]:
@@ -164,7 +173,10 @@ def _work(conn: Connection) -> dict[str, WorkDone]:
         func.coalesce(func.sum(_TIMED.c.seconds), 0).label("seconds"),
     )
     rows = conn.execute(summed.group_by(_TIMED.c.verb))
-    return {r.verb: WorkDone(r.n, int(r.bytes_in), int(r.bytes_out), float(r.seconds)) for r in rows}
+    return {
+        r.verb: WorkDone(r.n, _as_integer(r.bytes_in), _as_integer(r.bytes_out), float(r.seconds))
+        for r in rows
+    }
 
 
 def _stock(conn: Connection) -> dict[tuple[str, str], Stock]:
@@ -175,4 +187,4 @@ def _stock(conn: Connection) -> dict[tuple[str, str], Stock]:
         func.coalesce(func.sum(Checkpoint.total_bytes), 0).label("nbytes"),
     )
     rows = conn.execute(counted.group_by(Checkpoint.kind, Checkpoint.state))
-    return {(row.kind, row.state): Stock(row.n, int(row.nbytes)) for row in rows}
+    return {(row.kind, row.state): Stock(row.n, _as_integer(row.nbytes)) for row in rows}

@@ -6,6 +6,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 import uuid
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from sqlalchemy import ColumnElement, insert, or_, select, update
 from ckptcore.catalog.models import Checkpoint, Hold
 from ckptcore.catalog.normalize import clean
 from ckptcore.catalog.query import require_kept, resolve_checkpoint
+from ckptcore.catalog.row_values import sound
 from ckptcore.errors import UsageError
 from ckptcore.utils.dataclass import dataclass
 
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HoldRow:
-    """One hold. until: when it expires, or None. released_at: when it was released, or None."""
+    """One hold.
+
+    until: when it expires, or None. released_at: when it was released, or None. trouble: what is odd in the
+    row.
+    """
 
     id: str
     checkpoint: str
@@ -33,6 +39,7 @@ class HoldRow:
     placed_at: datetime
     until: datetime | None
     released_at: datetime | None
+    trouble: str = ""
 
 
 def place(
@@ -80,6 +87,5 @@ def in_force(now: datetime) -> tuple[ColumnElement[bool], ...]:
 
 
 def _hold_row(row: Any) -> HoldRow:
-    return HoldRow(
-        row.uuid, row.checkpoint, row.uri, row.reason, row.owner, row.placed_at, row.until, row.released_at
-    )
+    named = [f.name for f in fields(HoldRow) if f.name not in ("id", "trouble")]
+    return sound(HoldRow, id=row.uuid, **{name: getattr(row, name) for name in named})

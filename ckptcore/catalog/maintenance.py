@@ -129,7 +129,7 @@ def newest_steps(
     here = [
         Checkpoint.kind == Kind.SOURCE.value,
         Checkpoint.state == State.PRESENT.value,
-        Checkpoint.step.is_not(None),
+        Checkpoint.step.between(-(1 << 63), (1 << 63) - 1),  # not NULL, and no odd text
     ]
     if roots:
         here.append(or_(*(_below(conn, root) for root in roots)))

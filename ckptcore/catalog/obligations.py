@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from sqlalchemy import delete, insert, select, update
 from ckptcore.catalog import audit
 from ckptcore.catalog.models import Checkpoint, FindingRecord, Obligation
 from ckptcore.catalog.normalize import clean, normal_uri
+from ckptcore.catalog.row_values import sound
 from ckptcore.errors import UsageError, finding
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.text import some
@@ -44,6 +46,7 @@ class ObligationRow:
         specs: `ckptcore.fingerprints.holdings.pack_specs` of its contents.
         created_at: When it began.
         lost: How many of its contents no recorded checkpoint held when that was last looked at.
+        trouble: What is odd in the row.
     """
 
     id: str
@@ -53,6 +56,7 @@ class ObligationRow:
     specs: bytes
     created_at: datetime
     lost: int = 0
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class ListedObligation:
     """One obligation, for people.
 
     id: its id. source: what was deleted. place: the copy that it counts on. created_at: since when. lost: how
-    many of its contents no recorded checkpoint holds. contents: their names.
+    many of its contents no recorded checkpoint holds. contents: their names. trouble: what is odd in the row.
     """
 
     id: str
@@ -69,6 +73,7 @@ class ListedObligation:
     created_at: datetime
     lost: int
     contents: tuple[str, ...]
+    trouble: str = ""
 
 
 _COLUMNS = (
@@ -162,4 +167,5 @@ def end(conn: Connection, now: datetime, public: str, why: str, names: Sequence[
 
 
 def _row(row: Any) -> ObligationRow:
-    return ObligationRow(row.uuid, row.checkpoint, row.source, row.place, row.specs, row.created_at, row.lost)
+    named = [f.name for f in fields(ObligationRow) if f.name not in ("id", "trouble")]
+    return sound(ObligationRow, id=row.uuid, **{name: getattr(row, name) for name in named})

@@ -17,7 +17,7 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, TypeVar
 
-from ckptcore.errors import Finding, finding
+from ckptcore.errors import CatalogError, Finding, finding
 from ckptcore.utils.text import short_repr
 
 _MOST = 1 << 63
@@ -60,6 +60,12 @@ def checked(cls: Any, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 def row_findings(value: Any) -> Iterator[Finding]:
     """Yield a finding for each row with trouble in a value: a row, or what is made of rows."""
     yield from _findings_of(value, None)
+
+
+def require_sound(value: Any) -> None:
+    """Raise `CatalogError` if a row, or what is made of rows, has an odd value: nothing is decided by it."""
+    for odd in row_findings(value):
+        raise CatalogError(odd.message, hint=odd.hint)
 
 
 def _findings_of(value: Any, key: str | None) -> Iterator[Finding]:
@@ -133,6 +139,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str, Callable[[], Any]]] = {
     "int": (is_integer, "an integer", int),
     "float": (_is_number, "a number", float),
     "bool": (lambda value: type(value) is bool, "true or false", bool),
+    "bytes": (lambda value: type(value) is bytes, "bytes", bytes),
     "datetime": (lambda value: isinstance(value, datetime), "a time", lambda: _NO_TIME),
     "dict[str, Any]": (_is_form, "a JSON object", dict),
     "dict[str, str]": (_maps(_is_text), "a JSON object of texts", dict),

@@ -5,14 +5,16 @@ The record beside the place lists its files (`ckptcore.custody.set_aside`); a ro
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, insert, select, update
 
 from ckptcore.catalog.database import has_custody
-from ckptcore.catalog.models import Checkpoint, SetAsideRow
+from ckptcore.catalog.models import Checkpoint, SetAsideRow, TrainingRun
 from ckptcore.catalog.normalize import normal_uri
+from ckptcore.catalog.row_values import sound
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.utils.dataclass import dataclass
 
@@ -34,6 +36,8 @@ class SetAsideEntry:
         digest: Of its record, which lists its files.
         purging: Whether its removal is decided, and may have begun.
         folder: Inode of the folder around it; "" on an object store.
+        run: The training run of its checkpoint.
+        trouble: What is odd in the row.
     """
 
     record: str
@@ -45,6 +49,8 @@ class SetAsideEntry:
     digest: str
     purging: bool = False
     folder: str = ""
+    run: str | None = None
+    trouble: str = ""
 
 
 def put(conn: Connection, row: SetAsideEntry) -> None:
@@ -77,14 +83,17 @@ def every(conn: Connection) -> tuple[SetAsideEntry, ...]:
     if not has_custody(conn):
         return ()
     rows = (
-        select(SetAsideRow, Checkpoint.uuid)
+        select(SetAsideRow, Checkpoint.uuid, TrainingRun.name.label("run"))
         .outerjoin(Checkpoint, Checkpoint.id == SetAsideRow.checkpoint_id)
+        .outerjoin(TrainingRun, TrainingRun.id == Checkpoint.run_id)
         .order_by(SetAsideRow.due_at, SetAsideRow.record)
     )
-    return tuple(
-        SetAsideEntry(r.record, r.uuid, r.uri, r.nbytes, r.at, r.due_at, r.digest, r.purging, r.folder)
-        for r in conn.execute(rows)
-    )
+    return tuple(_entry(row) for row in conn.execute(rows))
+
+
+def _entry(row: Any) -> SetAsideEntry:
+    named = [f.name for f in fields(SetAsideEntry) if f.name not in ("checkpoint", "trouble")]
+    return sound(SetAsideEntry, checkpoint=row.uuid, **{name: getattr(row, name) for name in named})
 
 
 def retired(conn: Connection, now: datetime, row: CheckpointRow) -> bool:

@@ -142,7 +142,9 @@ def gc(
     )
     if as_json:
         write_json([item.as_dict() for item in found])
-        return
-    removed = sum(item.fate.value in ("removed", "would-remove") for item in found)
-    what = "would be removed" if dry_run else "removed"
-    terminal.line(f"{count(len(found), 'place')} found, {removed} {what}")
+    else:
+        removed = sum(item.fate.value in ("removed", "would-remove") for item in found)
+        what = "would be removed" if dry_run else "removed"
+        terminal.line(f"{count(len(found), 'place')} found, {removed} {what}")
+    if any(item.fate.value == "unread" for item in found):
+        raise typer.Exit(1)

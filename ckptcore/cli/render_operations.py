@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ckptcore.errors import CkptError
     from ckptcore.operations.retire import Retired, Retirement
     from ckptcore.operations.scrub import Looked, Scrubbed
-    from ckptcore.operations.sweep import SweepItem, Swept
+    from ckptcore.operations.sweep_items import SweepItem, Swept
 
 _MOST = 50  # unproven names that are printed for one source
 

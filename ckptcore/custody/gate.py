@@ -163,8 +163,11 @@ def elsewhere(
         candidates = holdings.may_hold(conn, needed, manifests)
     specs, left = unpack_specs(pack_specs(needed.values())), set(needed)
     for row in candidates:
-        if left and (ids := _read_apart(catalog, row, place, things, specs, settings) & left):
-            proven[row.uri] = ids
+        ids = attempt(_read_apart, catalog, row, place, things, specs, settings) if left else frozenset()
+        if isinstance(ids, CkptError):
+            continue  # it is away, or another name of the place: it proves nothing
+        if ids & left:
+            proven[row.uri] = ids & left
             left -= ids
     return proven
 
@@ -178,17 +181,14 @@ def _read_apart(
     settings: Settings,
 ) -> Ids:
     """Return what a checkpoint holds, if it is apart from a place, and nothing writes there."""
-    try:
-        if relation(identify(place), identify(row.uri)) is not Relation.APART:
-            return frozenset()
-        with catalog.reading() as conn:
-            if writer_of_place(conn, row.uri) is not None:
-                return frozenset()
-        files = contents(row.uri, follow=True)
-        require_apart(place, things, row.uri, files)
-        return contents_at(row.uri, files, specs, settings).ids
-    except CkptError:  # it is away, or another name of the place: it proves nothing
+    if relation(identify(place), identify(row.uri)) is not Relation.APART:
         return frozenset()
+    with catalog.reading() as conn:
+        if writer_of_place(conn, row.uri) is not None:
+            return frozenset()
+    files = contents(row.uri, follow=True)
+    require_apart(place, things, row.uri, files)
+    return contents_at(row.uri, files, specs, settings).ids
 
 
 def _matched(duty: Duty, there: PlaceContents, place: str) -> tuple[Holding, ...]:

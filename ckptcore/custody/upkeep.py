@@ -43,6 +43,7 @@ def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
                 row.created_at,
                 row.lost,
                 _names(attempt(recorded_duty, conn, row)),
+                row.trouble,
             )
             for row in obligations.every(conn)
         )
@@ -104,45 +105,49 @@ def look_after(catalog: Catalog) -> int:
     An obligation whose copy was moved counts on the copy's new place from then on. This is what records say:
     nothing is blocked by it. A disk may be away, or a copy not be recorded.
     """
-    now = catalog.now()
     cache: dict[str, Ids] = {}
     total = 0
     with catalog.reading() as conn:
         duties = [attempt(recorded_duty, conn, row) for row in obligations.every(conn)]
     for duty in duties:
-        if isinstance(duty, CkptError):
-            _log.warning("%s", duty.message)
-            continue
-        row, contents = duty.row, duty.contents
-        wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
-        with catalog.reading() as conn:
-            for holder in holdings.may_hold(conn, wanted):
-                if holder.state != State.GONE.value:
-                    ids = cache.setdefault(holder.id, recorded_ids(conn, holder))
-                    by_place[holder.uri] = ids & wanted
-                    # Only tensors have recorded sums before something reads all of a checkpoint.
-                    in_part |= holdings.ids_of_row(conn, holder.id) is None
-        lost = [
-            each.name
-            for each in contents
-            if not (in_part and each.kind != TENSOR) and not any(each.id in ids for ids in by_place.values())
-        ]
-        total += len(lost)
-        if len(lost) != row.lost:
-            with catalog.writing() as conn:
-                obligations.note_lost(conn, now, row, lost)
-        most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
-        if row.place not in by_place and by_place.get(most):
-            _move(catalog, Duty(row, contents), most)
+        lost = duty if isinstance(duty, CkptError) else attempt(_look_after, catalog, duty, cache)
+        if isinstance(lost, CkptError):
+            _log.warning("%s", lost.message)
+        else:
+            total += lost
     return total
+
+
+def _look_after(catalog: Catalog, duty: Duty, cache: dict[str, Ids]) -> int:
+    """Record what of the contents of one obligation is lost; return how many. cache: ids by checkpoint."""
+    row, contents = duty.row, duty.contents
+    wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
+    with catalog.reading() as conn:
+        for holder in holdings.may_hold(conn, wanted):
+            if holder.state != State.GONE.value:
+                ids = cache.setdefault(holder.id, recorded_ids(conn, holder))
+                by_place[holder.uri] = ids & wanted
+                # Only tensors have recorded sums before something reads all of a checkpoint.
+                in_part |= holdings.ids_of_row(conn, holder.id) is None
+    lost = [
+        each.name
+        for each in contents
+        if not (in_part and each.kind != TENSOR) and not any(each.id in ids for ids in by_place.values())
+    ]
+    if len(lost) != row.lost:
+        with catalog.writing() as conn:
+            obligations.note_lost(conn, clock(conn), row, lost)
+    most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
+    if row.place not in by_place and by_place.get(most):
+        _move(catalog, Duty(row, contents), most)
+    return len(lost)
 
 
 def _move(catalog: Catalog, duty: Duty, place: str) -> None:
     """Let an obligation count on a copy at another place, as far as a record can be written beside it."""
-    try:
-        add_duties(place, [duty])
-    except CkptError as error:
-        _log.warning("no record of an obligation beside %s: %s", place, error.message)
+    added = attempt(add_duties, place, [duty])
+    if isinstance(added, CkptError):
+        _log.warning("no record of an obligation beside %s: %s", place, added.message)
         return
     with catalog.writing() as conn:
         obligations.move(conn, duty.row.id, place)
@@ -170,10 +175,9 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
         with suppress(CkptError):  # a file, or a folder that is not ours to list
             every |= dict.fromkeys(places_with_records(folder))
     for place in every:
-        try:
-            duties = read_duties(place)
-        except CkptError as error:
-            unread.append(error.message)
+        duties = attempt(read_duties, place)
+        if isinstance(duties, CkptError):
+            unread.append(duties.message)
             continue
         if not duties:
             continue

@@ -32,7 +32,7 @@ SHAPED = frozenset(
 _BLOCK = re.compile(r'\["(block_\d+|step)"[^\]]*\]')  # DistributedShampoo's keys are JSON lists
 
 
-class State(NamedTuple):
+class ParameterState(NamedTuple):
     """One state of one parameter.
 
     Attributes:
@@ -53,7 +53,7 @@ class State(NamedTuple):
         return self.key in _TELLING or self.parameter.isdigit() or self.key.startswith("[")
 
 
-def state_of(name: str) -> State | None:
+def state_of(name: str) -> ParameterState | None:
     """Return the state that a name is, or None: no known key of a known optimizer.
 
     >>> state_of("optim.state.layers.0.w.exp_avg")[:3], state_of("optimizer.state.exp_avg.w")[:3]
@@ -70,7 +70,7 @@ def state_of(name: str) -> State | None:
     return state_below(rest, root)
 
 
-def state_below(rest: str, root: str = "") -> State | None:
+def state_below(rest: str, root: str = "") -> ParameterState | None:
     """Return the state that a name below an optimizer's ``state`` is, or None."""
     parameter, _, key = rest.rpartition(".")
     if key not in _KEYS and _POSITION.fullmatch(key):  # rare
@@ -79,9 +79,9 @@ def state_below(rest: str, root: str = "") -> State | None:
             elements.pop()
         parameter, key = ".".join(elements[:-1]), elements[-1]
     if key in _KEYS or (key.startswith("[") and _BLOCK.fullmatch(key)):
-        return State(root, parameter, key, rest)
+        return ParameterState(root, parameter, key, rest)
     first, _, parameter = rest.partition(".")
-    return State(root, parameter, first, rest) if first in _FIRST and parameter else None
+    return ParameterState(root, parameter, first, rest) if first in _FIRST and parameter else None
 
 
 def trained_parameters(names: Iterable[str]) -> dict[str, set[str]]:

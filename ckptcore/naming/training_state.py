@@ -20,7 +20,7 @@ from typing import Any
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob, Manifest
 from ckptcore.core.named_values import CONTAINERS
-from ckptcore.naming.moments import State, endings, state_below, state_of
+from ckptcore.naming.moments import ParameterState, endings, state_below, state_of
 from ckptcore.naming.rename import strip_wrappers
 from ckptcore.naming.trainer_keys import (
     AVERAGES,
@@ -167,7 +167,7 @@ class StoredKinds:
         return below
 
     @cached_property
-    def _states(self) -> dict[str, State]:
+    def _states(self) -> dict[str, ParameterState]:
         return {name: state for name in self._names if (state := state_of(name)) is not None}
 
     @cached_property

@@ -19,12 +19,13 @@ from typing import Any
 from ckptcore.conversion.destination_claim import claim_of
 from ckptcore.conversion.publication_record import DONE, noted
 from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging, is_of_staging
-from ckptcore.errors import Busy, UsageError
+from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.s3 import client_of
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import attempt
 
 _STAGING = re.compile(r"((?:.*/)?\.([^/]+)\.ckptcore)/(.+)", re.DOTALL)
 
@@ -38,6 +39,7 @@ class LeftFate(StrEnum):
     YOUNG = "young"
     PUBLISHING = "publishing"
     FOREIGN = "foreign"
+    UNREAD = "unread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +118,33 @@ def _each(
             folders[inside[1]][inside[3]] = seen
     uploads = list(client.list_uploads(prefix))
     known: set[tuple[str, str]] = set()
+    why = "no conversion recorded it; abort it by hand if it is yours"
     for folder, objects in sorted(folders.items()):
-        journal = UploadJournal(client, f"{folder}/{UPLOADS}/")
-        entries = journal.entries()
-        ids = {(entry.key, entry.upload_id) for entry in entries}
-        keys = {entry.key: entry.started for entry in entries if entry.may_have_strays}
-        own = [u for u in uploads if (u.key, u.upload_id) in ids or journal.is_stray(u, keys)]
-        known |= {(upload.key, upload.upload_id) for upload in own}
-        yield _staging(client, folder, objects, own, older_than_s, dry_run, catalog)
+        own = attempt(_uploads_of, client, folder, uploads)
+        if isinstance(own, CkptError):
+            why = "whether a conversion recorded it cannot be told: a staging prefix cannot be read"
+            item: Left | CkptError = own
+        else:
+            known |= {(upload.key, upload.upload_id) for upload in own}
+            item = attempt(_staging, client, folder, objects, own, older_than_s, dry_run, catalog)
+        if isinstance(item, CkptError):
+            nbytes = sum(seen.nbytes for seen in objects.values())
+            reason = f"{item.code}: {item.message}"
+            item = Left(f"{client.url}/{folder}", "staging", LeftFate.UNREAD, reason, nbytes, 0, None)
+        yield item
     for upload in uploads:
         if (upload.key, upload.upload_id) not in known:
-            why = "no conversion recorded it; abort it by hand if it is yours"
             age = _age(upload.started)
             yield Left(f"{client.url}/{upload.key}", "upload", LeftFate.FOREIGN, why, 0, 1, age)
+
+
+def _uploads_of(client: ObjectClient, folder: str, uploads: list[OpenUpload]) -> list[OpenUpload]:
+    """Return those of some open uploads that the journal of a staging prefix has."""
+    journal = UploadJournal(client, f"{folder}/{UPLOADS}/")
+    entries = journal.entries()
+    ids = {(entry.key, entry.upload_id) for entry in entries}
+    keys = {entry.key: entry.started for entry in entries if entry.may_have_strays}
+    return [u for u in uploads if (u.key, u.upload_id) in ids or journal.is_stray(u, keys)]
 
 
 def _staging(

@@ -9,7 +9,7 @@ from ckptcore.conversion.batch import MOST
 from ckptcore.store import local_path
 
 if TYPE_CHECKING:
-    from ckptcore.operations.sweep import SweepItem
+    from ckptcore.operations.sweep_items import SweepItem
 
 SMALL = 256 << 20  # bytes of a checkpoint; a larger one keeps disks and processors busy alone
 

@@ -26,6 +26,7 @@ from ckptcore.catalog.database import clock
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.catalog.retirements import RetirementRecord
+from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.publication_record import noted
@@ -61,6 +62,7 @@ from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.below import open_below
 from ckptcore.store.contents import Thing, contents
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
@@ -119,10 +121,11 @@ def purge(
         known = {uri for root in above for uri in tending.known_below(conn, root.uri)}
     homes = dict.fromkeys(listed)
     for folder in sorted({split_url(uri)[0] for uri in known}):
-        try:
-            homes |= dict.fromkeys(homes_in(folder))
-        except CkptError as error:
-            _log.warning("cannot search %s for what was set aside: %s", folder, error.message)
+        homes_there = attempt(homes_in, folder)
+        if isinstance(homes_there, CkptError):
+            _log.warning("cannot search %s for what was set aside: %s", folder, homes_there.message)
+        else:
+            homes |= dict.fromkeys(homes_there)
     for home in homes:
         uri = place_of(home) or home
         if places is not None and not _is_below(uri, places):
@@ -139,10 +142,10 @@ def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = No
     for row in rows:
         if places is not None and not _is_below(row.uri, places):
             continue
-        detail = catalog.show(row.checkpoint, tensors=False) if row.checkpoint else None
-        if run is not None and not (isinstance(detail, CheckpointDetail) and detail.checkpoint.run == run):
+        if run is not None and row.run != run:
             continue
-        yield Purged(row.uri, row.record, WAITING, _until(row.due_at), row.nbytes, row.due_at)
+        item = Purged(row.uri, row.record, WAITING, _until(row.due_at), row.nbytes, row.due_at)
+        yield replace(item, fate=KEPT, why=row.trouble) if row.trouble else item
 
 
 def purge_one(catalog: Catalog, aside: SetAside, means: Settings) -> tuple[str, ...]:
@@ -240,39 +243,51 @@ def _purged(
     run: str | None,
 ) -> Purged | None:
     """Return what becomes of one folder; None if nothing of it is left, or it is of another run."""
-    item = Purged(
-        place_of(home) or home, home, KEPT, "", row.nbytes if row else 0, row.due_at if row else due
-    )
+    nbytes, due_at = (row.nbytes, row.due_at) if row else (0, due)
+    item = Purged(place_of(home) or home, home, KEPT, "", nbytes, due_at)
+    done = attempt(_purge_listed, catalog, item, row, above, means, due, run)
+    return replace(item, why=done.message) if isinstance(done, CkptError) else done
+
+
+def _purge_listed(
+    catalog: Catalog,
+    item: Purged,
+    row: set_aside.SetAsideEntry | None,
+    above: Sequence[roots.RootRow],
+    means: Settings,
+    due: datetime,
+    run: str | None,
+) -> Purged | None:
+    """Purge one folder if it is due. Raises `CkptError`: it stays aside."""
+    require_sound(row)
+    home = item.record
     try:
-        try:
-            aside = _opened(home, above)
-        except Busy:
-            return None  # another process works on it
-        if aside is None:
+        aside = _opened(home, above)
+    except Busy:
+        return None  # another process works on it
+    if aside is None:
+        _settle(catalog, home, row)
+        return None
+    with closing(aside):
+        record = aside.record
+        item = replace(item, due_at=record.due_at)
+        source = _source_of(catalog, record)
+        if run is not None and (source is None or source.run != run):
+            return None
+        if row is None:
+            return _unlisted(item, aside, source)
+        if not aside.holds and record.why == REPLACED and _is_awaited(home, record.uri):
+            return None
+        if not aside.holds:  # all of it was removed
+            aside.restore()
             _settle(catalog, home, row)
             return None
-        with closing(aside):
-            record = aside.record
-            item = replace(item, due_at=record.due_at)
-            source = _source_of(catalog, record)
-            if run is not None and (source is None or source.run != run):
-                return None
-            if row is None:
-                return _unlisted(item, aside, source)
-            if not aside.holds and record.why == REPLACED and _is_awaited(home, record.uri):
-                return None
-            if not aside.holds:  # all of it was removed
-                aside.restore()
-                _settle(catalog, home, row)
-                return None
-            if record.digest != row.digest:
-                raise UsageError("its record is not the one that the catalog knows")
-            if row.purging or record.due_at <= due:
-                left = purge_one(catalog, aside, means)
-                return replace(item, fate=KEPT if left else PURGED, why="; ".join(left))
-            return replace(item, fate=WAITING, why=_until(record.due_at))
-    except CkptError as error:
-        return replace(item, why=error.message)
+        if record.digest != row.digest:
+            raise UsageError("its record is not the one that the catalog knows")
+        if row.purging or record.due_at <= due:
+            left = purge_one(catalog, aside, means)
+            return replace(item, fate=KEPT if left else PURGED, why="; ".join(left))
+        return replace(item, fate=WAITING, why=_until(record.due_at))
 
 
 def _unlisted(item: Purged, aside: SetAside, source: CheckpointRow | None) -> Purged | None:

@@ -20,6 +20,7 @@ from ckptcore.catalog import holdings as recorded
 from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.normalize import storable
 from ckptcore.catalog.retirements import FULL, PART, GivenUp
+from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, State
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
@@ -30,6 +31,7 @@ from ckptcore.core.used_files import placed
 from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.holdings import (
     EMPTY_FOLDER,
+    UNUSED,
     descriptions_last,
     file_holdings,
     objects_of,
@@ -38,7 +40,7 @@ from ckptcore.custody.holdings import (
 )
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.custody.set_aside import require_files
-from ckptcore.errors import CkptError, UsageError
+from ckptcore.errors import UsageError
 from ckptcore.execution.source_stamps import digest, take, take_ctimes
 from ckptcore.fingerprints.holdings import (
     FILE,
@@ -64,6 +66,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.store.contents import NameKind, Thing, contents
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import error_of
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
@@ -71,9 +74,8 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "its fingerprint is not known; --fingerprint computes it"
 _PLAIN = (FILE, OBJECT)  # kinds that go without saying
-_IN_FOLDERS = frozenset(
-    {FILE, EMPTY_FOLDER, *(kind.value for kind in NameKind)}
-)  # kinds of things, not of objects
+# Kinds of files and folders: their names are no tensors or objects, whose kinds names and values tell.
+_IN_FOLDERS = frozenset({FILE, EMPTY_FOLDER, UNUSED, *(kind.value for kind in NameKind)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +173,8 @@ def find_replacement(
     for export, (conversion, child) in sorted(zip(exports, made, strict=True), key=lambda row: row[0]):
         try:
             replacement = _judged(side, conversion, child, allowed, take, means or Settings(), export=export)
-        except CkptError as error:  # another child may replace it
-            replacement = Replacement(None, error.message)
+        except Exception as error:  # another child may replace it
+            replacement = Replacement(None, error_of(error).message)
         if replacement.child is not None:
             return replacement
         rejected = rejected or replacement
@@ -185,12 +187,14 @@ def child_of(catalog: Catalog, public: str) -> CheckpointDetail:
 
     Raises:
         UsageError: It is not present, an export that failed its verification, or about to be replaced.
+        CatalogError: One of its rows is odd.
     """
     detail = catalog.show(public, tensors=False)
     if not isinstance(detail, CheckpointDetail):
         raise UsageError(f"{public} is not a checkpoint")
     if detail.checkpoint.state != State.PRESENT.value:
         raise UsageError(f"{detail.checkpoint.uri} is {detail.checkpoint.state}")
+    require_sound([detail.checkpoint, detail.files, detail.written_by])
     verdicts = (c.export_verdict for c in detail.written_by)
     # An equal one that replaced it since has no verdict of its own yet, and does not cancel this one.
     if next((v for v in verdicts if v in ("ok", "failed")), None) == "failed":
@@ -286,6 +290,7 @@ def _judged(
     export: bool,
 ) -> Replacement:
     """Return whether a child replaces a source. export: whether its model part is proven, not all of it."""
+    require_sound(conversion)
     detail = child_of(source.catalog, child.id)
     manifest = same_manifest(child.uri, child.manifest_digest)
     if manifest is None:

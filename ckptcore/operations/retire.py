@@ -22,6 +22,7 @@ from ckptcore.catalog import retirements
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.database import clock
 from ckptcore.catalog.retirements import GivenUp
+from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.place_ties import ties_of_places
 from ckptcore.custody.replacing import GRACE
@@ -30,7 +31,7 @@ from ckptcore.operations.part_replacement import CAST
 from ckptcore.operations.purge import KEPT, PURGED, WAITING, Purged, purge, purge_one, waiting
 from ckptcore.operations.registered_files import same_manifest
 from ckptcore.operations.replacement import Allowed, Replacement, find_replacement
-from ckptcore.operations.retention import Policy, decide
+from ckptcore.operations.retention import Policy, Verdict, decide
 from ckptcore.operations.setting_aside import (
     freed_bytes,
     inside_of,
@@ -43,6 +44,7 @@ from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
 from ckptcore.store.contents import contents, require_no_mount
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -273,10 +275,10 @@ def plan(
                 f"there is no watched root or run {run} with checkpoints below a watched root",
                 hint="only checkpoints below a watched root are ever deleted",
             )
-        rules = {row.id: _rules(row, above, of_root) or (policy, allowed or Allowed()) for row in rows}
+        rules = {row.id: attempt(_rules, row, above, of_root, (policy, allowed or Allowed())) for row in rows}
         ties = ties_of_places(conn, now, rows)
         entries = [retention_entry(row, ties[row.id]) for row in rows]
-        own = {public: rule for public, (rule, _) in rules.items()}
+        own = {public: policy if isinstance(rule, CkptError) else rule[0] for public, rule in rules.items()}
         steps = None
         if limit is not None:
             most: dict[str, int] = {}
@@ -288,24 +290,39 @@ def plan(
         if verdict.keep:
             yield Retired(row, Fate.KEPT, verdict.why)
             continue
-        try:
-            root_above(above, row.uri)
-            if local_path(row.uri) is not None:
-                require_no_mount(row.uri)
-            replacement = find_replacement(catalog, row, rules[row.id][1], take=take, means=means)
-        except CkptError as error:
-            replacement = Replacement(None, f"{error.code}: {error.message}")
-        if replacement.child is None:
-            yield Retired(row, Fate.UNSAFE, (replacement.why,), replacement)
-            continue
-        with catalog.reading() as conn:
-            inside = inside_of(conn, row)
-        if inside:
-            yield Retired(row, Fate.KEPT, (inside,), replacement)
-        else:
-            what = "its model part" if replacement.proof == retirements.PART else "it"
-            why = (*verdict.why, f"{replacement.child.uri} replaces {what}")
-            yield Retired(row, Fate.LET_GO, why, replacement)
+        item = attempt(_planned, catalog, row, verdict, rules[row.id], above, take, means)
+        if isinstance(item, CkptError):
+            reason = f"{item.code}: {item.message}"
+            item = Retired(row, Fate.UNSAFE, (reason,), Replacement(None, reason))
+        yield item
+
+
+def _planned(
+    catalog: Catalog,
+    row: CheckpointRow,
+    verdict: Verdict,
+    rule: tuple[Policy, Allowed] | CkptError,
+    above: Sequence[roots.RootRow],
+    take: Settings | None,
+    means: Settings | None,
+) -> Retired:
+    """Return a source that its policy does not keep, with its child. Raises `CkptError`: it cannot go."""
+    if isinstance(rule, CkptError):
+        raise rule
+    require_sound(row)
+    root_above(above, row.uri)
+    if local_path(row.uri) is not None:
+        require_no_mount(row.uri)
+    replacement = find_replacement(catalog, row, rule[1], take=take, means=means)
+    if replacement.child is None:
+        return Retired(row, Fate.UNSAFE, (replacement.why,), replacement)
+    with catalog.reading() as conn:
+        inside = inside_of(conn, row)
+    if inside:
+        return Retired(row, Fate.KEPT, (inside,), replacement)
+    what = "its model part" if replacement.proof == retirements.PART else "it"
+    why = (*verdict.why, f"{replacement.child.uri} replaces {what}")
+    return Retired(row, Fate.LET_GO, why, replacement)
 
 
 def carry_out(catalog: Catalog, item: Retired, means: Settings, grace: timedelta) -> Retired:
@@ -320,23 +337,28 @@ def carry_out(catalog: Catalog, item: Retired, means: Settings, grace: timedelta
     Returns:
         The source with its new fate; errors become reasons.
     """
+    done = attempt(_carried_out, catalog, item, means, grace)
+    if isinstance(done, CkptError):
+        fate = Fate.KEPT if isinstance(done, Conflict) else Fate.UNSAFE
+        return replace(item, fate=fate, why=(done.message,))
+    return done
+
+
+def _carried_out(catalog: Catalog, item: Retired, means: Settings, grace: timedelta) -> Retired:
+    """Set a source aside, and purge it without a grace period. Raises `CkptError`: it stays."""
     replacement = item.replacement
     assert replacement is not None
-    try:
-        if same_manifest(item.source.uri, item.source.manifest_digest) is None:
-            raise UsageError("another checkpoint is there now")
-        with closing(put_aside(catalog, item.source, replacement, item.freed, grace)) as aside:
-            if grace > timedelta(0):
-                until = f"it can be restored until {aside.record.due_at:%Y-%m-%d %H:%M} UTC"
-                return replace(item, fate=Fate.RETIRED, why=(*item.why, until))
-            try:
-                left = purge_one(catalog, aside, means)
-            except BaseException:
-                put_back(catalog, aside)
-                raise
-    except CkptError as error:
-        fate = Fate.KEPT if isinstance(error, Conflict) else Fate.UNSAFE
-        return replace(item, fate=fate, why=(error.message,))
+    if same_manifest(item.source.uri, item.source.manifest_digest) is None:
+        raise UsageError("another checkpoint is there now")
+    with closing(put_aside(catalog, item.source, replacement, item.freed, grace)) as aside:
+        if grace > timedelta(0):
+            until = f"it can be restored until {aside.record.due_at:%Y-%m-%d %H:%M} UTC"
+            return replace(item, fate=Fate.RETIRED, why=(*item.why, until))
+        try:
+            left = purge_one(catalog, aside, means)
+        except BaseException:
+            put_back(catalog, aside)
+            raise
     return replace(item, fate=Fate.DELETED, why=(*item.why, *left))
 
 
@@ -359,22 +381,23 @@ def _scope(every: Sequence[roots.RootRow], scope: str | None) -> tuple[list[str]
 
 
 def _rules(
-    row: CheckpointRow, above: Iterable[roots.RootRow], of_root: OfRoot | None
-) -> tuple[Policy, Allowed] | None:
-    """Return the policy and the allowed losses of the innermost root above a source."""
-    if of_root is None:
-        return None
+    row: CheckpointRow,
+    above: Iterable[roots.RootRow],
+    of_root: OfRoot | None,
+    default: tuple[Policy, Allowed],
+) -> tuple[Policy, Allowed]:
+    """Return the policy and the allowed losses of the innermost root above a source, or the default."""
     around = [root for root in above if row.uri.startswith(root.uri.rstrip("/") + "/")]
     innermost = max(around, key=lambda root: len(root.uri), default=None)
-    return None if innermost is None else of_root(innermost)
+    return default if innermost is None or of_root is None else of_root(innermost)
 
 
 def _listed_bytes(item: Retired) -> int | None:
     """Return the bytes of a source's files; None if they cannot be listed."""
     if item.replacement is not None and item.replacement.things:
         return freed_bytes(item.replacement.things)
-    try:
-        return freed_bytes(contents(item.source.uri))
-    except CkptError as error:
-        _log.info("cannot list %s: %s", item.source.uri, error.message)
+    listed = attempt(contents, item.source.uri)
+    if isinstance(listed, CkptError):
+        _log.info("cannot list %s: %s", item.source.uri, listed.message)
         return None
+    return freed_bytes(listed)

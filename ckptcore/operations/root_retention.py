@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
@@ -27,7 +28,10 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
 
     Raises:
         UsageError: A value is invalid.
+        CatalogError: The root's row is odd.
     """
+    if root is not None:
+        require_sound(root)
     own = checked(root.retention) if root is not None else {}
 
     def chosen(name: str) -> Any:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime, timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.catalog import claims, queues, set_aside, sightings
@@ -26,7 +25,7 @@ from ckptcore.catalog.sightings import Condition, SightingRow
 from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.pipeline import tidy
 from ckptcore.conversion.registration import facts
-from ckptcore.errors import Busy, CatalogAway, CkptError, Finding, Interrupted
+from ckptcore.errors import Busy, CatalogAway, CkptError, Interrupted
 from ckptcore.operations.batches import batches
 from ckptcore.operations.claims import claimed, claimed_each, key_of, made_from, owner, rewritten
 from ckptcore.operations.discover import Candidate, discover
@@ -38,6 +37,7 @@ from ckptcore.operations.export_target import (
     targets_of,
 )
 from ckptcore.operations.readiness import SETTLE_S, Look, look, recalled
+from ckptcore.operations.sweep_items import Standing, SweepItem, Swept
 from ckptcore.planning.request import Request
 from ckptcore.store import local_path
 from ckptcore.store.listing import survey
@@ -52,91 +52,6 @@ _log = logging.getLogger("ckptcore")
 _REMEMBERED = timedelta(days=1)  # a complete checkpoint on an object store is listed again after that
 _NOTED = 64  # checkpoints whose states are recorded in one transaction
 _PATIENCE = (timedelta(minutes=5), timedelta(days=1))  # before a failure is retried: the first, and the most
-
-
-class Standing(StrEnum):
-    """The state of a checkpoint, or of its conversion."""
-
-    READY = "ready"  # complete and not yet converted
-    MADE = "made"  # converted by this sweep
-    CONVERTED = "converted"  # had been converted before
-    CLAIMED = "claimed"  # another process is converting it
-    OUTDATED = "outdated"  # converted, and rewritten since
-    FAILED = "failed"  # the conversion failed; retried later
-    WRITING = "writing"  # not yet complete
-    BROKEN = "broken"  # no longer changes, and is not complete
-    UNREAD = "unread"  # could not be read
-    REFUSED = "refused"  # the target cannot be used for it
-
-
-_WRONG = {Standing.FAILED, Standing.UNREAD, Standing.REFUSED, Standing.OUTDATED}
-
-
-@dataclass(frozen=True)
-class SweepItem:
-    """One checkpoint.
-
-    why: the reason of its standing. request, digests: only of a complete one. nbytes: of its files.
-    """
-
-    root: str
-    source: str
-    step: int | None
-    standing: Standing
-    why: str = ""
-    destination: str = ""
-    findings: tuple[Finding, ...] = ()
-    request: Request | None = field(default=None, repr=False)
-    source_digest: str = ""
-    manifest_digest: str = ""
-    nbytes: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "root": self.root,
-            "source": self.source,
-            "step": self.step,
-            "standing": self.standing.value,
-            "why": self.why,
-            "destination": self.destination,
-            "findings": [f.as_dict() for f in self.findings],
-        }
-
-
-@dataclass(frozen=True)
-class Swept:
-    """The result of a sweep.
-
-    Attributes:
-        items: Every checkpoint, by root, the lowest step first.
-        dry_run: Whether nothing was converted.
-        strict: Whether checkpoints that are broken for good count as an error.
-    """
-
-    items: tuple[SweepItem, ...]
-    dry_run: bool = False
-    strict: bool = False
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Standing -> number of checkpoints."""
-        return dict(Counter(i.standing.value for i in self.items))
-
-    @property
-    def exit_code(self) -> int:
-        """1 if a conversion failed or cannot be made; with `strict`, also if a checkpoint is broken; else 0.
-
-        A sweep runs by a schedule: what is still being written is converted by a later one, and a step that a
-        killed job left broken stays broken.
-        """
-        wrong = _WRONG | ({Standing.BROKEN} if self.strict else set())
-        return int(any(i.standing in wrong for i in self.items))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {"dry_run": self.dry_run, "counts": self.counts, "items": [i.as_dict() for i in self.items]}
-
 
 Convert = Callable[[Request], Any]
 Wanted = Sequence[tuple[Request | None, str]]  # a request for each target, or why there is none
@@ -354,10 +269,7 @@ class _LookThrough:
                 here = self._compared(candidate, wanted, known)
                 if all(item.standing is not Standing.READY for item in here):
                     return here
-            try:
-                files = survey(candidate.uri)
-            except CkptError as error:
-                return [self.unread(candidate.uri, candidate.step, error)]
+            files = survey(candidate.uri)
             if not files:
                 return []  # removed meanwhile
             candidate = replace(candidate, files=files, remembered=False)

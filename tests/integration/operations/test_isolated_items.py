@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from checkpoints import save
 from safetensors.torch import load_file
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 
 from ckptcore.catalog import claims as claim_rows
 from ckptcore.catalog import sightings
@@ -14,9 +16,13 @@ from ckptcore.catalog.models import Checkpoint, Conversion
 from ckptcore.conversion import batch, pipeline, registration
 from ckptcore.conversion.batch import convert_batch
 from ckptcore.conversion.pipeline import convert
+from ckptcore.custody import upkeep
 from ckptcore.operations import claims as claiming
-from ckptcore.operations import readiness, rebuild_catalog, scrub, sweep
+from ckptcore.operations import purge, readiness, rebuild_catalog, retire, scrub, sweep
 from ckptcore.operations.export_target import ExportTarget
+from ckptcore.operations.options import RetireOptions
+from ckptcore.operations.retention import Policy
+from ckptcore.operations.root_retention import of_root, rules
 from ckptcore.planning.request import Settings
 
 SETTINGS = Settings(memory=256 << 20)
@@ -62,7 +68,7 @@ class Breaks:
         inner = getattr(owner, name)
 
         def breaking(*args, **more):
-            places = [getattr(a, "destination", "") for a in args]  # of a staging folder
+            places = [getattr(a, n, "") for a in args for n in ("destination", "home")]  # of folders beside
             if self.armed and odd in repr((args, more, places)):
                 self.raised += 1
                 raise kind("unforeseen")
@@ -200,3 +206,151 @@ def test_a_defect_while_a_place_is_checked_is_not_remembered(steps, swept, break
     assert swept()[ODD].standing.value == "unread"
     breaks.armed = False
     assert swept()[ODD].standing.value == "made"
+
+
+NONE, WEEKS = timedelta(0), timedelta(weeks=2)
+
+
+def retired(catalog, grace=NONE, **more):
+    """What becomes of each source where only the newest stays; both sides of a proof are read."""
+    means = {"take": SETTINGS, "means": SETTINGS}
+    found = retire.retire(catalog, Policy(1), yes=True, grace=grace, **(means | more))
+    return {item.source.uri.rsplit("/", 1)[-1]: item for item in found.items}
+
+
+RETIRE = {
+    "its rule": "_rules",
+    "its root": "root_above",
+    "its proof": "find_replacement",
+    "what is in it": "inside_of",
+    "setting it aside": "put_aside",
+    "purging it": "purge_one",
+}
+
+
+@pytest.mark.parametrize("case", RETIRE)
+def test_one_source_of_retire(catalog, steps, runs, swept, breaks, case):
+    swept()
+    before = {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()}
+    breaks(retire, RETIRE[case])
+    items = retired(catalog)
+    assert breaks.raised
+    assert {name: item.fate.value for name, item in items.items()} == {
+        "step-0": "deleted",
+        ODD: "unsafe",
+        "step-9": "kept",
+    }
+    assert "unforeseen" in " ".join(items[ODD].why)
+    assert {p: p.read_bytes() for p in (runs / "llama" / ODD).rglob("*") if p.is_file()} == before
+    breaks.armed = False
+    assert retired(catalog)[ODD].fate.value == "deleted"
+    assert not (runs / "llama" / ODD).exists()
+
+
+def test_a_source_that_cannot_be_listed_is_kept_as_the_others_are(catalog, steps, swept, breaks):
+    swept()
+    breaks(retire, "contents")
+    found = retire.retire(catalog, Policy(3))
+    assert breaks.raised
+    assert sorted(item.files is None for item in found.items) == [False, False, True]
+
+
+PURGE = ("_opened", "_source_of", "purge_one", "_give_to_child", "_read_child", "require_sound")
+
+
+@pytest.mark.parametrize("name", PURGE)
+def test_one_thing_of_a_purge(catalog, steps, runs, swept, breaks, name):
+    swept()
+    retired(catalog, timedelta(weeks=1))
+    breaks(purge, name)
+
+    def purged():
+        found = purge.purge(catalog, SETTINGS, None, due=catalog.now() + WEEKS)
+        return {item.uri.rsplit("/", 1)[-1]: item for item in found}
+
+    items = purged()
+    assert breaks.raised
+    assert {n: item.fate for n, item in items.items()} == {"step-0": "purged", ODD: "kept"}
+    assert "unforeseen" in items[ODD].why
+    breaks.armed = False
+    assert {n: item.fate for n, item in purged().items()} == {ODD: "purged"}
+
+
+def test_an_odd_row_of_what_is_set_aside_is_one_row(catalog, steps, swept):
+    swept()
+    retired(catalog, timedelta(weeks=1))
+    with catalog.writing() as conn:
+        conn.execute(text(f"UPDATE set_aside SET due_at = 'x' WHERE uri LIKE '%{ODD}'"))
+    listed = {item.uri.rsplit("/", 1)[-1]: item for item in purge.waiting(catalog, None)}
+    assert {n: item.fate for n, item in listed.items()} == {"step-0": "waiting", ODD: "kept"}
+    assert "due_at holds 'x'" in listed[ODD].why
+    found = {
+        i.uri.rsplit("/", 1)[-1]: i for i in purge.purge(catalog, SETTINGS, None, due=catalog.now() + WEEKS)
+    }
+    assert {n: item.fate for n, item in found.items()} == {"step-0": "purged", ODD: "kept"}
+    assert "due_at holds 'x'" in found[ODD].why
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE checkpoint SET origin = '{{' WHERE uri LIKE '%runs/llama/{odd}'",
+        "UPDATE checkpoint SET total_bytes = 'x' WHERE uri LIKE '%exports/{odd}'",
+        "UPDATE conversion SET request = '[]' WHERE source_uri LIKE '%/{odd}'",
+    ],
+)
+def test_nothing_is_deleted_by_an_odd_row(catalog, steps, runs, swept, statement):
+    swept()
+    with catalog.writing() as conn:
+        conn.execute(text(statement.format(odd=ODD)))
+    items = retired(catalog)
+    assert {n: item.fate.value for n, item in items.items()} == {
+        "step-0": "deleted",
+        ODD: "unsafe",
+        "step-9": "kept",
+    }
+    assert "cannot be used" in " ".join(items[ODD].why)
+    assert (runs / "llama" / ODD).exists()
+
+
+@pytest.mark.parametrize("target", ["{", '{"retention": 3}', '{"retention": {"keep_lots": 1}}'])
+def test_an_odd_rule_of_a_root_deletes_nothing(catalog, steps, runs, swept, target):
+    """What the root keeps is not known then: the defaults are not what its user wants."""
+    swept()
+    with catalog.writing() as conn:
+        conn.execute(text("UPDATE watched_roots SET target = :odd"), {"odd": target})
+    policy, allowed = rules(RetireOptions(keep_last=1))
+    asked = of_root(RetireOptions(keep_last=1))
+    means = {"take": SETTINGS, "means": SETTINGS}
+    found = retire.retire(catalog, policy, yes=True, grace=NONE, allowed=allowed, of_root=asked, **means)
+    assert {item.fate.value for item in found.items} == {"unsafe", "kept"}
+    whys = {item.why[0] for item in found.items if item.fate.value == "unsafe"}
+    assert all(" holds " in why or "no field keep_lots" in why for why in whys), whys
+    assert (runs / "llama" / ODD).exists()
+
+
+@pytest.mark.parametrize("name", ["recorded_ids", "recorded_duty"])
+def test_one_obligation(catalog, steps, swept, breaks, name):
+    swept()
+    retired(catalog)
+    assert len(upkeep.listed(catalog)) == 2
+    with catalog.writing() as conn:
+        conn.execute(text("UPDATE checkpoint SET state = 'gone' WHERE uri LIKE '%exports/step-0'"))
+    breaks(upkeep, name)
+    lost = upkeep.look_after(catalog)
+    assert breaks.raised
+    assert lost > 0
+    assert sorted(each.lost > 0 for each in upkeep.listed(catalog)) == [False, True]
+
+
+def test_one_record_of_an_obligation(catalog, steps, swept, breaks):
+    swept()
+    retired(catalog)
+    with catalog.writing() as conn:
+        conn.execute(text("DELETE FROM obligation"))
+    breaks(upkeep, "read_duties")
+    places = [str(steps / name) for name in ("step-0", ODD)]
+    count, (unread,) = upkeep.read_records(catalog, places)
+    assert (count, "unforeseen" in unread) == (1, True)
+    breaks.armed = False
+    assert upkeep.read_records(catalog, places) == (1, ())

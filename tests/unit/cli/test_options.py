@@ -19,7 +19,7 @@ from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.main import program
 from ckptcore.cli.main import run as main
 from ckptcore.errors import Finding, error_classes, finding
-from ckptcore.operations.sweep import Swept
+from ckptcore.operations.sweep_items import Swept
 from ckptcore.utils import terminal
 
 WRITE = """--allow-incomplete --catalog --device --digest --dtype --dtype-for --exclude --fingerprint
