@@ -32,6 +32,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "bytes of a file belong to no tensor, object or structure of its format; they are left out",
         "find out what wrote them before the file is deleted; nothing else depends on them",
     ),
+    "odd-value": (
+        "warning",
+        "a key of a metadata file has a value of another type than its writer gives; it is an object",
+        "compare the file with another copy of the checkpoint",
+    ),
     "not-finite": ("warning", "a tensor holds NaN or Inf", "check the training run"),
     "dropped-keys": ("warning", "keys of the source are left out", "use --keep-object, or do not load them"),
     "left-out": (

@@ -11,7 +11,7 @@ metadata. `ckptcore.formats.common.carried_values` makes objects of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class ByteLedger:
         structure: File -> int64 [n, 2], ranges that are structure, in any order.
         left: Ranges that belong to nothing, although they are inside of an item.
         carried: (file, name of an object, its values by key).
+        odd: (file, name of the object, key) of carried values of another type than the reader knows.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class ByteLedger:
         self.structure: dict[str, list[Ints]] = {}
         self.left: list[UnusedBytes] = []
         self.carried: list[tuple[str, str, Mapping[str, Any]]] = []
+        self.odd: list[tuple[str, str, str]] = []
 
     def opened(self, path: str) -> None:
         """Record that the reader has read bytes of a file."""
@@ -73,9 +75,10 @@ class ByteLedger:
         meter().keep(_SPAN + _CHAR * (len(path) + len(what)), path)
         self.left.append(UnusedBytes(path, start, end, what, padding))
 
-    def carry(self, path: str, group: str, values: Mapping[str, Any]) -> None:
+    def carry(self, path: str, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values that become an object."""
         self.carried.append((path, group, values))
+        self.odd += [(path, group, key) for key in odd]
 
     def below(self, prefix: str) -> ByteLedger:
         """Return the account of the files below a folder, with paths relative to it."""
@@ -84,6 +87,7 @@ class ByteLedger:
         inner.read = {path[cut:] for path in self.read if path.startswith(prefix)}
         inner.structure = {p[cut:]: spans for p, spans in self.structure.items() if p.startswith(prefix)}
         inner.left = [replace(one, file=one.file[cut:]) for one in self.left if one.file.startswith(prefix)]
+        inner.odd = [(p[cut:], name, key) for p, name, key in self.odd if p.startswith(prefix)]
         inner.carried = [(p[cut:], name, v) for p, name, v in self.carried if p.startswith(prefix)]
         return inner
 

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import holdings, obligations
+from ckptcore.catalog.normalize import hex_digest
 from ckptcore.catalog.types import CheckpointRow
+from ckptcore.core.manifest import Manifest
 from ckptcore.custody.distinct import require_apart
 from ckptcore.custody.judged import Judged
 from ckptcore.custody.obligation_records import Duty, place_of, read_duties, recorded_duty
@@ -78,7 +80,10 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     known = {duty.row.id: duty for duties in read for duty in duties}
     if catalog is not None:
         with catalog.reading() as conn:
-            tried = {row.id: attempt(recorded_duty, conn, row) for row in obligations.every(conn)}
+            tried = {
+                row.id: attempt(recorded_duty, conn, row, known.get(row.id))
+                for row in obligations.every(conn)
+            }
         listed = dict[str, Duty]()
         for key, duty in tried.items():
             if isinstance(duty, CkptError) and key not in known:  # not even beside the copy
@@ -138,7 +143,7 @@ def elsewhere(
     place: str,
     things: Mapping[str, Thing],
     needed: Mapping[bytes, Holding],
-    manifests: Collection[str],
+    manifests: Collection[Manifest],
     settings: Settings,
 ) -> dict[str, Ids]:
     """Return the places outside of one that hold needed contents, with what was read there now.
@@ -148,22 +153,25 @@ def elsewhere(
         place: Where the contents are that may go.
         things: Everything there.
         needed: Content id -> content.
-        manifests: Digests of the manifests there: copies have the same.
+        manifests: Of the checkpoints there: copies have the same.
         settings: Memory and threads for reading.
     """
     proven: dict[str, Ids] = {}
     if catalog is None or not needed:
         return proven
-    with catalog.reading() as conn:
-        candidates = holdings.may_hold(conn, needed, manifests)
-    specs, left = unpack_specs(pack_specs(needed.values())), set(needed)
-    for row in candidates:
-        ids = attempt(_read_apart, catalog, row, place, things, specs, settings) if left else frozenset()
-        if isinstance(ids, CkptError):
-            continue  # it is away, or another name of the place: it proves nothing
-        if ids & left:
-            proven[row.uri] = ids & left
-            left -= ids
+    specs, left, tried = unpack_specs(pack_specs(needed.values())), set(needed), set[str]()
+    for copies in (False, True):  # who is known to hold them; then copies of all that is there
+        digests = [hex_digest(manifest.digest) for manifest in manifests] if copies and left else []
+        with catalog.reading() as conn:
+            candidates = holdings.may_hold(conn, left, digests) if left else ()
+        for row in candidates:
+            if not left or row.id in tried:
+                continue
+            tried.add(row.id)
+            ids = attempt(_read_apart, catalog, row, place, things, specs, settings)
+            if not isinstance(ids, CkptError) and ids & left:  # else it is away, or another name of the place
+                proven[row.uri] = ids & left
+                left -= ids
     return proven
 
 

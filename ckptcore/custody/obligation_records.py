@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import closing, suppress
+from dataclasses import field
 from typing import Any
 
 from ckptcore.catalog import obligations
@@ -36,10 +37,14 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """An obligation with its contents."""
+    """An obligation with its contents.
+
+    packed: the contents as they were stored; empty if they were not.
+    """
 
     row: ObligationRow
     contents: tuple[Holding, ...]
+    packed: bytes = field(default=b"", repr=False, compare=False)
 
 
 def home_of(place: str) -> str:
@@ -56,10 +61,15 @@ def place_of(home: str) -> str | None:
     return None if matched is None else join_url(parent, matched["name"])
 
 
-def recorded_duty(conn: Any, row: ObligationRow) -> Duty:
-    """Return an obligation of the catalog with its contents; raise `CatalogError` if they are damaged."""
+def recorded_duty(conn: Any, row: ObligationRow, beside: Duty | None = None) -> Duty:
+    """Return an obligation of the catalog with its contents; raise `CatalogError` if they are damaged.
+
+    beside: the same in a record, whose contents are not unpacked once more where they are equal.
+    """
+    packed = obligations.contents_of(conn, row.id)
     try:
-        return Duty(row, unpack(obligations.contents_of(conn, row.id)))
+        equal = beside is not None and beside.packed == packed
+        return Duty(row, beside.contents if beside and equal else unpack(packed), packed)
     except InvalidText as error:
         raise CatalogError(
             f"the contents of obligation {row.id} on {row.place} cannot be read: {error}",
@@ -201,7 +211,8 @@ def loaded(data: bytes) -> Duty:
         form = load_json_object(data)
         if form["version"] != 2:
             raise InvalidText(f"cannot read version {form['version']}")
-        contents = unpack(base64.b64decode(form["contents"], validate=True))
+        packed = base64.b64decode(form["contents"], validate=True)
+        contents = unpack(packed)
         row = ObligationRow(
             str(form["id"]),
             str(form["checkpoint"]) or None,
@@ -210,4 +221,4 @@ def loaded(data: bytes) -> Duty:
             pack_specs(contents),
             parse_time(form["created_at"]),
         )
-        return Duty(row, contents)
+        return Duty(row, contents, packed)

@@ -41,12 +41,12 @@ class PlaceContents:
     Attributes:
         ids: Content ids.
         readable: Whether everything that looks like a checkpoint could be read.
-        manifests: Digests of the manifests of its checkpoints.
+        manifests: Of its checkpoints.
     """
 
     ids: Ids = frozenset()
     readable: bool = True
-    manifests: frozenset[str] = frozenset()
+    manifests: tuple[Manifest, ...] = ()
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def contents_at(
         walk.readable &= not manifest.unread
     sizes = {t.nbytes for t in things.values() if spec_digest(FILE, file_spec(t.nbytes)) in wanted}
     ids |= ids_of(file_holdings(url, things, sizes)) if sizes else frozenset()
-    return PlaceContents(ids, walk.readable, frozenset(hex_digest(m.digest) for _, m in walk.opened))
+    return PlaceContents(ids, walk.readable, tuple(manifest for _, manifest in walk.opened))
 
 
 def _walked(url: str, things: Mapping[str, Thing]) -> _Walk:
@@ -141,10 +141,13 @@ def _opened_at(walk: _Walk, place: str) -> Iterator[Manifest] | tuple[Manifest, 
 def _recorded_prints(catalog: Catalog, place: str, manifest: Manifest) -> Mapping[str, str] | None:
     """Return recorded fingerprints of a checkpoint whose files are unchanged since it was published."""
     known = catalog.at(place)
-    if known is None or known[0].manifest_digest != hex_digest(manifest.digest):
-        return None
-    if known[0].state != State.PRESENT.value:
+    if known is None or known[0].state != State.PRESENT.value:
         return None
     with catalog.reading() as conn:
-        stamp, prints = recorded.stamp_of(conn, known[0].id), recorded.fingerprints_of(conn, known[0].id)
-    return prints if stamp is not None and stamp == published_stamp(manifest) else None
+        stamp = recorded.stamp_of(conn, known[0].id)
+    if stamp is None or stamp != published_stamp(manifest):
+        return None
+    if known[0].manifest_digest != hex_digest(manifest.digest):
+        return None
+    with catalog.reading() as conn:
+        return recorded.fingerprints_of(conn, known[0].id)

@@ -7,7 +7,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Protocol
 
@@ -58,15 +58,16 @@ class Source:
         """
         explain(self.store, path, start, self.listing[path] if end is None else end)
 
-    def carry(self, path: str, name: str, values: Mapping[str, Any]) -> None:
+    def carry(self, path: str, name: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values of a file that the reader does not take; they become an object called ``name``.
 
         Args:
             path: The file.
             name: Name of the object; one of several files is called ``name`` where they agree.
             values: Key -> decoded value (`ckptcore.core.object_tree`).
+            odd: Those of the keys that the reader knows, with values of another type: a finding names them.
         """
-        FileRange(self.store, path, 0, 0).carry(name, values)
+        FileRange(self.store, path, 0, 0).carry(name, values, odd)
 
     def file(self, name: str) -> Source:
         """Return one file of this folder as a source of its own."""

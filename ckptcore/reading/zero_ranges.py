@@ -1,4 +1,7 @@
-"""Read ranges that are padding if all of their bytes are zero."""
+"""Read ranges that are padding if all of their bytes are zero.
+
+A module of its own, because readers of files and of items both ask.
+"""
 
 from __future__ import annotations
 

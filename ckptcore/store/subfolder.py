@@ -6,7 +6,7 @@ what a codec decodes. A `FileRange` is one of these, with positions of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,13 +39,14 @@ class Account(Protocol):
         padding: They are structure if all of them are zero, which nobody has read yet.
         """
 
-    def carry(self, path: str, group: str, values: Mapping[str, Any]) -> None:
+    def carry(self, path: str, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values that the format's reader does not take: they become an object called ``group``.
 
         Args:
             path: The file.
             group: Name of the object.
             values: Key -> decoded value (`ckptcore.core.object_tree`).
+            odd: Those of the keys that the reader knows, and with values of another type.
         """
 
 
@@ -164,11 +165,11 @@ class FileRange:
         else:
             account[0].leave(account[1], self.start + start, self.start + end, what, padding)
 
-    def carry(self, group: str, values: Mapping[str, Any]) -> None:
+    def carry(self, group: str, values: Mapping[str, Any], odd: Collection[str] = ()) -> None:
         """Record values of it in the account of the reading, as `Account.carry`."""
         account = account_of(self.store, self.path)
         if account is not None and values:
-            account[0].carry(account[1], group, values)
+            account[0].carry(account[1], group, values, odd)
 
 
 def explain(store: Readable, path: str, start: int, end: int) -> None:

@@ -29,11 +29,7 @@ _PACKAGE = "a file of this package"
 OWN = {
     "ckptcore/utils/foreign_text.py": "the module of these functions",
     "ckptcore/utils/plain_yaml.py": "the same for YAML",
-    **{
-        f"ckptcore/catalog/{name}.py": _ROWS
-        for name in ("audit", "browse", "export_verdicts", "query", "queues", "sightings", "training_rows")
-    },
-    "ckptcore/catalog/watched_roots.py": _ROWS,
+    **{f"ckptcore/catalog/{name}.py": _ROWS for name in ("export_verdicts", "row_values")},
     "ckptcore/catalog/sql_query.py": _PROCESS,
     "ckptcore/catalog/sqlworker.py": _PROCESS,
     "ckptcore/planning/transformers_process.py": _PROCESS,

@@ -239,3 +239,15 @@ class BucketDisk:
         key = f"{self.bucket}/{old}"
         for name in self._below(old):
             self.put(new + name[len(key) :], self.server.objects[name].data)
+
+
+def logical(place: str) -> str:
+    """Return the place of what is set aside, or the place itself."""
+    parts = place.split("/")
+    return "/".join(part for part in parts if not HOME.fullmatch(part))
+
+
+def folders_above(place: str) -> list[str]:
+    """Return the folders around a place, outermost first."""
+    parts = place.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]

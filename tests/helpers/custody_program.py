@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from custody_copies import put_rows, rows_of
-from custody_model import HOME, Contents, ids_in, is_hidden, places, read_place
+from custody_model import HOME, Contents, folders_above, ids_in, is_hidden, logical, places, read_place
 from safetensors.torch import load as safetensors_state
 from safetensors.torch import save as safetensors_bytes
 from sqlalchemy import text
@@ -418,7 +418,7 @@ class Run:
         grace = timedelta(0) if self.draw.random() < 0.6 else WEEK
         globs = self.draw.choice([(), (), (), ("note",), ("tokenizer.json", "note")])
         for place in self._all():
-            self.accepted.setdefault(_logical(place), set()).update(globs)
+            self.accepted.setdefault(logical(place), set()).update(globs)
         options = {
             "grace": grace,
             "take": MEANS if self.draw.random() < 0.4 else None,
@@ -535,7 +535,7 @@ class Run:
             if is_hidden(place) or old == new:
                 continue
             if place != target:
-                back = any(_logical(p) == place and c == new for p, c in before.items())
+                back = any(logical(p) == place and c == new for p, c in before.items())
                 half = outcome.startswith("killed") and self.disk.kind == "bucket" and new is None
                 if place.startswith("runs/") and (place not in after or back or half):
                     continue  # it is retired; what that loses is counted below. Or it is restored
@@ -570,8 +570,8 @@ class Run:
         """Return the sources at their places or set aside, by where they belong."""
         found: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
         for place, contents in self._all(tree).items():
-            if contents and _logical(place).startswith("runs/") and not place.endswith("-back"):
-                found[_logical(place), frozenset(contents.items())] += 1
+            if contents and logical(place).startswith("runs/") and not place.endswith("-back"):
+                found[logical(place), frozenset(contents.items())] += 1
         return found
 
     def _require_owed(self, there: frozenset[str], known: frozenset[str], *, strict: bool) -> None:
@@ -587,7 +587,7 @@ class Run:
         if catalog:
             with self.catalog.reading() as conn:
                 found |= set(conn.execute(text("SELECT source FROM obligation")).scalars())
-        for above in (target, *_above(target)):
+        for above in (target, *folders_above(target)):
             parent, _, name = above.rpartition("/")
             home = f"{parent}/.{name}.obligations.ckptcore/"
             records = [
@@ -595,14 +595,3 @@ class Run:
             ]
             found |= {json.loads(data)["source"] for data in records}
         return frozenset(found)
-
-
-def _logical(place: str) -> str:
-    """Return the place of what is set aside, or the place itself."""
-    parts = place.split("/")
-    return "/".join(part for part in parts if not HOME.fullmatch(part))
-
-
-def _above(place: str) -> list[str]:
-    parts = place.split("/")
-    return ["/".join(parts[:n]) for n in range(1, len(parts))]

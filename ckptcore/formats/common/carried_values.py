@@ -17,7 +17,7 @@ from ckptcore.core.metadata_budget import meter
 from ckptcore.core.object_tree import encode, weight
 from ckptcore.encodings.pickle.torch_globals import storages_in
 from ckptcore.encodings.torchzip.reader import refused_in
-from ckptcore.errors import Finding, finding
+from ckptcore.errors import finding
 
 _CHAR = 4  # bytes of memory for a character of a key
 
@@ -31,7 +31,12 @@ def with_carried(manifest: Manifest, ledger: ByteLedger) -> Manifest:
     """
     if not ledger.carried:
         return manifest
-    findings: list[Finding] = []
+    findings = [
+        finding(
+            "odd-value", "files", f"{key} of {file} is of another type; {group} has it", fqn=group, file=file
+        )
+        for file, group, key in ledger.odd
+    ]
     refused: dict[str, list[str]] = {}
     forms: dict[str, dict[str, _Forms]] = {}  # object -> key -> its values
     for file, group, values in ledger.carried:

@@ -97,6 +97,13 @@ class WeightIndex:
         total = self.about.get(_TOTAL)
         return total if type(total) is int else None
 
+    @property
+    def odd(self) -> tuple[str, ...]:
+        """Return the known entry that is no dict, or has a number that is none."""
+        numbers = (self.about.get(key, 0) for key in (_TOTAL, _PARAMETERS))
+        odd = _ABOUT in self.more or any(type(n) not in (int, float) for n in numbers)
+        return (_ABOUT,) if odd else ()
+
     def carried(self, parameters: int) -> dict[str, Any]:
         """Return what is not computed from tensors: a count of other than ``parameters`` is not, either."""
         about = dict(self.about)
@@ -140,7 +147,8 @@ def read_index(source: Source, path: str = INDEX) -> WeightIndex:
 def take_index(source: Source, path: str, index: WeightIndex, tensors: Iterable[TensorSpec]) -> None:
     """Record an index as read: what is not computed from the tensors becomes an object."""
     source.explain(path)
-    source.carry(path, INDEX, index.carried(sum(t.numel for t in tensors)))
+    more = index.carried(sum(t.numel for t in tensors))
+    source.carry(path, INDEX, more, [key for key in index.odd if key in more])
 
 
 def read_folder(source: Source, format: str) -> Manifest:

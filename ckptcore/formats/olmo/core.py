@@ -57,6 +57,7 @@ _OURS = b"olmo_core.distributed.checkpoint.filesystem"
 _TORCHS = b"torch.distributed.checkpoint.filesystem"
 _BLOCK = 4 << 20
 _MAX_MARKER = 1 << 20
+_MARKS = frozenset({"ephemeral", "version"})
 _CONFIGS = ("config.json", "config.yaml")
 
 
@@ -138,9 +139,10 @@ def _marker(source: Source) -> tuple[dict[str, Any], list[Finding]]:
     try:
         raw = source.store.read(MARKER, 0, min(size, _MAX_MARKER))
         form = load_json_object(raw, unique=True)
-        known = {k: form[k] for k in ("version", "ephemeral") if type(form.get(k)) in (str, bool)}
+        known = {k: form[k] for k in sorted(_MARKS) if type(form.get(k)) in (str, bool)}
         source.explain(MARKER, 0, len(raw))
-        source.carry(MARKER, MARKER, {k: v for k, v in form.items() if k not in known})
+        more = {k: v for k, v in form.items() if k not in known}
+        source.carry(MARKER, MARKER, more, more.keys() & _MARKS)
     except InvalidText as error:
         message = f"cannot read {MARKER}: it is not what a trainer writes ({error})"
         return {}, [finding("malformed-metadata", "files", message, file=MARKER)]

@@ -266,3 +266,16 @@ def test_other_keys_of_a_writers_own_file(
 
 def _sample(request: pytest.FixtureRequest, name: str) -> Sample:
     return next(s for s in request.config.stash[SAMPLES] if s.name == name)
+
+
+@pytest.mark.parametrize("value", [None, [], {"total_size": "9"}])
+def test_a_known_key_with_a_value_of_another_type(value: Any, tmp_path: Path) -> None:
+    """It is kept, and said: no writer gives it."""
+    folder = numbered(
+        tmp_path / "a", [({"a": torch.ones(2)}, {}), ({"b": torch.ones(3)}, {})], metadata=value
+    )
+    manifest = ckptcore.open(str(folder))
+    assert objects(folder) == {"model.safetensors.index.json": {"metadata": value}}
+    (found,) = [f for f in manifest.findings if f.code == "odd-value"]
+    assert (found.file, found.severity) == ("model.safetensors.index.json", "warning")
+    assert ckptcore.check(manifest).ok
