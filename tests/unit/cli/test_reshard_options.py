@@ -20,7 +20,8 @@ MESH = ("--mesh", "fsdp=2")
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
-    save_file({"w": torch.ones(4, 2), "rng.cpu": torch.zeros(3)}, folder / "model.safetensors")
+    tensors = {"w": torch.ones(4, 2), "rng.cpu": torch.zeros(5056, dtype=torch.uint8)}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
