@@ -295,6 +295,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "due_at": "When it may be purged.",
             "digest": "BLAKE3 of its record, which lists its files.",
             "purging": "Whether its removal is decided, and may have begun.",
+            "folder": "Inode of the folder around it, on the machine that set it aside.",
         },
     ),
     "obligation": (

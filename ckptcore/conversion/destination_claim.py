@@ -13,7 +13,6 @@ import socket
 import uuid
 from typing import TYPE_CHECKING
 
-from ckptcore.catalog.database import clock
 from ckptcore.errors import Busy, CkptError
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ class DestinationClaim:
     def take(self) -> None:
         """Take the claim; raise `Busy` if another process has it, `CatalogError` without a catalog."""
         from ckptcore.catalog import claims, open_catalog
+        from ckptcore.catalog.database import clock
 
         given = self._catalog
         catalog = open_catalog(given) if given is None or isinstance(given, str) else given
@@ -58,6 +58,7 @@ class DestinationClaim:
     def renew(self) -> None:
         """Extend the claim; raise `Busy` if another process has it."""
         from ckptcore.catalog import claims
+        from ckptcore.catalog.database import clock
 
         if self._taken is not None:
             catalog, claim = self._taken

@@ -20,16 +20,17 @@ from ckptcore.catalog import holdings, obligations
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.distinct import require_apart
 from ckptcore.custody.judged import Judged
-from ckptcore.custody.obligation_records import Duty, place_of, read_duties
+from ckptcore.custody.obligation_records import Duty, place_of, read_duties, recorded_duty
 from ckptcore.custody.place_contents import PlaceContents, contents_at
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
-from ckptcore.fingerprints.holdings import Holding, Ids, pack, pack_specs, unpack, unpack_specs
+from ckptcore.fingerprints.holdings import Holding, Ids, pack, pack_specs, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, split_url
 from ckptcore.store.contents import Thing, contents
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.place import Relation, identify, relation
+from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import some
 
 if TYPE_CHECKING:
@@ -77,8 +78,12 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
     known = {duty.row.id: duty for duties in read for duty in duties}
     if catalog is not None:
         with catalog.reading() as conn:
-            rows = obligations.every(conn)
-            listed = {r.id: Duty(r, unpack(obligations.contents_of(conn, r.id))) for r in rows}
+            tried = {row.id: attempt(recorded_duty, conn, row) for row in obligations.every(conn)}
+        listed = dict[str, Duty]()
+        for key, duty in tried.items():
+            if isinstance(duty, CkptError) and key not in known:  # not even beside the copy
+                raise duty
+            listed[key] = known[key] if isinstance(duty, CkptError) else duty
         if forgotten := [known[key] for key in known.keys() - listed.keys()]:  # it was lost, or restored
             with catalog.writing() as conn:
                 for duty in forgotten:

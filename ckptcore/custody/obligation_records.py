@@ -15,18 +15,19 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import closing, suppress
-from datetime import datetime
 from typing import Any
 
+from ckptcore.catalog import obligations
 from ckptcore.catalog.obligations import ObligationRow
 from ckptcore.core.columnar_file import canonical_json
-from ckptcore.errors import CkptError, SourceUnreadable, UsageError
+from ckptcore.errors import CatalogError, CkptError, SourceUnreadable, UsageError
 from ckptcore.fingerprints.holdings import Holding, pack, pack_specs, unpack
 from ckptcore.store import fetch_each, join_url, local_path, open_store, split_url
 from ckptcore.store.folder_tree import FOLDER, closing_fd
 from ckptcore.store.listing import names_at
+from ckptcore.store.place import identify
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
 _RECORD = re.compile(r"[^./][^/]*\.json")
 _NAME = re.compile(r"\.(?P<name>.+)\.obligations\.ckptcore")
@@ -55,12 +56,26 @@ def place_of(home: str) -> str | None:
     return None if matched is None else join_url(parent, matched["name"])
 
 
+def recorded_duty(conn: Any, row: ObligationRow) -> Duty:
+    """Return an obligation of the catalog with its contents; raise `CatalogError` if they are damaged."""
+    try:
+        return Duty(row, unpack(obligations.contents_of(conn, row.id)))
+    except InvalidText as error:
+        raise CatalogError(
+            f"the contents of obligation {row.id} on {row.place} cannot be read: {error}",
+            hint=f"`ckptcore catalog rebuild --made {row.place}` reads the record beside the copy; `ckptcore "
+            f"catalog obligation release {row.id} '*'` gives up what it protects",
+        ) from error
+
+
 def read_duties(place: str) -> tuple[Duty, ...]:
     """Return the obligations in the records beside a place; none where there is no record.
 
     Raises:
         SourceUnreadable: One cannot be read: what it protects is not known.
     """
+    if identify(place).is_bucket:  # beside which there is nothing: no destination is an entire bucket
+        return ()
     home, duties, name = home_of(place), [], ""
     try:
         names = _names(home)
@@ -70,8 +85,7 @@ def read_duties(place: str) -> tuple[Duty, ...]:
             records = dict(zip(names, fetch_each(store, names), strict=True))
         for name in names:
             if (record := records[name]) is not None:  # else its obligation ended meanwhile
-                with parsing("a record"):
-                    duties.append(_loaded(load_json_object(record)))
+                duties.append(loaded(record))
     except (InvalidText, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise SourceUnreadable(
@@ -181,16 +195,19 @@ def _dumped(each: Duty) -> dict[str, str]:
     }
 
 
-def _loaded(form: dict[str, Any]) -> Duty:
-    if form["version"] != 2:
-        raise InvalidText(f"cannot read version {form['version']}")
-    contents = unpack(base64.b64decode(form["contents"], validate=True))
-    row = ObligationRow(
-        str(form["id"]),
-        str(form["checkpoint"]) or None,
-        str(form["source"]),
-        str(form["place"]),
-        pack_specs(contents),
-        datetime.fromisoformat(form["created_at"]),
-    )
-    return Duty(row, contents)
+def loaded(data: bytes) -> Duty:
+    """Read a record; raise `InvalidText` for other data."""
+    with parsing("a record"):
+        form = load_json_object(data)
+        if form["version"] != 2:
+            raise InvalidText(f"cannot read version {form['version']}")
+        contents = unpack(base64.b64decode(form["contents"], validate=True))
+        row = ObligationRow(
+            str(form["id"]),
+            str(form["checkpoint"]) or None,
+            str(form["source"]),
+            str(form["place"]),
+            pack_specs(contents),
+            parse_time(form["created_at"]),
+        )
+        return Duty(row, contents)

@@ -38,7 +38,7 @@ from ckptcore.store.contents import Thing, contents, difference, same, thing_of
 from ckptcore.store.folder_tree import Spot, rename_new
 from ckptcore.store.listing import names_at
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
+from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
 _NAME = re.compile(r"\.(?P<name>.+)\.retiring-[0-9a-f]{8}\.ckptcore")
 RECORD, _DRAFT = "record.json", ".record.json.part"
@@ -103,8 +103,8 @@ class SetAsideRecord:
                 str(form["proof"]),
                 unpack(base64.b64decode(form["expects"], validate=True)),
                 tuple(GivenUp(g["name"], g["kind"], g["bytes"]) for g in form["given_up"]),
-                datetime.fromisoformat(form["at"]),
-                datetime.fromisoformat(form["due_at"]),
+                parse_time(form["at"]),
+                parse_time(form["due_at"]),
                 {str(name): Thing.of_list(thing) for name, thing in form["things"]},
             )
 

@@ -19,19 +19,12 @@ from ckptcore.custody.obligation_records import (
     drop_duties,
     places_with_records,
     read_duties,
+    recorded_duty,
 )
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.fingerprints.holdings import (
-    TENSOR,
-    Ids,
-    ids_of,
-    ids_of_tensors,
-    pack,
-    pack_specs,
-    unpack,
-    unpack_ids,
-)
+from ckptcore.fingerprints.holdings import TENSOR, Ids, ids_of, ids_of_tensors, pack, pack_specs, unpack_ids
 from ckptcore.store import split_url
+from ckptcore.utils.isolation import attempt
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
@@ -49,10 +42,14 @@ def listed(catalog: Catalog) -> tuple[ListedObligation, ...]:
                 row.place,
                 row.created_at,
                 row.lost,
-                tuple(each.name for each in unpack(obligations.contents_of(conn, row.id))),
+                _names(attempt(recorded_duty, conn, row)),
             )
             for row in obligations.every(conn)
         )
+
+
+def _names(duty: Duty | CkptError) -> tuple[str, ...]:
+    return (f"({duty.message})",) if isinstance(duty, CkptError) else tuple(h.name for h in duty.contents)
 
 
 def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, ...]:
@@ -78,9 +75,12 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
                 hint="see ckptcore catalog obligation list",
             )
         (row,) = rows
-        contents = unpack(obligations.contents_of(conn, row.id))
+        duty = attempt(recorded_duty, conn, row)
+        if isinstance(duty, CkptError) and "*" not in globs:
+            raise duty
+        contents = () if isinstance(duty, CkptError) else duty.contents
         named = [each for each in contents if any(fnmatchcase(each.name, glob) for glob in globs)]
-        if not named:
+        if contents and not named:
             raise UsageError(
                 f"obligation {row.id} has no contents of these names (got {', '.join(globs)})",
                 hint="see ckptcore catalog obligation list --output json",
@@ -108,8 +108,12 @@ def look_after(catalog: Catalog) -> int:
     cache: dict[str, Ids] = {}
     total = 0
     with catalog.reading() as conn:
-        rows = [(row, unpack(obligations.contents_of(conn, row.id))) for row in obligations.every(conn)]
-    for row, contents in rows:
+        duties = [attempt(recorded_duty, conn, row) for row in obligations.every(conn)]
+    for duty in duties:
+        if isinstance(duty, CkptError):
+            _log.warning("%s", duty.message)
+            continue
+        row, contents = duty.row, duty.contents
         wanted, by_place, in_part = ids_of(contents), dict[str, Ids](), False
         with catalog.reading() as conn:
             for holder in holdings.may_hold(conn, wanted):
@@ -174,7 +178,8 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
         if not duties:
             continue
         with catalog.writing() as conn:
-            known = {row.id for row in obligations.every(conn)}
+            rows = obligations.every(conn)
+            known = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
             for duty in duties:
                 if duty.row.id not in known:
                     obligations.put(conn, duty.row, pack(duty.contents))

@@ -21,7 +21,10 @@ from blake3 import blake3
 
 from ckptcore.core import columnar_file
 from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import CkptError
 from ckptcore.fingerprints.sums import Fingerprinted
+from ckptcore.utils.foreign_text import InvalidText, parsing
+from ckptcore.utils.isolation import attempt
 
 ID_BYTES = 16
 TENSOR, OBJECT, FILE = "tensor", "object", "file"  # kinds of holdings with an id
@@ -105,13 +108,13 @@ def numbered(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
 def ids_of_tensors(fingerprints: Iterable[str]) -> Ids:
     """Return the content ids of all tensors of a checkpoint, numbered. fingerprints: one for each, in hex."""
     counts = Counter(map(tensor_id, fingerprints))
-    again = (nth(id, n) for id, count in counts.items() if count > 1 for n in range(2, count + 1))
-    return frozenset(counts).union(again)
+    others = (nth(id, n) for id, count in counts.items() if count > 1 for n in range(2, count + 1))
+    return frozenset(counts).union(others)
 
 
 def nth(id: bytes, count: int) -> bytes:
     """Return the id of the n-th tensor with an equal content in one checkpoint."""
-    return id if count == 1 else _digest("again", id + count.to_bytes(8, "little"))
+    return id if count == 1 else _digest("repeat", id + count.to_bytes(8, "little"))
 
 
 def ids_of(holdings: Iterable[Holding]) -> Ids:
@@ -145,9 +148,12 @@ def pack(holdings: Sequence[Holding]) -> bytes:
 
 
 def unpack(blob: bytes) -> tuple[Holding, ...]:
-    """Return the holdings of `pack`; raise `ValueError` for another blob."""
-    try:
-        head, arrays = columnar_file.load(blob)
+    """Return the holdings of `pack`; raise `InvalidText` for another blob."""
+    loaded = attempt(columnar_file.load, blob)
+    if isinstance(loaded, CkptError):
+        raise InvalidText(f"these are no holdings: {loaded.message}")
+    head, arrays = loaded
+    with parsing("a blob of holdings"):
         ids, specs = arrays["ids"].tobytes(), [str(spec) for spec in head["specs"]]
         columns = (
             map(str, head["kinds"]),
@@ -157,10 +163,8 @@ def unpack(blob: bytes) -> tuple[Holding, ...]:
             (None if nbytes < 0 else nbytes for nbytes in arrays["nbytes"].tolist()),
         )
         found = tuple(map(Holding._make, zip(*columns, strict=True)))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"these are no holdings: {error!r}") from error
-    if head["version"] != 1 or len(ids) != ID_BYTES * len(found):
-        raise ValueError("these are holdings of another version, or truncated")
+        if head["version"] != 1 or len(ids) != ID_BYTES * len(found):
+            raise InvalidText("these are holdings of another version, or truncated")
     return found
 
 

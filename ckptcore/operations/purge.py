@@ -319,7 +319,7 @@ def _is_awaited(home: str, place: str) -> bool:
 def _settle(catalog: Catalog, home: str, row: set_aside.SetAsideEntry | None) -> str | None:
     """Record what became of what is not set aside any more: an earlier run could not say it.
 
-    It was removed as decided, or restored, or somebody removed the folder.
+    It was removed as decided, or restored, or another user removed the folder.
 
     Returns:
         The state of its checkpoint now.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 
 from ckptcore.errors import CkptError
-from ckptcore.utils.foreign_text import parse_time
+from ckptcore.utils.foreign_text import load_json, parse_time
 from ckptcore.utils.isolation import attempt
 from deployments import POOL
 from deployments.local import postgres
@@ -206,7 +205,7 @@ def _works(state: LocalState) -> bool:
 
 def _heartbeats(answer: str) -> list[datetime]:
     """Return when the worker polled last, by an answer of Prefect's server."""
-    rows = json.loads(answer)
+    rows = load_json(answer)
     return [parse_time(row["last_heartbeat_time"]) for row in rows if row["name"] == WORKER]
 
 

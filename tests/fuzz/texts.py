@@ -10,6 +10,7 @@ and makes the exit status 1.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import logging
 import os
@@ -44,14 +45,16 @@ from ckptcore.conversion.saved_plan import plan_into  # noqa: E402
 from ckptcore.core import columnar_file  # noqa: E402
 from ckptcore.core.columnar_file import canonical_json  # noqa: E402
 from ckptcore.core.object_tree import Named, Refused, TensorRef, decode, encode  # noqa: E402
+from ckptcore.custody import obligation_records  # noqa: E402
+from ckptcore.custody.set_aside import SetAsideRecord  # noqa: E402
 from ckptcore.encodings import zarr_v2  # noqa: E402
 from ckptcore.encodings.safetensors_header import parse_header  # noqa: E402
 from ckptcore.errors import CkptError  # noqa: E402
 from ckptcore.execution import receipts  # noqa: E402
+from ckptcore.fingerprints import holdings  # noqa: E402
 from ckptcore.formats.huggingface.quantization_config import quantization_of  # noqa: E402
 from ckptcore.naming.maps import declaration  # noqa: E402
 from ckptcore.naming.maps.numbers import Config, agreed  # noqa: E402
-from ckptcore.operations.set_aside import RemovalRecord  # noqa: E402
 from ckptcore.planning import model_card, stored_configs  # noqa: E402
 from ckptcore.planning.config_folder import require_possible  # noqa: E402
 from ckptcore.planning.hub_files import front_matter, json_object  # noqa: E402
@@ -300,9 +303,17 @@ _ANSWERS = (
     b"0-3/*",
 )
 _LEASE = b'{"token": "t", "fence": 3, "host": "h", "process": ["1", "2", "3", "4"], "until": 1.5}'
+_HOLDINGS = base64.b64encode(holdings.pack([holdings.Holding("file", "a", bytes(16), "", 3)]))
 _RECORD = (
-    b'{"version": 1, "checkpoint": "a", "child": "b", "uri": "/a", "fingerprint": null, '
-    b'"things": {"x": ["file", 3, null, 1, 2, 3]}}'
+    b'{"version": 2, "why": "retired", "checkpoint": "a", "child": "b", "uri": "/a", "proof": "tensors", '
+    b'"expects": "'
+    + _HOLDINGS
+    + b'", "given_up": [], "at": "2026-11-28T08:00:00Z", "due_at": "2026-12-05T08:00:00Z", '
+    b'"things": [["x", ["file", 3, null, 1, 2, 3]]]}'
+)
+_OBLIGATION = (
+    b'{"version": 2, "id": "a", "checkpoint": "b", "source": "/a", "place": "/b", '
+    b'"created_at": "2026-11-28T08:00:00Z", "contents": "' + _HOLDINGS + b'"}'
 )
 _RECEIPT = canonical_json({"plan": "p", **receipts.Receipt(0, "a", 4, None, 1.5).as_dict(), "sums": "00"})
 
@@ -355,7 +366,8 @@ PARSERS: tuple[Parser, ...] = (
     Parser("lease", lease._unpacked, None, (_LEASE,)),
     Parser("time of a store", _of_text(session._moment), InvalidText, _TIMES),
     Parser("receipt", lambda d: receipts._parsed(d, "p", 0), None, (_RECEIPT,)),
-    Parser("record of a removal", RemovalRecord.load, InvalidText, (_RECORD,)),
+    Parser("record of what is set aside", SetAsideRecord.load, InvalidText, (_RECORD,)),
+    Parser("record of an obligation", obligation_records.loaded, InvalidText, (_OBLIGATION,)),
     Parser("head of a plan", _head, CkptError, (_plan(),)),
     Parser("frame", _frame, CkptError, (columnar_file.dump({"a": 1}, {}),)),
     Parser("text with secrets", _of_text(redacted), None, (*_SECRETS, *_URLS)),

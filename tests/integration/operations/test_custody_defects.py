@@ -26,8 +26,8 @@ from ckptcore.conversion.pipeline import convert, execute, finish, inspect, prep
 from ckptcore.conversion.registration import facts, start
 from ckptcore.custody import obligation_records as records
 from ckptcore.custody import set_aside as aside
-from ckptcore.custody.upkeep import listed, release
-from ckptcore.errors import CkptError
+from ckptcore.custody.upkeep import listed, look_after, release
+from ckptcore.errors import CatalogError, CkptError
 from ckptcore.operations import purge as module
 from ckptcore.operations.purge import restore
 from ckptcore.operations.retention import Policy
@@ -203,7 +203,7 @@ def test_purges_that_count_on_one_copy_write_records_of_their_own(copies):
 
 
 def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
-    """The record still lies in the folder."""
+    """The record is still in the folder."""
     copies.counted_on()
     moved = copies.out / "moved"
     copies.copy.rename(moved)
@@ -211,6 +211,27 @@ def test_rebuild_reads_a_record_whose_copy_was_moved_away(copies, tmp_path):
         copies.catalog, copies.url = catalog, catalog.url
         copies.rebuilt(copies.out)
         copies.refuses(moved)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_damaged_row_of_an_obligation_is_a_row(copies, beside):
+    """The record beside the copy says it as well; without that, nobody knows what must not go."""
+    copies.counted_on()
+    (other,) = listed(copies.catalog)
+    with copies.catalog.writing() as conn:
+        conn.execute(text("UPDATE obligation SET contents = :x"), {"x": b"x"})
+    assert "cannot be read" in listed(copies.catalog)[0].contents[0]
+    look_after(copies.catalog)
+    if beside:
+        copies.refuses(copies.copy)
+        copies.rebuilt(copies.out)
+        assert listed(copies.catalog)[0].contents == other.contents
+    else:
+        records.drop_duties(str(copies.copy), [other.id])
+        with pytest.raises(CatalogError, match="cannot be read"):
+            copies.overwrite(copies.copy)
+        release(copies.catalog, other.id, ["*"])
+        assert listed(copies.catalog) == ()
 
 
 def test_a_disk_is_away_when_a_purge_looks(copies):

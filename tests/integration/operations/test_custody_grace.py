@@ -242,10 +242,6 @@ def test_what_is_under_no_obligation_is_not_set_aside(copies):
 # The reply to a commit is lost.
 
 
-class LostReply(CatalogAway):
-    """The connection ended with a commit under way."""
-
-
 @contextmanager
 def losing(monkeypatch, last, *, done):
     """The n-th transaction that writes ends without a reply. done: it was committed."""
@@ -261,8 +257,8 @@ def losing(monkeypatch, last, *, done):
         with real(self, **options) as conn:
             yield conn
             if not done:
-                raise LostReply("the connection was lost")
-        raise LostReply("the connection was lost")
+                raise CatalogAway("the connection was lost")
+        raise CatalogAway("the connection was lost")
 
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "writing", writing)
@@ -278,14 +274,14 @@ def test_the_reply_to_a_commit_of_retire_is_lost(last, done, copies, monkeypatch
     with losing(monkeypatch, last, done=done) as calls:
         try:
             copies.retire(WEEK)
-        except LostReply:
+        except CatalogAway:
             assert len(calls) >= last
     homes = copies.homes(copies.source)
     assert [files_of(h / "step-1") for h in homes] == [before] * len(homes)
     assert copies.source.exists() == (not homes)
     if not homes:
         copies.aside()
-    with losing(monkeypatch, last, done=done), suppress(LostReply):
+    with losing(monkeypatch, last, done=done), suppress(CatalogAway):
         copies.due()
     for home in copies.homes(copies.source):
         assert files_of(home / "step-1") == before
@@ -304,7 +300,7 @@ def test_the_reply_to_a_commit_of_retire_is_lost(last, done, copies, monkeypatch
 @pytest.mark.parametrize("last", [rarely(1), 2, rarely(3)])
 def test_the_reply_to_a_commit_without_a_grace_period_is_lost(last, done, copies, monkeypatch):
     before = files_of(copies.source)
-    with losing(monkeypatch, last, done=done), suppress(LostReply):
+    with losing(monkeypatch, last, done=done), suppress(CatalogAway):
         copies.retire()
     if copies.source.exists():
         assert files_of(copies.source) == before

@@ -153,6 +153,8 @@ def without_chance(names):
         if ".retiring-" in name:
             head, _, tail = name.partition(".retiring-")
             name = f"{head}.retiring{tail[8:]}"
+        if ".obligations." in name:  # the id of one is of the paths
+            name = f"{os.path.dirname(name)}/ID.json"
         if ".staging" not in name:
             yield name
 
