@@ -241,7 +241,7 @@ def fail(registration: Registration | None, error: BaseException, source: Manife
     findings = ended.values.get("findings", ())
     known = (
         facts(source, registration.request.source, announcement=registration.announcement, training=True)
-        if source is not None
+        if source is not None and ended.values.get("recorded", True)  # damage replaces no row with digests
         else None
     )
     try:

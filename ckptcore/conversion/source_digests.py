@@ -48,7 +48,8 @@ def is_saved_again(
     Args:
         folder: Path or URL that the files' paths are relative to.
         files: Its files in the catalog that were compared.
-        same: Those that are as they were.
+        same: Those that are as they were; none where they read as another checkpoint, which may well have
+            some files like the one before.
         recorded: When they were recorded; None if it is not known.
     """
     data = [f.path for f in files if f.role == Role.DATA and f.digest]
@@ -74,16 +75,21 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
         recorded: What the catalog has at its place.
 
     Raises:
-        DamagedCheckpoint: A file has other bytes, and the checkpoint was not saved again.
+        DamagedCheckpoint: A file has other bytes, and the checkpoint was not saved again. ``recorded``: whether
+            it still reads as the recorded checkpoint.
     """
     if recorded is None or recorded[0].state in NOT_THERE:
         return
     row, files = recorded
-    if hex_digest(manifest.digest) != row.manifest_digest:
-        return
+    other, sizes = (
+        hex_digest(manifest.digest) != row.manifest_digest,
+        {f.path: f.size for f in manifest.files},
+    )
+    if other and any(sizes.get(f.path) != f.nbytes for f in files if f.role == Role.DATA):
+        return  # else it may be damaged: headers with a flipped byte, or of exchanged files, read as others
     files = tuple(f for f in files if f.path in digests)
     found = [wrong for f in files if (wrong := differs(f, digests[f.path]))]
-    same = {f.path for f in files if digests[f.path] == f.digest}
+    same = {f.path for f in files if digests[f.path] == f.digest and not other}
     if not found or is_saved_again(manifest.root, files, same, row.created_at):
         return
     more = f" and {len(found) - 1} more" if found[1:] else ""
@@ -92,4 +98,5 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
         f"{found[0].message}{more}",
         hint=COPY_AGAIN,
         findings=tuple(found),
+        recorded=not other,
     )

@@ -16,7 +16,7 @@ from operator import itemgetter
 from ckptcore.utils.crc64 import combine64, crc64
 from ckptcore.utils.part_digest import crc_digest
 
-_HOLES = 64 << 10  # bytes that are read of a file for its digest alone
+_HOLES, _SHARE = 64 << 10, 4096  # what is read of a file for its digest alone: bytes, or a part of it
 _Run = tuple[int, int, int]  # (first byte, byte behind the last, CRC-64)
 _START = itemgetter(0)
 
@@ -68,7 +68,7 @@ class FileSums:
             if path in self._altered or (path not in self._runs and nbytes):
                 return None
             runs = self._runs.get(path, [])
-            if nbytes - sum(end - start for start, end, _ in runs) > _HOLES:
+            if nbytes - sum(end - start for start, end, _ in runs) > max(_HOLES, nbytes // _SHARE):
                 return None
             return list(_gaps(runs, 0, nbytes))
 

@@ -6,7 +6,7 @@ index and card beside them. Files without a digest are reported as unproven, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -132,7 +132,7 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     compared = compare(manifest.root, files, recorded=row.created_at, digests=digests_read(manifest))
     same = same_manifest(uri, row.manifest_digest, manifest) is not None
     data = {f.path for f in files if f.role == Role.DATA}
-    if compared.again and are_of_first_sight(files) and report.ok and same:
+    if report.ok and compared.findings and _is_saved_again(manifest, known, compared.proven if same else ()):
         message = (
             f"the catalog has this checkpoint as it was saved before {row.created_at:%Y-%m-%d}; all of its "
             "files were written again, and are not compared with those digests"
@@ -219,13 +219,20 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
         known = _registered_at(catalog, uri)
         if known is not None and any(f.digest for f in known[1] if f.role == Role.DATA):
             row, files = known
-            if hex_digest(manifest.digest) != row.manifest_digest and is_alike(manifest.root, files):
+            other = hex_digest(manifest.digest) != row.manifest_digest
+            if other and is_alike(manifest.root, files) and not _is_saved_again(manifest, known):
                 return False
         verified = report.level if report.ok else None
         digests = digests_read(manifest) if report.ok else NONE_READ
         checked = facts(manifest, uri, digests, verified=verified)
         catalog.record_validation(checked, report.findings, level=report.level)
     return True
+
+
+def _is_saved_again(manifest: Manifest, known: Recorded, same: Collection[str] = ()) -> bool:
+    """Report whether a training has saved a source again at its place; see `is_saved_again`."""
+    row, files = known
+    return are_of_first_sight(files) and is_saved_again(manifest.root, files, same, row.created_at)
 
 
 def is_alike(folder: str, files: Sequence[FileRow]) -> bool:

@@ -20,7 +20,7 @@ from ckptcore.catalog.types import Kind, Role
 from ckptcore.checking.check import unproven_finding
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.registration import facts
-from ckptcore.conversion.source_digests import are_of_first_sight
+from ckptcore.conversion.source_digests import are_of_first_sight, is_saved_again
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, SourceUnreadable
 from ckptcore.operations.registered_files import (
@@ -116,7 +116,8 @@ def _of_source(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
         now = inspect(row.uri)
         digests = any(f.digest for f in files) and is_alike(now.root, files)  # else it is another checkpoint
         compared = compare(now.root, files, in_time, row.created_at) if digests else None
-        if compared is not None and compared.findings and not compared.again:
+        again = is_saved_again(now.root, files, (), row.created_at)
+        if compared is not None and compared.findings and not again:
             return _proven(compared.findings, (), compared.read)
         return Proven(
             Proof.CHANGED, message=f"another checkpoint is at {row.uri} now", now=facts(now, row.uri)
