@@ -171,6 +171,11 @@ class CheckpointRow:
     lost: int = 0
 
     @property
+    def proof(self) -> str:
+        """What a check proves of it: ``proven`` with the digests of its files, else ``tensors proven``."""
+        return "proven" if self.content_digest else "tensors proven"
+
+    @property
     def condition(self) -> str:
         """The state, with what follows from it."""
         if self.due_at is not None and self.state == State.RETIRED:

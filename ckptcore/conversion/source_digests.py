@@ -18,7 +18,7 @@ from ckptcore.utils.part_digest import is_crc, short_digest
 
 Recorded = tuple[CheckpointRow, tuple[FileRow, ...]]  # what the catalog has at a place
 NOT_THERE = frozenset({State.REPLACED, State.RETIRED, State.DELETED})
-COPY_AGAIN = (
+RESTORE_HINT = (
     "copy it again from where it was written; if you changed it on purpose, record it with "
     "`ckptcore catalog rebuild --digests`"
 )
@@ -29,7 +29,7 @@ def differs(file: FileRow, digest: str) -> Finding | None:
     if file.digest is None or digest == file.digest or is_crc(digest) != is_crc(file.digest):
         return None
     message = f"{file.path} has {short_digest(digest)}, the catalog records {short_digest(file.digest)}"
-    return finding("digest-mismatch", "bytes", message, file=file.path, hint=COPY_AGAIN)
+    return finding("digest-mismatch", "bytes", message, file=file.path, hint=RESTORE_HINT)
 
 
 def are_of_first_sight(files: Sequence[FileRow]) -> bool:
@@ -37,7 +37,7 @@ def are_of_first_sight(files: Sequence[FileRow]) -> bool:
     return any(f.digest and is_crc(f.digest) for f in files if f.role == Role.DATA)
 
 
-def is_saved_again(
+def is_resaved(
     folder: str, files: Sequence[FileRow], same: Collection[str], recorded: datetime | None
 ) -> bool:
     """Report whether a checkpoint was saved once more: all of its files with tensors differ, and are newer.
@@ -75,8 +75,8 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
         recorded: What the catalog has at its place.
 
     Raises:
-        DamagedCheckpoint: A file has other bytes, and the checkpoint was not saved again. ``recorded``: whether
-            it still reads as the recorded checkpoint.
+        DamagedCheckpoint: A file has other bytes, and the checkpoint was not saved again. Its value
+            ``recorded`` says whether it still reads as the recorded checkpoint.
     """
     if recorded is None or recorded[0].state in NOT_THERE:
         return
@@ -90,13 +90,13 @@ def require_as_recorded(manifest: Manifest, digests: Mapping[str, str], recorded
     files = tuple(f for f in files if f.path in digests)
     found = [wrong for f in files if (wrong := differs(f, digests[f.path]))]
     same = {f.path for f in files if digests[f.path] == f.digest and not other}
-    if not found or is_saved_again(manifest.root, files, same, row.created_at):
+    if not found or is_resaved(manifest.root, files, same, row.created_at):
         return
     more = f" and {len(found) - 1} more" if found[1:] else ""
     raise DamagedCheckpoint(
         f"{manifest.root} is not what the catalog recorded on {row.created_at:%Y-%m-%d}: "
         f"{found[0].message}{more}",
-        hint=COPY_AGAIN,
+        hint=RESTORE_HINT,
         findings=tuple(found),
         recorded=not other,
     )

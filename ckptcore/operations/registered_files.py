@@ -19,13 +19,7 @@ from ckptcore.catalog.types import FileRow, Role
 from ckptcore.checking.check import Report, unproven_finding
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.registration import facts
-from ckptcore.conversion.source_digests import (
-    NOT_THERE,
-    Recorded,
-    are_of_first_sight,
-    differs,
-    is_saved_again,
-)
+from ckptcore.conversion.source_digests import NOT_THERE, Recorded, are_of_first_sight, differs, is_resaved
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, finding
 from ckptcore.reading.file_digests import file_digests
@@ -58,13 +52,13 @@ class Compared:
         findings: On files that are other ones.
         read: Bytes that were read for it.
         proven: The paths of files that match.
-        again: Whether all files with tensors are other and newer ones: the checkpoint was saved again.
+        resaved: Whether all files with tensors are other and newer ones: a training saved the step once more.
     """
 
     findings: tuple[Finding, ...]
     read: int
     proven: frozenset[str]
-    again: bool = False
+    resaved: bool = False
 
 
 def compare(
@@ -101,11 +95,11 @@ def compare(
                 wrong = differs(file, digest)
             if wrong is not None:
                 found.append(wrong)
-    again = is_saved_again(folder, files, proven, recorded)
-    if again and recorded is not None and local_path(folder) is not None:
+    resaved = is_resaved(folder, files, proven, recorded)
+    if resaved and recorded is not None and local_path(folder) is not None:
         hint = _REPLACED.format(recorded)
         found = [replace(f, hint=hint) if f.code in _OTHER_BYTES else f for f in found]
-    return Compared(tuple(found), nbytes, frozenset(proven), again)
+    return Compared(tuple(found), nbytes, frozenset(proven), resaved)
 
 
 def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: str | None) -> Report:
@@ -132,7 +126,7 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     compared = compare(manifest.root, files, recorded=row.created_at, digests=digests_read(manifest))
     same = same_manifest(uri, row.manifest_digest, manifest) is not None
     data = {f.path for f in files if f.role == Role.DATA}
-    if report.ok and compared.findings and _is_saved_again(manifest, known, compared.proven if same else ()):
+    if report.ok and compared.findings and _is_resaved(manifest, known, compared.proven if same else ()):
         message = (
             f"the catalog has this checkpoint as it was saved before {row.created_at:%Y-%m-%d}; all of its "
             "files were written again, and are not compared with those digests"
@@ -220,7 +214,7 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
         if known is not None and any(f.digest for f in known[1] if f.role == Role.DATA):
             row, files = known
             other = hex_digest(manifest.digest) != row.manifest_digest
-            if other and is_alike(manifest.root, files) and not _is_saved_again(manifest, known):
+            if other and is_alike(manifest.root, files) and not _is_resaved(manifest, known):
                 return False
         verified = report.level if report.ok else None
         digests = digests_read(manifest) if report.ok else NONE_READ
@@ -229,10 +223,10 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     return True
 
 
-def _is_saved_again(manifest: Manifest, known: Recorded, same: Collection[str] = ()) -> bool:
-    """Report whether a training has saved a source again at its place; see `is_saved_again`."""
+def _is_resaved(manifest: Manifest, known: Recorded, same: Collection[str] = ()) -> bool:
+    """Report whether a training has saved a source again at its place; see `is_resaved`."""
     row, files = known
-    return are_of_first_sight(files) and is_saved_again(manifest.root, files, same, row.created_at)
+    return are_of_first_sight(files) and is_resaved(manifest.root, files, same, row.created_at)
 
 
 def is_alike(folder: str, files: Sequence[FileRow]) -> bool:

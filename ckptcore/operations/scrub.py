@@ -17,7 +17,7 @@ from ckptcore.catalog import maintenance as tending
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.upkeep import look_after
 from ckptcore.errors import UsageError
-from ckptcore.operations.verify import Proof, Proven, prove
+from ckptcore.operations.verify import FINE, Proof, Proven, prove
 from ckptcore.utils.dataclass import dataclass
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ class Scrubbed:
     @property
     def exit_code(self) -> int:
         """1 if a checkpoint is damaged, changed, gone or unreadable, else 0: unproven is not damaged."""
-        fine = (Proof.PROVEN, Proof.TENSORS, Proof.UNPROVEN, Proof.STOPPED)
-        return int(any(each.proven.proof not in fine for each in self.looked))
+        return int(any(each.proven.proof not in FINE for each in self.looked))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -20,7 +20,7 @@ from ckptcore.catalog.types import Kind, Role
 from ckptcore.checking.check import unproven_finding
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.registration import facts
-from ckptcore.conversion.source_digests import are_of_first_sight, is_saved_again
+from ckptcore.conversion.source_digests import are_of_first_sight, is_resaved
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, SourceUnreadable
 from ckptcore.operations.registered_files import (
@@ -35,6 +35,7 @@ from ckptcore.operations.registered_files import (
 )
 from ckptcore.store import local_path, open_store, split_url
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.text import count
 
 
 class Proof(StrEnum):
@@ -54,6 +55,9 @@ class Proof(StrEnum):
     GONE = "gone"
     UNREAD = "unread"
     STOPPED = "stopped"
+
+
+FINE = (Proof.PROVEN, Proof.TENSORS, Proof.UNPROVEN, Proof.STOPPED)  # nothing that a user must look at
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ def _of_source(known: CheckpointDetail, in_time: Callable[[], bool]) -> Proven:
         now = inspect(row.uri)
         digests = any(f.digest for f in files) and is_alike(now.root, files)  # else it is another checkpoint
         compared = compare(now.root, files, in_time, row.created_at) if digests else None
-        again = is_saved_again(now.root, files, (), row.created_at)
-        if compared is not None and compared.findings and not again:
+        resaved = is_resaved(now.root, files, (), row.created_at)
+        if compared is not None and compared.findings and not resaved:
             return _proven(compared.findings, (), compared.read)
         return Proven(
             Proof.CHANGED, message=f"another checkpoint is at {row.uri} now", now=facts(now, row.uri)
@@ -148,13 +152,16 @@ def _by_checksums(
         compared = compare(manifest.root, files, in_time, row.created_at, digests)
     nbytes = checked.nbytes + compared.read
     now = facts(manifest, row.uri, digests, verified="bytes") if checked.ok else None
-    if compared.again and are_of_first_sight(files) and checked.ok:
-        message = f"the checkpoint at {row.uri} was saved again since {row.created_at:%Y-%m-%d}"
+    if compared.resaved and are_of_first_sight(files) and checked.ok:
+        message = f"the checkpoint at {row.uri} was saved once more since {row.created_at:%Y-%m-%d}"
         return Proven(Proof.CHANGED, message=message, nbytes=nbytes, now=now)
     report = with_digests(checked, compared)
     findings = tuple(f for f in report.findings if f.code != "unproven")
-    whole = bool(files) and all(f.path in compared.proven for f in files)
-    proof = _proven(findings, report.unproven, nbytes, Proof.PROVEN if whole else Proof.TENSORS)
+    unknown = [f.path for f in files if f.path not in compared.proven]
+    proof = _proven(findings, report.unproven, nbytes, Proof.TENSORS if unknown else Proof.PROVEN)
+    if proof.proof is Proof.TENSORS:
+        message = f"the catalog had no digest of {len(unknown)} of its {count(len(files), 'file')}"
+        proof = replace(proof, message=message)
     return proof if proof.proof is Proof.DAMAGED else replace(proof, now=now)
 
 

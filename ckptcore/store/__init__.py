@@ -82,7 +82,7 @@ class Joint(FileWriter, Protocol):
 
 
 class ReadObserver(Protocol):
-    """What is told of each read of a store, such as `ckptcore.core.file_sums.FileSums`."""
+    """Receives each read of a store, such as `ckptcore.core.file_sums.FileSums`."""
 
     def observe(self, path: str, start: int, data: Buffer | bytes) -> None:
         """Receive a range of a file that was read."""
@@ -97,7 +97,7 @@ class Readable(Protocol):
     Attributes:
         url: The URL it was opened with, without a trailing slash.
         local: Its path on this machine, or None for a remote store.
-        observer: Is told of each read; None where nobody asks.
+        observer: Receives each read; None for no observer.
     """
 
     url: str

@@ -68,7 +68,7 @@ class MergedStore:
 
     @property
     def observer(self) -> ReadObserver | None:
-        """Who is told of the reads of each folder: a file has the same path in all of them."""
+        """Return what receives the reads of each folder: a file has the same path in all of them."""
         return self.stores[0].observer
 
     @observer.setter

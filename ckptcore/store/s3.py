@@ -51,7 +51,7 @@ class S3Store(FsspecStore):
 
     @property
     def observer(self) -> ReadObserver | None:
-        """Who is told of each read, and of each block that was read ahead."""
+        """Return what receives each read, and each block that was read ahead."""
         return self._reader.observer
 
     @observer.setter

@@ -53,7 +53,7 @@ class SubStore:
         self._store, self._prefix = store, prefix
         self.url = f"{store.url.rstrip('/')}/{prefix.rstrip('/')}"
         self.local: Path | None = store.local / prefix if store.local is not None else None
-        self.observer: ReadObserver | None = None  # that of the outer store is told
+        self.observer: ReadObserver | None = None  # that of the outer store receives the reads
 
     def list(self) -> dict[str, int]:
         """Return every file below: relative path -> size in bytes."""

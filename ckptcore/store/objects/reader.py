@@ -46,7 +46,7 @@ class FolderReader:
         versions: Path -> stamp of objects that were seen before; they are pinned to that.
 
     Attributes:
-        observer: Is told of each read, and of each block that was read ahead.
+        observer: Receives each read, and each block that was read ahead.
     """
 
     observer: ReadObserver | None = None

@@ -242,7 +242,7 @@ def test_the_first_digest_stays(copied: Copied, tmp_path: Path, url: str, catalo
 
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
 @pytest.mark.parametrize("way", ["scrub", "convert", "validate"])
-def test_a_step_that_was_saved_again_is_another_checkpoint(
+def test_a_step_that_was_resaved_is_another_checkpoint(
     way: str, form: str, tmp_path: Path, url: str, catalog: Catalog
 ) -> None:
     def write(value: int) -> None:
