@@ -302,10 +302,9 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
         return manifest
     prefix = above.removeprefix(join_url(root.store.url, ""))
     seen = {at.removeprefix(prefix): one for at, one in root.seen.items() if at.startswith(prefix)}
-    files = {f.path for f in manifest.files}
-    stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files if path in seen}
+    files, read = {f.path for f in manifest.files}, manifest.read
+    stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files | read if path in seen}
     others = [StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files]
-    read = manifest.read
     described = tuple(file for file in others if file.path in read)
     beside = tuple(file for file in others if file.path not in read)
     return replace(manifest, stamps=stamps, described=described, beside=beside)

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
-from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, Stamped, Store
+from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, ReadObserver, Stamped, Store
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
@@ -30,6 +30,7 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         self.local: Path | None = root
+        self.observer: ReadObserver | None = None
         self.url = str(root)
         self._root = root
         self._real = os.path.realpath(root)
@@ -107,6 +108,8 @@ class LocalStore:
                 os.close(fd)
         if len(data) != length:
             raise short(self.url, path, start, length, len(data))
+        if self.observer is not None:
+            self.observer.observe(path, start, data)
         return data
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
@@ -124,6 +127,8 @@ class LocalStore:
         finally:
             if not kept:
                 os.close(fd)
+        if self.observer is not None:
+            self.observer.observe(path, start, into)
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Start a file under a temporary name, with its space reserved."""
