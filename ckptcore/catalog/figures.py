@@ -25,6 +25,7 @@ from ckptcore.catalog.models import (
 from ckptcore.catalog.queues import Stage, inbox, outbox
 from ckptcore.catalog.types import Outcome, State
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.text import short_repr
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -115,7 +116,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
         oldest_event=_time(conn.execute(select(func.min(Inbox.received_at)).where(waiting)).scalar()),
         conversions=_conversions(conn),
         failures={
-            row.code: row.n
+            _label(row.code): row.n
             for row in conn.execute(
                 select(func.coalesce(Conversion.error_code, "unknown").label("code"), func.count().label("n"))
                 .where(Conversion.state == Outcome.FAILED.value)
@@ -128,7 +129,7 @@ def figures(conn: Connection, now: datetime) -> Figures:
         oldest_unproven=_time(unproven[1]),
         oldest_proof=_time(conn.execute(select(func.min(Checkpoint.verified_at)).where(current)).scalar()),
         findings={
-            row.severity: row.n
+            _label(row.severity): row.n
             for row in conn.execute(
                 select(FindingRecord.severity, func.count().label("n"))
                 .join(Checkpoint, Checkpoint.id == FindingRecord.checkpoint_id)
@@ -153,6 +154,11 @@ def _as_integer(value: Any) -> int:
     return int(value) if math.isfinite(value) else 0
 
 
+def _label(value: Any) -> str:
+    """Return a text of a row; what is no text, as people can read it."""
+    return value if isinstance(value, str) else short_repr(value, 40)
+
+
 def _time(value: Any) -> datetime | None:
     """Return the oldest of some times; None for what is no time: a row is odd."""
     return value if isinstance(value, datetime) else None
@@ -161,7 +167,7 @@ def _time(value: Any) -> datetime | None:
 def _conversions(conn: Connection) -> dict[tuple[str, str], int]:
     counted = select(Conversion.verb, Conversion.state, func.count().label("n"))
     rows = conn.execute(counted.group_by(Conversion.verb, Conversion.state))
-    return {(row.verb, row.state): row.n for row in rows}
+    return {(_label(row.verb), _label(row.state)): row.n for row in rows}
 
 
 def _work(conn: Connection) -> dict[str, WorkDone]:
@@ -174,7 +180,7 @@ def _work(conn: Connection) -> dict[str, WorkDone]:
     )
     rows = conn.execute(summed.group_by(_TIMED.c.verb))
     return {
-        r.verb: WorkDone(r.n, _as_integer(r.bytes_in), _as_integer(r.bytes_out), float(r.seconds))
+        _label(r.verb): WorkDone(r.n, _as_integer(r.bytes_in), _as_integer(r.bytes_out), float(r.seconds))
         for r in rows
     }
 
@@ -187,4 +193,4 @@ def _stock(conn: Connection) -> dict[tuple[str, str], Stock]:
         func.coalesce(func.sum(Checkpoint.total_bytes), 0).label("nbytes"),
     )
     rows = conn.execute(counted.group_by(Checkpoint.kind, Checkpoint.state))
-    return {(row.kind, row.state): Stock(row.n, _as_integer(row.nbytes)) for row in rows}
+    return {(_label(row.kind), _label(row.state)): Stock(row.n, _as_integer(row.nbytes)) for row in rows}

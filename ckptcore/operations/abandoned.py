@@ -122,7 +122,7 @@ def _each(
     for folder, objects in sorted(folders.items()):
         own = attempt(_uploads_of, client, folder, uploads)
         if isinstance(own, CkptError):
-            why = "a staging prefix cannot be read, so a conversion may have recorded it"
+            why = "whether a conversion recorded it is not known: a staging prefix cannot be read"
             item: Left | CkptError = own
         else:
             known |= {(upload.key, upload.upload_id) for upload in own}

@@ -94,6 +94,37 @@ def test_the_numbers_are_those_of_the_rows(filled: str) -> None:
     assert found["ckptcore_catalog_bytes",] > 1 << 16
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("checkpoint", "total_bytes", "x"),
+        ("checkpoint", "total_bytes", "1e999"),
+        ("checkpoint", "verified_at", "yesterday"),
+        ("checkpoint", "created_at", "yesterday"),
+        ("conversion", "bytes_out", "1e999"),
+        ("conversion", "ended_at", "yesterday"),
+        ("inbox", "received_at", "yesterday"),
+        ("checkpoint", "state", b"\xff"),
+        ("conversion", "verb", b"\xff"),
+    ],
+)
+def test_an_odd_row_costs_no_number_of_others(tmp_path: Path, table: str, column: str, value: object) -> None:
+    url = str(tmp_path / "catalog.sqlite")
+    open_catalog(url).close()
+    fill(url, 2, 2, 10)
+    with open_catalog(url) as catalog:
+        with catalog.queueing() as conn:
+            inbox.accept(conn, datetime.now(UTC), NewEvent("slurm", "e", uri="/runs/a"))
+        with catalog.writing() as conn:
+            change = f"UPDATE {table} SET {column} = :v WHERE id = (SELECT max(id) FROM {table})"
+            conn.execute(sa.text(change), {"v": value})
+    with serving(registry_of(url), "127.0.0.1", 0) as port:
+        found = asked(port)
+    assert found["ckptcore_catalog_up",] == 1
+    assert found["ckptcore_inbox_events", "waiting"] == 1
+    assert sum(n for name, n in found.items() if name[0] == "ckptcore_checkpoints") >= 10
+
+
 def test_a_catalog_that_is_away_is_zero_until_it_answers() -> None:
     now, errors = [0.0], [True]
 

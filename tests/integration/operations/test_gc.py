@@ -21,6 +21,7 @@ import ckptcore
 from ckptcore.cli.main import run
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
+from ckptcore.operations import abandoned
 from ckptcore.operations.abandoned import collect
 from ckptcore.store.objects.journal import UploadEntry, UploadJournal
 
@@ -38,6 +39,35 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fault_s3.FaultyS3]:
 def source(tmp_path: Path) -> str:
     save_file({"weight": torch.arange(6000.0)}, tmp_path / "model.safetensors")
     return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["_uploads_of", "_staging"])
+def test_one_staging_prefix_in_trouble_leaves_the_others_alone(
+    server: fault_s3.FaultyS3,
+    source: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    for folder in ("a", "b"):
+        ckptcore.execute(ckptcore.prepare(source, f"s3://bucket/runs/{folder}", verb="export"))
+    inner = getattr(abandoned, name)
+
+    def breaking(client: object, folder: str, *more: object) -> object:
+        if folder.endswith(".a.ckptcore"):
+            raise RuntimeError("unforeseen")
+        return inner(client, folder, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(abandoned, name, breaking)
+        assert run(["gc", "s3://bucket/runs", "--older-than", "0s", "--output", "json"]) == 1
+    found = {item["url"]: item for item in json.loads(capsys.readouterr().out) if item["kind"] == "staging"}
+    assert {url[-10:]: item["fate"] for url, item in found.items()} == {
+        "a.ckptcore": "unread",
+        "b.ckptcore": "removed",
+    }
+    assert "unforeseen" in found["s3://bucket/runs/.a.ckptcore"]["why"]
+    assert {i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)} == {"removed"}
 
 
 def test_abandoned_uploads_are_removed_and_those_of_others_are_kept(

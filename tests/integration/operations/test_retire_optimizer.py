@@ -187,6 +187,93 @@ def test_a_trained_tensor_is_model_wherever_it_is(steps):
     steps.keeps("a part of the model is never given up", Allowed.of(["optimizer", "*"]))
 
 
+class Commands:
+    """Ordinary commands over three steps of a run, of which the newest stays."""
+
+    def __init__(self, runs, url, tmp_path, capsys):
+        self.runs, self.url, self.out, self.capsys = runs, url, tmp_path / "out", capsys
+
+    def save(self, more):
+        for step in (1, 2, 3):
+            named = {
+                f"optimizer.{n.removeprefix('optim.')}" if n.startswith("optim.") else n: value
+                for n, value in state(step, **more).items()
+            }
+            dcp.save(named, checkpoint_id=self.runs / f"llama/step-{step}", no_dist=True)
+
+    def __call__(self, *arguments):
+        code = run([*map(str, arguments), "--catalog", self.url])
+        captured = self.capsys.readouterr()
+        return code, captured.out, captured.err
+
+    def watch(self, **retention):
+        kept = json.dumps({"keep_last": 1} | retention)
+        added = ("catalog", "root", "add", "r", self.runs, "--verb", "export")
+        assert self(*added, "--destination", f"{self.out}/{{name}}", "--retention", kept)[0] == 0
+
+    def steps(self):
+        return sorted(place.name for place in (self.runs / "llama").iterdir())
+
+
+@pytest.fixture
+def commands(runs, url, tmp_path, capsys):
+    return Commands(runs, url, tmp_path, capsys)
+
+
+NO_STATE = {
+    "optimizer.ema.embed.weight": torch.ones(8, 4),  # NeMo's average
+    "sampler.proj.weight": torch.ones(4, 4),
+    "scaler.mean": torch.ones(4),
+}
+
+
+@pytest.mark.parametrize("by", ["rest", "accept-loss"])
+def test_commands_give_no_weights_up_for_training_state(commands, by):
+    commands.save(NO_STATE)
+    commands.watch(**({"rest": "weights"} if by == "rest" else {}))
+    source = commands.runs / "llama/step-1"
+    code, out, _ = commands("export", source, commands.out / "asked", "--output", "json")
+    messages = " ".join(each["message"] for each in json.loads(out)["warnings"])
+    assert code == 0
+    assert "left out, an average of weights (1 tensor, 128 B): optimizer.ema.embed.weight" in messages
+    assert "no training state (2 tensors, 80 B): sampler.proj.weight, scaler.mean" in messages
+    assert commands("sweep", "--min-age", "0s", "--fingerprint")[0] == 0
+    loss = ("--accept-loss", "optimizer") if by == "accept-loss" else ()
+    going = ("retire", "--yes", "--grace", "0", *loss)
+    _, out, _ = commands(*going, "--output", "json")
+    items = {item["step"]: item for item in json.loads(out)["checkpoints"]}
+    assert {step: item["fate"] for step, item in items.items()} == {1: "unsafe", 2: "unsafe", 3: "kept"}
+    assert {each["name"] for each in items[1]["unproven"]} == set(NO_STATE)
+    assert commands.steps() == ["step-1", "step-2", "step-3"]
+    # Each goes by its own name.
+    named = [option for name in NO_STATE for option in ("--accept-loss", name)]
+    assert commands("retire", "--yes", "--grace", "0", "--accept-loss", "optimizer", *named)[0] == 0
+    assert commands.steps() == ["step-3"]
+
+
+def test_commands_ask_about_what_the_optimizer_trains_elsewhere(commands):
+    """A sweep converts none of it; an export that leaves it out is no reason to delete it."""
+    name = "scheduler.proj.weight"
+    moments = {f"optimizer.state.{name}.{key}": torch.ones(4, 4) for key in ("exp_avg", "exp_avg_sq")}
+    commands.save({name: torch.ones(4, 4), **moments})
+    source, out = commands.runs / "llama/step-1", commands.out / "asked"
+    code, _, err = commands("export", source, out)
+    assert code == 12
+    assert f"the optimizer has state for 1 tensor outside of model.: {name}" in err
+    assert not out.exists()
+    commands.watch(rest="weights")
+    _, swept, _ = commands("sweep", "--min-age", "0s", "--fingerprint")
+    assert "ambiguous-model" in swept
+    for step in (1, 2):  # the user decides: it is left out
+        made = ("export", commands.runs / f"llama/step-{step}", commands.out / f"step-{step}")
+        assert commands(*made, "--exclude", "scheduler.*", "--fingerprint")[0] == 0
+    _, answer, _ = commands("retire", "--yes", "--grace", "0", "--accept-loss", "*", "--output", "json")
+    items = {item["step"]: item for item in json.loads(answer)["checkpoints"]}
+    assert [items[step]["fate"] for step in (1, 2)] == ["unsafe", "unsafe"]
+    assert "a part of the model is never given up" in " ".join(items[1]["why"])
+    assert commands.steps() == ["step-1", "step-2", "step-3"]
+
+
 @pytest.mark.parametrize("take", [None, MEANS])
 def test_a_part_of_the_model_is_never_given_up(steps, take):
     steps.make(exclude=("*norm*",))
@@ -235,8 +322,8 @@ def test_a_hold_wins(steps, catalog):
 def test_a_failed_deletion_leaves_no_record(steps, catalog, monkeypatch):
     steps.make()
     monkeypatch.setattr(module, "_read_child", lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
-    with pytest.raises(RuntimeError, match="stop"):
-        steps.retire()
+    found = steps.retire()
+    assert (found.fate.value, found.why) == ("unsafe", ("RuntimeError: stop",))
     assert steps.source.exists()
     with catalog.reading() as conn:
         assert conn.execute(text("SELECT count(*) FROM given_up")).scalar() == 0
