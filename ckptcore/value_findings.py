@@ -1,4 +1,4 @@
-"""Define the findings about plain values, bytes that are none, and options without effect.
+"""Define the findings about plain values, bytes that are none, parts of series, and options without effect.
 
 `ckptcore.errors` adds its own, and is as long as a file may be.
 """
@@ -38,6 +38,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "warning",
         "a cast leaves quantised values and their scales as they are stored: alone they mean nothing",
         "for other dtypes, dequantise them first, with what made them; `--dtype-for` casts scales",
+    ),
+    "unproven-parts": (
+        "error",
+        "nothing states how many parts there are, so a missing last part could not be seen",
+        "add what states it, or accept what is there with --allow-incomplete",
     ),
     "files-differ": (
         "error",

@@ -1,8 +1,9 @@
 """Read a safetensors file, or a Hugging Face folder of them, into a manifest.
 
-A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
-``model.safetensors.index.json``. Releases of torch whose ranks consolidate together wrote no index
-(`consolidate_safetensors_files_on_every_rank` before PR 171885); there, the names count the files.
+A folder has ``model.safetensors``, or files like ``*-0000i-of-0000n.safetensors`` and
+``model.safetensors.index.json``, or an index of another stem or variant. Releases of torch whose ranks
+consolidate together wrote no index (`consolidate_safetensors_files_on_every_rank` before PR 171885); there,
+the names count the files.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from ckptcore.core.object_tree import MAX_DEPTH, VERSION, decode
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
-from ckptcore.errors import Finding, MalformedCheckpoint, finding
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.part_names import part_name, series
+from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.store import inner_path
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, parsing
@@ -30,7 +33,8 @@ from ckptcore.utils.text import short_repr
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "total_parameters"
-_NUMBERED = late_pattern(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+# Of other stems, such as diffusers', and of variants: `model.safetensors.index.fp16.json`.
+_ANY_INDEX = late_pattern(r"^[^/]+\.safetensors\.index(?:\.[^./]+)?\.json$")
 # Keys of `__metadata__`: the non-tensor values as JSON, and its version. See docs/reference/objects.md.
 OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
 
@@ -41,32 +45,47 @@ def recognised(source: Source) -> str | None:
         if not source.name.endswith(".safetensors"):
             return None
         return f"{source.name} is named .safetensors"
-    if INDEX in source.listing:
-        return f"found {INDEX}"
+    index = index_of(source)
+    if index is not None:
+        return f"found {index}"
     files = unindexed(source)
     if not files:
         return None
-    return f"found {files[0]}" if len(files) == 1 else f"found {len(_loose(source))} of {len(files)} files"
+    count = part.count if (part := part_name(files[0])) is not None else None
+    if len(files) == 1 and count in (None, 1):
+        return f"found {files[0]}"
+    return f"found {len(files)} of {count} files"
+
+
+def index_of(source: Source) -> str | None:
+    """Return the index that a folder is read by: that of `SINGLE`'s parts before others; None without one."""
+    if source.name is not None:
+        return None
+    if INDEX in source.listing:
+        return INDEX
+    return next((p for p in _other_indexes(source)), None) if SINGLE not in source.listing else None
+
+
+def _other_indexes(source: Source) -> list[str]:
+    return sorted(p for p in source.listing if p.endswith(".json") and _ANY_INDEX.match(p))
 
 
 def unindexed(source: Source) -> tuple[str, ...]:
     """Return the files of a source without an index; () for a folder where they are ambiguous.
 
-    For numbered files (``-00001-of-00002``) these are all files of the series, whether they exist or not.
+    Of a series (``-00001-of-00002``) these are the files that exist.
     """
     if source.name is not None:
         return (source.name,)
     loose = _loose(source)
     if SINGLE in loose:
         return (SINGLE,)
-    counted = [_NUMBERED.match(p) for p in loose]
-    series = {(m["stem"], int(m["count"])) for m in counted if m}
-    if len(series) == 1 and all(counted):
-        stem, count = series.pop()
-        names = [f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-        if set(loose) <= set(names):
-            return tuple(names)
-    return tuple(loose) if len(loose) == 1 else ()
+    if len(loose) < 2:
+        return tuple(loose)
+    groups = series(loose)
+    parts = next(iter(groups.values()), ())
+    numbers = {p.axes[0].number for p in parts if len(p.axes) == 1 and p.count is not None}
+    return tuple(loose) if len(groups) == 1 and len(numbers) == len(loose) else ()
 
 
 def _loose(source: Source) -> list[str]:
@@ -154,14 +173,20 @@ def read_folder(source: Source, format: str) -> Manifest:
         MalformedCheckpoint: The index, a header or the objects cannot be read, or files share a tensor.
     """
     builder, origin = Builder(), dict[str, Any]()
+    listed = index_of(source)
+    if listed not in (None, INDEX) and (others := _other_indexes(source))[1:]:
+        raise AmbiguousModel(
+            f"{source.store.url} has several indexes: {', '.join(others[:8])}",
+            hint="move the files of one of them into a folder of their own",
+            candidates=others,
+        )
     index: WeightIndex | None = None
     files: dict[str, set[str] | None]
     if source.name is not None:
         files = {source.name: None}
-        builder.findings += _of_several(source.name)
-    elif INDEX in source.listing:
-        index = read_index(source)
-        files = _indexed(source, builder, index)
+    elif listed is not None:
+        index = read_index(source, listed)
+        files = _indexed(source, builder, index, listed)
     else:
         files = dict.fromkeys(unindexed(source))
         builder.findings += [
@@ -174,7 +199,8 @@ def read_folder(source: Source, format: str) -> Manifest:
         wanted = files[path]
         if source.listing.get(path) is None:
             builder.file(path, None)
-            builder.findings.append(finding("missing-file", "files", f"{path} is missing", file=path))
+            code = "missing-part" if source.recover else "missing-file"
+            builder.findings.append(finding(code, "files", f"{path} is missing", file=path))
             continue
         names, metadata = _add_file(builder, source, path, seen)
         for name in sorted((wanted or set()) - names):
@@ -182,7 +208,7 @@ def read_folder(source: Source, format: str) -> Manifest:
                 finding(
                     "hole",
                     "coverage",
-                    f"{name} is missing in {path}, where {INDEX} lists it",
+                    f"{name} is missing in {path}, where {listed} lists it",
                     fqn=name,
                     file=path,
                 )
@@ -191,7 +217,7 @@ def read_folder(source: Source, format: str) -> Manifest:
             finding(
                 "unlisted-tensor",
                 "coverage",
-                f"{path} contains {name}, which {INDEX} does not list",
+                f"{path} contains {name}, which {listed} does not list",
                 fqn=name,
                 file=path,
             )
@@ -200,26 +226,19 @@ def read_folder(source: Source, format: str) -> Manifest:
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
-    if index is not None:
-        take_index(source, INDEX, index, builder.tensors)
+    if index is None:
+        builder.findings += part_findings(source, files, {t.fqn: t.shape for t in builder.tensors})
+    elif listed is not None:
+        take_index(source, listed, index, builder.tensors)
     total = None if index is None else index.total
     stored = builder.item_bytes  # as the writer counts: of every dtype
     if total is not None and stored != total and not any(f.severity == "error" for f in builder.findings):
-        message = f"{INDEX} records {total} bytes of tensors, but the files contain {stored}"
-        builder.findings.append(finding("total-mismatch", "coverage", message, file=INDEX))
+        message = f"{listed} records {total} bytes of tensors, but the files contain {stored}"
+        builder.findings.append(finding("total-mismatch", "coverage", message, file=listed))
     return builder.build(format, source.store.url, origin)
 
 
-def _of_several(name: str) -> list[Finding]:
-    """Return the warning that the named file is one of several, according to its name."""
-    numbered = _NUMBERED.match(name)
-    if numbered is None or int(numbered["count"]) < 2:
-        return []
-    message = f"{name} is one of {int(numbered['count'])} files: name their folder to read all of them"
-    return [finding("missing-part", "files", message, file=name)]
-
-
-def _indexed(source: Source, builder: Builder, index: WeightIndex) -> dict[str, set[str] | None]:
+def _indexed(source: Source, builder: Builder, index: WeightIndex, listed: str) -> dict[str, set[str] | None]:
     files: dict[str, set[str] | None] = {}
     for name, path in index.files.items():
         names = files.setdefault(path, set())
@@ -230,13 +249,13 @@ def _indexed(source: Source, builder: Builder, index: WeightIndex) -> dict[str, 
             finding(
                 "stale-file",
                 "files",
-                f"{SINGLE} is beside {INDEX}, but not part of it: transformers would load it instead",
+                f"{SINGLE} is beside {listed}, but not part of it: transformers would load it instead",
                 file=SINGLE,
             )
         )
     for path in source.listing:
         if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
-            builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
+            builder.findings.append(finding("stray-file", "files", f"{path} is not in {listed}", file=path))
     return files
 
 

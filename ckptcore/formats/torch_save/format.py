@@ -8,6 +8,8 @@ need `torch.serialization.safe_globals`, as in any torch file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
@@ -15,7 +17,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
-from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import (
     Arrangement,
     Evidence,
@@ -27,7 +29,8 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.common.rank_file_names import is_rank_file
+from ckptcore.formats.common.part_names import part_name
+from ckptcore.formats.common.part_proof import part_findings
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
@@ -75,9 +78,6 @@ def read(source: Source) -> Manifest:
     objects = read_objects(FileRange(store, name, 0, size), name)
     builder = Builder()
     file = builder.file(name, size)
-    if source.name is not None and is_rank_file(name):
-        message = f"{name} is one rank's file by its name: name its folder to read those of all ranks"
-        builder.findings.append(finding("missing-part", "files", message, file=name))
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} must contain a state dict (got {type(objects.tree).__name__})")
     tree = TorchTree(builder, file, objects, name)
@@ -86,10 +86,29 @@ def read(source: Source) -> Manifest:
     if not builder.tensors:
         _refuse_tensor_classes(objects, name)
     tree.require_all()
+    shapes = {t.fqn: t.shape for t in builder.tensors}
+    builder.findings += part_findings(source, (name,), shapes, stated_parts(name, objects.tree))
     total = sum(t.nbytes for t in builder.tensors)
     if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
         raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
     return builder.build("torch_save", store.url, {})
+
+
+def stated_parts(name: str, tree: Mapping[Any, Any]) -> int | None:
+    """Return how many files a save has according to one of them; None if it does not state it.
+
+    Model states of DeepSpeed count the model-parallel ranks, and the data-parallel ones, by which ZeRO-3
+    names them too; shards of torch_xla count all ranks.
+    """
+    part, shards = part_name(name), tree.get("shard_metadata")
+    if part is None:
+        return None
+    counts: list[Any]
+    if type(shards) is dict:
+        counts = [shards.get("world_size")]
+    else:
+        counts = [tree.get(key) for key in ("mp_world_size", "dp_world_size")[: len(part.axes)]]
+    return prod(counts) if all(type(n) is int and n > 0 for n in counts) else None
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:

@@ -157,7 +157,8 @@ def test_a_tensor_and_a_value_of_one_name(tmp_path: Path) -> None:
 
 def test_one_ranks_file_alone_is_a_finding(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)}, "model_rank_3.pt")
-    assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-part"]
+    assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-file"]
+    assert [f.severity for f in ckptcore.open(str(path), allow_incomplete=True).findings] == ["warning"]
 
 
 def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
