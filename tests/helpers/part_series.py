@@ -209,7 +209,7 @@ def _truncated(folder: Path, parts: list[str]) -> None:
 
 
 def _copied(folder: Path, parts: list[str]) -> None:
-    """A stray copy of a part stands in for another that is missing."""
+    """A stray copy of a part takes the place of another that is missing."""
     shutil.copy(folder / parts[0], folder / ("copy of " + parts[0]))
     (folder / parts[-1]).unlink()
 

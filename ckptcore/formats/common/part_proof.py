@@ -94,7 +94,7 @@ def unless_proven(source: Source, parts: tuple[PartName, ...], shapes: Mapping[s
         parts: All files of one kind that are read, at least one.
         shapes: Shape of every tensor in them.
     """
-    if (parts[0].sole and len(parts) == 1) or is_whole(_json(source, "config.json"), shapes):
+    if (parts[0].sole and len(parts) == 1) or is_complete_model(_json(source, "config.json"), shapes):
         return []
     names = parts[0].path if len(parts) == 1 else f"{parts[0].path} and {len(parts) - 1} more"
     message = f"nothing states how many parts {names} belong to: a missing last one would not be seen"
@@ -143,7 +143,7 @@ def _of_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int | 
     return rows // cut if shapes.get("norm.weight") == (width,) else None
 
 
-def is_whole(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
+def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
     """Return whether tensors are a complete model by a Hugging Face config, none of them cut.
 
     It is proven for the names that Llama and its relatives share: each layer has the same tensors, those that

@@ -24,6 +24,7 @@ from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.part_names import part_name, series
 from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.same_files import without_links
 from ckptcore.store import inner_path
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, parsing
@@ -80,6 +81,7 @@ def unindexed(source: Source) -> tuple[str, ...]:
     loose = _loose(source)
     if SINGLE in loose:
         return (SINGLE,)
+    loose = without_links(source, loose) if len(loose) == 2 else loose
     if len(loose) < 2:
         return tuple(loose)
     groups = series(loose)

@@ -36,6 +36,7 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.same_files import without_links
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names
@@ -167,6 +168,7 @@ def _file(source: Source) -> str | None:
     if source.name is not None:
         return source.name
     found = [p for p in source.listing if p.endswith(_SUFFIXES) and "/" not in p]
+    found = without_links(source, found) if len(found) == 2 else found
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     return found[0] if len(found) == 1 and not others and found[0] != META else None
 

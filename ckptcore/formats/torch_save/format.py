@@ -31,6 +31,7 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.same_files import without_links
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
@@ -132,6 +133,7 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
 
 def _only(source: Source) -> str | None:
     found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
+    found = without_links(source, found) if len(found) == 2 else found
     # Beside another format's own files it is not the checkpoint: meta.pt of a DCP folder, for example.
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     return found[0] if len(found) == 1 and not others else None
