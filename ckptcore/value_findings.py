@@ -39,6 +39,11 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "a cast leaves quantised values and their scales as they are stored: alone they mean nothing",
         "for other dtypes, dequantise them first, with what made them; `--dtype-for` casts scales",
     ),
+    "unread-state": (
+        "warning",
+        "training state beside the weights is not read with them",
+        "name its file to read it",
+    ),
     "unproven-parts": (
         "error",
         "nothing states how many parts there are, so a missing last part could not be seen",
@@ -47,7 +52,7 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
     "files-differ": (
         "error",
         "two folders of one source have a file of one name with different bytes",
-        "name the folders of one save, or remove the file that does not belong to it",
+        "name the folders of one save, or move the file that does not belong to it away",
     ),
     "unused-option": (
         "warning",

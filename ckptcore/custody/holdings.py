@@ -49,6 +49,7 @@ _HARMLESS = frozenset(
         "stray-file",
         "total-mismatch",
         "unlisted-tensor",
+        "unread-state",
         "unusual-layout",
     }
 )

@@ -26,6 +26,7 @@ _RANKED = late_pattern(
     r"|(?<![A-Za-z])(?:tp|pp|mp)[-_]?(?P<axis>\d+)(?=[-_.])"
     r"|(?<![A-Za-z])(?:part|shard)[-_]?(?P<part>\d+)(?=[-_.])"
 )
+_RANK_WORD = late_pattern(r"(?:rank|tp|pp|mp|ep|dp|cp)[-_.]?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,13 @@ class PartName:
         return total
 
     @property
+    def is_run(self) -> bool:
+        """Return whether the parts are counted and hold tensors in full; those of ranks are slices."""
+        (*more, last) = self.axes
+        slices = _RANK_WORD.search(self.path[: last.span[0]])
+        return not more and last.count is not None and last.first is None and slices is None
+
+    @property
     def is_first(self) -> bool:
         """Return whether each number is the lowest that it can be."""
         return all(axis.number == (axis.first or 0) for axis in self.axes)
@@ -163,6 +171,18 @@ def series(paths: Iterable[str]) -> dict[str, tuple[PartName, ...]]:
         if part is not None:
             parts.setdefault(part.series, []).append(part)
     return {name: tuple(found) for name, found in parts.items()}
+
+
+def is_run(paths: Iterable[str]) -> bool:
+    """Return whether files are parts of one counted series, each once, with tensors in full.
+
+    >>> is_run(["model-1-of-3.bin", "model-3-of-3.bin"]), is_run(["rank0-of-2.bin", "rank1-of-2.bin"])
+    (True, False)
+    """
+    parts = [part_name(path) for path in paths]
+    runs = [part for part in parts if part is not None and part.is_run]
+    numbers = {part.axes[0].number for part in runs}
+    return len({part.series for part in runs}) == 1 and len(numbers) == len(parts)
 
 
 def absent_parts(parts: Iterable[PartName], limit: int, count: int | None = None) -> tuple[list[str], int]:

@@ -88,7 +88,7 @@ def _require_one_save(kinds: Mapping[tuple[str, int | None], Mapping[int, str]])
             files = [path for _, path in several]
             raise AmbiguousModel(
                 f"the folder has {len(files)} saves of one content: {', '.join(files[:8])}",
-                hint=f"name one of them, such as {files[-1]}, or move the files of one into a folder of its own",
+                hint=f"name one, such as {files[-1]}, or move the files of one into a folder of its own",
                 candidates=files,
             )
 

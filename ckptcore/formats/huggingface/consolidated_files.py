@@ -16,7 +16,7 @@ from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.huggingface.folder import INDEX, WeightIndex, read_index, take_index
+from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import INFO
 from ckptcore.utils.dataclass import dataclass
 

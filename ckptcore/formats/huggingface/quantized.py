@@ -30,7 +30,8 @@ from ckptcore.core.subset import derive
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
-from ckptcore.formats.huggingface.folder import index_of, read_folder, read_index, recognised, unindexed
+from ckptcore.formats.common.weight_index import read_index
+from ckptcore.formats.huggingface.folder import index_of, read_folder, recognised, unindexed
 from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
 from ckptcore.naming.quantized_names import companions
 from ckptcore.utils.dataclass import dataclass

@@ -28,6 +28,7 @@ class TorchTree:
 
     Attributes:
         refused: Name -> value that needs refused globals.
+        names: All names, of tensors and objects.
     """
 
     def __init__(self, builder: Builder, file: int, objects: Objects, what: str) -> None:
@@ -41,7 +42,7 @@ class TorchTree:
         """
         self._builder, self._file, self._objects, self._what = builder, file, objects, what
         self._items: dict[str, int] = {}
-        self._names: set[str] = set()
+        self.names: set[str] = set()
         self._unread: set[str] = set()  # storages of tensors that are not read
         self.refused: dict[str, Any] = {}
         self._views: set[StoredView] = set()
@@ -58,9 +59,9 @@ class TorchTree:
         leaves = leaves_below(value, name, StoredView, opened)
         note_opened(self._builder, opened, self._what)
         for path, _, leaf in leaves:
-            if path in self._names:
+            if path in self.names:
                 raise NameMismatch(f"{self._what}: two values have the name {path}")
-            self._names.add(path)
+            self.names.add(path)
             if isinstance(leaf, StoredView):
                 self.tensor(path, leaf)
             elif isinstance(leaf, RefusedTensor):

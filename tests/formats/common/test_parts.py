@@ -19,7 +19,19 @@ from ckptcore.formats.common.part_names import absent_parts, part_name
 CELLS = [(series, damage) for series in SERIES for damage in DAMAGES]
 # By default one damage a series, each damage for several; all of them in a soak.
 SHORT = [cell for n, cell in enumerate(CELLS) if n % (len(DAMAGES) + 1) == n // (len(DAMAGES) + 1) % 2]
-READ = ("five digits", "DeepSeek", "DeepSeek with an index", "Kimi", "from zero", "underscores", "diffusers")
+READ = (
+    "five digits",
+    "DeepSeek",
+    "DeepSeek with an index",
+    "Kimi",
+    "from zero",
+    "underscores",
+    "diffusers",
+    "variant",
+    "bin",
+    "bin with an index",
+    "bin of a variant",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,9 @@ def test_a_copy_of_the_newest_save(tmp_path: Path) -> None:
         ckptcore.open(str(folder))
 
 
-@pytest.mark.parametrize("name", ["step_{step}_rank{rank}.pt", "model-{step}-rank_{rank}.pt", "{step}.rank{rank}.pt"])
+@pytest.mark.parametrize(
+    "name", ["step_{step}_rank{rank}.pt", "model-{step}-rank_{rank}.pt", "{step}.rank{rank}.pt"]
+)
 def test_other_names_of_steps(name: str, tmp_path: Path) -> None:
     for step in (100, 200):
         for rank in range(2):
