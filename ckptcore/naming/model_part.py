@@ -163,12 +163,18 @@ def _require_shapes(names: Sequence[str]) -> None:
         )
 
 
+def _state_of(name: str) -> re.Match[str] | None:
+    """Return the match of an optimizer's state, by the parameter's name or number."""
+    found = _STATE.match(name) if "state." in name else None
+    return found if found and found["key"] in _MOMENTS else None
+
+
 def _optimizer(names: Sequence[str]) -> dict[str, set[str]]:
     """Return optimizer root -> the parameter FQNs that it has state for."""
     found: dict[str, set[str]] = {}
     for name in names:
-        m = _STATE.match(name) if "state." in name else None
-        if m and m["key"] in _MOMENTS and not m["fqn"].isdigit():
+        m = _state_of(name)
+        if m and not m["fqn"].isdigit():
             found.setdefault(m["root"] or "", set()).add(m["fqn"])
     return found
 
@@ -251,7 +257,8 @@ def _containers(manifest: Manifest, optimizers: set[str]) -> list[tuple[str, int
     """Return (prefix, tensors) of each part that may be the model, most tensors first."""
     recorded = Paths.of(manifest)
     roots = [recorded.container(t.fqn) for t in manifest.tensors]
-    own = tuple(f"{o}." for o in optimizers if o)
+    numbered = {m["root"] for t in manifest.tensors if (m := _state_of(t.fqn)) and m["root"]}
+    own = tuple(f"{o}." for o in optimizers | numbered if o)
     count = Counter(roots)
     top = count.pop("", 0)
     for root in list(count):

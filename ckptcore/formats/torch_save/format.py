@@ -17,6 +17,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
@@ -133,6 +134,7 @@ def read(source: Source) -> Manifest:
     listed = {} if index is None else files_of(index)
     stated: int | None = None
     origin: dict[str, str] = {}  # name -> file
+    paths = Paths()
     if source.name is None:
         require_one_model(source, path or names[0])
     for name in names:
@@ -143,7 +145,7 @@ def read(source: Source) -> Manifest:
             continue
         with passing() if len(names) > 1 else nullcontext():
             objects = read_objects(FileRange(source.store, name, 0, source.listing[name]), name)
-        here, unread = _add_file(builder, source, name, objects)
+        here, unread = _add_file(builder, source, name, objects, paths)
         twice = next((n for n in here if n in origin), None)
         if twice is not None:
             raise MalformedCheckpoint(f"{twice} is in {origin[twice]} and in {name}", file=name)
@@ -158,16 +160,22 @@ def read(source: Source) -> Manifest:
         take_index(source, path, index, builder.tensors)
         builder.findings += unlike_total(builder, index, path)
     builder.findings += unread_optimizers(source, names)
-    return builder.build("torch_save", source.store.url, {})
+    # A flat dict has none: names are its keys.
+    form = (
+        paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs]) if paths.nest else None
+    )
+    return builder.build("torch_save", source.store.url, {"paths": form} if form else {})
 
 
-def _add_file(builder: Builder, source: Source, name: str, objects: Objects) -> tuple[set[str], set[str]]:
+def _add_file(
+    builder: Builder, source: Source, name: str, objects: Objects, paths: Paths
+) -> tuple[set[str], set[str]]:
     """Add the state dict of one file, and return the names of its tensors, and of its other values."""
     size, before = source.listing[name], len(builder.tensors)
     file = builder.file(name, size)
     if not isinstance(objects.tree, dict):
         raise UnsupportedFormat(f"{name} must contain a state dict (got {type(objects.tree).__name__})")
-    tree = TorchTree(builder, file, objects, name)
+    tree = TorchTree(builder, file, objects, name, paths)
     for key, value in objects.tree.items():
         tree.add(str(key), value)
     tensors = builder.tensors[before:]
