@@ -54,7 +54,7 @@ _ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class PartNumber:
     """One number in a name.
 
     Attributes:
@@ -81,7 +81,7 @@ class PartName:
     """
 
     path: str
-    axes: tuple[Axis, ...]
+    axes: tuple[PartNumber, ...]
     sole: bool = False
 
     @property
@@ -148,9 +148,9 @@ def part_name(path: str) -> PartName | None:
     for row in _ROWS:
         found = row.pattern.match(path)
         if found:
-            return PartName(path, (Axis(int(found[1]), None, row.first, found.span(1)),), row.sole)
+            return PartName(path, (PartNumber(int(found[1]), None, row.first, found.span(1)),), row.sole)
     counted = tuple(
-        Axis(int(m["number"]), int(m["count"]), None, m.span("number")) for m in _COUNTED.finditer(path)
+        PartNumber(int(m["number"]), int(m["count"]), None, m.span("number")) for m in _COUNTED.finditer(path)
     )
     spans = {axis.span for axis in counted}
     world = _WORLD.search(path)
@@ -158,7 +158,7 @@ def part_name(path: str) -> PartName | None:
     ranks = [(m.span(m.lastgroup), int(m[m.lastgroup])) for m in _RANKED.finditer(path) if m.lastgroup]
     ranks = [(span, number) for span, number in ranks if span not in spans]
     count = int(world["world"]) if world and len(ranks) == 1 else None
-    named = tuple(Axis(number, count, 0, span) for span, number in ranks)
+    named = tuple(PartNumber(number, count, 0, span) for span, number in ranks)
     axes = tuple(sorted((*counted, *named), key=lambda axis: axis.span))
     return PartName(path, axes) if axes else None
 

@@ -1,7 +1,8 @@
 """Recognise what the Hugging Face Trainer and Accelerate keep beside the weights, by name.
 
 Sources: transformers/trainer.py, accelerate/checkpointing.py and accelerate/utils/constants.py. Accelerate
-numbers the prepared models: ``model_1.safetensors`` is a second model, and no part of the first.
+numbers the prepared models: ``model_1.safetensors`` is a second model, and no part of the first. Composer
+and others keep ``latest-rank0.pt`` as a link to the newest save: a link to a sibling is the sibling.
 """
 
 from __future__ import annotations
@@ -55,3 +56,24 @@ def unread_optimizers(source: Source, paths: Iterable[str]) -> list[Finding]:
     more = f" and {len(beside) - 1} more" if beside[1:] else ""
     message = f"the optimizer's state in {beside[0]}{more} is not read with the model"
     return [finding("unread-state", "files", message, file=beside[0])]
+
+
+def without_links(source: Source, paths: Iterable[str]) -> list[str]:
+    """Return the paths without further names of one file: a name with a number stays, which tells the step.
+
+    An object store has no links: equal stamps mean equal content there, and both files are kept.
+    """
+    ordered = sorted(paths, key=lambda path: (not any(map(str.isdigit, _stem(path))), natural(path)))
+    if source.store.local is None or len(ordered) < 2:
+        return ordered
+    files: dict[str, str] = {}
+    for path in ordered:
+        seen = source.seen.get(path)
+        stamp = source.store.stamp(path) if seen is None else seen.stamp  # with the inode
+        files.setdefault(path if stamp is None else stamp, path)
+    return sorted(files.values(), key=natural)
+
+
+def _stem(path: str) -> str:
+    """Return a name up to the number of its rank."""
+    return path.rsplit("/", 1)[-1].partition("rank")[0]

@@ -23,8 +23,7 @@ from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.same_files import without_links
-from ckptcore.formats.common.trainer_files import require_one_model, unread_optimizers
+from ckptcore.formats.common.trainer_files import require_one_model, unread_optimizers, without_links
 from ckptcore.formats.common.weight_index import (
     INDEX,
     WeightIndex,

@@ -36,7 +36,7 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.same_files import without_links
+from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names

@@ -15,7 +15,7 @@ from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
 from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file, rank_files
-from ckptcore.formats.common.same_files import without_links
+from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.utils.late_pattern import late_pattern
 
 _NAME = "torch_ranks"

@@ -34,12 +34,12 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.part_names import is_run, part_name
 from ckptcore.formats.common.part_proof import part_findings
-from ckptcore.formats.common.same_files import without_links
 from ckptcore.formats.common.trainer_files import (
     is_state,
     numbered_model,
     require_one_model,
     unread_optimizers,
+    without_links,
 )
 from ckptcore.formats.common.trees import leaves_below
 from ckptcore.formats.common.weight_index import (
@@ -146,7 +146,7 @@ def read(source: Source) -> Manifest:
         with passing() if len(names) > 1 else nullcontext():
             objects = read_objects(FileRange(source.store, name, 0, source.listing[name]), name)
         here, unread = _add_file(builder, source, name, objects, paths)
-        twice = next((n for n in here if n in origin), None)
+        twice = min(here & origin.keys(), default=None)
         if twice is not None:
             raise MalformedCheckpoint(f"{twice} is in {origin[twice]} and in {name}", file=name)
         origin |= dict.fromkeys(here, name)
