@@ -1,4 +1,4 @@
-"""Tensors of a class, such as torchao's, in a DCP folder: unreadable parts beside a model that can be read."""
+"""Tensors of a class, such as those of torchao, in a DCP folder: unreadable parts beside a model."""
 
 from __future__ import annotations
 
