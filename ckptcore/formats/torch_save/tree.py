@@ -15,7 +15,7 @@ from ckptcore.core.manifest import Blob, Item, TensorSpec, Unread, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Refused, RefusedTensor, encode
 from ckptcore.core.tree_paths import Paths
-from ckptcore.encodings.limits import bound_views
+from ckptcore.encodings.limits import bound_views, expands
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects, check_view, refused_in
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, finding
@@ -78,7 +78,14 @@ class TorchTree:
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
-        """Add one full tensor."""
+        """Add one full tensor; one that expands few stored elements to very many is a part that is not read."""
+        _, length, _ = self._objects.storages.get(value.key, (0, 0, None))
+        nbytes = prod(value.shape) * BY_NAME[value.dtype].itemsize
+        if expands(nbytes, length):
+            reason = f"it expands {length} stored bytes to {nbytes}"
+            self._builder.unread(fqn, Unread(reason, value.dtype, value.shape, self._what))
+            self._unread.add(value.key)
+            return
         item, view = self.place(value, fqn)
         at = self._builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
         self._builder.chunk(at, (0,) * len(value.shape), value.shape, item, view)
