@@ -241,10 +241,11 @@ class LocalStore:
     def _is_inside(self, real: str) -> bool:
         if real.startswith(self._real + os.sep) or self._real == os.sep:
             return True
-        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs.
-        snapshots = os.path.dirname(self._real)
-        blobs = os.path.join(os.path.dirname(snapshots), "blobs") + os.sep
-        return os.path.basename(snapshots) == "snapshots" and real.startswith(blobs)
+        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs. The checkpoint may
+        # be a folder inside of a snapshot.
+        repository, found, inside = self._real.rpartition(f"{os.sep}snapshots{os.sep}")
+        blobs = os.path.join(repository, "blobs") + os.sep
+        return bool(found and inside) and real.startswith(blobs)
 
 
 def _stamped(seen: os.stat_result, now: int) -> Stamped:
