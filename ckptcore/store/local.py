@@ -236,8 +236,8 @@ class LocalStore:
     def _is_inside(self, real: str) -> bool:
         if real.startswith(self._real + os.sep) or self._real == os.sep:
             return True
-        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs. The checkpoint may be
-        # a folder inside of a snapshot.
+        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs. The checkpoint may
+        # be a folder inside of a snapshot.
         repository, found, inside = self._real.rpartition(f"{os.sep}snapshots{os.sep}")
         blobs = os.path.join(repository, "blobs") + os.sep
         return bool(found and inside) and real.startswith(blobs)

@@ -78,7 +78,7 @@ class TorchTree:
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
-        """Add one full tensor; one that expands few stored elements to very many is a part that is not read."""
+        """Add one full tensor; one that expands few elements to very many is a part that is not read."""
         _, length, _ = self._objects.storages.get(value.key, (0, 0, None))
         nbytes = prod(value.shape) * BY_NAME[value.dtype].itemsize
         if expands(nbytes, length):
