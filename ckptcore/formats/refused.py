@@ -75,21 +75,25 @@ _META = late_pattern(r"^consolidated\.\d+\.pth$")
 _TENSORRT = late_pattern(r"^rank\d+\.safetensors$")
 
 
-def _files_like(source: Source, pattern: re.Pattern[str], least: int = 1) -> tuple[str, ...] | None:
-    """Return the evidence of files of one kind, directly in a folder."""
-    found = [p for p in source.listing if pattern.match(p)] if source.name is None else []
-    return (
-        (f"found {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),)
-        if len(found) >= least
-        else None
-    )
+def _files_like(
+    source: Source, start: str, pattern: re.Pattern[str], least: int = 1
+) -> tuple[str, ...] | None:
+    """Return the evidence of files of one kind, directly in a folder; their names begin with ``start``."""
+    if source.name is not None:
+        return None
+    matching = [p for p in source.listing if p.startswith(start) and pattern.match(p)]
+    if len(matching) < least:
+        return None
+    more = f" and {len(matching) - 1} more" if matching[1:] else ""
+    return (f"found {matching[0]}{more}",)
 
 
 def _gguf(source: Source) -> tuple[str, ...] | None:
-    names = (source.name,) if source.name is not None else [p for p in source.listing if "/" not in p]
-    found = [name for name in names if name.endswith(".gguf")]
-    others = any(name.endswith((*_TORCH, ".safetensors", ".distcp")) for name in names)
-    return (f"found {found[0]}",) if found and not others else None
+    names = (source.name,) if source.name is not None else tuple(source.listing)
+    matching = [name for name in names if name.endswith(".gguf") and "/" not in name]
+    if not matching or any(name.endswith((*_TORCH, ".safetensors", ".distcp")) for name in names):
+        return None
+    return (f"found {matching[0]}",)
 
 
 def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
@@ -113,7 +117,7 @@ def _nemo_archive(source: Source) -> tuple[str, ...] | None:
 
 
 def _tensorrt(source: Source) -> tuple[str, ...] | None:
-    return _files_like(source, _TENSORRT, 2) if "config.json" in source.listing else None
+    return _files_like(source, "rank", _TENSORRT, 2) if "config.json" in source.listing else None
 
 
 KNOWN: tuple[KnownFormat, ...] = (
@@ -157,13 +161,13 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "torch-xla",
         "the shards of torch_xla FSDP",
-        lambda source: _files_like(source, _XLA),
+        lambda source: _files_like(source, "rank", _XLA),
         "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
     ),
     KnownFormat(
         "meta-parallel",
         "the model-parallel files of a Llama from Meta",
-        lambda source: _files_like(source, _META, 2),
+        lambda source: _files_like(source, "consolidated.", _META, 2),
         "join them with transformers' convert_llama_weights_to_hf.py",
     ),
     KnownFormat("rank-alone", "one rank's part of a checkpoint", _rank_alone, "name the folder of all ranks"),
