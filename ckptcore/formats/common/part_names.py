@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ckptcore.encodings.limits import absent
 from ckptcore.utils.dataclass import dataclass
@@ -133,6 +134,7 @@ class PartName:
         return tuple(self.sibling(n, at) for at, n in sorted(numbers))
 
 
+@lru_cache(maxsize=1 << 14)  # folders of many saves have the same names, and several formats ask
 def part_name(path: str) -> PartName | None:
     """Return the numbers of a part's name; None for a name that does not say that there are more.
 

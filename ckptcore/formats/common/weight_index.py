@@ -29,7 +29,7 @@ def indexes_of(source: Source, kind: str) -> list[str]:
     """Return the indexes of a folder's files of one suffix, ``safetensors`` or ``bin``."""
     if source.name is not None:
         return []
-    named = ((p, _NAME.match(p)) for p in source.listing if p.endswith(".json"))
+    named = ((p, _NAME.match(p)) for p in source.listing if ".index." in p)
     return sorted((p for p, m in named if m and m["kind"] == kind), key=natural)
 
 
