@@ -346,14 +346,14 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
     ),
     "stray-file": (
         "warning",
-        "a data file that no metadata refers to; it is ignored",
-        "it may be left from an earlier save; delete it once the checkpoint is verified",
+        "a data file that no metadata refers to; it is not read",
+        "name it to read it; whether another file has its content is not known",
     ),
     "empty-file": ("info", "a rank wrote an empty file that nothing refers to, which is normal", ""),
     "stale-file": (
         "warning",
         "a loader could prefer a file beside the index to the index",
-        "remove the stale file",
+        "read it by its name, and compare the two before you move one away",
     ),
     "missing-rank": ("error", "the metadata of a rank that took part is missing", "copy that rank's files"),
     "bad-path": (

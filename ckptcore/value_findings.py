@@ -1,4 +1,4 @@
-"""Define the findings about plain values, bytes that are none, what is left out, options without effect.
+"""Define findings: plain values, bytes that are none, parts of series, what is left out, unused options.
 
 `ckptcore.errors` adds its own, and is as long as a file may be.
 """
@@ -59,10 +59,20 @@ VALUE_FINDINGS: dict[str, tuple[str, str, str]] = {
         "a row of the catalog holds a value that its column should not have; it is left empty",
         "record it anew: ckptcore catalog rebuild PLACE",
     ),
+    "unread-state": (
+        "warning",
+        "training state beside the weights is not read with them",
+        "name its file to read it",
+    ),
+    "unproven-parts": (
+        "error",
+        "nothing states how many parts there are, so a missing last part could not be seen",
+        "add what states it, or accept what is there with --allow-incomplete",
+    ),
     "files-differ": (
         "error",
         "two folders of one source have a file of one name with different bytes",
-        "name the folders of one save, or remove the file that does not belong to it",
+        "name the folders of one save, or move the file that does not belong to it away",
     ),
     "unused-option": (
         "warning",

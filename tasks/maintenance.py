@@ -17,6 +17,7 @@ from ckptcore.operations.retire import OfRoot, Retired, Retirement
 from ckptcore.operations.retire import retire as run_retire
 from ckptcore.operations.scrub import Looked, Scrubbed
 from ckptcore.operations.scrub import scrub as run_scrub
+from ckptcore.operations.verify import FINE
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from tasks.artifacts import artifact_or_none
@@ -31,7 +32,7 @@ def scrub(share: float, budget_s: float, catalog: str | None) -> Scrubbed:
     """Verify a share of the recorded checkpoints; the results are a table artifact."""
 
     def note(each: Looked) -> None:
-        tell = log.info if each.proven.proof in ("proven", "unproven", "stopped") else log.warning
+        tell = log.info if each.proven.proof in FINE else log.warning
         tell("%s is %s: %s", each.checkpoint.uri, each.proven.proof.value, each.proven.message or "all of it")
 
     with open_catalog(catalog, create=False) as known:

@@ -31,6 +31,7 @@ from ckptcore.catalog.models import (
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, same_places, storable
 from ckptcore.catalog.types import CheckpointFacts, Kind, Role, State
 from ckptcore.errors import LEVELS, Finding, UsageError
+from ckptcore.utils.part_digest import is_crc
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -42,7 +43,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     """Find or insert the row of the checkpoint at `facts.uri`, and mark other rows of the place as replaced.
 
     A row is one content at one place, under the scheme that it was recorded with. The same manifest with
-    other file digests is other content.
+    other file digests is other content. A digest that is recorded stays, and one that was not known is added.
+    A BLAKE3 of a writer and a CRC-64 of a reader are not compared, and the BLAKE3 stays.
 
     Returns:
         (row id, public id).
@@ -62,10 +64,11 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
     ).where(Checkpoint.uri.in_(places), Checkpoint.manifest_digest == manifest)
     newest = (Checkpoint.replaced_at.is_not(None), Checkpoint.uri != uri, Checkpoint.id.desc())
     same = conn.execute(known.order_by(*newest)).all()
-    if content:
-        # Prefer the row of this content, else one whose content is not known yet.
-        same = [row for row in same if row.content_digest == content] or [
-            row for row in same if not row.content_digest
+    digests = {path: digest for path, _, digest in files if digest}
+    if digests:
+        # Prefer the row of this content, else one whose known digests are not others.
+        same = [row for row in same if content and row.content_digest == content] or [
+            row for row in same if not _has_others(conn, row.id, digests)
         ]
     if same:
         row = same[0]
@@ -82,10 +85,8 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
             changes["step"] = facts.step
         if facts.fingerprint is not None:
             changes["fingerprint"] = facts.fingerprint
-        if content and not row.content_digest:
-            changes |= {"content_digest": content, "num_files": len(files)}
-            conn.execute(delete(CheckpointFile).where(*_files_in_role(row.id, Role.DATA)))
-            _put_files(conn, row.id, files, Role.DATA)
+        if digests:
+            changes |= _add_digests(conn, row.id, files)
         _replace_extra(conn, row.id, extra)
         conn.execute(update(Checkpoint).where(Checkpoint.id == row.id).values(changes))
         checkpoint, public = row.id, row.uuid
@@ -248,12 +249,50 @@ def _files_in_role(checkpoint: int, role: Role) -> tuple[ColumnElement[bool], Co
     return CheckpointFile.checkpoint_id == checkpoint, CheckpointFile.role == role.value
 
 
+def _has_others(conn: Connection, checkpoint: int, digests: Mapping[str, str]) -> bool:
+    """Report whether the recorded digest of a file says that it has other bytes."""
+    recorded = _recorded_digests(conn, checkpoint)
+    return any(
+        path in recorded and recorded[path] != digest and is_crc(recorded[path]) == is_crc(digest)
+        for path, digest in digests.items()
+    )
+
+
+def _recorded_digests(conn: Connection, checkpoint: int) -> dict[str, str]:
+    mine = CheckpointFile.checkpoint_id == checkpoint, CheckpointFile.digest.is_not(None)
+    rows = conn.execute(select(CheckpointFile.path, CheckpointFile.digest).where(*mine))
+    return {row.path: row.digest for row in rows}
+
+
+def _kept_digest(recorded: str | None, digest: str | None) -> str | None:
+    """Return the digest of a file to record: a reader's CRC-64 does not replace a writer's BLAKE3."""
+    if digest is None or (recorded is not None and is_crc(digest) and not is_crc(recorded)):
+        return recorded
+    return digest
+
+
+def _add_digests(
+    conn: Connection, checkpoint: int, files: Sequence[tuple[str, int, str | None]]
+) -> dict[str, Any]:
+    """Add digests of the files with tensors to those that are recorded; return the changes of the row."""
+    recorded = _recorded_digests(conn, checkpoint)
+    known = [(path, nbytes, _kept_digest(recorded.get(path), digest)) for path, nbytes, digest in files]
+    if all(recorded.get(path) == digest for path, _, digest in known):
+        return {}
+    conn.execute(delete(CheckpointFile).where(*_files_in_role(checkpoint, Role.DATA)))
+    _put_files(conn, checkpoint, known, Role.DATA)
+    return {"content_digest": content_digest(known), "num_files": len(known)}
+
+
 def _replace_extra(conn: Connection, checkpoint: int, extra: Sequence[tuple[str, int, str | None]]) -> None:
-    """Replace the files without tensors, unless the new ones were only seen: those replace no digest."""
+    """Replace the files without tensors, unless the new ones were only read: those replace no digest."""
     if not extra:
         return
+    published = any(digest and not is_crc(digest) for _, _, digest in extra)
+    recorded = _recorded_digests(conn, checkpoint)
+    extra = [(path, nbytes, _kept_digest(recorded.get(path), digest)) for path, nbytes, digest in extra]
     old = delete(CheckpointFile).where(*_files_in_role(checkpoint, Role.EXTRA))
-    if not any(digest for _, _, digest in extra):
+    if not published:
         old = old.where(CheckpointFile.digest.is_(None))
     conn.execute(old)
     stored = select(CheckpointFile.path).where(CheckpointFile.checkpoint_id == checkpoint)

@@ -56,7 +56,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "checkpoint_id": "Checkpoint.",
             "path": "Path below the checkpoint's URI.",
             "nbytes": "Size in bytes.",
-            "digest": "BLAKE3 digest in hex, if computed.",
+            "digest": "BLAKE3 in hex, or crc64nvme:HEX of a source's file, if known.",
             "role": "data (tensors and objects) or extra (config, tokenizer, index, card).",
         },
     ),

@@ -47,11 +47,11 @@ def clean_json(value: Any) -> str:
 def hex_digest(digest: str) -> str:
     """Return a digest in lower case, without the name of its function if that is plain BLAKE3.
 
-    >>> hex_digest("blake3:AB12"), hex_digest("blake3-parts-16777216:ab12")
-    ('ab12', 'blake3-parts-16777216:ab12')
+    >>> hex_digest("blake3:AB12"), hex_digest("blake3-parts-16777216:ab12"), hex_digest("crc64nvme:AB12")
+    ('ab12', 'blake3-parts-16777216:ab12', 'crc64nvme:ab12')
     """
     lower = digest.lower()
-    return lower if lower.startswith("blake3-parts-") else lower.rpartition(":")[2]
+    return lower if lower.startswith(("blake3-parts-", "crc64nvme:")) else lower.rpartition(":")[2]
 
 
 def normal_uri(uri: str) -> str:

@@ -78,8 +78,8 @@ class CheckpointFacts:
         manifest_digest: digest of its manifest, without a prefix.
         nbytes: the bytes of its tensors.
         tensors: (fqn, dtype, shape, nbytes) of every tensor. FQNs are unique.
-        files: (path relative to `uri`, nbytes, BLAKE3 hex digest or None) of every file with data that the
-            manifest names. Paths are unique.
+        files: (path relative to `uri`, nbytes, digest as in `ckptcore.utils.part_digest` or None) of every
+            file with data that the manifest names. Paths are unique.
         step: the training step, if known.
         run: the name of the training run, if known.
         origin: what the checkpoint records about its writer: ranks, mesh, versions. Stored as JSON.
@@ -171,6 +171,11 @@ class CheckpointRow:
     due_at: datetime | None = None
     lost: int = 0
     trouble: str = ""
+
+    @property
+    def proof(self) -> str:
+        """What a check proves of it: ``proven`` with the digests of its files, else ``tensors proven``."""
+        return "proven" if self.content_digest else "tensors proven"
 
     @property
     def condition(self) -> str:

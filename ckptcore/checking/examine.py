@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from dataclasses import replace
 
 from ckptcore.checking.check import Report, check
+from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import (
     LEVELS,
@@ -21,7 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.redaction import bare_url
-from ckptcore.store import is_s3, open_source_store
+from ckptcore.store import is_s3, join_url, open_source_store
 from ckptcore.utils.memory import reusing_memory
 from ckptcore.utils.workers import Progress
 
@@ -29,7 +31,12 @@ _log = logging.getLogger("ckptcore")
 
 
 def inspect(
-    source: str, recover: bool = False, keep_quantized: bool = False, weights: str = "auto"
+    source: str,
+    recover: bool = False,
+    keep_quantized: bool = False,
+    weights: str = "auto",
+    *,
+    observe: bool = False,
 ) -> Manifest:
     """Read the manifest of the checkpoint at a path or URL; no tensor byte is read.
 
@@ -38,6 +45,7 @@ def inspect(
         recover: Accept a save that did not finish, or that nothing proves complete.
         keep_quantized: Keep quantised weights as they are stored, instead of their values.
         weights: Which of two stored copies of trained weights is the model: ``master``, ``module``, ``auto``.
+        observe: Begin `Manifest.sums`: later reads of the source may complete the digests of its files.
 
     Returns:
         The manifest.
@@ -51,8 +59,16 @@ def inspect(
 
     def read() -> Manifest:
         opened = open_source(source, recover=recover, keep_quantized=keep_quantized, weights=weights)
+        sums = FileSums() if observe else None
+        opened.store.observer = sums
         with closing(opened.store):
-            return read_manifest(opened)
+            found = read_manifest(opened)
+        if sums is None:
+            return found
+        inside, above = join_url(found.root, ""), join_url(opened.store.url, "")
+        return (
+            replace(found, sums=sums.below(inside.removeprefix(above))) if inside.startswith(above) else found
+        )
 
     if not is_s3(source):
         return read()
@@ -78,6 +94,7 @@ def validate(
     if not _is_deep(level):
         return check(manifest, None, level)
     with closing(open_source_store(manifest.root, manifest.versions)) as store:
+        store.observer = manifest.sums
         return check(manifest, store, level, workers=workers, progress=progress)
 
 
@@ -90,6 +107,7 @@ def examine(
     weights: str = "auto",
     workers: int = 2,
     progress: Progress | None = None,
+    observe: bool = False,
 ) -> tuple[Manifest, Report]:
     """Read the manifest of a checkpoint and check it: `inspect`, then `validate`.
 
@@ -101,10 +119,12 @@ def examine(
         weights: See `inspect`.
         workers: Threads that read files at levels ``bytes`` and ``values``.
         progress: What these levels report to.
+        observe: See `inspect`; at the other levels nothing is observed.
     """
     level = current_level(level)
     with reusing_memory():  # a check makes columns as large as those that reading has freed
-        manifest = inspect(source, recover, keep_quantized, weights)
+        observe = observe and _is_deep(level)
+        manifest = inspect(source, recover, keep_quantized, weights, observe=observe)
         if not _is_deep(level):
             return manifest, validate(manifest, level)
     return manifest, validate(manifest, level, workers=workers, progress=progress)

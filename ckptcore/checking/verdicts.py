@@ -35,11 +35,13 @@ PART_CODES = frozenset(
 )
 # Of these, the codes that do not mean damage: the checkpoint is complete, but a part of it is not supported.
 UNREADABLE_CODES = frozenset({"unreadable-part", "refused-tensors", "unmerged-tensor"})
+_UNPROVEN = frozenset({"unproven-shape", "unproven-parts"})
 # Codes, error class, status text. The first row that has all codes of the errors applies.
 _CLASSES: tuple[tuple[frozenset[str], type[CkptError], str], ...] = (
     (frozenset({"not-complete"}), NotComplete, "not complete"),
-    (frozenset({"unproven-shape"}), UnprovenCheckpoint, "unproven"),
+    (_UNPROVEN, UnprovenCheckpoint, "unproven"),
     (UNREADABLE_CODES, UnreadablePart, "in part unreadable"),
+    (_UNPROVEN | UNREADABLE_CODES, UnprovenCheckpoint, "unproven"),
 )
 
 

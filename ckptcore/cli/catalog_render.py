@@ -216,7 +216,7 @@ def _checkpoint(detail: CheckpointDetail) -> Iterable[RenderableType]:
             "kind": row.kind,
             "format": row.format,
             "state": row.condition + (f" since {_when(row.replaced_at)}" if row.replaced_at else ""),
-            "proven": proven,
+            row.proof: proven,
             "run": row.run or "-",
             "step": "-" if row.step is None else str(row.step),
             "tensors": f"{row.num_tensors} ({', '.join(row.dtypes) or 'none'}), {size(row.nbytes)}",

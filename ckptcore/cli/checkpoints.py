@@ -68,6 +68,7 @@ def validate(src: Srcs, level: Level = "coverage", **given: Any) -> None:
                 weights=options.weights,
                 workers=options.settings().threads,
                 progress=progress,
+                observe=not options.no_catalog,
             )
             if not options.no_catalog and level in ("bytes", "values"):
                 from ckptcore.operations.registered_files import (

@@ -52,7 +52,7 @@ def looked(as_json: bool) -> Callable[[Looked], None]:
 
     def line(each: Looked) -> None:
         why = f": {each.proven.message}" if each.proven.message else ""
-        terminal.line(f"{each.proven.proof:<9} {each.checkpoint.uri}{why}", err=as_json)
+        terminal.line(f"{each.proven.proof:<14} {each.checkpoint.uri}{why}", err=as_json)
         step = next((f.hint for f in each.proven.findings if f.severity == "error" and f.hint), None)
         if step is not None:
             terminal.line(f"  next: {step}", err=as_json)

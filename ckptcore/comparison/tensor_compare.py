@@ -52,6 +52,7 @@ class Opened:
     def __init__(self, label: str, manifest: Manifest) -> None:
         self.label, self.manifest = label, manifest
         self.store = open_source_store(manifest.root, manifest.versions)
+        self.store.observer = manifest.sums
         self.records = Records(self.store, len(manifest.items))
         self._noted = take(manifest, self.store)
 

@@ -111,8 +111,9 @@ def _publish(row: _Conversion, settings: Settings, catalog_url: str | None) -> N
     about = {"source": request.source, "destination": request.destination, "conversion": row.registration.id}
     try:
         with log_fields(**about), span("conversion", verb=request.verb, **about):
-            conversion = row.registration.id
-            stage = publishing(request, settings, None, catalog_url, seen=row.seen, conversion=conversion)
+            stage = publishing(
+                request, settings, None, catalog_url, seen=row.seen, registration=row.registration
+            )
             row.result = lock.enter_context(stage)
             row.lock = lock
     except BaseException as error:

@@ -26,9 +26,11 @@ from ckptcore.conversion.local_publication import conclude
 from ckptcore.conversion.publication_record import DONE, Replaced, noted, packed_replaced
 from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
+from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.conversion.staged_plan import REQUEST, look_ahead, plan_run, renew, restore, save, saved_digest
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
+from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.custody.judged import Replacer
 from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, StagingForeign
@@ -43,6 +45,7 @@ from ckptcore.planning.compose import Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
+from ckptcore.reading.file_digests import file_digests
 from ckptcore.store import open_source_store, put_each
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.log_format import log_fields
@@ -315,8 +318,9 @@ def _convert(
 ) -> Result:
     seen: list[Manifest] = []
     try:
-        own = registration.id if registration is not None else None
-        stages = publishing(request, settings, progress, catalog_url, topology, seen=seen, conversion=own)
+        stages = publishing(
+            request, settings, progress, catalog_url, topology, seen=seen, registration=registration
+        )
         with stages as result:
             (progress or _silent)("register", result.nbytes, result.nbytes)
             with span("register", destination=request.destination):
@@ -339,7 +343,7 @@ def publishing(
     topology: Layouts | None = None,
     *,
     seen: list[Manifest],
-    conversion: str | None = None,
+    registration: Registration | None = None,
 ) -> Iterator[Result]:
     """Run the stages of a conversion up to publishing, and keep the destination while the block runs.
 
@@ -352,7 +356,8 @@ def publishing(
         catalog_url: The catalog that accounts for files of a destination that is replaced; see `prepare`.
         topology: See `ckptcore.planning.compose.compose`.
         seen: Receives the source's manifest, as soon as it is read.
-        conversion: Id of the conversion in the catalog, if this process began it.
+        registration: The conversion in the catalog, which records the digests of the source's files; None
+            without a catalog.
 
     Yields:
         The published output, not yet recorded.
@@ -361,8 +366,11 @@ def publishing(
     _require_means(settings, request)
     _require_apart(request)
     began = time.perf_counter()
+    observe = registration is not None and settings.verify  # what was not verified is no first sight
     with span("inspect", source=request.source):
-        manifest = inspect(request.source, request.recover, request.keep_quantized, request.weights)
+        manifest = inspect(
+            request.source, request.recover, request.keep_quantized, request.weights, observe=observe
+        )
     seen.append(manifest)
     inspected = time.perf_counter() - began
     report("inspect", manifest.nbytes, manifest.nbytes)
@@ -375,14 +383,17 @@ def publishing(
         report("plan", prepared.bytes_out, prepared.bytes_out)
         began = time.perf_counter()
         with span("write", destination=request.destination, bytes=prepared.bytes_out):
-            receipts = _execute(staging, None, settings, progress, just_planned=True)
+            receipts = _execute(staging, None, settings, progress, just_planned=True, sums=manifest.sums)
+            digests = _source_digests(manifest)
         wrote = time.perf_counter() - began
+        own, recorded = (registration.id, registration.source) if registration else (None, None)
+        require_as_recorded(manifest, digests, recorded)
         with span("publish", destination=request.destination):
-            result = finish_staged(staging, settings, progress, Replacer(catalog_url, conversion))
+            result = finish_staged(staging, settings, progress, Replacer(catalog_url, own))
         timings = {"inspect": inspected, **prepared.timings, "write": wrote}
         timings |= {k: v for k, v in result.timings.items() if k not in timings}
         warnings = (*prepared.warnings, *result.warnings)
-        yield replace(result, files=receipts, timings=timings, warnings=warnings)
+        yield replace(result, files=receipts, timings=timings, warnings=warnings, source_digests=digests)
         staging.remove()
 
 
@@ -545,6 +556,7 @@ def _execute(
     part: FilePart | None = None,
     *,
     just_planned: bool = False,
+    sums: FileSums | None = None,
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
@@ -553,6 +565,7 @@ def _execute(
     stamps = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
     with closing(open_source_store(plan.source, stamps)) as source, closing(staging.files):
+        source.observer = sums
         (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
         if run.uploads is not None:
@@ -560,6 +573,14 @@ def _execute(
 
             settings = beside_uploads(plan.files, settings)
         return execute_files(run, wanted, settings, part=part, progress=progress)
+
+
+def _source_digests(manifest: Manifest) -> dict[str, str]:
+    """Return the digests of the source's files that were read completely."""
+    if manifest.sums is None:
+        return {}
+    with closing(open_source_store(manifest.root, manifest.versions)) as source:
+        return file_digests(manifest, source)
 
 
 def _remove_if_unused(staging: Staging) -> None:

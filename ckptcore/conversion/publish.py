@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import field, replace
 from functools import partial
@@ -75,6 +75,7 @@ class Result:
         dropped: (name, rule) of tensors that were left out.
         source_stamp: Digest of the source's stamps (`ckptcore.execution.source_stamps.digest`).
         source_ctime: Digest of the source's ctimes.
+        source_digests: Path -> digest of the source's files that were read completely.
         published: (path, bytes, BLAKE3 or None) of every published file, including the small ones.
         proof: The proof of an export after it was published, if requested.
     """
@@ -100,6 +101,7 @@ class Result:
     dropped: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     source_stamp: str | None = field(default=None, repr=False)
     source_ctime: str | None = field(default=None, repr=False)
+    source_digests: Mapping[str, str] = field(default_factory=dict, repr=False)
     published: tuple[tuple[str, int, str | None], ...] = field(default=(), repr=False)
     proof: ExportProof | None = None
 

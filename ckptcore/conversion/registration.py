@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.catalog.training import STORED, USER, TrainingFacts, read_facts
 from ckptcore.conversion.export_verdict import keep
 from ckptcore.conversion.file_fingerprints import matching
+from ckptcore.conversion.source_digests import Recorded
 from ckptcore.conversion.stored_training import stored_facts
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CatalogAway, CatalogError, CkptError, ended_by
@@ -57,12 +58,13 @@ UNANNOUNCED = Announcement()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A conversion that the catalog records as running."""
+    """A conversion that the catalog records as running. source: what it has at the source's place."""
 
     catalog: Catalog
     id: str
     request: Request
     announcement: Announcement = UNANNOUNCED
+    source: Recorded | None = None
 
 
 def start(
@@ -87,9 +89,9 @@ def start(
     from ckptcore.catalog import open_catalog
 
     catalog = open_catalog(catalog_url if isinstance(catalog_url, str) else None)
-    found = catalog.begin(**_begun(request, flow_run_id))
+    found, recorded = catalog.begin(**_begun(request, flow_run_id)), catalog.at(request.source)
     catalog.close()  # no connection stays open while files are written; the next use opens one
-    return Registration(catalog, found, request, announcement)
+    return Registration(catalog, found, request, announcement, recorded)
 
 
 def start_each(
@@ -100,7 +102,10 @@ def start_each(
 ) -> list[Registration]:
     """Record the begin of several conversions in one transaction; see `start`."""
     found = catalog.begin_each([_begun(request, flow_run_id) for request in requests])
-    return [Registration(catalog, n, r, announcement) for n, r in zip(found, requests, strict=True)]
+    return [
+        Registration(catalog, n, r, announcement, catalog.at(r.source))
+        for n, r in zip(found, requests, strict=True)
+    ]
 
 
 def _begun(request: Request, flow_run_id: str | None) -> dict[str, Any]:
@@ -201,6 +206,7 @@ def _made(registration: Registration, result: Result, source: Manifest) -> dict[
     read = facts(
         source,
         registration.request.source,
+        result.source_digests,
         verified="coverage",
         announcement=registration.announcement,
         prints=matching(source, numbers, old),
@@ -246,7 +252,7 @@ def _failed(registration: Registration, ended: CkptError, source: Manifest | Non
     findings = tuple(ended.values.get("findings", ()))
     try:
         known = None
-        if source is not None:
+        if source is not None and ended.values.get("recorded", True):  # damage replaces no row with digests
             known = facts(source, request.source, announcement=announcement, training=True)
         registration.catalog.fail(
             registration.id, code=ended.code, message=ended.message, findings=findings, source=known
@@ -277,7 +283,7 @@ def record_fingerprint(
 def facts(
     manifest: Manifest,
     uri: str,
-    digests: dict[str, str | None] | None = None,
+    digests: Mapping[str, str | None] | None = None,
     *,
     verified: str | None = None,
     prints: Prints = (None, {}),
@@ -317,7 +323,9 @@ def facts(
     others = [row for row in published if row[0] not in named]
     if name is None:
         named |= {path for path, _, _ in others}
-        others += [(f.path, f.size or 0, None) for f in manifest.described if f.path not in named]
+        others += [
+            (f.path, f.size or 0, known.get(f.path)) for f in manifest.described if f.path not in named
+        ]
     return CheckpointFacts(
         uri,
         manifest.format,

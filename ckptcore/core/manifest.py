@@ -29,6 +29,7 @@ from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
     from ckptcore.core.byte_ledger import ByteLedger
+    from ckptcore.core.file_sums import FileSums
 
 Ints = npt.NDArray[np.int64]
 CONJ, NEG, SWAPPED = 1, 2, 4  # view flags: conjugated, negated, other byte order than little
@@ -266,8 +267,8 @@ class Items:
 class Manifest:
     """Everything that is known about a checkpoint without reading tensor bytes.
 
-    ``stamps``, ``described``, ``beside`` and ``ledger`` describe the place, not the checkpoint. They are not
-    saved, nor part of the digest.
+    ``stamps``, ``described``, ``beside``, ``ledger`` and ``sums`` describe the place, not the checkpoint.
+    They are not saved, nor part of the digest.
 
     Attributes:
         format: Name in `ckptcore.formats.FORMATS`.
@@ -282,13 +283,14 @@ class Manifest:
         derived: Tensor -> how to compute it; such a tensor has no chunks.
         inputs: The stored tensors that derived ones are computed from, over the same items and files, or
             None.
-        stamps: Path -> stamp and ctime (`ckptcore.store.Stamped`) of files before the first byte was read,
-            where known.
+        stamps: Path -> stamp and ctime (`ckptcore.store.Stamped`) of files, and of those that describe them,
+            before the first byte was read, where known.
         described: Files of the place that the format's reader read, and that hold nothing of the checkpoint:
             metadata, an index.
         beside: Other files of the place, which hold nothing of the checkpoint and do not describe it.
         ledger: What the format's reader took from its files (`ckptcore.core.byte_ledger`); None where it is
             not known.
+        sums: What was read of its files so far (`ckptcore.core.file_sums`); None where nobody asked.
         order: Names of tensors in the order of the saved state dict, where ``tensors`` has another order.
             Neither a digest nor a dump includes it.
         own: (items, files) of the checkpoint itself, where later ones are second copies
@@ -310,6 +312,7 @@ class Manifest:
     described: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
     beside: tuple[StoredFile, ...] = field(default=(), compare=False, repr=False)
     ledger: ByteLedger | None = field(default=None, compare=False, repr=False)
+    sums: FileSums | None = field(default=None, compare=False, repr=False)
     order: tuple[str, ...] = field(default=(), compare=False)
     own: tuple[int, int] | None = None
 

@@ -47,6 +47,11 @@ class Paths(Mapping[str, Path]):
     def __contains__(self, name: object) -> bool:
         return name in self._row_of  # without building its path
 
+    @property
+    def nest(self) -> bool:
+        """Return whether any path has several elements."""
+        return any(len(cuts) > 1 for cuts in self._cuts)
+
     def container(self, name: str) -> str:
         """Return a name up to its path's last element, with the dot; "" where that is all, or unknown."""
         row = self._row_of.get(name)

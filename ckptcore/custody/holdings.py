@@ -49,6 +49,7 @@ _COMPLETE = frozenset(
         "shape-lost",
         "total-mismatch",
         "unlisted-tensor",
+        "unread-state",
         "unusual-layout",
     }
 )

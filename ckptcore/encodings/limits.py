@@ -148,9 +148,14 @@ def _of_scalars(values: Collection[Any]) -> _Below:
     return _Below(len(values), 0, 0, forms, 0, raw, text)
 
 
+def expands(nbytes: int, stored: int) -> bool:
+    """Return whether tensors have far more bytes than are stored for them."""
+    return nbytes > 1024 * stored + (64 << 20)
+
+
 def bound_views(nbytes: int, stored: int, what: str) -> None:
     """Refuse tensors of far more bytes than are stored, such as expanded views of one element."""
-    if nbytes > 1024 * stored + (64 << 20):
+    if expands(nbytes, stored):
         raise MalformedCheckpoint(f"{what}: {stored} stored bytes expand to tensors of {nbytes} bytes")
 
 

@@ -29,6 +29,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import metered, passing
 from ckptcore.errors import AmbiguousModel, SourceUnreadable, UnknownFormat, UnsupportedFormat, finding
 from ckptcore.formats.accelerate.format import FORMAT as ACCELERATE
+from ckptcore.formats.accelerate.trainer_deepspeed import COPIES, with_copy
 from ckptcore.formats.base import (
     Abilities,
     Arrange,
@@ -258,10 +259,9 @@ def read_manifest(source: Source) -> Manifest:
 def _read_manifest(source: Source) -> Manifest:
     root = source
     source, way = located(source)
-    if source is not root:
-        _require_notes_only(root, source)
+    copied = _require_notes_only(root, source) if source is not root else None
     found, evidence = detect(source)
-    manifest = read_as(found, source)
+    manifest = read_as(found, source) if copied is None else read_as(copied, root)
     if source.name is None and (others := unread(source.listing, {f.path for f in manifest.files})):
         more = f" and {len(others) - 1} more" if others[1:] else ""
         message = f"files named by rank, like those of another checkpoint, are not read: {others[0]}{more}"
@@ -302,10 +302,9 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
         return manifest
     prefix = above.removeprefix(join_url(root.store.url, ""))
     seen = {at.removeprefix(prefix): one for at, one in root.seen.items() if at.startswith(prefix)}
-    files = {f.path for f in manifest.files}
-    stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files if path in seen}
+    files, read = {f.path for f in manifest.files}, manifest.read
+    stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files | read if path in seen}
     others = [StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files]
-    read = manifest.read
     described = tuple(file for file in others if file.path in read)
     beside = tuple(file for file in others if file.path not in read)
     return replace(manifest, stamps=stamps, described=described, beside=beside)
@@ -319,9 +318,17 @@ def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     return [(f, e) for f, e in found if f.name not in general]
 
 
-def _require_notes_only(root: Source, below: Source) -> None:
-    """Raise `AmbiguousModel` when a folder of steps is a checkpoint itself: its tracker may be stale."""
+def _require_notes_only(root: Source, below: Source) -> Format | None:
+    """Raise `AmbiguousModel` when a folder of steps is a checkpoint itself: its tracker may be stale.
+
+    Return the format that reads both where the root has the Trainer's copy of DeepSpeed's save.
+    """
     others = [(f, e) for f, e in _recognised(beside_steps(root)) if f.name != TORCH_SAVE.name]
+    folder = below.store.url.removeprefix(join_url(root.store.url, ""))
+    if others and all(form.name in COPIES for form, _ in others):
+        copied = with_copy(folder, root)
+        if copied is not None:
+            return copied
     if others:
         form, evidence = others[0]
         raise AmbiguousModel(
@@ -329,6 +336,7 @@ def _require_notes_only(root: Source, below: Source) -> None:
             f"{_address(below)} as the checkpoint",
             hint=f"name {_address(below)}, or move one of the two away",
         )
+    return None
 
 
 def _address(source: Source) -> str:

@@ -65,7 +65,7 @@ class Source:
             path: The file.
             name: Name of the object; one of several files is called ``name`` where they agree.
             values: Key -> decoded value (`ckptcore.core.object_tree`).
-            odd: Those of the keys that the reader knows, with values of another type: a finding names them.
+            odd: Those of the keys that the reader knows, with values of another type; a finding names them.
         """
         FileRange(self.store, path, 0, 0).carry(name, values, odd)
 

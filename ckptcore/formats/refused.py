@@ -6,6 +6,9 @@ detected before the readable ones, because some of them have files that look lik
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
@@ -13,13 +16,18 @@ from ckptcore.utils.late_pattern import late_pattern
 
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
-    """Recognise files of torch.save before 1.6, which wrote a pickled magic number instead of a zip."""
+    """Recognise files of torch.save before 1.6, which wrote a pickled magic number instead of a zip.
+
+    Its callers could choose the protocol of the pickle.
+    """
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
+    files = [] if others else [p for p in source.listing if p.endswith(_TORCH) and "/" not in p]
     ranks = () if others else (p for p in source.listing if _OF_A_RANK.search(p))
-    name = source.name or next(iter(ranks), None)
-    if name is None or not name.endswith((".pt", ".pth", ".bin", ".ckpt")) or source.listing[name] < 14:
+    name = source.name or (files[0] if len(files) == 1 else next(iter(ranks), None))
+    if name is None or not name.endswith(_TORCH) or source.listing[name] < 14:
         return None
-    if source.store.read(name, 0, 14) != _MAGIC:
+    head = source.store.read(name, 0, min(source.listing[name], 32))
+    if _MAGIC not in head and not head.startswith(_MAGIC_TEXT):
         return None
     return (f"{name} begins with the magic number of torch.save before 1.6",)
 
@@ -58,14 +66,109 @@ _OF_A_RANK = late_pattern(r"^mp_rank_[\d_]+/model_optim_rng\.pt$|^[^/]*rank_?\d+
 _MEGATRON = ("model_optim_rng.pt", "distrib_optim.pt")
 _MP_RANK = late_pattern(r"^mp_rank_\d{2}")
 _STEP = late_pattern(r"^step\d+(-unsharded)?/")
-# torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c as pickle protocol 2.
-_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+# torch/serialization.py MAGIC_NUMBER 0x1950a86a20f9469cfc6c, as pickle protocols from 2 and before write it.
+_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+_MAGIC_TEXT = b"L119547037146038801333356L"
+_XLA = late_pattern(r"^rank\d+-of-\d+-[^/]*\.(?:bin|pth|pt)$")
+_META = late_pattern(r"^consolidated\.\d+\.pth$")
+_TENSORRT = late_pattern(r"^rank\d+\.safetensors$")
+
+
+def _files_like(
+    source: Source, start: str, pattern: re.Pattern[str], least: int = 1
+) -> tuple[str, ...] | None:
+    """Return the evidence of files of one kind, directly in a folder; their names begin with ``start``."""
+    if source.name is not None:
+        return None
+    matching = [p for p in source.listing if p.startswith(start) and pattern.match(p)]
+    if len(matching) < least:
+        return None
+    more = f" and {len(matching) - 1} more" if matching[1:] else ""
+    return (f"found {matching[0]}{more}",)
+
+
+def _gguf(source: Source) -> tuple[str, ...] | None:
+    names = (source.name,) if source.name is not None else tuple(source.listing)
+    matching = [name for name in names if name.endswith(".gguf") and "/" not in name]
+    if not matching or any(name.endswith((*_TORCH, ".safetensors", ".distcp")) for name in names):
+        return None
+    return (f"found {matching[0]}",)
+
+
+def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
+    """Return the detector of a folder that has all of some files; a mark with an end of "/" is a folder."""
+
+    def detect(source: Source) -> tuple[str, ...] | None:
+        if source.name is not None or marks[0] not in source.listing:
+            return None
+        for mark in marks[1:]:
+            below = mark.endswith("/") and any(p.startswith(mark) for p in source.listing)
+            if not below and mark not in source.listing:
+                return None
+        return (f"found {', '.join(marks)}",)
+
+    return detect
+
+
+def _nemo_archive(source: Source) -> tuple[str, ...] | None:
+    named = source.name is not None and source.name.endswith(".nemo")
+    return (f"{source.name} is named .nemo",) if named else None
+
+
+def _tensorrt(source: Source) -> tuple[str, ...] | None:
+    return _files_like(source, "rank", _TENSORRT, 2) if "config.json" in source.listing else None
+
+
 KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "torch-legacy",
         "a torch.save file of the format before zip (torch 1.5 and earlier)",
         _before_zip,
         "load it with torch and save it again",
+    ),
+    KnownFormat("gguf", "a GGUF file", _gguf, "convert what it was made from: its blocks are quantised"),
+    KnownFormat(
+        "orbax",
+        "an Orbax checkpoint of JAX",
+        lambda source: _marked("_CHECKPOINT_METADATA")(source) or _marked("manifest.ocdbt")(source),
+        "restore it with orbax-checkpoint, and save its arrays as safetensors",
+    ),
+    KnownFormat(
+        "torchsnapshot",
+        "a snapshot of torchsnapshot",
+        _marked(".snapshot_metadata"),
+        "restore it with torchsnapshot, and save the state dict with torch.save",
+    ),
+    KnownFormat(
+        "nanotron",
+        "a nanotron checkpoint",
+        _marked("checkpoint_metadata.json", "model/"),
+        "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
+    ),
+    KnownFormat(
+        "nemo-archive",
+        "an archive of NeMo",
+        _nemo_archive,
+        "unpack it with tar -xf FILE -C DIR, and name the folder",
+    ),
+    KnownFormat(
+        "tensorrt-llm",
+        "a TensorRT-LLM checkpoint of several ranks",
+        _tensorrt,
+        "convert what it was made from",
+    ),
+    KnownFormat(
+        "torch-xla",
+        "the shards of torch_xla FSDP",
+        lambda source: _files_like(source, "rank", _XLA),
+        "join them with python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts",
+    ),
+    KnownFormat(
+        "meta-parallel",
+        "the model-parallel files of a Llama from Meta",
+        lambda source: _files_like(source, "consolidated.", _META, 2),
+        "join them with transformers' convert_llama_weights_to_hf.py",
     ),
     KnownFormat("rank-alone", "one rank's part of a checkpoint", _rank_alone, "name the folder of all ranks"),
     KnownFormat("olmo-steps", "a folder of OLMo steps", _olmo_steps, "name one of the subfolders"),

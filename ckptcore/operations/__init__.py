@@ -11,6 +11,7 @@ copy was verified (`ckptcore.custody`). They know no command line and no Prefect
     export_target     `ExportTarget`, `target_of`: output format and destination of a root's checkpoints
     rebuild_catalog   `rebuild`: restore the rows of a lost catalog from the data
     options           options of sweep, scrub and retire, for commands and flows
-    claims, wait, readiness, discover, verify, registered_files, replacement, part_replacement, retention
+    claims, wait, readiness, reader_digest, discover, verify, registered_files, replacement,
+    part_replacement, retention:
                       internals of these
 """

@@ -481,7 +481,7 @@ def _require_proven(uri: str, proven: Proven) -> None:
     if any(f.code == "no-checksum" for f in proven.findings):
         raise UsageError(f"{uri} has no digests: --fingerprint reads both")
     # With digests, only files without tensors that are not recorded are unproven: they are no evidence.
-    if proven.proof not in (Proof.PROVEN, Proof.UNPROVEN):
+    if proven.proof not in (Proof.PROVEN, Proof.TENSORS, Proof.UNPROVEN):
         raise UsageError(f"{uri}: {proven.message}")
 
 

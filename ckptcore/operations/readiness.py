@@ -3,7 +3,7 @@
 A place that changed a moment ago is not opened: some savers write their last file first, and a save of rank
 files has no mark that it is finished. A place that no longer changes is checked; if it is incomplete then, it
 is broken. A broken place is checked again when its files change, when its target's `recover` changes, and by
-every new version, which may read more than an older one.
+a build with other readers or checks, which may read more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ckptcore.errors import (
     UnsupportedFormat,
 )
 from ckptcore.operations.claims import source_digest
+from ckptcore.operations.reader_digest import readers_digest
 from ckptcore.store.listing import ListedFile, newest, stamp_of
 from ckptcore.utils.dataclass import dataclass
 
@@ -150,17 +151,15 @@ def _look_at(uri: str, stamp: str, changed: datetime, recover: bool) -> Look:
 
 
 def _judged_stamp(stamp: str, recover: bool) -> str:
-    """Return the stamp of files with the rules and the version of their check."""
-    from ckptcore import __version__
-
-    return f"{stamp}{' recover' if recover else ''} by {__version__}"
+    """Return the stamp of files with the rules, the readers and the checks that judge them."""
+    return f"{stamp}{' recover' if recover else ''} by {readers_digest()}"
 
 
 def _is_current(before: SightingRow, stamp: str) -> bool:
     """Return whether the last recorded state is still valid."""
     if before.state == Condition.BROKEN:
         return before.stamp == stamp
-    # A conversion checks again what an older version found complete, and there may be very many.
+    # A conversion checks again what an older build found complete, and there may be very many.
     return before.state == Condition.COMPLETE and before.stamp.split(" by ")[0] == stamp.split(" by ")[0]
 
 

@@ -1,37 +1,37 @@
 """Compare the files at a place with the digests in the catalog.
 
-Every file with a recorded BLAKE3 is read once and compared: files with tensors, and the config, tokenizer,
+Every file with a recorded digest is read once and compared: files with tensors, and the config, tokenizer,
 index and card beside them. Files without a digest are reported as unproven, not as correct.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.normalize import hex_digest
-from ckptcore.catalog.types import CheckpointRow, FileRow, Role, State
+from ckptcore.catalog.types import FileRow, Role
 from ckptcore.checking.check import Report, unproven_finding
 from ckptcore.checking.examine import inspect
 from ckptcore.conversion.registration import facts
+from ckptcore.conversion.source_digests import NOT_THERE, Recorded, are_of_first_sight, differs, is_resaved
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, Finding, finding
-from ckptcore.store import Store, local_path, open_store, split_url
+from ckptcore.reading.file_digests import file_digests
+from ckptcore.store import Store, local_path, open_source_store, open_store, split_url
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.part_digest import Hasher, hasher_like, short_digest
+from ckptcore.utils.part_digest import Hasher, hasher_like, is_crc
 
 if TYPE_CHECKING:
     from ckptcore.catalog.catalog import Catalog
 
+NONE_READ: Mapping[str, str] = MappingProxyType({})
 _BLOCK = 8 << 20
-_HINT = (
-    "copy it again from where it was written; if you changed it on purpose, record it with "
-    "`ckptcore catalog rebuild --digests`"
-)
 _REPLACED = (
     "every file with tensors was written after {:%Y-%m-%d %H:%M} UTC, when they were recorded: if it was "
     "copied here, copy it again from where it was written; if it was saved here a second time, record that "
@@ -46,73 +46,69 @@ class NoTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result for files with digests. read: bytes. proven: the paths of files that match."""
+    """The result for files with digests.
+
+    Attributes:
+        findings: On files that are other ones.
+        read: Bytes that were read for it.
+        proven: The paths of files that match.
+        resaved: Whether all files with tensors are other and newer ones: a training saved the step once more.
+    """
 
     findings: tuple[Finding, ...]
     read: int
     proven: frozenset[str]
+    resaved: bool = False
 
 
 def compare(
-    uri: str,
+    folder: str,
     files: Sequence[FileRow],
     in_time: Callable[[], bool] = lambda: True,
     recorded: datetime | None = None,
+    digests: Mapping[str, str] = NONE_READ,
 ) -> Compared:
     """Read the files that have a digest, and compare them.
 
     Args:
-        uri: Path or URL of the checkpoint.
-        files: Its files in the catalog.
+        folder: Path or URL that the files' paths are relative to.
+        files: The files of a checkpoint in the catalog.
         in_time: Called often; `NoTime` is raised as soon as it returns False.
         recorded: When the files were recorded, if it is known: the hint of those that differ says more then.
+        digests: Path -> digest of files that were read just now; they are not read again.
     """
     found: list[Finding] = []
     nbytes, proven = 0, set()
-    with closing(open_store(folder_of(uri, files))) as store:
+    with closing(open_store(folder)) as store:
         for file in files:
             if file.digest is None:
                 continue
             wrong = _size_finding(store, file)
             if wrong is None:
-                digest = _file_digest(store, file, hasher_like(file.digest), in_time)
-                nbytes += file.nbytes
+                digest = digests.get(file.path)
+                if digest is None or is_crc(digest) != is_crc(file.digest):
+                    digest = _file_digest(store, file, hasher_like(file.digest), in_time)
+                    nbytes += file.nbytes
                 if digest == file.digest:
                     proven.add(file.path)
                     continue
-                message = (
-                    f"{file.path} has BLAKE3 {short_digest(digest)}, "
-                    f"the catalog records {short_digest(file.digest)}"
-                )
-                wrong = finding("digest-mismatch", "bytes", message, file=file.path, hint=_HINT)
-            found.append(wrong)
-    if recorded is not None and _is_replaced(uri, files, proven, recorded):
+                wrong = differs(file, digest)
+            if wrong is not None:
+                found.append(wrong)
+    resaved = is_resaved(folder, files, proven, recorded)
+    if resaved and recorded is not None and local_path(folder) is not None:
         hint = _REPLACED.format(recorded)
         found = [replace(f, hint=hint) if f.code in _OTHER_BYTES else f for f in found]
-    return Compared(tuple(found), nbytes, frozenset(proven))
-
-
-def _is_replaced(uri: str, files: Sequence[FileRow], proven: Container[str], recorded: datetime) -> bool:
-    """Report whether all files with tensors differ, and were written after they were recorded.
-
-    A copy that was restored has most of them as they were, or with the times of the original.
-    """
-    folder = local_path(folder_of(uri, files))
-    data = [f.path for f in files if f.role == Role.DATA]
-    if folder is None or not data or any(path in proven for path in data):
-        return False
-    try:
-        return all((folder / path).stat().st_mtime > recorded.timestamp() for path in data)
-    except OSError:  # one is missing
-        return False
+    return Compared(tuple(found), nbytes, frozenset(proven), resaved)
 
 
 def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: str | None) -> Report:
     """Add to a report of a deep check what the catalog's digests prove or refute.
 
     If another checkpoint is there than in the catalog, that is a finding of its own, and not damage: a place
-    may be rewritten. It is the same checkpoint if all files with tensors match, whatever happened to the
-    index, or if they have their names and sizes: a header with a flipped byte reads as another checkpoint.
+    may be rewritten, and a training may save a step again. It is the same checkpoint if all files with
+    tensors match, whatever happened to the index, or if they have their names and sizes: a header with a
+    flipped byte reads as another checkpoint.
 
     Args:
         manifest: The checkpoint.
@@ -127,10 +123,16 @@ def against_catalog(manifest: Manifest, report: Report, uri: str, catalog_url: s
     if known is None or not any(f.digest for f in known[1]):
         return report
     row, files = known
-    compared = compare(uri, files, recorded=row.created_at)
+    compared = compare(manifest.root, files, recorded=row.created_at, digests=digests_read(manifest))
     same = same_manifest(uri, row.manifest_digest, manifest) is not None
     data = {f.path for f in files if f.role == Role.DATA}
-    if same or data <= compared.proven or _is_alike(uri, files):
+    if report.ok and compared.findings and _is_resaved(manifest, known, compared.proven if same else ()):
+        message = (
+            f"the catalog has this checkpoint as it was saved before {row.created_at:%Y-%m-%d}; all of its "
+            "files were written again, and are not compared with those digests"
+        )
+        return replace(report, findings=(*report.findings, finding("not-registered", "bytes", message)))
+    if same or data <= compared.proven or is_alike(manifest.root, files):
         return with_digests(report, compared)
     message = (
         f"the catalog has {row.format} with manifest {row.manifest_digest[:16]}... at this place, "
@@ -152,13 +154,24 @@ def with_digests(report: Report, compared: Compared) -> Report:
     return replace(report, findings=(*findings, *unproven_finding(unproven)), unproven=unproven)
 
 
-def same_manifest(uri: str, digest: str, read: Manifest | None = None) -> Manifest | None:
+def digests_read(manifest: Manifest) -> dict[str, str]:
+    """Return the digests of a checkpoint's files that were read completely since its manifest was."""
+    if manifest.sums is None:
+        return {}
+    with closing(open_source_store(manifest.root, manifest.versions)) as store:
+        return file_digests(manifest, store)
+
+
+def same_manifest(
+    uri: str, digest: str, read: Manifest | None = None, *, observe: bool = False
+) -> Manifest | None:
     """Read the manifest at a place, if it is the recorded one, with the options of the record.
 
     Args:
         uri: Path or URL.
         digest: The recorded manifest digest.
         read: The manifest, if it was read before.
+        observe: See `ckptcore.checking.examine.inspect`.
 
     Returns:
         The manifest; None if another checkpoint is there.
@@ -170,7 +183,7 @@ def same_manifest(uri: str, digest: str, read: Manifest | None = None) -> Manife
         return read
     for recover, keep in ((False, False), (False, True), (True, False)):
         try:
-            found = inspect(uri, recover, keep)
+            found = inspect(uri, recover, keep, observe=observe)
         except CkptError:
             if not recover and not keep:
                 raise
@@ -193,26 +206,36 @@ def record_report(manifest: Manifest, uri: str, report: Report, catalog_url: str
     """Record the result of a check; return whether it was recorded.
 
     It is not if files with the names and sizes in the catalog read as another checkpoint: they are damaged,
-    and the damage must not replace the digests that prove it.
+    and the damage must not replace the digests that prove it. The digests of a correct checkpoint's files are
+    recorded as far as the check has read them.
     """
     with open_catalog(catalog_url) as catalog:
         known = _registered_at(catalog, uri)
         if known is not None and any(f.digest for f in known[1] if f.role == Role.DATA):
             row, files = known
-            if hex_digest(manifest.digest) != row.manifest_digest and _is_alike(uri, files):
+            other = hex_digest(manifest.digest) != row.manifest_digest
+            if other and is_alike(manifest.root, files) and not _is_resaved(manifest, known):
                 return False
         verified = report.level if report.ok else None
-        checked = facts(manifest, uri, verified=verified)
+        digests = digests_read(manifest) if report.ok else NONE_READ
+        checked = facts(manifest, uri, digests, verified=verified)
         catalog.record_validation(checked, report.findings, level=report.level)
     return True
 
 
-def _is_alike(uri: str, files: Sequence[FileRow]) -> bool:
-    with closing(open_store(folder_of(uri, files))) as store:
+def _is_resaved(manifest: Manifest, known: Recorded, same: Collection[str] = ()) -> bool:
+    """Report whether a training has saved a source again at its place; see `is_resaved`."""
+    row, files = known
+    return are_of_first_sight(files) and is_resaved(manifest.root, files, same, row.created_at)
+
+
+def is_alike(folder: str, files: Sequence[FileRow]) -> bool:
+    """Report whether a folder has files with tensors of the recorded names and sizes."""
+    with closing(open_store(folder)) as store:
         return all(store.size(f.path) == f.nbytes for f in files if f.role == Role.DATA)
 
 
-def _known(uri: str, catalog_url: str | None) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
+def _known(uri: str, catalog_url: str | None) -> Recorded | None:
     """Return the catalog's entry for a place, or None. An unreadable catalog fails later, on writing."""
     try:
         with open_catalog(catalog_url, create=False) as catalog:
@@ -221,11 +244,9 @@ def _known(uri: str, catalog_url: str | None) -> tuple[CheckpointRow, tuple[File
         return None
 
 
-def _registered_at(catalog: Catalog, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
+def _registered_at(catalog: Catalog, uri: str) -> Recorded | None:
     found = catalog.at(uri)
-    return (
-        None if found is None or found[0].state in (State.REPLACED, State.RETIRED, State.DELETED) else found
-    )
+    return None if found is None or found[0].state in NOT_THERE else found
 
 
 def _size_finding(store: Store, file: FileRow) -> Finding | None:

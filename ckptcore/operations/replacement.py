@@ -26,6 +26,7 @@ from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.conversion.file_fingerprints import matching
 from ckptcore.conversion.pipeline import inspect
 from ckptcore.conversion.registration import facts
+from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.custody.distinct import files_of, require_apart
@@ -61,7 +62,7 @@ from ckptcore.operations.part_replacement import (
     is_training_state,
     prove_part,
 )
-from ckptcore.operations.registered_files import same_manifest
+from ckptcore.operations.registered_files import digests_read, same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
 from ckptcore.store.contents import NameKind, Thing, contents
@@ -161,13 +162,14 @@ def find_replacement(
         made = tending.children(conn, source.id)
     if not made:
         return Replacement(None, "it has no child")
-    things, manifest = contents(source.uri), inspect(source.uri)
+    things, manifest = contents(source.uri), inspect(source.uri, observe=take is not None)
     if manifest.digest.rpartition(":")[2].lower() != source.manifest_digest:
         return Replacement(None, "another checkpoint is there now")
     exports = [allowed.optimizer and conversion.verb == "export" for conversion, _ in made]
     side = _Side(catalog, source, manifest, things, None if all(exports) else take)
     if not any(exports) and side.tensors is None:
         return Replacement(None, _UNKNOWN)
+    require_as_recorded(manifest, digests_read(manifest), catalog.at(source.uri))
     rejected: Replacement | None = None
     # A child with everything comes first.
     for export, (conversion, child) in sorted(zip(exports, made, strict=True), key=lambda row: row[0]):

@@ -18,7 +18,7 @@ from ckptcore.catalog.database import clock as catalog_clock
 from ckptcore.catalog.types import CheckpointRow
 from ckptcore.custody.upkeep import look_after
 from ckptcore.errors import CatalogAway, UsageError
-from ckptcore.operations.verify import Proof, Proven, prove
+from ckptcore.operations.verify import FINE, Proof, Proven, prove
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 
@@ -64,8 +64,7 @@ class Scrubbed:
     @property
     def exit_code(self) -> int:
         """1 if a checkpoint is damaged, changed, gone or unreadable, else 0: unproven is not damaged."""
-        fine = (Proof.PROVEN, Proof.UNPROVEN, Proof.STOPPED)
-        return int(any(each.proven.proof not in fine for each in self.looked))
+        return int(any(each.proven.proof not in FINE for each in self.looked))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -148,11 +147,12 @@ def _unread(catalog: Catalog, row: CheckpointRow, message: str) -> Looked:
 
 def _record_look(catalog: Catalog, found: Looked) -> None:
     proven, id, now = found.proven, found.checkpoint.id, catalog.now()
-    if proven.now is not None:
-        catalog.record_validation(proven.now, (), level="files")
+    if proven.now is not None:  # it is another one, or its digests were not known
+        catalog.record_validation(proven.now, proven.findings, level=proven.now.verified or "files")
+    if proven.proof is Proof.CHANGED:
         return
     with catalog.writing() as conn:
-        if proven.proof in (Proof.PROVEN, Proof.UNPROVEN, Proof.DAMAGED):
+        if proven.proof in (Proof.PROVEN, Proof.TENSORS, Proof.UNPROVEN, Proof.DAMAGED):
             tending.checked(conn, now, id, "bytes", proven.findings)
         elif proven.proof is Proof.GONE:
             tending.gone(conn, now, id)

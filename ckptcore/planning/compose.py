@@ -75,7 +75,8 @@ if TYPE_CHECKING:
 
 # Boxes of each rank of a mesh; or a function that returns them for the tensors as they are written.
 Layouts = Topology | Callable[[Manifest], Topology]
-_BY_CONFIG = frozenset({"unproven-shape"})  # proven when all shapes are those of the model's class
+# Proven when all names and shapes are those of the model's class.
+_BY_CONFIG = frozenset({"unproven-shape", "unproven-parts"})
 
 
 @dataclass(frozen=True)

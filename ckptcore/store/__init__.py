@@ -81,16 +81,28 @@ class Joint(FileWriter, Protocol):
         """Make the file durable, under its final name in the store."""
 
 
+class ReadObserver(Protocol):
+    """Receives each read of a store, such as `ckptcore.core.file_sums.FileSums`."""
+
+    def observe(self, path: str, start: int, data: Buffer | bytes) -> None:
+        """Receive a range of a file that was read."""
+
+    def forget(self, path: str | None) -> None:
+        """Learn that bytes of a file, or of any, came altered, and are asked for again."""
+
+
 class Readable(Protocol):
     """A folder of files to read from. Safe to use from several threads.
 
     Attributes:
         url: The URL it was opened with, without a trailing slash.
         local: Its path on this machine, or None for a remote store.
+        observer: Receives each read; None for no observer.
     """
 
     url: str
     local: Path | None
+    observer: ReadObserver | None
 
     def list(self) -> dict[str, int]:
         """Return every file below the folder: relative path -> size in bytes, sorted."""

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
-from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, Stamped, Store
+from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, ReadObserver, Stamped, Store
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
@@ -30,6 +30,7 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         self.local: Path | None = root
+        self.observer: ReadObserver | None = None
         self.url = str(root)
         self._root = root
         self._real = os.path.realpath(root)
@@ -107,6 +108,8 @@ class LocalStore:
                 os.close(fd)
         if len(data) != length:
             raise short(self.url, path, start, length, len(data))
+        if self.observer is not None:
+            self.observer.observe(path, start, data)
         return data
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
@@ -124,6 +127,8 @@ class LocalStore:
         finally:
             if not kept:
                 os.close(fd)
+        if self.observer is not None:
+            self.observer.observe(path, start, into)
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Start a file under a temporary name, with its space reserved."""
@@ -236,10 +241,11 @@ class LocalStore:
     def _is_inside(self, real: str) -> bool:
         if real.startswith(self._real + os.sep) or self._real == os.sep:
             return True
-        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs.
-        snapshots = os.path.dirname(self._real)
-        blobs = os.path.join(os.path.dirname(snapshots), "blobs") + os.sep
-        return os.path.basename(snapshots) == "snapshots" and real.startswith(blobs)
+        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs. The checkpoint may
+        # be a folder inside of a snapshot.
+        repository, found, inside = self._real.rpartition(f"{os.sep}snapshots{os.sep}")
+        blobs = os.path.join(repository, "blobs") + os.sep
+        return bool(found and inside) and real.startswith(blobs)
 
 
 def _stamped(seen: os.stat_result, now: int) -> Stamped:

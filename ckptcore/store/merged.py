@@ -19,7 +19,7 @@ from typing import Never
 import numpy as np
 
 from ckptcore.errors import DamagedCheckpoint, SourceUnreadable, UsageError, finding
-from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store, is_s3, open_source_store
+from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Stamped, Store, is_s3, open_source_store
 from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
 from ckptcore.store.place import first_overlap
 from ckptcore.utils.merged_url import roots_of, split_merged
@@ -65,6 +65,16 @@ class MergedStore:
         self.stores: tuple[Store, ...] = tuple(open_source_store(root, versions) for root in self.roots)
         self._lock = threading.Lock()
         self._found: _Listings | None = None
+
+    @property
+    def observer(self) -> ReadObserver | None:
+        """Return what receives the reads of each folder: a file has the same path in all of them."""
+        return self.stores[0].observer
+
+    @observer.setter
+    def observer(self, observer: ReadObserver | None) -> None:
+        for store in self.stores:
+            store.observer = observer
 
     def stamped(self) -> dict[str, Stamped]:
         """List the files of all folders, as they are now."""

@@ -15,7 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
 from ckptcore.redaction import redacted_of
-from ckptcore.store import Buffer, FileWriter, Joint, Stamped, Store
+from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Stamped, Store
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # Keys of what changes with a file's content, best first.
@@ -31,6 +31,8 @@ _REFUSED = frozenset({"ParamValidationError", "InvalidURL", "InvalidUrlClientErr
 
 class FsspecStore:
     """A folder behind an fsspec URL."""
+
+    observer: ReadObserver | None = None
 
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
@@ -141,6 +143,8 @@ class FsspecStore:
                 f"{self.url}/{path} ends early: {length} bytes needed at offset {start} (got {len(data)})",
                 file=path,
             )
+        if self.observer is not None:
+            self.observer.observe(path, start, data)
         return data
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:

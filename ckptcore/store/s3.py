@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, UsageError
-from ckptcore.store import Buffer, FileWriter, Stamped, Store
+from ckptcore.store import Buffer, FileWriter, ReadObserver, Stamped, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects import IN_ONE
 from ckptcore.store.objects.client import S3Client, require_small
@@ -48,6 +48,15 @@ class S3Store(FsspecStore):
         key = key_of(self.url)
         self.prefix = f"{key}/" if key else ""
         self._reader = FolderReader(self.client, self.prefix, self.url, pinned=pinned, versions=versions)
+
+    @property
+    def observer(self) -> ReadObserver | None:
+        """Return what receives each read, and each block that was read ahead."""
+        return self._reader.observer
+
+    @observer.setter
+    def observer(self, observer: ReadObserver | None) -> None:
+        self._reader.observer = observer
 
     def _opened(self) -> tuple[Any, str]:
         """Return no file system: only `writer` needs it, and s3fs takes long to import."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.store import Buffer, Readable
+from ckptcore.store import Buffer, Readable, ReadObserver
 from ckptcore.utils.dataclass import dataclass
 
 Ints = npt.NDArray[np.int64]
@@ -57,6 +57,7 @@ class SubStore:
         self._store, self._prefix = store, prefix
         self.url = f"{store.url.rstrip('/')}/{prefix.rstrip('/')}"
         self.local: Path | None = store.local / prefix if store.local is not None else None
+        self.observer: ReadObserver | None = None  # that of the outer store receives the reads
 
     def list(self) -> dict[str, int]:
         """Return every file below: relative path -> size in bytes."""

@@ -1,8 +1,12 @@
-"""Digest files as a whole, or part by part.
+"""Digest files as a whole, part by part, or from ranges in any order.
 
 The digest of a whole file is its BLAKE3 in hex. A file that is uploaded in several parts, in any order, has
 the digest ``blake3-parts-SIZE:HEX``: the BLAKE3 of the BLAKE3 of each SIZE bytes. It depends on the bytes and
 the part size alone: not on the order of the parts, nor on how often the upload was resumed.
+
+A file of a source is read in ranges of any size, by several threads, and is digested meanwhile
+(`ckptcore.core.file_sums`): ``crc64nvme:HEX`` is the CRC-64/NVME of its bytes. It finds what disks and copies
+do to a file, and files that were exchanged, and no forgery.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from ckptcore.utils.crc64 import crc64
 from ckptcore.utils.late_pattern import late_pattern
 
+_CRC = "crc64nvme:"
 _PARTS = late_pattern(r"blake3-parts-([1-9][0-9]{0,12}):([0-9a-f]{64})")
 
 
@@ -57,6 +63,30 @@ class PartHasher:
         return join_digests(self.part, [*self.digests, self._own.digest()])
 
 
+class CrcHasher:
+    """Computes the CRC-64 of bytes."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: memoryview | bytes, /) -> None:
+        """Add bytes."""
+        self._crc = crc64(data, self._crc)
+
+    def hexdigest(self) -> str:
+        """Return the digest."""
+        return crc_digest(self._crc)
+
+
+def crc_digest(crc: int) -> str:
+    """Return the digest of a file with this CRC-64.
+
+    >>> crc_digest(255)
+    'crc64nvme:00000000000000ff'
+    """
+    return f"{_CRC}{crc:016x}"
+
+
 def join_digests(part: int, digests: Iterable[bytes]) -> str:
     """Return the digest of a file from those of its parts, in order."""
     found = list(digests)
@@ -67,14 +97,22 @@ def join_digests(part: int, digests: Iterable[bytes]) -> str:
 
 def hasher_like(digest: str) -> Hasher:
     """Return a hasher that gives digests of the same kind."""
+    if digest.startswith(_CRC):
+        return CrcHasher()
     found = _PARTS.fullmatch(digest)
     return blake3() if found is None else PartHasher(int(found[1]))
 
 
-def short_digest(digest: str) -> str:
-    """Return the beginning of a digest, for messages.
+def is_crc(digest: str) -> bool:
+    """Report whether a digest is of a file that was read as a source; a writer's are BLAKE3."""
+    return digest.startswith(_CRC)
 
-    >>> short_digest("0123456789abcdef" * 4)
-    '0123456789abcdef...'
+
+def short_digest(digest: str) -> str:
+    """Return the name and the beginning of a digest, for messages.
+
+    >>> short_digest("0123456789abcdef" * 4), short_digest("crc64nvme:0123456789abcdef")
+    ('BLAKE3 0123456789abcdef...', 'CRC-64 0123456789abcdef')
     """
-    return f"{digest.rpartition(':')[2][:16]}..."
+    hexadecimal = digest.rpartition(":")[2]
+    return f"CRC-64 {hexadecimal}" if digest.startswith(_CRC) else f"BLAKE3 {hexadecimal[:16]}..."

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 
 # Trainers write step-300, step300-unsharded, iter_0000300, global_step_300, checkpoint-300, 300, and
-# Lightning epoch=1-step=300.ckpt.
+# Lightning epoch=1-step=300.ckpt, and Composer ep0-ba300-rank0.pt.
 _WORD = re.compile(
     r"(?:^|[^a-z])(?:global_?)?(?:step|iter|iteration|checkpoint|ckpt)[-_=]?(\d+)", re.IGNORECASE
 )
+_COMPOSER = re.compile(r"^ep\d+-ba(\d+)(?:[-.]|$)")
 _PLAIN = re.compile(r"^(?:epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
 _MOST = 1 << 62  # a name can have more digits than a database column
 
@@ -22,8 +23,10 @@ def step_of(name: str) -> int | None:
 
     >>> [step_of(n) for n in ("step-300", "iter_0000300", "epoch=1-step=300.ckpt", "300", "model")]
     [300, 300, 300, 300, None]
+    >>> step_of("ep0-ba300-rank0.pt")
+    300
     """
-    found = _WORD.search(name) or _PLAIN.match(name)
+    found = _WORD.search(name) or _COMPOSER.match(name) or _PLAIN.match(name)
     if not found or len(found[1]) > 19 or int(found[1]) > _MOST:
         return None
     return int(found[1])
@@ -35,4 +38,5 @@ def says_step(name: str) -> bool:
     >>> says_step("last-step=300.ckpt"), says_step("model-00001-of-00002.safetensors")
     (True, False)
     """
-    return _WORD.search(name) is not None and step_of(name) is not None
+    word = _WORD.search(name) or _COMPOSER.match(name)
+    return word is not None and step_of(name) is not None

@@ -41,18 +41,20 @@ def excess(tensors: Iterable[StoredView | RefusedTensor]) -> tuple[Excess, ...]:
     A tensor that cannot be read may have all of its storages.
     """
     several: dict[str, list[StoredView] | None] = {}  # None: one of them has, or may have, all of it
+    sizes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}  # kind -> bytes, -1 if there are gaps
     for one in tensors:
         if isinstance(one, RefusedTensor):
             several |= dict.fromkeys(one.storages)
+            continue
+        kind = one.dtype, one.shape, one.strides
+        nbytes = sizes.get(kind)
+        if nbytes is None:
+            nbytes = prod(one.shape) * BY_NAME[one.dtype].itemsize
+            nbytes = sizes[kind] = nbytes if is_row_major(one.shape, one.strides) else -1
+        if nbytes == one.storage_bytes and not one.offset:
+            several[one.key] = None
         elif (views := several.setdefault(one.key, [])) is not None:
-            if (
-                one.offset == 0
-                and prod(one.shape) * BY_NAME[one.dtype].itemsize == one.storage_bytes
-                and is_row_major(one.shape, one.strides)
-            ):
-                several[one.key] = None
-            else:
-                views.append(one)
+            views.append(one)
     return tuple(one for key, views in several.items() if views for one in _between(key, views))
 
 

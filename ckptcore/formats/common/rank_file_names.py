@@ -19,6 +19,8 @@ _RANK = late_pattern(
     r"^(?P<stem>.*?)(?:[_.-]?world_size_(?P<world>\d{1,7}))?[_.-]?(?<![A-Za-z])rank[_.-]?(?P<rank>\d{1,7})"
     r"(?P<suffix>\.(?:pt|pth|bin|ckpt))$"
 )
+_NEWEST = late_pattern(r"^(?:latest|last|best|final)[-_.]?$")
+_DIGITS = late_pattern(r"\d+")
 _NUMBER = late_pattern(r"(\d+)(\.[a-z]+)$")  # the rank is directly before the suffix
 # Ranks along one axis of parallelism: names of other formats, which do not number the ranks of the job.
 _AXIS = late_pattern(r"(?:^|[_.-])(?:mp|tp|pp|ep|cp|dp|zero_pp)$")
@@ -71,6 +73,26 @@ def is_rank_file(path: str) -> bool:
     return found is not None and "/" not in path and not _AXIS.search(found["stem"])
 
 
+def _require_one_save(kinds: Mapping[tuple[str, int | None], Mapping[int, str]]) -> None:
+    """Raise `AmbiguousModel` where stems differ in a number alone: they are steps, not kinds of content."""
+    saves: dict[str, list[tuple[str, str]]] = {}
+    for (stem, _), paths in kinds.items():
+        if any(rule.match(stem) for rule, _ in _ROLES):
+            continue  # numbered models are models
+        saves.setdefault(_DIGITS.sub("#", stem), []).append((stem, next(iter(paths.values()))))
+    newest = [key for key in saves if _NEWEST.match(key)]
+    if newest and len(kinds) > 1:  # a copy of a save beside it
+        saves = {"": [row for rows in saves.values() for row in rows]}
+    for several in saves.values():
+        if len({stem for stem, _ in several}) > 1:
+            files = [path for _, path in several]
+            raise AmbiguousModel(
+                f"the folder has {len(files)} saves of one content: {', '.join(files[:8])}",
+                hint=f"name one, such as {files[-1]}, or move the files of one into a folder of its own",
+                candidates=files,
+            )
+
+
 def unread(listing: Iterable[str], used: Collection[str]) -> tuple[str, ...]:
     """Return the files named by rank if none of them was read: they may belong to another checkpoint."""
     found = tuple(p for p in sorted(listing) if is_rank_file(p))
@@ -96,6 +118,7 @@ def rank_files(listing: Iterable[str]) -> tuple[RankFiles, ...]:
                 hint="move one of them away",
             )
         paths[int(found["rank"])] = path
+    _require_one_save(kinds)
     worlds = sorted({w for _, w in kinds if w is not None})
     if len(worlds) > 1:
         raise AmbiguousModel(

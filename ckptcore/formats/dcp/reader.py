@@ -16,20 +16,24 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, Unread, dims_table
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import Named
+from ckptcore.core.metadata_budget import passing
+from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
-from ckptcore.errors import MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
+from ckptcore.encodings.torchzip.reader import read_objects
+from ckptcore.errors import CkptError, MalformedCheckpoint, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Numbers, Places, places
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
-from ckptcore.store import inner_path
+from ckptcore.store import Readable, inner_path
+from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.distinct_values import among
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
@@ -69,7 +73,9 @@ def read_folder(
     names = [metadata.name for metadata in parsed]
     blobs: dict[str, Item] = {}
     others: list[tuple[str, Item]] = []  # the same object as saved by another rank
-    state = _Columns(builder, source.listing, {n for metadata in parsed for n in metadata.tensors})
+    state = _Columns(
+        builder, source.store, source.listing, {n for metadata in parsed for n in metadata.tensors}
+    )
     for metadata in parsed:
         origin |= metadata.origin()
         for key, item in state.add(metadata).items():
@@ -82,8 +88,9 @@ def read_folder(
         origin["metadata"] = names
     _note_files(builder, source, names)
     add_blobs(builder, source.store, blobs, others, rules)
-    paths = _paths(parsed).form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
-    found = builder.build(name, source.store.url, origin | ({"paths": paths} if paths else {}))
+    found = builder.build(name, source.store.url, origin)  # without what cannot be read
+    paths = _paths(parsed).form([t.fqn for t in found.tensors], [b.key for b in found.blobs])
+    found = replace(found, origin=origin | {"paths": paths}) if paths else found
     return replace(found, order=_saved_order(parsed, found))
 
 
@@ -116,15 +123,19 @@ def _paths(parsed: Iterable[Metadata]) -> Paths:
 class _Columns:
     """Collect the tensors and chunks of one or several metadata files in one builder."""
 
-    def __init__(self, builder: Builder, listing: Mapping[str, int], listed: Set[str]) -> None:
+    def __init__(
+        self, builder: Builder, store: Readable, listing: Mapping[str, int], listed: Set[str]
+    ) -> None:
         """Start without tensors.
 
         Args:
             builder: Receives tensors, chunks and findings.
+            store: The folder.
             listing: Path -> size of the folder's files.
             listed: Names that any of the metadata files lists.
         """
         self._builder, self._listing, self._listed = builder, listing, listed
+        self._store = store
         self._specs: dict[str, tuple[int, tuple[str, tuple[int, ...]]]] = {}
         self._files = Numbers(self._file)
         self._naming = ""  # the current metadata file
@@ -294,11 +305,44 @@ class _Columns:
                 length[n] = max(sizes[int(file[n])] - int(start[n]), 0)
             envelope = np.where(member, int(Envelope.SAFETENSORS), int(Envelope.TORCHZIP))
             names = {n: specs[int(tensor[n])].fqn for n in np.flatnonzero(member & (tensor >= 0)).tolist()}
+            self._withdraw_wrapped(tensor, chunks, where, placed & ~member & (tensor >= 0))
             item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
             self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
         self._rows = []
         # It refers to this object, and the builder's columns would stay until garbage is collected.
         del self._files
+
+    def _withdraw_wrapped(
+        self, tensor: Ints, chunks: MetadataChunks, where: Ints, zips: npt.NDArray[np.bool_]
+    ) -> None:
+        """Mark tensors of which an item holds a tensor of a class, such as torchao's, as unreadable parts.
+
+        The metadata has the dtype and shape that such a tensor shows, and its item has other tensors: most
+        are shorter than what is listed. Any other short item is damage, which `check` reports.
+        """
+        builder = self._builder
+        width = np.array([BY_NAME[t.dtype].itemsize for t in builder.tensors], np.float64)
+        extent = np.where(np.arange(chunks.shape.shape[1]) < chunks.rank[:, None], chunks.shape, 1)
+        nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)
+        short = zips & (where[:, 3] == 0) & (where[:, 2] < nbytes)
+        sizes, paths = builder.file_sizes(), builder.file_names()
+        opened: set[int] = set()
+        for n in np.flatnonzero(short).tolist():
+            number, (file, start, length, _) = int(tensor[n]), where[n].tolist()
+            spec = builder.tensors[number]
+            if number in opened or start + length > (sizes[file] or 0):
+                continue
+            opened.add(number)
+            try:
+                with passing():
+                    content = FileRange(self._store, paths[file], start, length)
+                    value = read_objects(content, f"{spec.fqn} in {paths[file]}").tree
+            except CkptError:
+                continue
+            if isinstance(value, Refused):
+                kind = value.what if isinstance(value, RefusedTensor) and value.what else value.name
+                why = Unread(f"its item in {paths[file]} is {kind}", spec.dtype, spec.shape, paths[file])
+                builder.withdraw(spec.fqn, why)
 
     def _safetensors_files(self) -> dict[int, int]:
         """Return file -> size, for the files whose tensors are members of a safetensors blob.

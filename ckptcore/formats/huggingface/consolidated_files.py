@@ -16,7 +16,7 @@ from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.formats.huggingface.folder import INDEX, WeightIndex, read_index, take_index
+from ckptcore.formats.common.weight_index import INDEX, WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import INFO
 from ckptcore.utils.dataclass import dataclass
 
@@ -79,10 +79,10 @@ def with_consolidated_folder(
     Args:
         manifest: The manifest of the parts.
         source: Root of the manifest.
-        folder: Folder of the consolidated files, below the root.
+        folder: Folder of the consolidated files, below the root; "" for the root itself.
         name_of: Name in a consolidated file -> name in the manifest.
     """
-    prefix = f"{folder}/"
+    prefix = f"{folder}/" if folder else ""
     inside = {p for p in source.listing if p.startswith(prefix) and "/" not in p[len(prefix) :]}
     paths = sorted((p for p in inside if p.endswith(".safetensors")), key=natural)
     if not paths:
@@ -120,11 +120,14 @@ def with_consolidated_folder(
     del findings[_MAX_LISTED:]
     findings += more
     if alone:
-        findings.append(differs(f"{_subject_of(alone)} in {folder}/, but in no rank's file", file=paths[0]))
+        findings.append(
+            differs(f"{_subject_of(alone)} in {folder or 'the root'}, but in no rank's file", file=paths[0])
+        )
     if cast:
         findings.append(
             differs(
-                f"{_subject_of(cast)} of another dtype in {folder}/: values are not compared", file=paths[0]
+                f"{_subject_of(cast)} of another dtype in {folder or 'the root'}: values are not compared",
+                file=paths[0],
             )
         )
     made = with_copies(manifest, copies, source.listing)

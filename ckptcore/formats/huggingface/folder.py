@@ -1,36 +1,43 @@
 """Read a safetensors file, or a Hugging Face folder of them, into a manifest.
 
-A folder has ``model.safetensors``, or ``*-0000i-of-0000n.safetensors`` and
-``model.safetensors.index.json``. Releases of torch whose ranks consolidate together wrote no index
-(`consolidate_safetensors_files_on_every_rank` before PR 171885); there, the names count the files.
+A folder has ``model.safetensors``, or files like ``*-0000i-of-0000n.safetensors`` and
+``model.safetensors.index.json``, or an index of another stem or variant. Releases of torch whose ranks
+consolidate together wrote no index (`consolidate_safetensors_files_on_every_rank` before PR 171885); there,
+the names count the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.metadata_budget import meter
 from ckptcore.core.object_tree import MAX_DEPTH, VERSION, decode
 from ckptcore.encodings.json_text import parse
 from ckptcore.encodings.pickle.trainer_classes import foreign_classes
 from ckptcore.encodings.safetensors_header import SHARDS, read_header
-from ckptcore.errors import Finding, MalformedCheckpoint, finding
+from ckptcore.errors import AmbiguousModel, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source, natural
-from ckptcore.store import inner_path
-from ckptcore.utils.dataclass import dataclass
+from ckptcore.formats.common.part_names import is_run, part_name
+from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.trainer_files import require_one_model, unread_optimizers, without_links
+from ckptcore.formats.common.weight_index import (
+    INDEX,
+    WeightIndex,
+    files_of,
+    indexes_of,
+    read_index,
+    take_index,
+    unlike_index,
+    unlike_total,
+)
 from ckptcore.utils.foreign_text import InvalidText, parsing
-from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "total_parameters"
-_NUMBERED = late_pattern(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # Keys of `__metadata__`: the non-tensor values as JSON, and its version. See docs/reference/objects.md.
 OBJECTS, OBJECTS_VERSION = "ckptcore.objects", "ckptcore.objects.version"
 
@@ -41,114 +48,48 @@ def recognised(source: Source) -> str | None:
         if not source.name.endswith(".safetensors"):
             return None
         return f"{source.name} is named .safetensors"
-    if INDEX in source.listing:
-        return f"found {INDEX}"
+    index = index_of(source)
+    if index is not None:
+        return f"found {index}"
     files = unindexed(source)
     if not files:
         return None
-    return f"found {files[0]}" if len(files) == 1 else f"found {len(_loose(source))} of {len(files)} files"
+    count = part.count if (part := part_name(files[0])) is not None else None
+    if len(files) == 1 and count in (None, 1):
+        return f"found {files[0]}"
+    return f"found {len(files)} of {count} files"
+
+
+def index_of(source: Source) -> str | None:
+    """Return the index that a folder is read by: `INDEX` before others; None without one.
+
+    One of another stem, such as that of diffusers, or of a variant gives way to `SINGLE`.
+    """
+    if source.name is not None:
+        return None
+    if INDEX in source.listing:
+        return INDEX
+    return None if SINGLE in source.listing else next(iter(indexes_of(source, "safetensors")), None)
 
 
 def unindexed(source: Source) -> tuple[str, ...]:
     """Return the files of a source without an index; () for a folder where they are ambiguous.
 
-    For numbered files (``-00001-of-00002``) these are all files of the series, whether they exist or not.
+    Of a series (``-00001-of-00002``) these are the files that exist.
     """
     if source.name is not None:
         return (source.name,)
     loose = _loose(source)
     if SINGLE in loose:
         return (SINGLE,)
-    counted = [_NUMBERED.match(p) for p in loose]
-    series = {(m["stem"], int(m["count"])) for m in counted if m}
-    if len(series) == 1 and all(counted):
-        stem, count = series.pop()
-        names = [f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-        if set(loose) <= set(names):
-            return tuple(names)
-    return tuple(loose) if len(loose) == 1 else ()
+    loose = without_links(source, loose) if len(loose) == 2 else loose
+    if len(loose) < 2:
+        return tuple(loose)
+    return tuple(loose) if is_run(loose) else ()
 
 
 def _loose(source: Source) -> list[str]:
     return [p for p in source.listing if p.endswith(".safetensors") and "/" not in p]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightIndex:
-    """The content of a `model.safetensors.index.json`.
-
-    Attributes:
-        files: Tensor -> file.
-        about: ``metadata``.
-        more: The other entries.
-    """
-
-    files: Mapping[str, str]
-    about: Mapping[str, Any]
-    more: Mapping[str, Any]
-
-    @property
-    def total(self) -> int | None:
-        """Return the bytes of all tensors, or None if it does not record them.
-
-        transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no
-        loader reads it.
-        """
-        total = self.about.get(_TOTAL)
-        return total if type(total) is int else None
-
-    @property
-    def odd(self) -> tuple[str, ...]:
-        """Return the known entry that is no dict, or has a number that is none."""
-        numbers = (self.about.get(key, 0) for key in (_TOTAL, _PARAMETERS))
-        odd = _ABOUT in self.more or any(type(n) not in (int, float) for n in numbers)
-        return (_ABOUT,) if odd else ()
-
-    def carried(self, parameters: int) -> dict[str, Any]:
-        """Return what is not computed from tensors: a count of other than ``parameters`` is not, either."""
-        about = dict(self.about)
-        if self.total is not None:
-            del about[_TOTAL]
-        if type(about.get(_PARAMETERS)) is int and about[_PARAMETERS] == parameters:
-            del about[_PARAMETERS]
-        return {**self.more, **({_ABOUT: about} if about else {})}
-
-
-def fits_index(entries: Mapping[str, Any]) -> bool:
-    """Report whether an index may have these entries beside its own: none is one that it has itself."""
-    about = entries.get(_ABOUT, {})
-    return _FILES not in entries and type(about) is dict and not {_TOTAL, _PARAMETERS} & about.keys()
-
-
-def read_index(source: Source, path: str = INDEX) -> WeightIndex:
-    """Read an index.
-
-    Raises:
-        MalformedCheckpoint: The file is not an index.
-        UnsafeContent: A path leaves the folder.
-        MetadataTooLarge: It is over the budget of metadata.
-    """
-    meter().require(source.listing[path], path)
-    raw = source.store.read(path, 0, source.listing[path])
-    try:
-        with parsing("an index"):
-            form = parse(raw, path)
-            rows = form[_FILES]
-            inner = {file: inner_path(file, what=path) for file in set(rows.values())}
-            files = {str(name): inner[file] for name, file in rows.items()}
-    except InvalidText as error:
-        raise MalformedCheckpoint(f"{path} is not an index: {error}", file=path) from error
-    about = form.get(_ABOUT)
-    is_dict = type(about) is dict
-    more = {k: v for k, v in form.items() if k != _FILES and not (is_dict and k == _ABOUT)}
-    return WeightIndex(files, about if is_dict else {}, more)
-
-
-def take_index(source: Source, path: str, index: WeightIndex, tensors: Iterable[TensorSpec]) -> None:
-    """Record an index as read: what is not computed from the tensors becomes an object."""
-    source.explain(path)
-    more = index.carried(sum(t.numel for t in tensors))
-    source.carry(path, INDEX, more, [key for key in index.odd if key in more])
 
 
 def read_folder(source: Source, format: str) -> Manifest:
@@ -162,16 +103,24 @@ def read_folder(source: Source, format: str) -> Manifest:
         MalformedCheckpoint: The index, a header or the objects cannot be read, or files share a tensor.
     """
     builder, origin = Builder(), dict[str, Any]()
+    listed = index_of(source)
+    if listed not in (None, INDEX) and (others := indexes_of(source, "safetensors"))[1:]:
+        raise AmbiguousModel(
+            f"{source.store.url} has several indexes: {', '.join(others[:8])}",
+            hint="move the files of one of them into a folder of their own",
+            candidates=others,
+        )
     index: WeightIndex | None = None
     files: dict[str, set[str] | None]
     if source.name is not None:
         files = {source.name: None}
-        builder.findings += _of_several(source.name)
-    elif INDEX in source.listing:
-        index = read_index(source)
-        files = _indexed(source, builder, index)
+    elif listed is not None:
+        require_one_model(source, listed)
+        index = read_index(source, listed)
+        files = _indexed(source, builder, index, listed)
     else:
         files = dict.fromkeys(unindexed(source))
+        require_one_model(source, next(iter(files)))
         builder.findings += [
             finding("stray-file", "files", f"{path} is not part of {', '.join(files)}", file=path)
             for path in _loose(source)
@@ -182,69 +131,38 @@ def read_folder(source: Source, format: str) -> Manifest:
         wanted = files[path]
         if source.listing.get(path) is None:
             builder.file(path, None)
-            builder.findings.append(finding("missing-file", "files", f"{path} is missing", file=path))
+            code = "missing-part" if source.recover else "missing-file"
+            builder.findings.append(finding(code, "files", f"{path} is missing", file=path))
             continue
         names, metadata = _add_file(builder, source, path, seen)
-        for name in sorted((wanted or set()) - names):
-            builder.findings.append(
-                finding(
-                    "hole",
-                    "coverage",
-                    f"{name} is missing in {path}, where {INDEX} lists it",
-                    fqn=name,
-                    file=path,
-                )
-            )
-        builder.findings += [
-            finding(
-                "unlisted-tensor",
-                "coverage",
-                f"{path} contains {name}, which {INDEX} does not list",
-                fqn=name,
-                file=path,
-            )
-            for name in sorted(names - wanted if wanted is not None else ())
-        ]
+        if listed is not None and wanted is not None:
+            builder.findings += unlike_index(names, wanted, path, listed)
         _add_objects(builder, metadata, path)
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
-    if index is not None:
-        take_index(source, INDEX, index, builder.tensors)
-    total = None if index is None else index.total
-    stored = builder.item_bytes  # as the writer counts: of every dtype
-    if total is not None and stored != total and not any(f.severity == "error" for f in builder.findings):
-        message = f"{INDEX} records {total} bytes of tensors, but the files contain {stored}"
-        builder.findings.append(finding("total-mismatch", "coverage", message, file=INDEX))
+    if index is None:
+        builder.findings += part_findings(source, files, {t.fqn: t.shape for t in builder.tensors})
+    elif listed is not None:
+        take_index(source, listed, index, builder.tensors)
+        builder.findings += unlike_total(builder, index, listed)
+    builder.findings += unread_optimizers(source, files)
     return builder.build(format, source.store.url, origin)
 
 
-def _of_several(name: str) -> list[Finding]:
-    """Return the warning that the named file is one of several, according to its name."""
-    numbered = _NUMBERED.match(name)
-    if numbered is None or int(numbered["count"]) < 2:
-        return []
-    message = f"{name} is one of {int(numbered['count'])} files: name their folder to read all of them"
-    return [finding("missing-part", "files", message, file=name)]
-
-
-def _indexed(source: Source, builder: Builder, index: WeightIndex) -> dict[str, set[str] | None]:
-    files: dict[str, set[str] | None] = {}
-    for name, path in index.files.items():
-        names = files.setdefault(path, set())
-        assert names is not None
-        names.add(name)
+def _indexed(source: Source, builder: Builder, index: WeightIndex, listed: str) -> dict[str, set[str] | None]:
+    files: dict[str, set[str] | None] = {**files_of(index)}
     if SINGLE in source.listing and SINGLE not in files:
         builder.findings.append(
             finding(
                 "stale-file",
                 "files",
-                f"{SINGLE} is beside {INDEX}, but not part of it: transformers would load it instead",
+                f"{SINGLE} is beside {listed}, but not part of it: transformers would load it instead",
                 file=SINGLE,
             )
         )
     for path in source.listing:
         if path.endswith(".safetensors") and "/" not in path and path not in files and path != SINGLE:
-            builder.findings.append(finding("stray-file", "files", f"{path} is not in {INDEX}", file=path))
+            builder.findings.append(finding("stray-file", "files", f"{path} is not in {listed}", file=path))
     return files
 
 

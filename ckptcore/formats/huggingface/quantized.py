@@ -30,7 +30,8 @@ from ckptcore.core.subset import derive
 from ckptcore.encodings.safetensors_header import read_header
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
-from ckptcore.formats.huggingface.folder import INDEX, read_folder, read_index, recognised, unindexed
+from ckptcore.formats.common.weight_index import read_index
+from ckptcore.formats.huggingface.folder import index_of, read_folder, recognised, unindexed
 from ckptcore.formats.huggingface.quantization_config import QuantizationConfig, read_quantization
 from ckptcore.naming.quantized_names import companions
 from ckptcore.utils.dataclass import dataclass
@@ -166,11 +167,11 @@ def lost_scales(source: Source, manifest: Manifest) -> Manifest:
 
 def _file_of_tensor(source: Source, headers: _Headers) -> dict[str, str]:
     """Return tensor -> file, from the index or from the files' headers."""
-    if source.name is None and INDEX in source.listing:
-        return dict(read_index(source).files)
+    index = index_of(source)
+    if index is not None:
+        return dict(read_index(source, index).files)
     for path in unindexed(source):
-        if path in source.listing:
-            headers[path] = read_header(source.store, path, source.listing[path], None)[0]
+        headers[path] = read_header(source.store, path, source.listing[path], None)[0]
     return {name: path for path, names in headers.items() for name in names}
 
 

@@ -32,15 +32,8 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.huggingface.folder import (
-    INDEX,
-    OBJECTS,
-    OBJECTS_VERSION,
-    SINGLE,
-    fits_index,
-    read_folder,
-    recognised,
-)
+from ckptcore.formats.common.weight_index import INDEX, fits_index
+from ckptcore.formats.huggingface.folder import OBJECTS, OBJECTS_VERSION, SINGLE, read_folder, recognised
 from ckptcore.formats.huggingface.quantized import lost_scales
 
 ADAPTER = "adapter_model.safetensors"

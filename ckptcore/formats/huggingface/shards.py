@@ -25,9 +25,9 @@ from ckptcore.core.redundant_copies import FullTensor, with_copies
 from ckptcore.errors import CkptError, Finding, MetadataTooLarge, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.weight_index import WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.consolidated_files import ConsolidatedTensor, consolidated_tensors, differs
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
-from ckptcore.formats.huggingface.folder import WeightIndex, read_index, take_index
 from ckptcore.formats.huggingface.shard_headers import (
     INFO,
     FolderShards,

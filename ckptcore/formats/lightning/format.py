@@ -35,6 +35,8 @@ from ckptcore.formats.base import (
     natural,
 )
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.formats.common.trees import built
 from ckptcore.formats.dcp.reader import DATA, read_folder
 from ckptcore.formats.lightning.optimizer_names import parameter_names
@@ -89,7 +91,8 @@ def read(source: Source) -> Manifest:
         if names:
             facts["lightning"]["parameters"] = names
         found = read_tree(source, name, content, NAME, facts)
-        return _with_model(replace(found, findings=(*found.findings, *unproven)), "state_dict")
+        parts = part_findings(source, (name,), {t.fqn: t.shape for t in found.tensors})
+        return _with_model(replace(found, findings=(*found.findings, *unproven, *parts)), "state_dict")
     if not any(DATA.search(p) or p.startswith(".metadata") for p in source.listing):
         raise NotComplete(
             f"{source.store.url} contains {META} of a sharded Lightning checkpoint, but no other file of it",
@@ -165,6 +168,7 @@ def _file(source: Source) -> str | None:
     if source.name is not None:
         return source.name
     found = [p for p in source.listing if p.endswith(_SUFFIXES) and "/" not in p]
+    found = without_links(source, found) if len(found) == 2 else found
     others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
     return found[0] if len(found) == 1 and not others and found[0] != META else None
 

@@ -14,7 +14,8 @@ from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.errors import AmbiguousModel
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.common.join import Part, join
-from ckptcore.formats.common.rank_file_names import RankFiles, rank_files
+from ckptcore.formats.common.rank_file_names import RankFiles, is_rank_file, rank_files
+from ckptcore.formats.common.trainer_files import without_links
 from ckptcore.utils.late_pattern import late_pattern
 
 _NAME = "torch_ranks"
@@ -57,7 +58,7 @@ def read(source: Source) -> Manifest:
     """
     from ckptcore.formats.torch_ranks.reader import read_ranks
 
-    kinds = rank_files(source.listing)
+    kinds = rank_files(_rank_paths(source))
     if kinds:
         return _with_huggingface(read_ranks(source, kinds, _NAME), source, "", kinds)
     folders = _folders(source)
@@ -68,7 +69,7 @@ def read(source: Source) -> Manifest:
             candidates=list(folders),
         )
     inner = source.below(folders[0])
-    kinds = rank_files(inner.listing)
+    kinds = rank_files(_rank_paths(inner))
     manifest = read_ranks(inner, kinds, _NAME)
     joined = join(_NAME, source.store.url, [Part(manifest, folders[0])], manifest.origin)
     return _with_huggingface(joined, source, f"{folders[0]}/", kinds)
@@ -87,9 +88,13 @@ def _with_huggingface(
 def rank_files_of(source: Source) -> tuple[RankFiles, ...]:
     """Return `rank_files`, or all such files if the names are those of two saves: `read` reports it."""
     try:
-        return rank_files(source.listing)
+        return rank_files(_rank_paths(source))
     except AmbiguousModel:
         return tuple(RankFiles("", None, {0: p}) for p in source.listing if "/" not in p and "rank" in p)
+
+
+def _rank_paths(source: Source) -> list[str]:
+    return without_links(source, filter(is_rank_file, source.listing))
 
 
 def _folders(source: Source) -> list[str]:

@@ -23,6 +23,8 @@ from ckptcore.core.tree_paths import Path, Paths
 from ckptcore.encodings.limits import absent
 from ckptcore.errors import CkptError, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.part_names import part_name
+from ckptcore.formats.common.part_proof import unless_proven
 from ckptcore.formats.common.rank_file_names import RankFiles
 from ckptcore.formats.common.shape_matching import Shape
 from ckptcore.formats.torch_ranks.file_reader import Content, LocalShard, LocalShards, Plain, read_rank
@@ -62,9 +64,13 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
     if world:
         origin["world_size"] = world
     named = any(k.world for k in kinds)  # one saver names all of its kinds alike
-    builder.findings += [
-        _unproven_order(k) for k in reader.unproven if not world or (named and k.world is None)
-    ]
+    shapes = {t.fqn: t.shape for t in builder.tensors}
+    for kind in reader.unproven:
+        if named and kind.world is None:
+            builder.findings.append(_unproven_order(kind))
+        elif not world:
+            parts = tuple(part for path in kind.paths.values() if (part := part_name(path)) is not None)
+            builder.findings += unless_proven(source, parts, shapes)
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths

@@ -8,11 +8,16 @@ need `torch.serialization.safe_globals`, as in any torch file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
-from ckptcore.core.object_tree import TensorRef, decode
+from ckptcore.core.metadata_budget import passing
+from ckptcore.core.object_tree import Refused, TensorRef, decode
+from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
@@ -27,8 +32,24 @@ from ckptcore.formats.base import (
     Writer,
     natural,
 )
-from ckptcore.formats.common.rank_file_names import is_rank_file
+from ckptcore.formats.common.part_names import is_run, part_name
+from ckptcore.formats.common.part_proof import part_findings
+from ckptcore.formats.common.trainer_files import (
+    is_state,
+    numbered_model,
+    require_one_model,
+    unread_optimizers,
+    without_links,
+)
 from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.weight_index import (
+    files_of,
+    indexes_of,
+    read_index,
+    take_index,
+    unlike_index,
+    unlike_total,
+)
 from ckptcore.formats.torch_save.layout import Inline, arrays_as_tensors, torch_file
 from ckptcore.formats.torch_save.tree import TorchTree
 from ckptcore.store.subfolder import FileRange
@@ -48,48 +69,145 @@ _TENSOR_CLASSES = (
 
 
 def detect(source: Source) -> Evidence | None:
-    """Recognise a torch zip that the user named, or the only one of a folder."""
-    name = source.name or _only(source)
-    size = source.listing.get(name or "", 0)
-    if name is None or size < 4 or not is_zip(source.store.read(name, 0, 4)):
+    """Recognise a torch zip that the user named, or the only one of a folder, or all parts of one model."""
+    names = [name for name in files_of_model(source) if name in source.listing]
+    if not names:
+        return None
+    name = names[0]
+    size = source.listing[name]
+    if size < 4 or not is_zip(source.store.read(name, 0, 4)):
         return None
     # Another suffix proves nothing: an .npz is a zip, too.
     if not name.endswith(SUFFIXES) and not head_holds(
         lambda start, n: source.store.read(name, start, n), size, "", name
     ):
         return None
+    if len(names) > 1:
+        return Evidence("torch_save", (f"{name} and {len(names) - 1} more are torch zips",))
     return Evidence("torch_save", (f"{name} is a torch zip",))
 
 
+def files_of_model(source: Source) -> list[str]:
+    """Return the files that are the model: the named one, or those of a folder; none where it is ambiguous.
+
+    In a folder these are the files of its index, of its only series, or its only file without those of a
+    trainer's state. Files of the index may be missing.
+    """
+    if source.name is not None:
+        return [source.name]
+    # Beside another format's own files it is not the checkpoint: meta.pt of a DCP folder, for example.
+    if any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing):
+        return []
+    index = _index_of(source)
+    if index is not None:
+        return sorted(files_of(read_index(source, index)), key=natural)
+    found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
+    found = [p for p in found if not is_state(p)] or found
+    found = without_links(source, found) if len(found) == 2 else found
+    if len(found) < 2:
+        return found
+    models = [p for p in found if numbered_model(p)]
+    if len(models) == len(found):
+        return models[:1]  # `read` asks which
+    return sorted(found, key=natural) if is_run(found) else []
+
+
+def _index_of(source: Source) -> str | None:
+    """Return the index of a folder's files, that without a variant before others; None without one."""
+    indexes = indexes_of(source, "bin")
+    return next((p for p in indexes if p.endswith(".bin.index.json")), next(iter(indexes), None))
+
+
 def read(source: Source) -> Manifest:
-    """Read the manifest of a full state dict.
+    """Read the manifest of a full state dict, in one file or several.
 
     Raises:
-        MalformedCheckpoint: The file cannot be parsed.
-        UnsupportedFormat: The file has no state dict, or its tensors are shards, or of a class whose bytes
+        MalformedCheckpoint: A file cannot be parsed, or two have a tensor of one name.
+        AmbiguousModel: The folder has several models.
+        UnsupportedFormat: A file has no state dict, or its tensors are shards, or of a class whose bytes
             are not plain.
     """
-    name = source.name or _only(source)
-    assert name is not None  # by `detect`
-    size, store = source.listing[name], source.store
-    objects = read_objects(FileRange(store, name, 0, size), name)
+    names = files_of_model(source)
     builder = Builder()
+    path = _index_of(source)
+    index = None if path is None else read_index(source, path)
+    listed = {} if index is None else files_of(index)
+    stated: int | None = None
+    origin: dict[str, str] = {}  # name -> file
+    paths = Paths()
+    if source.name is None:
+        require_one_model(source, path or names[0])
+    for name in names:
+        if name not in source.listing:
+            builder.file(name, None)
+            code = "missing-part" if source.recover else "missing-file"
+            builder.findings.append(finding(code, "files", f"{name} is missing", file=name))
+            continue
+        with passing() if len(names) > 1 else nullcontext():
+            objects = read_objects(FileRange(source.store, name, 0, source.listing[name]), name)
+        here, unread = _add_file(builder, source, name, objects, paths)
+        twice = min(here & origin.keys(), default=None)
+        if twice is not None:
+            raise MalformedCheckpoint(f"{twice} is in {origin[twice]} and in {name}", file=name)
+        origin |= dict.fromkeys(here, name)
+        stated = stated_parts(name, objects.tree) if len(names) == 1 else None
+        if path is not None:
+            builder.findings += unlike_index(here | unread & listed[name], listed[name], name, path)
+    if index is None or path is None:
+        shapes = {t.fqn: t.shape for t in builder.tensors}
+        builder.findings += part_findings(source, names, shapes, stated)
+    else:
+        take_index(source, path, index, builder.tensors)
+        builder.findings += unlike_total(builder, index, path)
+    builder.findings += unread_optimizers(source, names)
+    # A flat dict has none: names are its keys.
+    form = (
+        paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs]) if paths.nest else None
+    )
+    return builder.build("torch_save", source.store.url, {"paths": form} if form else {})
+
+
+def _add_file(
+    builder: Builder, source: Source, name: str, objects: Objects, paths: Paths
+) -> tuple[set[str], set[str]]:
+    """Add the state dict of one file, and return the names of its tensors, and of its other values."""
+    size, before = source.listing[name], len(builder.tensors)
     file = builder.file(name, size)
-    if source.name is not None and is_rank_file(name):
-        message = f"{name} is one rank's file by its name: name its folder to read those of all ranks"
-        builder.findings.append(finding("missing-part", "files", message, file=name))
     if not isinstance(objects.tree, dict):
-        raise UnsupportedFormat(f"{name} must contain a state dict (got {type(objects.tree).__name__})")
-    tree = TorchTree(builder, file, objects, name)
+        kind = objects.tree.name if isinstance(objects.tree, Refused) else type(objects.tree).__name__
+        raise UnsupportedFormat(
+            f"{name} must contain a state dict (got {kind})",
+            hint="load it where its class is installed, and save its state_dict()",
+        )
+    tree = TorchTree(builder, file, objects, name, paths)
     for key, value in objects.tree.items():
         tree.add(str(key), value)
-    if not builder.tensors:
+    tensors = builder.tensors[before:]
+    if not tensors:
         _refuse_tensor_classes(objects, name)
     tree.require_all()
-    total = sum(t.nbytes for t in builder.tensors)
+    total = sum(t.nbytes for t in tensors)
     if total > 1024 * size + (64 << 20):  # for example, expanded views of one element
         raise MalformedCheckpoint(f"{name}: {size} stored bytes expand to tensors of {total} bytes")
-    return builder.build("torch_save", store.url, {})
+    read = {t.fqn for t in tensors}
+    return read, tree.names - read
+
+
+def stated_parts(name: str, tree: Mapping[Any, Any]) -> int | None:
+    """Return how many files a save has according to one of them; None if it does not state it.
+
+    Model states of DeepSpeed count the model-parallel ranks, and the data-parallel ones, by which ZeRO-3
+    names them too; shards of torch_xla count all ranks.
+    """
+    part, shards = part_name(name), tree.get("shard_metadata")
+    if part is None:
+        return None
+    counts: list[Any]
+    if type(shards) is dict:
+        counts = [shards.get("world_size")]
+    else:
+        counts = [tree.get(key) for key in ("mp_world_size", "dp_world_size")[: len(part.axes)]]
+    return prod(counts) if all(type(n) is int and n > 0 for n in counts) else None
 
 
 def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
@@ -111,13 +229,6 @@ def arrange(request: Arrangement) -> tuple[FileLayout, ...]:
     return (torch_file(path, tree, request.tensors, order, commit=True, inline=inline),)
 
 
-def _only(source: Source) -> str | None:
-    found = [p for p in source.listing if p.endswith(SUFFIXES) and "/" not in p]
-    # Beside another format's own files it is not the checkpoint: meta.pt of a DCP folder, for example.
-    others = any(p.endswith((".metadata", ".distcp", ".safetensors")) for p in source.listing)
-    return found[0] if len(found) == 1 and not others else None
-
-
 def _refuse_tensor_classes(objects: Objects, name: str) -> None:
     classes = [g for g in objects.refused if g.startswith(_TENSOR_CLASSES)]
     if classes:
@@ -131,7 +242,7 @@ def _refuse_tensor_classes(objects: Objects, name: str) -> None:
 FORMAT = Format(
     name="torch_save",
     title="torch.save file of a full state dict",
-    recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`",
+    recognised_by="a torch zip named `.pt`, `.pth`, `.bin` or `.ckpt`, or `*.bin.index.json`",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per record", objects=True),
     writer=Writer(Layout(arrange, values="plain", torch_load=True)),

@@ -14,7 +14,8 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Blob, Item, TensorSpec, Unread, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Refused, RefusedTensor, encode
-from ckptcore.encodings.limits import bound_views
+from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.limits import bound_views, expands
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import Objects, check_view, refused_in
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, finding
@@ -28,9 +29,13 @@ class TorchTree:
 
     Attributes:
         refused: Name -> value that needs refused globals.
+        names: All names, of tensors and objects.
+        paths: Their paths in the file's tree.
     """
 
-    def __init__(self, builder: Builder, file: int, objects: Objects, what: str) -> None:
+    def __init__(
+        self, builder: Builder, file: int, objects: Objects, what: str, paths: Paths | None = None
+    ) -> None:
         """Start without values.
 
         Args:
@@ -38,10 +43,12 @@ class TorchTree:
             file: Number of the file in the builder.
             objects: What was parsed.
             what: Path of the file.
+            paths: Receives the paths of the names, beside those of other files.
         """
         self._builder, self._file, self._objects, self._what = builder, file, objects, what
         self._items: dict[str, int] = {}
-        self._names: set[str] = set()
+        self.paths = Paths() if paths is None else paths
+        self.names: set[str] = set()
         self._unread: set[str] = set()  # storages of tensors that are not read
         self.refused: dict[str, Any] = {}
         self._views: set[StoredView] = set()
@@ -57,10 +64,11 @@ class TorchTree:
         opened: list[tuple[str, str]] = []
         leaves = leaves_below(value, name, StoredView, opened)
         note_opened(self._builder, opened, self._what)
-        for path, _, leaf in leaves:
-            if path in self._names:
+        for path, below, leaf in leaves:
+            if path in self.names:
                 raise NameMismatch(f"{self._what}: two values have the name {path}")
-            self._names.add(path)
+            self.names.add(path)
+            self.paths.add(path, (name, *below))
             if isinstance(leaf, StoredView):
                 self.tensor(path, leaf)
             elif isinstance(leaf, RefusedTensor):
@@ -70,7 +78,14 @@ class TorchTree:
                 self.refused[path] = leaf
 
     def tensor(self, fqn: str, value: StoredView) -> None:
-        """Add one full tensor."""
+        """Add a full tensor; one that expands few stored elements to very many is a part that is not read."""
+        _, length, _ = self._objects.storages.get(value.key, (0, 0, None))
+        nbytes = prod(value.shape) * BY_NAME[value.dtype].itemsize
+        if expands(nbytes, length):
+            reason = f"it expands {length} stored bytes to {nbytes}"
+            self._builder.unread(fqn, Unread(reason, value.dtype, value.shape, self._what))
+            self._unread.add(value.key)
+            return
         item, view = self.place(value, fqn)
         at = self._builder.tensor(TensorSpec(fqn, value.dtype, value.shape))
         self._builder.chunk(at, (0,) * len(value.shape), value.shape, item, view)

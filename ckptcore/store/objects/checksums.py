@@ -15,6 +15,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from ckptcore.store import Buffer
 from ckptcore.store.objects import Checksum
+from ckptcore.utils.crc64 import combine64, crc64
 from ckptcore.utils.dataclass import dataclass
 
 _Update = Callable[[Buffer | bytes, int], int]
@@ -62,13 +63,6 @@ def _crc32c(data: Buffer | bytes, before: int = 0) -> int:
     return found
 
 
-def _crc64nvme(data: Buffer | bytes, before: int = 0) -> int:
-    from awscrt.checksums import crc64nvme
-
-    found: int = crc64nvme(data, before)
-    return found
-
-
 def _combine_crc32c(one: int, other: int, nbytes: int) -> int:
     from awscrt.checksums import combine_crc32c
 
@@ -76,18 +70,11 @@ def _combine_crc32c(one: int, other: int, nbytes: int) -> int:
     return found
 
 
-def _combine_crc64nvme(one: int, other: int, nbytes: int) -> int:
-    from awscrt.checksums import combine_crc64nvme
-
-    found: int = combine_crc64nvme(one, other, nbytes)
-    return found
-
-
 # Best first: those that ranges add up to, in any order.
 ALGORITHMS = {
     each.name: each
     for each in (
-        Algorithm("CRC64NVME", 8, _crc64nvme, _combine_crc64nvme),
+        Algorithm("CRC64NVME", 8, crc64, combine64),
         Algorithm("CRC32C", 4, _crc32c, _combine_crc32c),
         Algorithm("CRC32", 4, _crc32, crc32_combine),
         Algorithm("SHA256", 32),

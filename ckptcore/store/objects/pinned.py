@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptcore.errors import SourceUnreadable
-from ckptcore.store import Buffer, Readable
+from ckptcore.store import Buffer, Readable, ReadObserver
 from ckptcore.store.objects import ObjectClient, ObjectSeen
 from ckptcore.store.objects.small_reads import PAGE, SHARED
 
@@ -37,6 +37,7 @@ class PinnedFiles:
         self._pages = dict(zip(first, client.each(self._first_page, first), strict=True))
         self.url = others.url
         self.local: Path | None = None
+        self.observer: ReadObserver | None = None
 
     def list(self) -> dict[str, int]:
         """Return every file: path -> size in bytes."""

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 
-from ckptcore.errors import CkptError, SourceUnreadable
-from ckptcore.store import Buffer, Stamped
+from ckptcore.errors import AlteredInTransit, CkptError, SourceUnreadable
+from ckptcore.store import Buffer, ReadObserver, Stamped
 from ckptcore.store.ahead import ExpectedReads, StoreProof
 from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen
 from ckptcore.store.objects.blocks import BLOCK, BlockReader, plan_blocks
@@ -44,7 +44,12 @@ class FolderReader:
         url: The folder's URL, for messages.
         pinned: Whether the objects must stay as they are first seen.
         versions: Path -> stamp of objects that were seen before; they are pinned to that.
+
+    Attributes:
+        observer: Receives each read, and each block that was read ahead.
     """
+
+    observer: ReadObserver | None = None
 
     def __init__(
         self,
@@ -104,7 +109,10 @@ class FolderReader:
         if not length:
             return b""
         if self._blocks is None and length <= LARGEST and self._pinned:
-            return self._small(path, start, length)
+            page = self._small(path, start, length)
+            if self.observer is not None:
+                self.observer.observe(path, start, page)
+            return page
         data = bytearray(length)
         self.read_into(path, start, memoryview(data))
         return bytes(data)
@@ -112,10 +120,16 @@ class FolderReader:
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         """Fill ``into`` exactly."""
         blocks = self._blocks
-        if blocks is not None:
-            blocks.read_into(path, start, into, lambda at, part: self._unexpected(path, at, part))
-        else:
-            self._unexpected(path, start, into)
+        try:
+            if blocks is not None:
+                blocks.read_into(path, start, into, lambda at, part: self._unexpected(path, at, part))
+            else:
+                self._unexpected(path, start, into)
+        except AlteredInTransit:
+            self._altered(None)
+            raise
+        if self.observer is not None:
+            self.observer.observe(path, start, into)
 
     def expect(self, reads: ExpectedReads, memory: int) -> None:
         """Read ahead what is expected, with at most ``memory`` bytes of blocks."""
@@ -139,6 +153,7 @@ class FolderReader:
         if self._blocks is not None:
             self._blocks.forget(path, start, length)
         self._ledger.forget(path, start, length)
+        self._altered(path)
         return True
 
     def prove(self) -> StoreProof:
@@ -162,8 +177,12 @@ class FolderReader:
         }
         # A few bytes, such as a header, are one request for each file: several at once, in little memory.
         few = [path for path in found if left[path] <= _FEW_BYTES]
-        good = dict(zip(few, self._client.each(proves, few), strict=True))
-        good |= {path: proves(path) for path in found if path not in good}
+        try:
+            good = dict(zip(few, self._client.each(proves, few), strict=True))
+            good |= {path: proves(path) for path in found if path not in good}
+        except AlteredInTransit:
+            self._altered(None)
+            raise
         return StoreProof(
             frozenset(path for path, is_good in good.items() if is_good),
             frozenset(path for path, is_good in good.items() if not is_good),
@@ -287,6 +306,13 @@ class FolderReader:
 
     def _arrived(self, path: str, start: int, data: Buffer) -> None:
         self._ledger.add(path, start, data, f"{self._url}/{path}")
+        if self.observer is not None:
+            self.observer.observe(path, start, data)
+
+    def _altered(self, path: str | None) -> None:
+        """Tell the observer that bytes of a file, or of any, may have come altered."""
+        if self.observer is not None:
+            self.observer.forget(path)
 
     def _ask_checksums(self, paths: list[str]) -> None:
         """Ask once which checksums the store keeps of files that have none of their own."""

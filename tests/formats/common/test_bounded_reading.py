@@ -389,7 +389,6 @@ def test_views_that_expand_one_element(tmp_path: Path) -> None:
     args = Made(Global("argparse", "Namespace"), state={"num_layers": 1}, new=True)
     legacy = {"args": args, "model": {"x.w": wide}, "iteration": 1, "checkpoint_version": 3}
     trees: dict[str, Any] = {
-        "a/a.pt": {"w": wide},
         "b/mp_rank_00/model_optim_rng.pt": legacy,
         "d/rank0.pt": {"w": wide},
         "e/a.ckpt": {"state_dict": {"w": wide}, "pytorch-lightning_version": "2.6"},
@@ -398,6 +397,9 @@ def test_views_that_expand_one_element(tmp_path: Path) -> None:
         save(tmp_path / name, tree, s0=bytes(4))
         cheap(tmp_path / name.split("/")[0], r"bytes .* tensors of \d+ bytes")
     save(zarr(tmp_path / "c") / "common.pt", {"x": wide}, s0=bytes(4))
+    save(tmp_path / "a" / "a.pt", {"w": wide}, s0=bytes(4))
+    part = ckptcore.open(str(tmp_path / "a"))  # a mask, for example: the rest converts
+    assert (part.tensors, [*part.unread]) == ((), ["w"])
     found = ckptcore.open(str(tmp_path / "c"))
     assert not found.tensors
     assert [f.code for f in found.findings] == ["malformed-item"]

@@ -46,7 +46,7 @@ def test_a_missing_file(lost: list[int], folder: Path) -> None:
 
 
 def test_one_of_them_by_name(folder: Path) -> None:
-    assert codes(folder / NAMES[1]) == {f"missing-part {NAMES[1]}"}
+    assert codes(folder / NAMES[1]) == {f"missing-file {NAMES[1]}"}
 
 
 def test_files_beside_a_series(folder: Path) -> None:

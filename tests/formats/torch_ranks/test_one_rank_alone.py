@@ -49,14 +49,14 @@ def test_a_flattened_rank() -> None:
 def test_a_file_named_by_rank(tmp_path: Path) -> None:
     folder = save(tmp_path, {f"model_rank_{r}.pt": {"w": torch.ones(3)} for r in range(2)})
     assert codes(folder) == set()
-    assert codes(folder / "model_rank_1.pt") == {"missing-part"}
+    assert codes(folder / "model_rank_1.pt") == {"missing-file"}
 
 
 def test_ranks_without_a_recorded_world_size(tmp_path: Path) -> None:
     """A missing last stage of a pipeline would not be noticed: a finding reports that."""
     stages = {f"model_rank_{r}.pt": {f"layers.{r}.w": torch.ones(3)} for r in range(2)}
-    assert codes(save(tmp_path / "a", stages)) == {"missing-part"}
-    assert codes(save(tmp_path / "b", {"model_rank_0.pt": {"w": torch.ones(3)}})) == {"missing-part"}
+    assert codes(save(tmp_path / "a", stages)) == {"unproven-parts"}
+    assert codes(save(tmp_path / "b", {"model_rank_0.pt": {"w": torch.ones(3)}})) == {"unproven-parts"}
     one = {"model_world_size_1_rank_0.pt": {"w": torch.ones(3)}}  # the name says that this is all
     assert codes(save(tmp_path / "c", one)) == set()
 

@@ -178,8 +178,8 @@ def test_numbers_that_mean_other_parameters_elsewhere(tmp_path: Path) -> None:
     names = {f"optim.state.{n}.exp_avg.rank{r}" for n in (0, 1) for r in (0, 1)}
     assert ({f.fqn for f in confused}, {f.code for f in confused}) == (names, {"unmerged-tensor"})
     with pytest.raises(UnreadablePart):
-        ckptcore.convert(str(folder), str(tmp_path / "out"))
-    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["optim.*"])
+        ckptcore.convert(str(folder), str(tmp_path / "out"), allow_incomplete=True)
+    ckptcore.convert(str(folder), str(tmp_path / "out"), exclude=["optim.*"], allow_incomplete=True)
     found = {t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors}
     assert found == {f"model.layers.{r}.{n}" for r in (0, 1) for n in "ab"}
 

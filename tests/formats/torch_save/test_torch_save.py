@@ -157,7 +157,8 @@ def test_a_tensor_and_a_value_of_one_name(tmp_path: Path) -> None:
 
 def test_one_ranks_file_alone_is_a_finding(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)}, "model_rank_3.pt")
-    assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-part"]
+    assert [f.code for f in ckptcore.open(str(path)).findings] == ["missing-file"]
+    assert [f.severity for f in ckptcore.open(str(path), allow_incomplete=True).findings] == ["warning"]
 
 
 def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
@@ -195,3 +196,14 @@ def test_a_file_of_many_records(tmp_path: Path, nbytes: int) -> None:
     manifest = ckptcore.open(str(tmp_path / "model.pt"))
     assert [t.fqn for t in manifest.tensors] == list(tensors)
     assert all(torch.equal(ckptcore.read(manifest, name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_mask_that_expands_one_element(tmp_path: Path) -> None:
+    """A causal mask that was saved as an expanded view is a part that is not read; the rest converts."""
+    mask = torch.ones(1, 1).expand(8192, 8192)
+    path = saved(tmp_path, {"w": torch.ones(4), "mask": mask})
+    manifest = ckptcore.open(str(path))
+    assert [t.fqn for t in manifest.tensors] == ["w"]
+    assert "expands 4 stored bytes to 268435456" in manifest.unread["mask"].describe()
+    ckptcore.convert(str(path), str(tmp_path / "out"), exclude=["mask"], catalog=False)
+    assert [t.fqn for t in ckptcore.open(str(tmp_path / "out")).tensors] == ["w"]

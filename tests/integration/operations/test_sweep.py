@@ -13,7 +13,6 @@ import pytest
 from checkpoints import save
 from safetensors.torch import load_file
 
-import ckptcore
 from ckptcore.catalog import claims, open_catalog, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.checking.check import Report
@@ -87,7 +86,7 @@ def test_an_unchanged_checkpoint_is_not_reopened(runs, watch, swept, monkeypatch
     assert opened == []
 
 
-def test_a_new_version_rechecks_broken_checkpoints(runs, watch, swept, monkeypatch):
+def test_a_build_with_other_readers_rechecks_broken_checkpoints(runs, watch, swept, monkeypatch):
     save(runs / "llama" / "step-1")
     save(runs / "llama" / "step-2")
     watch()
@@ -104,7 +103,7 @@ def test_a_new_version_rechecks_broken_checkpoints(runs, watch, swept, monkeypat
     assert swept()[0]["step-2"].standing == "broken"  # it is remembered
     opened = []
     monkeypatch.setattr(settling, "inspect", lambda uri, *more: opened.append(uri) or refused(uri, *more))
-    monkeypatch.setattr(ckptcore, "__version__", "99.0")
+    monkeypatch.setattr(settling, "readers_digest", lambda: "of another build")
     assert [i.standing for i in swept()[0].values()] == ["converted", "made"]
     assert [uri.rsplit("/", 1)[-1] for uri in opened] == ["step-2"]  # a complete one is not reopened
 

@@ -70,6 +70,9 @@ def test_the_hub_s_cache_keeps_its_files_beside_the_snapshots(tmp_path: Path) ->
     (snapshot / "model.safetensors").symlink_to("../../blobs/beef")
     (snapshot / "other").symlink_to("../../elsewhere")
     (tmp_path / "models--a" / "elsewhere").write_text("no blob")
+    (snapshot / "step-10").mkdir()
+    (snapshot / "step-10" / ".metadata").symlink_to("../../../blobs/beef")
+    assert LocalStore(snapshot / "step-10").read(".metadata", 0, 7) == b"weights"
     store = LocalStore(snapshot)
     assert store.read("model.safetensors", 0, 7) == b"weights"
     with pytest.raises(UnsafeContent):

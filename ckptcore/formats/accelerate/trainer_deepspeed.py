@@ -1,0 +1,48 @@
+"""Read the folder of a Hugging Face Trainer that ran with DeepSpeed: the save of DeepSpeed, and its copy.
+
+The Trainer writes ``model.safetensors`` (of a LoRA, ``adapter_model.safetensors``) beside ``latest`` and
+``global_stepN/`` (transformers/trainer.py, `_save_checkpoint`). DeepSpeed's masters are the model, and the
+Trainer's file is a copy of the 16-bit weights: the two are compared, and neither is stray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ckptcore.core.manifest import Manifest
+from ckptcore.formats.base import Format, Reader, Source
+from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.deepspeed.file_names import is_checkpoint
+from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
+from ckptcore.formats.deepspeed.format import read
+from ckptcore.formats.huggingface.consolidated_files import with_consolidated_folder
+from ckptcore.utils.late_pattern import late_pattern
+
+COPIES = ("safetensors", "hf_quantized")  # formats of the Trainer's own file
+_16_BIT, _MASTERS = "lp/", "module."  # of DeepSpeed's names
+_ADAPTER = late_pattern(r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?=\.|$)")
+
+
+def with_copy(folder: str, source: Source) -> Format | None:
+    """Return the format that reads a folder with a save of DeepSpeed below it; None without one."""
+    if DEEPSPEED.reader is None or not is_checkpoint(source.below(folder).listing):
+        return None
+    reader = Reader(partial(_read, folder=folder), DEEPSPEED.reader.checksums, DEEPSPEED.reader.objects)
+    return replace(DEEPSPEED, reader=reader)
+
+
+def _read(source: Source, /, *, folder: str) -> Manifest:
+    """Read the manifest of DeepSpeed's save, with the tensors of the Trainer's file as copies."""
+    save = read(source.below(folder))
+    names = {t.fqn for t in save.tensors}
+
+    def name_of(name: str) -> str:
+        for inner in (name, _ADAPTER.sub(r".\1.default", name)):  # PEFT leaves out the adapter's name
+            for start in (_16_BIT, _MASTERS):
+                if start + inner in names:
+                    return start + inner
+        return _MASTERS + name
+
+    joined = join(save.format, source.store.url, [Part(save, folder)], save.origin)
+    return with_consolidated_folder(replace(joined, order=save.order), source, "", name_of)

@@ -1,0 +1,203 @@
+"""Report the parts of a series that are missing, and the series of which nothing states how many there are.
+
+A part is never taken for the whole. What states the number of parts decides: the name (``N-of-M``, a world
+size), the content, ``params.json`` of Meta and Mistral, ``mapping`` in TensorRT-LLM's config.json, or the
+shapes of every weight against a Hugging Face config.json. Where nothing does, `unproven-parts` says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckptcore.encodings.json_text import parse
+from ckptcore.errors import CkptError, Finding, finding
+from ckptcore.formats.base import Source
+from ckptcore.formats.common.part_names import PartName, absent_parts, series
+from ckptcore.utils.foreign_text import InvalidText
+
+Shape = tuple[int, ...]
+_MAX_LISTED = 100  # missing files that are named
+_MAX_CONFIG = 1 << 20
+_ALONE = "name their folder to read all of them, or read this one with --allow-incomplete"
+_FIND = "copy it from where it was written, or read the others with --allow-incomplete"
+_UNPROVEN = (
+    "add what states it, such as a config.json or an index; export it with --config; or accept what is there "
+    "with --allow-incomplete"
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+
+
+def part_findings(
+    source: Source, paths: Collection[str], shapes: Mapping[str, Shape], count: int | None = None
+) -> list[Finding]:
+    """Return findings about files that are read, and that their names call parts of several.
+
+    Args:
+        source: The folder or file.
+        paths: The files that are read, one checkpoint.
+        shapes: Shape of every tensor in them.
+        count: How many parts there are according to the content.
+    """
+    findings: list[Finding] = []
+    for parts in series(paths).values():
+        if len(parts[0].axes) == 1 and source.name is None:
+            findings += _of_series(source, parts, shapes, count)
+        else:
+            for part in parts:
+                findings += _of_one(source, part, shapes, count)
+    return findings
+
+
+def _of_series(
+    source: Source, parts: tuple[PartName, ...], shapes: Mapping[str, Shape], count: int | None
+) -> list[Finding]:
+    """Return findings about all parts of a folder's series with one number."""
+    stated = _stated(source, parts[0], shapes, count)
+    missing, total = absent_parts(parts, _MAX_LISTED, stated)
+    if missing:
+        more = f", as are {total - 1} more" if total > 1 else ""
+        why = f"it is one of {stated} parts" if stated is not None else "other parts of its series are there"
+        message = f"{missing[0]} is missing{more}: {why}"
+        return [
+            _missing(source, message if n == 0 else f"{path} is missing", path)
+            for n, path in enumerate(missing)
+        ]
+    beyond = [p.path for p in parts if stated is not None and p.axes[0].number > stated]
+    if beyond:
+        message = f"the number of {beyond[0]} exceeds its count"
+        return [finding("mixed-saves", "files", message, file=beyond[0])]
+    return [] if stated is not None else unless_proven(source, parts, shapes)
+
+
+def _of_one(source: Source, part: PartName, shapes: Mapping[str, Shape], count: int | None) -> list[Finding]:
+    """Return findings about a file that is read without the others of its series."""
+    stated = _stated(source, part, shapes, count)
+    if stated == 1:
+        return []
+    beside = next((path for path in part.neighbours() if _size(source, path) is not None), None)
+    if stated is not None or beside is not None:
+        why = f"is one of {stated} parts" if stated is not None else f"is one part, and {beside} is another"
+        return [_missing(source, f"{part.path} {why}", part.path, _ALONE if beside else _FIND)]
+    if not part.is_first:
+        message = f"{part.path} is one of several parts by its name, and the first is not beside it"
+        return [_missing(source, message, part.path)]
+    return unless_proven(source, (part,), shapes)
+
+
+def unless_proven(source: Source, parts: tuple[PartName, ...], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the finding that a missing last part would not be seen, unless a config proves the shapes.
+
+    Args:
+        source: The folder or file.
+        parts: All files of one kind that are read, at least one.
+        shapes: Shape of every tensor in them.
+    """
+    if (parts[0].sole and len(parts) == 1) or is_complete_model(_json(source, "config.json"), shapes):
+        return []
+    names = parts[0].path if len(parts) == 1 else f"{parts[0].path} and {len(parts) - 1} more"
+    message = f"nothing states how many parts {names} belong to: a missing last one would not be seen"
+    if source.recover:
+        return [finding("missing-part", "files", message, file=parts[0].path)]
+    return [finding("unproven-parts", "files", message, file=parts[0].path, hint=_UNPROVEN)]
+
+
+def _missing(source: Source, message: str, path: str, hint: str = _FIND) -> Finding:
+    code = "missing-part" if source.recover else "missing-file"
+    return finding(code, "files", message, file=path, hint=hint)
+
+
+def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: int | None) -> int | None:
+    """Return how many parts there are, or None if nothing states it."""
+    if part.count is not None:
+        return part.count
+    if count is not None:
+        return count
+    if part.path.startswith("consolidated."):
+        return _of_params(_json(source, "params.json"), shapes)
+    mapping = _json(source, "config.json").get("mapping")
+    if isinstance(mapping, dict):  # TensorRT-LLM: cp ranks share a file
+        sizes = [mapping.get(key, 1) for key in ("tp_size", "pp_size")]
+        if all(type(n) is int and n > 0 for n in sizes):
+            return int(sizes[0]) * int(sizes[1])
+    return None
+
+
+def _of_params(params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> int | None:
+    """Return the ranks that Meta's model was cut for, by params.json and the rows of its queries.
+
+    llama-models/models/checkpoint.py counts the files; the rows of ``wq`` are those of a rank's heads.
+    """
+    width, heads, layers = (params.get(key) for key in ("dim", "n_heads", "n_layers"))
+    head = params.get("head_dim", 0)
+    if any(type(n) is not int or n < 1 for n in (width, heads, layers)) or type(head) is not int:
+        return None
+    assert isinstance(width, int)
+    assert isinstance(heads, int)
+    assert isinstance(layers, int)
+    rows = heads * head if head > 0 else width
+    cuts = {shapes.get(f"layers.{n}.attention.wq.weight", (0,))[0] for n in range(min(layers, 1 << 16))}
+    if len(cuts) != 1 or not (cut := cuts.pop()) or rows % cut:
+        return None
+    return rows // cut if shapes.get("norm.weight") == (width,) else None
+
+
+def is_complete_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """Return whether tensors are a complete model by a Hugging Face config, none of them cut.
+
+    It is proven for the names that Llama and its relatives share: each layer has the same tensors, those that
+    tensor parallelism cuts have their full shapes, and what is before and behind the layers is there.
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    sizes = [config.get(k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")]
+    heads = config.get("num_attention_heads")
+    if any(type(n) is not int or n < 1 for n in (*sizes, heads)):
+        return False
+    vocabulary, width, inner, layers = (int(n) for n in sizes if n is not None)
+    head = config.get("head_dim") or width // int(heads or 1)
+    rows = int(heads or 1) * head if type(head) is int else 0
+    ends = {
+        "embed_tokens.weight": (vocabulary, width),
+        "norm.weight": (width,),
+        **({} if config.get("tie_word_embeddings") else {"lm_head.weight": (vocabulary, width)}),
+    }
+    cut = {
+        "self_attn.q_proj.weight": (rows, width),
+        "self_attn.o_proj.weight": (width, rows),
+        "mlp.down_proj.weight": (width, inner),
+        "mlp.up_proj.weight": (inner, width),
+    }
+    inside: dict[int, dict[str, Shape]] = {}
+    outside: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        found = _LAYER.search(name)
+        if found:
+            inside.setdefault(int(found[1]), {})[found[2]] = shape
+        else:
+            outside[name] = shape
+    if inside.keys() != set(range(min(layers, len(inside) + 1))):
+        return False
+    if any(one != inside[0] for one in inside.values()):
+        return False
+    if any(inside[0].get(name) != shape for name, shape in cut.items()):
+        return False
+    return all(any(n.endswith(end) and s == shape for n, s in outside.items()) for end, shape in ends.items())
+
+
+def _size(source: Source, path: str) -> int | None:
+    size = source.listing.get(path)
+    return source.store.size(path) if size is None and source.name is not None else size
+
+
+def _json(source: Source, path: str) -> Mapping[str, Any]:
+    """Return the JSON object of a file beside the parts; {} if there is none, or it proves nothing."""
+    size = _size(source, path)
+    if size is None or not 0 < size <= _MAX_CONFIG:
+        return {}
+    try:
+        form = parse(source.store.read(path, 0, size), path)
+    except (CkptError, InvalidText):
+        return {}
+    return form if isinstance(form, dict) else {}

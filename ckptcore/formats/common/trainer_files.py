@@ -1,0 +1,79 @@
+"""Recognise what the Hugging Face Trainer and Accelerate keep beside the weights, by name.
+
+Sources: transformers/trainer.py, accelerate/checkpointing.py and accelerate/utils/constants.py. Accelerate
+numbers the prepared models: ``model_1.safetensors`` is a second model, and no part of the first. Composer
+and others keep ``latest-rank0.pt`` as a link to the newest save: a link to a sibling is the sibling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptcore.errors import AmbiguousModel, Finding, finding
+from ckptcore.formats.base import Source, natural
+from ckptcore.utils.late_pattern import late_pattern
+
+_STATE = late_pattern(
+    r"^(?:(?:optimizer|scheduler)(?:_\d+)?\.(?:bin|pt)|(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scaler\.pt"
+    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin)$"
+)
+_OPTIMIZER = late_pattern(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
+_NUMBERED = late_pattern(
+    r"^(?:pytorch_)?model_(?P<number>\d+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?$"
+)
+
+
+def is_state(path: str) -> bool:
+    """Return whether a name is that of a trainer's own state, which has no weights of the model.
+
+    >>> is_state("training_args.bin"), is_state("optimizer_1.bin"), is_state("pytorch_model.bin")
+    (True, True, False)
+    """
+    return _STATE.match(path) is not None
+
+
+def numbered_model(path: str) -> bool:
+    """Return whether a name is that of one of Accelerate's models, the first or a further one."""
+    return path == "pytorch_model.bin" or _NUMBERED.match(path) is not None
+
+
+def require_one_model(source: Source, read: str) -> None:
+    """Raise `AmbiguousModel` where Accelerate saved several models: the second is no stray of the first."""
+    others = sorted((p for p in source.listing if _NUMBERED.match(p)), key=natural)
+    if others and not _NUMBERED.match(read):
+        raise AmbiguousModel(
+            f"{source.store.url} has several models: {read} and {', '.join(others[:6])}",
+            hint=f"name the file of one of them, such as {read}",
+            candidates=[read, *others],
+        )
+
+
+def unread_optimizers(source: Source, paths: Iterable[str]) -> list[Finding]:
+    """Return the finding that optimizers beside the weights are not read with them."""
+    beside = sorted(p for p in source.listing if _OPTIMIZER.match(p) and p not in set(paths))
+    if not beside:
+        return []
+    more = f" and {len(beside) - 1} more" if beside[1:] else ""
+    message = f"the optimizer's state in {beside[0]}{more} is not read with the model"
+    return [finding("unread-state", "files", message, file=beside[0])]
+
+
+def without_links(source: Source, paths: Iterable[str]) -> list[str]:
+    """Return the paths without further names of one file: a name with a number stays, which tells the step.
+
+    An object store has no links: equal stamps mean equal content there, and both files are kept.
+    """
+    ordered = sorted(paths, key=lambda path: (not any(map(str.isdigit, _stem(path))), natural(path)))
+    if source.store.local is None or len(ordered) < 2:
+        return ordered
+    files: dict[str, str] = {}
+    for path in ordered:
+        seen = source.seen.get(path)
+        stamp = source.store.stamp(path) if seen is None else seen.stamp  # with the inode
+        files.setdefault(path if stamp is None else stamp, path)
+    return sorted(files.values(), key=natural)
+
+
+def _stem(path: str) -> str:
+    """Return a name up to the number of its rank."""
+    return path.rsplit("/", 1)[-1].partition("rank")[0]

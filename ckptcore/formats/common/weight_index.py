@@ -1,0 +1,148 @@
+"""Read the index of weights in several files: which tensor is in which file.
+
+transformers, huggingface_hub, diffusers and torchtune write ``model.safetensors.index.json`` and
+``pytorch_model.bin.index.json``, with other stems, and with a variant before ``.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckptcore.core.manifest import TensorSpec
+from ckptcore.core.manifest_builder import Builder
+from ckptcore.core.metadata_budget import meter
+from ckptcore.encodings.json_text import parse
+from ckptcore.errors import Finding, MalformedCheckpoint, finding
+from ckptcore.formats.base import Source, natural
+from ckptcore.store import inner_path
+from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.foreign_text import InvalidText, parsing
+from ckptcore.utils.late_pattern import late_pattern
+
+INDEX = "model.safetensors.index.json"
+_FILES, _ABOUT, _TOTAL, _PARAMETERS = "weight_map", "metadata", "total_size", "total_parameters"
+_NAME = late_pattern(r"^[^/]+\.(?P<kind>safetensors|bin)\.index(?:\.[^./]+)?\.json$")
+
+
+def indexes_of(source: Source, kind: str) -> list[str]:
+    """Return the indexes of a folder's files of one suffix, ``safetensors`` or ``bin``."""
+    if source.name is not None:
+        return []
+    named = ((p, _NAME.match(p)) for p in source.listing if ".index." in p)
+    return sorted((p for p, m in named if m and m["kind"] == kind), key=natural)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """The content of a `model.safetensors.index.json`.
+
+    Attributes:
+        files: Tensor -> file.
+        about: ``metadata``.
+        more: The other entries.
+    """
+
+    files: Mapping[str, str]
+    about: Mapping[str, Any]
+    more: Mapping[str, Any]
+
+    @property
+    def total(self) -> int | None:
+        """Return the bytes of all tensors, or None if it does not record them.
+
+        transformers and huggingface_hub write the number (`split_torch_state_dict_into_shards`), and no
+        loader reads it.
+        """
+        total = self.about.get(_TOTAL)
+        return total if type(total) is int else None
+
+    @property
+    def odd(self) -> tuple[str, ...]:
+        """Return the known entry that is no dict, or has a number that is none."""
+        numbers = (self.about.get(key, 0) for key in (_TOTAL, _PARAMETERS))
+        odd = _ABOUT in self.more or any(type(n) not in (int, float) for n in numbers)
+        return (_ABOUT,) if odd else ()
+
+    def carried(self, parameters: int) -> dict[str, Any]:
+        """Return what is not computed from tensors: a count of other than ``parameters`` is not, either."""
+        about = dict(self.about)
+        if self.total is not None:
+            del about[_TOTAL]
+        if type(about.get(_PARAMETERS)) is int and about[_PARAMETERS] == parameters:
+            del about[_PARAMETERS]
+        return {**self.more, **({_ABOUT: about} if about else {})}
+
+
+def fits_index(entries: Mapping[str, Any]) -> bool:
+    """Report whether an index may have these entries beside its own: none is one that it has itself."""
+    about = entries.get(_ABOUT, {})
+    return _FILES not in entries and type(about) is dict and not {_TOTAL, _PARAMETERS} & about.keys()
+
+
+def read_index(source: Source, path: str = INDEX) -> WeightIndex:
+    """Read an index.
+
+    Raises:
+        MalformedCheckpoint: The file is not an index.
+        UnsafeContent: A path leaves the folder.
+        MetadataTooLarge: It is over the budget of metadata.
+    """
+    meter().require(source.listing[path], path)
+    raw = source.store.read(path, 0, source.listing[path])
+    try:
+        with parsing("an index"):
+            form = parse(raw, path)
+            rows = form[_FILES]
+            inner = {file: inner_path(file, what=path) for file in set(rows.values())}
+            files = {str(name): inner[file] for name, file in rows.items()}
+    except InvalidText as error:
+        raise MalformedCheckpoint(f"{path} is not an index: {error}", file=path) from error
+    about = form.get(_ABOUT)
+    is_dict = type(about) is dict
+    more = {k: v for k, v in form.items() if k != _FILES and not (is_dict and k == _ABOUT)}
+    return WeightIndex(files, about if is_dict else {}, more)
+
+
+def take_index(source: Source, path: str, index: WeightIndex, tensors: Iterable[TensorSpec]) -> None:
+    """Record an index as read: what is not computed from the tensors becomes an object."""
+    source.explain(path)
+    more = index.carried(sum(t.numel for t in tensors))
+    source.carry(path, INDEX, more, [key for key in index.odd if key in more])
+
+
+def files_of(index: WeightIndex) -> dict[str, set[str]]:
+    """Return file -> its tensors, as an index lists them."""
+    files: dict[str, set[str]] = {}
+    for name, path in index.files.items():
+        files.setdefault(path, set()).add(name)
+    return files
+
+
+def unlike_index(names: set[str], listed: set[str], path: str, index: str) -> list[Finding]:
+    """Return findings about the tensors of a file that are not those which the index lists."""
+    holes = [
+        finding(
+            "hole", "coverage", f"{name} is missing in {path}, where {index} lists it", fqn=name, file=path
+        )
+        for name in sorted(listed - names)
+    ]
+    return holes + [
+        finding(
+            "unlisted-tensor",
+            "coverage",
+            f"{path} contains {name}, which {index} does not list",
+            fqn=name,
+            file=path,
+        )
+        for name in sorted(names - listed)
+    ]
+
+
+def unlike_total(builder: Builder, index: WeightIndex, path: str) -> list[Finding]:
+    """Return the finding that the files hold other bytes than the index records, if nothing else is wrong."""
+    stored, total = builder.item_bytes, index.total  # as the writer counts: of every dtype
+    if total in (None, stored) or any(f.severity == "error" for f in builder.findings):
+        return []
+    message = f"{path} records {total} bytes of tensors, but the files contain {stored}"
+    return [finding("total-mismatch", "coverage", message, file=path)]

@@ -1,0 +1,236 @@
+"""A part is never taken for the whole: every series and rank name, damaged in every way, by every verb."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from part_series import CONFIG, DAMAGES, SERIES, N, model, numbered, write
+from safetensors.torch import load_file
+
+import ckptcore
+from ckptcore.cli.main import run
+from ckptcore.conversion.pipeline import validate
+from ckptcore.errors import Finding
+from ckptcore.formats.common.part_names import absent_parts, part_name
+
+CELLS = [(series, damage) for series in SERIES for damage in DAMAGES]
+# By default one damage a series, each damage for several; all of them in a soak.
+SHORT = [cell for n, cell in enumerate(CELLS) if n % (len(DAMAGES) + 1) == n // (len(DAMAGES) + 1) % 2]
+READ = (
+    "five digits",
+    "DeepSeek",
+    "DeepSeek with an index",
+    "Kimi",
+    "from zero",
+    "underscores",
+    "diffusers",
+    "variant",
+    "bin",
+    "bin with an index",
+    "bin of a variant",
+)
+
+
+@pytest.fixture(autouse=True)
+def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTCORE_CATALOG_URL", f"sqlite:///{tmp_path}/catalog.db")
+
+
+def swept(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return what a sweep makes of the steps below a root: name of the run -> standing."""
+    where = ["--destination", str(root.parent / "swept" / "{run}" / "{name}"), "--verb", "consolidate"]
+    assert run(["catalog", "root", "add", "runs", str(root), *where]) == 0
+    capsys.readouterr()
+    run(["sweep", "--min-age", "0s", "--output", "json"])
+    items = json.loads(capsys.readouterr().out)["items"]
+    return {Path(item["source"]).parent.name: item["standing"] for item in items}
+
+
+def results(source: Path, tmp: Path) -> dict[str, int]:
+    """Return the exit code of every verb."""
+    return {
+        "validate": run(["validate", str(source), "--level", "bytes"]),
+        "consolidate": run(["consolidate", str(source), str(tmp / "whole.safetensors")]),
+        "export": run(["export", str(source), str(tmp / "export"), "--config", "none"]),
+        "reshard": run(["reshard", str(source), str(tmp / "mesh"), "--mesh", "dp=2", "--to", "dcp"]),
+    }
+
+
+def findings(folder: Path) -> tuple[Finding, ...]:
+    return validate(ckptcore.open(str(folder)), "coverage").findings
+
+
+def damaged(series: str, damage: str, runs: Path) -> Path:
+    folder = runs / series / "step-10"
+    folder.mkdir(parents=True)
+    DAMAGES[damage](folder, SERIES[series](folder))
+    return folder
+
+
+@pytest.mark.parametrize(("series", "damage"), SHORT)
+def test_a_damaged_series(series: str, damage: str, tmp_path: Path) -> None:
+    assert 0 not in results(damaged(series, damage, tmp_path / "runs"), tmp_path).values()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("series", "damage"), [cell for cell in CELLS if cell not in SHORT])
+def test_every_damaged_series(series: str, damage: str, tmp_path: Path) -> None:
+    assert 0 not in results(damaged(series, damage, tmp_path / "runs"), tmp_path).values()
+
+
+def require_nothing_swept(
+    cells: list[tuple[str, str]], tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for series, damage in cells:
+        damaged(series, damage, tmp / "runs")
+    standings = swept(tmp / "runs", capsys)
+    assert len(standings) > len(cells) // 2
+    assert not {series for series, standing in standings.items() if standing == "made"}
+    assert not [path for path in (tmp / "swept").rglob("*") if path.is_file()]
+
+
+def test_a_sweep_of_damaged_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    require_nothing_swept(SHORT, tmp_path, capsys)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_sweep_of_damaged_series(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require_nothing_swept([(series, damage) for series in SERIES], tmp_path, capsys)
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_a_part_named_alone(series: str, tmp_path: Path) -> None:
+    folder = tmp_path / "step-10"
+    folder.mkdir()
+    parts = SERIES[series](folder)
+    for path in (parts[0], parts[-1]):
+        assert run(["validate", str(folder / path)]) != 0, path
+    assert run(["consolidate", str(folder / parts[1]), str(tmp_path / "one.safetensors")]) != 0
+
+
+def test_complete_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for series in READ:
+        folder = tmp_path / "runs" / series / "step-10"
+        folder.mkdir(parents=True)
+        SERIES[series](folder)
+    assert swept(tmp_path / "runs", capsys) == dict.fromkeys(READ, "made")
+    expected = model()
+    for series in READ:
+        tensors = load_file(tmp_path / "swept" / series / "step-10" / "model.safetensors")
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("series", ["Kimi", "DeepSeek with an index"])
+def test_what_is_there_on_request(series: str, tmp_path: Path) -> None:
+    """`--allow-incomplete` takes the parts that exist, and warns about the others."""
+    folder = damaged(series, "last missing", tmp_path / "runs")
+    out = tmp_path / "some.safetensors"
+    assert run(["consolidate", str(folder), str(out), "--allow-incomplete"]) == 0
+    assert 0 < len(load_file(out)) < len(model())
+    found = ckptcore.open(str(folder), allow_incomplete=True).findings
+    assert {(f.code, f.severity) for f in found} >= {("missing-part", "warning")}
+
+
+COMPLETE = (
+    "model-00001-of-00001.safetensors",
+    "model-1-of-1.safetensors",
+    "pytorch_model-00001-of-00001.bin",
+    "ep0-ba10-rank0.pt",
+    "model_world_size_1_rank_0.pt",
+    "model-7b.safetensors",
+    "epoch-3.pt",
+    "step-1000.pt",
+    "v2.pt",
+    "pytorch_model_1.bin",
+    "ep3.pt",
+    "checkpoint-500.pth",
+)
+
+
+def test_one_file_that_is_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMPLETE:
+        folder = tmp_path / "runs" / name.replace(".", "-") / "step-10"
+        folder.mkdir(parents=True)
+        write(folder / name, model())
+        for source in (folder, folder / name):
+            assert not [f for f in findings(source) if f.severity != "info"], source
+    assert set(swept(tmp_path / "runs", capsys).values()) == {"made"}
+
+
+def test_one_rank_that_was_all_of_them(tmp_path: Path) -> None:
+    """A config, params.json or the content states that there was one rank only."""
+    for name, beside in (
+        ("model-rank-0-part-0.safetensors", {"config.json": CONFIG}),
+        ("rank0.safetensors", {"config.json": {"mapping": {"tp_size": 1, "pp_size": 1}}}),
+    ):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        for path, form in beside.items():
+            (folder / path).write_text(json.dumps(form))
+        write(folder / name, model())
+        assert run(["validate", str(folder)]) == 0, name
+    folder = tmp_path / "meta"
+    folder.mkdir()
+    (folder / "params.json").write_text(json.dumps({"dim": 8, "n_layers": 1, "n_heads": 2}))
+    tensors = {"layers.0.attention.wq.weight": torch.ones(8, 8), "norm.weight": torch.ones(8)}
+    write(folder / "consolidated.00.pth", tensors)
+    assert run(["validate", str(folder)]) == 0
+    write(folder / "mp_rank_00_model_states.pt", {"module": model(), "mp_world_size": 1, "dp_world_size": 8})
+    assert run(["validate", str(folder / "mp_rank_00_model_states.pt")]) == 0
+
+
+def test_nothing_states_the_number(tmp_path: Path) -> None:
+    """A missing last part could not be seen: the error says so, and `export` with a config decides."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    write(folder / "rank0.safetensors", model())
+    assert {f.code for f in findings(folder) if f.severity == "error"} == {"unproven-parts"}
+    assert run(["consolidate", str(folder), str(tmp_path / "o.safetensors")]) == 26
+    assert run(["validate", str(folder), "--allow-incomplete"]) == 0
+    assert run(["export", str(folder), str(tmp_path / "e"), "--config", "none"]) == 26
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert run(["export", str(folder), str(tmp_path / "e"), "--config", str(tmp_path)]) == 0
+    for part in range(2, 5):  # parts of whole tensors, of which the last is lost
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        tensors = {n: t for n, t in model().items() if "norm.weight" not in n}
+        write(folder / "hf_model_0001_0.pt", tensors)
+        assert {f.code for f in findings(folder) if f.severity == "error"} == {"unproven-parts"}
+
+
+def test_an_index_that_lists_what_no_file_holds(tmp_path: Path) -> None:
+    numbered("part_{n}_of_{count}.safetensors", "weights.safetensors.index.json")(tmp_path)
+    path = tmp_path / f"part_2_of_{N}.safetensors"
+    tensors = load_file(path)
+    write(path, dict(list(tensors.items())[1:]))
+    found = findings(tmp_path)
+    assert {f.code for f in found if f.severity == "error"} == {"hole"}
+
+
+def test_two_indexes(tmp_path: Path) -> None:
+    """Variants are two sets of values under the same names: never merged; the standard name goes first."""
+    numbered("a-{n}-of-{count}.safetensors", "a.safetensors.index.json")(tmp_path)
+    numbered("a.fp16-{n}-of-{count}.safetensors", "a.safetensors.index.fp16.json")(tmp_path)
+    assert run(["inspect", str(tmp_path)]) == 12
+    numbered("model-{n}-of-{count}.safetensors", "model.safetensors.index.json")(tmp_path)
+    assert run(["validate", str(tmp_path)]) == 0
+
+
+def test_a_name_that_counts_very_many(tmp_path: Path) -> None:
+    """No list of all names is made."""
+    folder = tmp_path / "step-10"
+    folder.mkdir()
+    write(folder / f"model-1-of-{10**12}.safetensors", {"w": torch.ones(2)})
+    found = findings(folder)
+    assert sum(f.code == "missing-file" for f in found) == 100
+    part = part_name(f"model-1-of-{10**12}.safetensors")
+    assert part is not None
+    assert absent_parts([part], 1) == ([f"model-2-of-{10**12}.safetensors"], 10**12 - 1)

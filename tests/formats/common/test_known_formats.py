@@ -1,0 +1,72 @@
+"""Formats that are not read are refused by name, with the next step."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptcore
+from ckptcore.errors import UnsupportedFormat
+
+# Format -> its files. Names alone: nothing of them is read.
+FOLDERS = {
+    "gguf": ("tiny-00001-of-00003.gguf", "tiny-00002-of-00003.gguf"),
+    "orbax": ("_CHECKPOINT_METADATA", "d/abc", "manifest.ocdbt"),
+    "torchsnapshot": (".snapshot_metadata", "0/obj", "batched/5bdd"),
+    "nanotron": ("checkpoint_metadata.json", "model_config.json", "model/a/model_weight.safetensors"),
+    "tensorrt-llm": ("config.json", "rank0.safetensors", "rank1.safetensors"),
+    "torch-xla": ("rank0-of-2-pytorch_model.bin", "rank1-of-2-pytorch_model.bin"),
+    "meta-parallel": ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
+}
+
+
+def refused(url: Path) -> UnsupportedFormat:
+    with pytest.raises(UnsupportedFormat) as caught:
+        ckptcore.open(str(url))
+    assert caught.value.hint
+    return caught.value
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_by_its_files(name: str, tmp_path: Path) -> None:
+    for path in FOLDERS[name]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"{}")
+    assert refused(tmp_path).values["format"] == name
+
+
+def test_by_a_name(tmp_path: Path) -> None:
+    for suffix, name in ((".nemo", "nemo-archive"), (".gguf", "gguf")):
+        (tmp_path / f"model{suffix}").write_bytes(b"x" * 32)
+        assert refused(tmp_path / f"model{suffix}").values["format"] == name
+
+
+def test_beside_a_model_they_do_not_count(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    assert ckptcore.open(str(tmp_path)).format == "safetensors"
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("alone", [True, False])
+def test_torch_before_zip_of_every_protocol(protocol: int, alone: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(
+        {"w": torch.ones(2)},
+        path,
+        pickle_module=pickle,
+        pickle_protocol=protocol,
+        _use_new_zipfile_serialization=False,
+    )
+    assert refused(path if alone else tmp_path).values["format"] == "torch-legacy"
+
+
+def test_a_pickled_module(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    error = refused(tmp_path)
+    assert "torch.nn.modules.linear.Linear" in error.message
+    assert "state_dict()" in error.hint
