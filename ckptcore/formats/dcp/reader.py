@@ -22,7 +22,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Item, Manifest, TensorSpec, Unread, dims_table
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
-from ckptcore.core.object_tree import Named, Refused, RefusedTensor
+from ckptcore.core.object_tree import Named, RefusedTensor
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.limits import absent
 from ckptcore.encodings.pickle.unpickler import Record
@@ -339,8 +339,8 @@ class _Columns:
                     value = read_objects(content, f"{spec.fqn} in {paths[file]}").tree
             except CkptError:
                 continue
-            if isinstance(value, Refused):
-                kind = value.what if isinstance(value, RefusedTensor) and value.what else value.name
+            if isinstance(value, RefusedTensor):  # any other content is damage, or hostile
+                kind = value.what or value.name
                 why = Unread(f"its item in {paths[file]} is {kind}", spec.dtype, spec.shape, paths[file])
                 builder.withdraw(spec.fqn, why)
 
