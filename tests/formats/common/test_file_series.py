@@ -138,7 +138,7 @@ def test_what_is_there_on_request(series: str, tmp_path: Path) -> None:
     assert {(f.code, f.severity) for f in found} >= {("missing-part", "warning")}
 
 
-WHOLE = (
+SOLE_FILES = (
     "model-00001-of-00001.safetensors",
     "model-1-of-1.safetensors",
     "pytorch_model-00001-of-00001.bin",
@@ -155,7 +155,7 @@ WHOLE = (
 
 
 def test_one_file_that_is_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in WHOLE:
+    for name in SOLE_FILES:
         folder = tmp_path / "runs" / name.replace(".", "-") / "step-10"
         folder.mkdir(parents=True)
         write(folder / name, model())

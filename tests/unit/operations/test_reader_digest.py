@@ -23,28 +23,28 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     readers_digest.cache_clear()
 
 
-def again() -> str:
+def recomputed() -> str:
     readers_digest.cache_clear()
     return readers_digest()
 
 
 def test_it_is_of_the_code(package: Path) -> None:
-    first = again()
-    assert again() == first
+    first = recomputed()
+    assert recomputed() == first
     (package / "formats" / "dcp" / "module.py").write_text("A = 2\n")
-    second = again()
+    second = recomputed()
     assert second != first
     (package / "formats" / "more.py").write_text("")
-    third = again()
+    third = recomputed()
     assert third not in (first, second)
     (package / "formats" / "module.pyc").write_text("cache")  # what Python writes is not code
-    assert again() == third
+    assert recomputed() == third
 
 
 def test_it_is_of_the_packages(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = again()
+    first = recomputed()
     monkeypatch.setattr(reader_digest, "_version", lambda name: "99")
-    assert again() != first
+    assert recomputed() != first
 
 
 def test_of_this_build() -> None:
