@@ -183,6 +183,10 @@ SERIES: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
+# Series whose index lists every tensor, beside those that say so.
+INDEXED = ("diffusers", "variant", "bin of a variant")
+
+
 def _missing(at: int) -> Callable[[Path, list[str]], None]:
     def damage(folder: Path, parts: list[str]) -> None:
         (folder / parts[at]).unlink()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from part_series import CONFIG, DAMAGES, SERIES, N, model, numbered, write
+from part_series import CONFIG, DAMAGES, INDEXED, SERIES, N, model, numbered, write
 from safetensors.torch import load_file
 
 import ckptcore
@@ -16,7 +16,13 @@ from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import Finding
 from ckptcore.formats.common.part_names import absent_parts, part_name
 
-CELLS = [(series, damage) for series in SERIES for damage in DAMAGES]
+# Without an index nothing states which tensors there are: a part of another save that has none of the
+# names of the others cannot be told from the right one. Composer's rank 0 alone is what it saves unsharded.
+UNPROVABLE = {
+    *((series, "of another save") for series in SERIES if "index" not in series and series not in INDEXED),
+    ("Composer's ranks", "first alone"),
+}
+CELLS = [(s, d) for s in SERIES for d in DAMAGES if (s, d) not in UNPROVABLE]
 # By default one damage a series, each damage for several; all of them in a soak.
 SHORT = [cell for n, cell in enumerate(CELLS) if n % (len(DAMAGES) + 1) == n // (len(DAMAGES) + 1) % 2]
 READ = (
@@ -101,7 +107,7 @@ def test_a_sweep_of_damaged_series(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_sweep_of_damaged_series(
     damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    require_nothing_swept([(series, damage) for series in SERIES], tmp_path, capsys)
+    require_nothing_swept([cell for cell in CELLS if cell[1] == damage], tmp_path, capsys)
 
 
 @pytest.mark.parametrize("series", SERIES)
@@ -138,7 +144,7 @@ def test_what_is_there_on_request(series: str, tmp_path: Path) -> None:
     assert {(f.code, f.severity) for f in found} >= {("missing-part", "warning")}
 
 
-COMPLETE = (
+SOLE_FILES = (
     "model-00001-of-00001.safetensors",
     "model-1-of-1.safetensors",
     "pytorch_model-00001-of-00001.bin",
@@ -155,7 +161,7 @@ COMPLETE = (
 
 
 def test_one_file_that_is_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMPLETE:
+    for name in SOLE_FILES:
         folder = tmp_path / "runs" / name.replace(".", "-") / "step-10"
         folder.mkdir(parents=True)
         write(folder / name, model())

@@ -23,28 +23,28 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     readers_digest.cache_clear()
 
 
-def fresh_digest() -> str:
+def recomputed() -> str:
     readers_digest.cache_clear()
     return readers_digest()
 
 
 def test_it_is_of_the_code(package: Path) -> None:
-    first = fresh_digest()
-    assert fresh_digest() == first
+    first = recomputed()
+    assert recomputed() == first
     (package / "formats" / "dcp" / "module.py").write_text("A = 2\n")
-    second = fresh_digest()
+    second = recomputed()
     assert second != first
     (package / "formats" / "more.py").write_text("")
-    third = fresh_digest()
+    third = recomputed()
     assert third not in (first, second)
     (package / "formats" / "module.pyc").write_text("cache")  # what Python writes is not code
-    assert fresh_digest() == third
+    assert recomputed() == third
 
 
 def test_it_is_of_the_packages(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = fresh_digest()
+    first = recomputed()
     monkeypatch.setattr(reader_digest, "_version", lambda name: "99")
-    assert fresh_digest() != first
+    assert recomputed() != first
 
 
 def test_of_this_build() -> None:
