@@ -95,8 +95,8 @@ MOST = {
     ("validate",): 709,
     ("plan", "--no-catalog"): 599,
     ("diff",): 601,
-    ("consolidate",): 771,
-    ("export",): 776,
+    ("consolidate",): 772,
+    ("export",): 777,
     ("catalog", "list"): 458,
 }
 
