@@ -92,7 +92,7 @@ MOST = {
     ("formats",): 478,
     ("inspect",): 485,
     ("validate", "--no-catalog"): 486,
-    ("validate",): 709,
+    ("validate",): 745,
     ("plan", "--no-catalog"): 630,
     ("diff",): 632,
     ("consolidate",): 814,
