@@ -17,7 +17,7 @@ from ckptcore.errors import Finding
 from ckptcore.formats.common.part_names import absent_parts, part_name
 
 # Without an index nothing states which tensors there are: a part of another save that has none of the
-# names of the others cannot be told from the right one. Composer's rank 0 alone is what it saves unsharded.
+# names of the others is not distinct from the right one. Composer's rank 0 alone is what it saves unsharded.
 UNPROVABLE = {
     *((series, "of another save") for series in SERIES if "index" not in series and series not in INDEXED),
     ("Composer's ranks", "first alone"),
