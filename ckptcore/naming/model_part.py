@@ -172,9 +172,15 @@ class _Stored:
     @cached_property
     def states(self) -> dict[str, set[str]]:
         """Optimizer -> names of the parameters that it has state for."""
-        numbered = trained_parameters(self.names).items()
-        named = {root: {p for p in parameters if not p.isdigit()} for root, parameters in numbered}
+        named = {
+            root: {p for p in parameters if not p.isdigit()} for root, parameters in self.numbered.items()
+        }
         return {root: parameters for root, parameters in named.items() if parameters}
+
+    @cached_property
+    def numbered(self) -> dict[str, set[str]]:
+        """The same, with parameters that the optimizer has by number."""
+        return trained_parameters(self.names)
 
     @cached_property
     def tops(self) -> dict[str, list[str]]:
@@ -330,7 +336,7 @@ def _containers(stored: _Stored) -> list[tuple[str, int]]:
     """Return (prefix, tensors) of each part that may be the model, most tensors first."""
     recorded = Paths.of(stored.manifest)
     roots = [recorded.container(name) for name in stored.names]
-    own = tuple(f"{o}." for o in stored.states if o)
+    own = tuple(f"{o}." for o in stored.numbered if o)
     count = Counter(roots)
     top = count.pop("", 0)
     for root in list(count):

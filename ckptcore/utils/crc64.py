@@ -1,7 +1,8 @@
 """Compute CRC-64/NVME checksums of bytes, and combine those of neighbouring ranges.
 
 It is the checksum that S3 keeps of every new object. awscrt's is vectorised: it takes a twentieth of the time
-of BLAKE3 or of the sums of fingerprints, and ranges may arrive in any order.
+of BLAKE3 or of the sums of fingerprints, and ranges may arrive in any order. A module of its own: stores and
+digests of files both need it, and the library is loaded late.
 """
 
 from __future__ import annotations

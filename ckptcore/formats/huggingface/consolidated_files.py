@@ -121,12 +121,12 @@ def with_consolidated_folder(
     findings += more
     if alone:
         findings.append(
-            differs(f"{_subject_of(alone)} in {folder or 'the root'}, but in no rank's file", file=paths[0])
+            differs(f"{_subject_of(alone)} in {prefix or 'the root'}, but in no rank's file", file=paths[0])
         )
     if cast:
         findings.append(
             differs(
-                f"{_subject_of(cast)} of another dtype in {folder or 'the root'}: values are not compared",
+                f"{_subject_of(cast)} of another dtype in {prefix or 'the root'}: values are not compared",
                 file=paths[0],
             )
         )

@@ -134,7 +134,7 @@ def test_below_a_root_of_steps(tmp_path: Path) -> None:
         manifest = read(opened)
         assert used(manifest) == Used(frozenset({"__0_0.distcp"}), frozenset(), frozenset({".metadata"}))
         assert {f.path for f in manifest.beside} == {"config.json"}
-        assert set(manifest.stamps) == {"__0_0.distcp"}
+        assert set(manifest.stamps) == {"__0_0.distcp", ".metadata"}
     assert require_strangers(folder.parent) == {
         "latest_checkpointed_iteration.txt",
         "iter_0000003/config.json",
