@@ -118,7 +118,7 @@ def test_the_objects_of_a_source_stay_until_it_is_purged(bucket):
     read = [
         path for method, path, *_ in log if method == "GET" and path.endswith((".distcp", ".safetensors"))
     ]
-    assert len(read) <= 1, read  # the header of the copy
+    assert len(read) <= 3, read  # the header of the copy; of the source the heads of its items
     assert bucket.there("runs/llama/step-1/") == before
     assert [each.fate for each in bucket.retire(WEEK).set_aside] == ["waiting"]
     assert restore(bucket.catalog, SOURCE) == SOURCE
