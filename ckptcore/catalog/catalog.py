@@ -77,7 +77,8 @@ class Catalog:
         from sqlalchemy.pool import QueuePool
 
         if isinstance(self._engine.pool, QueuePool):
-            self._engine.dispose()
+            # The pool, not the engine: what another thread uses now comes back to it, and is closed with it.
+            self._engine.pool.dispose()
 
     def __enter__(self) -> Self:
         return self

@@ -297,8 +297,8 @@ def bounded(what: str, tree: Any, left_out: list[str]) -> dict[str, Any]:
 def measured(value: Any) -> Measured | None:
     """Return a number, or a text that is one, as a value of a metric; None for anything else.
 
-    >>> measured("NaN"), measured(True)
-    (Measured(value=None, nonfinite='nan', step=None), None)
+    >>> measured("NaN").nonfinite, measured(True)
+    ('nan', None)
     """
     step = None
     if isinstance(value, Mapping):

