@@ -249,13 +249,3 @@ def test_a_copy_of_the_file_is_a_catalog(path, tmp_path, facts):
     shutil.copy(path, tmp_path / "copy.sqlite")
     with open_catalog(str(tmp_path / "copy.sqlite"), create=False) as catalog:
         assert [row.uri for row in catalog.list()] == ["/a/b"]
-
-
-def test_a_connection_in_use_while_the_catalog_rests_comes_back(path):
-    """It is closed with the others, and not left to the garbage collector."""
-    with open_catalog(str(path)) as catalog:
-        with catalog.reading():
-            catalog.rest()
-        assert catalog._engine.pool.checkedin() == 1
-        catalog.rest()
-        assert catalog._engine.pool.checkedin() == 0

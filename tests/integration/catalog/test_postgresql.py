@@ -177,3 +177,13 @@ def test_no_server_outlives_the_tests(postgres, python):
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
     shutil.rmtree(folder)
+
+
+def test_a_connection_in_use_while_the_catalog_rests_comes_back(postgres, upgraded):
+    """It is closed with the others, and not left to the garbage collector."""
+    with postgres.database(upgraded) as url, open_catalog(url) as catalog:
+        with catalog.reading():
+            catalog.rest()
+        assert catalog._engine.pool.checkedin() == 1
+        catalog.rest()
+        assert catalog._engine.pool.checkedin() == 0
