@@ -44,8 +44,13 @@ class DestinationClaim:
         catalog = open_catalog(given) if given is None or isinstance(given, str) else given
         key = claims.Key("", self._destination, _OPTIONS)
         name = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex[:8]}"
-        with catalog.writing() as conn:
-            claim = claims.take(conn, clock(conn), key, self._destination, name, retry=True)
+        claim = None
+        try:
+            with catalog.writing() as conn:
+                claim = claims.take(conn, clock(conn), key, self._destination, name, retry=True)
+        finally:
+            if catalog is not given and (claim is None or not claim.mine):
+                catalog.close()
         if not claim.mine:
             holder = claim.owner.rpartition(" ")[0]
             raise Busy(

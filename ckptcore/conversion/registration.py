@@ -88,9 +88,9 @@ def start(
         return None
     from ckptcore.catalog import open_catalog
 
-    catalog = open_catalog(catalog_url if isinstance(catalog_url, str) else None)
-    found, recorded = catalog.begin(**_begun(request, flow_run_id)), catalog.at(request.source)
-    catalog.close()  # no connection stays open while files are written; the next use opens one
+    # No connection stays open while files are written, nor where it may not begin; the next use opens one.
+    with open_catalog(catalog_url if isinstance(catalog_url, str) else None) as catalog:
+        found, recorded = catalog.begin(**_begun(request, flow_run_id)), catalog.at(request.source)
     return Registration(catalog, found, request, announcement, recorded)
 
 

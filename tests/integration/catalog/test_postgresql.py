@@ -11,8 +11,11 @@ import pytest
 import sqlalchemy as sa
 
 from ckptcore.catalog import open_catalog, upgrade
+from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.database import HEAD, engine_for, parse
-from ckptcore.errors import CatalogAway, CatalogError, MissingDependency
+from ckptcore.conversion.registration import start
+from ckptcore.errors import CatalogAway, CatalogError, Conflict, MissingDependency
+from ckptcore.planning.request import Request
 
 
 @pytest.fixture
@@ -187,3 +190,18 @@ def test_a_connection_in_use_while_the_catalog_rests_comes_back(postgres, upgrad
         assert catalog._engine.pool.checkedin() == 1
         catalog.rest()
         assert catalog._engine.pool.checkedin() == 0
+
+
+def test_a_conversion_that_may_not_begin_leaves_no_connection(postgres, upgraded, monkeypatch, tmp_path):
+    """A process that is refused often has no more connections than before."""
+
+    def refused(*_given, **_options):
+        raise Conflict("a retirement counts on this place")
+
+    monkeypatch.setattr(Catalog, "begin", refused)
+    with postgres.database(upgraded) as url:
+        with pytest.raises(Conflict):
+            start(Request(str(tmp_path / "a"), str(tmp_path / "b")), url)
+        with open_catalog(url) as catalog, catalog.reading() as conn:
+            others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            assert conn.execute(sa.text(f"{others} AND pid <> pg_backend_pid()")).scalar() == 0
