@@ -306,7 +306,8 @@ def test_one_altered_answer_does_not_end_a_command(verb: str, bare: bool, tmp_pa
             server.calm()
             rule = server.fault("GetObject", action="flip", skip=skip, at=0.6)
             assert VERBS[verb](url, str(source), tmp_path / f"out{skip}") == want
-            assert rule.times == 0
+            # Reads ahead are joined as they come: a run may need one request less than the calm one.
+            assert rule.times == 0 or skip == bodies - 1 > 0
 
 
 def test_one_altered_answer_on_the_way_to_a_bucket(tmp_path: Path) -> None:
