@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -302,12 +303,15 @@ def test_one_altered_answer_does_not_end_a_command(verb: str, bare: bool, tmp_pa
         VERBS[verb](url, str(source), tmp_path / "calm")
         bodies = server.count("GetObject")
         for skip in range(bodies):
-            forget_pages()
-            server.calm()
-            rule = server.fault("GetObject", action="flip", skip=skip, at=0.6)
-            assert VERBS[verb](url, str(source), tmp_path / f"out{skip}") == want
-            # Reads ahead are joined as they come: a run may need one request less than the calm one.
-            assert rule.times == 0 or skip == bodies - 1 > 0
+            for _ in range(20):  # reads ahead are joined as they come: a run may have a request less
+                forget_pages()
+                server.calm()
+                rule = server.fault("GetObject", action="flip", skip=skip, at=0.6)
+                assert VERBS[verb](url, str(source), tmp_path / f"out{skip}") == want
+                shutil.rmtree(tmp_path / f"out{skip}", ignore_errors=True)
+                if rule.times == 0:
+                    break
+            assert rule.times == 0
 
 
 def test_one_altered_answer_on_the_way_to_a_bucket(tmp_path: Path) -> None:
