@@ -69,16 +69,25 @@ class Catalog:
 
     def close(self) -> None:
         """Close the database connections."""
-        self._engine.dispose()
+        if not self.rest():
+            self._engine.dispose()
 
-    def rest(self) -> None:
-        """Close the database connections that nobody uses; one is opened when the next is needed."""
+    def rest(self) -> bool:
+        """Close the database connections that nobody uses; one is opened when the next is needed.
+
+        What another thread uses now comes back to the same pool, and is closed by the next call: a heartbeat's
+        own, for example. `Engine.dispose` would forget it there.
+
+        Returns:
+            Whether connections of this database are kept at all when nobody uses them, and may be opened again.
+        """
         # A late import: a catalog is open by then, and has imported it.
         from sqlalchemy.pool import QueuePool
 
-        if isinstance(self._engine.pool, QueuePool):
-            # The pool, not the engine: what another thread uses now comes back to it, and is closed with it.
-            self._engine.pool.dispose()
+        if not isinstance(self._engine.pool, QueuePool):
+            return False
+        self._engine.pool.dispose()
+        return True
 
     def __enter__(self) -> Self:
         return self

@@ -85,9 +85,11 @@ class Heartbeats:
     def _renew(self, catalog: Catalog, mine: Collection[str]) -> None:
         began = _elapsed()
         try:
-            with catalog.writing() as conn:
-                lost = conversions.renew(conn, list(mine))
-            catalog.rest()  # conversions take hours, and a server has few connections
+            try:
+                with catalog.writing() as conn:
+                    lost = conversions.renew(conn, list(mine))
+            finally:  # conversions take hours, and a server has few connections
+                catalog.rest()
         except CkptError as error:  # more tries fit into the lease; `require` looks at what was not renewed
             _log.warning("cannot renew the row of a running conversion: %s", error.message)
             return

@@ -343,3 +343,26 @@ def test_a_heartbeat_leaves_no_connection_open(postgres):
             catalog.close()
             Heartbeats()._renew(catalog, [running])
             assert catalog._engine.pool.checkedin() == 0
+
+
+def test_a_heartbeat_that_fails_leaves_no_connection_open(postgres, caplog):
+    with postgres.database() as url:
+        upgrade(url)
+        with open_catalog(url) as catalog:
+            with catalog.writing() as connection:
+                connection.execute(text("ALTER TABLE conversion RENAME TO conversions"))
+            catalog.close()
+            Heartbeats()._renew(catalog, ["1"])
+            assert catalog._engine.pool.checkedin() == 0
+    assert "cannot renew the row" in caplog.text
+
+
+def test_a_connection_in_use_while_its_catalog_is_closed_is_closed_after_it(postgres):
+    """A heartbeat's, for example: a forgotten one would stay open until Python collects it."""
+    with postgres.database() as url:
+        upgrade(url)
+        with open_catalog(url) as catalog:
+            with catalog.writing():
+                catalog.close()
+            assert catalog._engine.pool.checkedin() == 1
+        assert catalog._engine.pool.checkedin() == 0
