@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
 from ckptcore.catalog.commits import transaction
-from ckptcore.catalog.database import (
-    BEGIN,
-    DURABLE,
-    QUEUE_BEGIN,
-    READER_BEGIN,
-    clock,
-    require_writable,
-    translated,
-)
+from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, clock, translated
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
@@ -103,7 +95,6 @@ class Catalog:
 
         durable: flush it to disk at its end, also while another connection keeps SQLite's log open.
         """
-        require_writable(self._engine)
         engine = self._durable if durable else self._engine
         with translated(self.url), transaction(engine) as connection:
             yield connection
@@ -128,7 +119,6 @@ class Catalog:
     @contextmanager
     def queueing(self) -> Iterator[Connection]:
         """Open a transaction on the inbox or the outbox. It does not wait for writers of other rows."""
-        require_writable(self._engine)
         with translated(self.url), transaction(self._queues) as connection:
             yield connection
 

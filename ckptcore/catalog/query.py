@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, and_, func, select
 
-from ckptcore.catalog.database import has_custody
 from ckptcore.catalog.models import (
     Alias,
     Checkpoint,
@@ -65,7 +64,7 @@ def list_checkpoints(
 def with_custody(conn: Connection, rows: tuple[CheckpointRow, ...]) -> tuple[CheckpointRow, ...]:
     """Add to retired checkpoints when they may be purged, and to deleted ones what is lost of them."""
     gone = {row.id for row in rows if row.state in (State.RETIRED, State.DELETED)}
-    if not gone or not has_custody(conn):
+    if not gone:
         return rows
     due = select(Checkpoint.uuid, func.min(SetAsideRow.due_at)).join(
         SetAsideRow, SetAsideRow.checkpoint_id == Checkpoint.id
