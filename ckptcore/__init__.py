@@ -12,7 +12,6 @@ imported only when tensors are read or written.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +49,6 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
     from ckptcore.api import (
         check,
         convert,
@@ -117,17 +114,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Moved:
-    """Find modules of release 0.1 below `ckptcore`, which have moved."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith("ckptcore."):
-            return None
-        found: ModuleSpec | None = import_module("ckptcore.moved_modules").find(name)
-        return found
-
-
-sys.meta_path.append(_Moved)  # last: only for modules that nothing else finds

@@ -100,19 +100,18 @@ class Checkpoint:
         return _with_tensors(decode(blob.tree), self.manifest) if blob.known else None
 
 
-def open(url: str, *, allow_incomplete: bool = False, recover: bool = False) -> Checkpoint:
+def open(url: str, *, allow_incomplete: bool = False) -> Checkpoint:
     """Open the checkpoint at a path or URL: an iteration's folder, or a root with a tracker file.
 
     Args:
         url: Path or fsspec URL.
         allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
-        recover: Former name of ``allow_incomplete``.
 
     Raises:
         UnsupportedFormat: The format is neither `torch_dist` nor `zarr`.
         CkptError: As `ckptcore.open` raises.
     """
-    manifest = api.open(url, allow_incomplete=allow_incomplete or recover)
+    manifest = api.open(url, allow_incomplete=allow_incomplete)
     if manifest.format not in FORMATS:
         raise UnsupportedFormat(
             f"cannot open {url} as a Megatron-Core checkpoint: its format is {manifest.format}",

@@ -129,9 +129,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     except CkptError as error:
         message, code = error.message, error.exit_code
     else:
-        # A former name that was not used stays out of the run's parameters.
-        unused = {n for n, p in parameters.items() if option_of(p).renamed_to and found[n] is None}
-        return {name: value for name, value in found.items() if name not in unused}
+        return found
     terminal.block(f"{prog}: {message}\nsee `{prog} --help`", err=True, indent="")
     sys.exit(code)
 

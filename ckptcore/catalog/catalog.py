@@ -32,7 +32,7 @@ from ckptcore.catalog.types import (
     Lineage,
     Origin,
 )
-from ckptcore.errors import LEVELS, Finding, UsageError, current_level
+from ckptcore.errors import LEVELS, Finding, UsageError
 from ckptcore.utils.processes import Identity, forget, this_process
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ class Catalog:
     def rest(self) -> bool:
         """Close the database connections that nobody uses; one is opened when the next is needed.
 
-        What another thread uses now comes back to the same pool, and is closed by the next call: a heartbeat's
-        own, for example. `Engine.dispose` would forget it there.
+        What another thread uses now comes back to the same pool, and is closed by the next call: that of a
+        heartbeat, for example. `Engine.dispose` would forget it there.
 
         Returns:
-            Whether connections of this database are kept at all when nobody uses them, and may be opened again.
+            Whether connections of this database are kept when nobody uses them, and may be opened again.
         """
         # A late import: a catalog is open by then, and has imported it.
         from sqlalchemy.pool import QueuePool
@@ -262,7 +262,6 @@ class Catalog:
             level: the level of the check.
             kind: the kind to record for an unknown checkpoint. A known derived checkpoint stays derived.
         """
-        level = current_level(level)
         if level not in LEVELS:
             raise UsageError(
                 f"the check level must be one of {', '.join(LEVELS)} (got {level!r})",

@@ -36,7 +36,7 @@ from ckptcore.catalog.types import (
     State,
     TensorRow,
 )
-from ckptcore.errors import Conflict, Finding, UsageError, current_level
+from ckptcore.errors import Conflict, Finding, UsageError
 from ckptcore.utils.late_pattern import late_pattern
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         origin=parsed(row.origin),
         created_at=row.created_at,
         verified_at=row.verified_at,
-        verified_level=_of_text(row.verified_level, current_level),
+        verified_level=row.verified_level,
         replaced_at=row.replaced_at,
         fingerprint=row.fingerprint,
         deleted_at=row.deleted_at,

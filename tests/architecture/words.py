@@ -61,12 +61,8 @@ PARTS = {
 _PLUGINS = "a name of the format API: plug-ins use it"
 _STORED = "a stored value"
 ALLOWED = {
-    ("ckptcore/core/box.py", "whole"): _PLUGINS,
     ("ckptcore/formats/base.py", "whole"): _PLUGINS,
-    ("ckptcore/formats/old_fields.py", "whole"): _PLUGINS,
     ("ckptcore/planning/compose.py", "whole"): _PLUGINS,
-    ("tests/formats/common/test_old_plugins.py", "whole"): _PLUGINS,
-    ("ckptcore/moved_modules.py", "crew"): "a module of release 0.1",
     ("ckptcore/operations/retire.py", "let go"): _STORED,
     ("tests/integration/flows/test_operations_flows.py", "let go"): _STORED,
     ("tests/integration/operations/test_retire.py", "let go"): _STORED,
