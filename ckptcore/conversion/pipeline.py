@@ -458,7 +458,7 @@ def _prepare(
         elif done != plan.digest:
             renew(staging, composed, stamps)
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
-        if ours is None or not ours.step:  # the second: an earlier version recorded no lists
+        if ours is None:
             replaced = Replaced()
             if request.replaces:
                 # Late imports: most conversions replace nothing.

@@ -48,8 +48,7 @@ class Entry:
         stamp: Changes when it is written or replaced; the kind of a special file; "" for a folder.
         inode: (device, inode) on this machine.
         ctime: When the status of a file or link changed, ns since 1970. It is not part of the identity, but
-            a rewrite in place can restore the mtime and not the ctime. None where there is no such time, or
-            an older version recorded none.
+            a rewrite in place can restore the mtime and not the ctime. None where there is no such time.
     """
 
     kind: str

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("ckptcore", "tasks", "flows", "deployments", "alembic", "tests", "docs")
+FOLDERS = ("ckptcore", "tasks", "flows", "deployments", "alembic", "changes", "tests", "docs")
 PAGES = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md")
 # This file names the words; the fixtures are other programs' files.
 SKIPPED = ("tests/architecture/words.py", "tests/fixtures/")
