@@ -7,7 +7,7 @@ processes write one after the other. Reading methods never wait for writers. Eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -160,11 +160,19 @@ class Catalog:
                 conversions.end_interrupted(conn, clock(conn), *conversions.of_machine(process))
                 begun += [conversions.begin_conversion(conn, clock(conn), process=process, **r) for r in rows]
             _RUNNING.update(dict.fromkeys(begun, process))
-            RUNNING.add(self, begun)
+            RUNNING.add(self.renew, begun)
         finally:
             if process not in _RUNNING.values():  # nothing was recorded
                 forget(process)
         return tuple(begun)
+
+    def renew(self, begun: Collection[str]) -> Collection[str]:
+        """Renew the rows of running conversions, and return those that have ended."""
+        try:
+            with self.writing() as conn:
+                return conversions.renew(conn, list(begun))
+        finally:  # conversions take hours, and a server has few connections
+            self.rest()
 
     def end_interrupted(self) -> tuple[str, ...]:
         """End the conversions whose process is known to have ended, and return their ids."""

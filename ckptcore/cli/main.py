@@ -46,7 +46,7 @@ COMMANDS = {
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from ckptcore import __version__
+        from ckptcore.utils.version import __version__
 
         terminal.line(f"ckptcore {__version__}")
         raise typer.Exit(0)

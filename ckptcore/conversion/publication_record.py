@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, field
 from typing import Any
 
-from ckptcore.conversion.staging import DRAFT, PUBLISHING, Staging
+from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging_names import DRAFT, PUBLISHING
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.custody.judged import Judged
 from ckptcore.errors import AlteredInTransit, CkptError

@@ -62,7 +62,7 @@ def model_card(
     request: Request, mapped: Mapped, manifest: Manifest, written: Mapping[str, str], files: ModelFiles
 ) -> bytes:
     """Return the README of an export. written: name -> dtype of the tensors that are cast."""
-    from ckptcore import __version__
+    from ckptcore.utils.version import __version__
 
     specs = mapped.manifest.tensors
     head, count = list(_head(files)), sum(t.numel for t in specs)

@@ -221,7 +221,7 @@ def of_object(seen: ObjectSeen) -> Entry:
 
 
 def _s3(url: str) -> Iterator[tuple[str, Entry]]:
-    from ckptcore.store.s3 import client_of, key_of
+    from ckptcore.store.objects.shared_clients import client_of, key_of
 
     client, key = client_of(url), key_of(url)
     prefix = f"{key}/" if key else ""
