@@ -12,14 +12,12 @@ imported only when tensors are read or written.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 # name -> module; imported on first use, so that `import ckptcore` is fast.
 _WHERE = {
+    "__version__": "ckptcore.utils.version",
     "open": "ckptcore.api",
     "read": "ckptcore.api",
     "load_into": "ckptcore.api",
@@ -50,8 +48,6 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
     from ckptcore.api import (
         check,
         convert,
@@ -77,6 +73,7 @@ if TYPE_CHECKING:
     from ckptcore.execution.receipts import Receipt
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
+    from ckptcore.utils.version import __version__ as __version__
 
 __all__ = [
     "Box",
@@ -117,17 +114,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Moved:
-    """Find modules of release 0.1 below `ckptcore`, which have moved."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith("ckptcore."):
-            return None
-        found: ModuleSpec | None = import_module("ckptcore.moved_modules").find(name)
-        return found
-
-
-sys.meta_path.append(_Moved)  # last: only for modules that nothing else finds

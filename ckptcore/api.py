@@ -34,12 +34,7 @@ Several = str | Sequence[str]  # the folder of a checkpoint, or those of one in 
 
 
 def open(
-    url: Several,
-    *,
-    allow_incomplete: bool = False,
-    keep_quantized: bool = False,
-    weights: str = "auto",
-    recover: bool = False,
+    url: Several, *, allow_incomplete: bool = False, keep_quantized: bool = False, weights: str = "auto"
 ) -> Manifest:
     """Read the manifest of a checkpoint folder or file, without reading a tensor byte.
 
@@ -48,7 +43,6 @@ def open(
         allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
         keep_quantized: Describe quantised weights as stored, instead of their values in float32.
         weights: Which of two stored copies of trained weights is the model: ``master``, ``module``, ``auto``.
-        recover: Former name of ``allow_incomplete``.
 
     Returns:
         The tensors, objects and files of the checkpoint, and which bytes hold them.
@@ -60,7 +54,7 @@ def open(
         NotComplete: The save has not finished.
         DamagedCheckpoint: The metadata cannot be used.
     """
-    return inspect(merged_url(url), allow_incomplete or recover, keep_quantized, weights)
+    return inspect(merged_url(url), allow_incomplete, keep_quantized, weights)
 
 
 def check(

@@ -16,7 +16,6 @@ from ckptcore.value_findings import VALUE_FINDINGS
 
 # The check levels, shallowest first: each includes those before it.
 LEVELS = ("files", "coverage", "bytes", "values")
-_FORMER_LEVELS = {"cover": "coverage"}  # of release 0.1, in stored findings and in packages with formats
 
 
 class CkptError(Exception):
@@ -301,8 +300,7 @@ class Finding:
 
     Attributes:
         code: A key of `FINDINGS`.
-        level: The check level that found it: files, coverage, bytes or values. The name of release 0.1,
-            cover, becomes coverage.
+        level: The check level that found it: files, coverage, bytes or values.
         message: What is wrong, with the values.
         fqn: The tensor or object concerned, or None.
         file: The file concerned, relative to the checkpoint's root, or None.
@@ -317,10 +315,6 @@ class Finding:
     file: str | None = None
     hint: str = ""
     severity: str = "error"
-
-    def __post_init__(self) -> None:
-        if self.level in _FORMER_LEVELS:
-            object.__setattr__(self, "level", current_level(self.level))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, whose keys are the arguments of `Finding`."""
@@ -543,15 +537,6 @@ FINDINGS: dict[str, tuple[str, str, str]] = VALUE_FINDINGS | {
     ),
     "not-complete": ("error", "the save did not finish", "wait, or accept it with --allow-incomplete"),
 }
-
-
-def current_level(level: str) -> str:
-    """Return the present name of a check level.
-
-    >>> current_level("cover"), current_level("bytes")
-    ('coverage', 'bytes')
-    """
-    return _FORMER_LEVELS.get(level, level)
 
 
 def finding(

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ckptcore import api
+from ckptcore.api import convert, read
+from ckptcore.api import open as open_checkpoint
 from ckptcore.conversion.pipeline import Result
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.named_values import restated
@@ -100,19 +101,18 @@ class Checkpoint:
         return _with_tensors(decode(blob.tree), self.manifest) if blob.known else None
 
 
-def open(url: str, *, allow_incomplete: bool = False, recover: bool = False) -> Checkpoint:
+def open(url: str, *, allow_incomplete: bool = False) -> Checkpoint:
     """Open the checkpoint at a path or URL: an iteration's folder, or a root with a tracker file.
 
     Args:
         url: Path or fsspec URL.
         allow_incomplete: Accept a save that did not finish, or that cannot be proven complete.
-        recover: Former name of ``allow_incomplete``.
 
     Raises:
         UnsupportedFormat: The format is neither `torch_dist` nor `zarr`.
         CkptError: As `ckptcore.open` raises.
     """
-    manifest = api.open(url, allow_incomplete=allow_incomplete or recover)
+    manifest = open_checkpoint(url, allow_incomplete=allow_incomplete)
     if manifest.format not in FORMATS:
         raise UnsupportedFormat(
             f"cannot open {url} as a Megatron-Core checkpoint: its format is {manifest.format}",
@@ -149,7 +149,7 @@ def remove(
             f"to must be {' or '.join(FORMATS)} (got {to!r})", hint="choose a Megatron-Core format"
         )
     globs = tuple(_escaped(prefix) + "*" for prefix in prefixes)
-    return api.convert(source, destination, to=to, exclude=globs, settings=settings)
+    return convert(source, destination, to=to, exclude=globs, settings=settings)
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ def _escaped(text: str) -> str:
 def _with_tensors(value: Any, manifest: Manifest) -> Any:
     """Return the value with tensors in place of references and dicts in place of namespaces."""
     if isinstance(value, TensorRef):
-        return api.read(manifest, value.fqn)
+        return read(manifest, value.fqn)
     if isinstance(value, Named):
         inner = _with_tensors(value.value, manifest)
         return restated(value.kind, inner) if value.kind in _OPENED else Named(value.kind, inner)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 import typer
 from prefect.context import SyncClientContext
 
-from ckptcore.__main__ import leave
 from ckptcore.cli.options import typer_type
 from ckptcore.cli.plain_values import FilledCommand
 from ckptcore.conversion.destination import require_no_credentials
@@ -27,6 +26,7 @@ from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, Interrupted, UsageError
 from ckptcore.planning.options import read_rules, split
 from ckptcore.utils import standard_streams, terminal
+from ckptcore.utils.command_process import leave
 from ckptcore.utils.units import show_size
 from flows._address import end_with, unanswered
 from flows._console import write_plainly
@@ -129,9 +129,7 @@ def parse(flow: Flow[..., Any], arguments: Sequence[str]) -> dict[str, Any]:
     except CkptError as error:
         message, code = error.message, error.exit_code
     else:
-        # A former name that was not used stays out of the run's parameters.
-        unused = {n for n, p in parameters.items() if option_of(p).renamed_to and found[n] is None}
-        return {name: value for name, value in found.items() if name not in unused}
+        return found
     terminal.block(f"{prog}: {message}\nsee `{prog} --help`", err=True, indent="")
     sys.exit(code)
 

@@ -8,8 +8,7 @@ checked against the same types.
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,15 +17,7 @@ from pydantic.errors import PydanticUserError
 
 from ckptcore.catalog.training import facts_of_pairs
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement
-from ckptcore.planning.options import (
-    Option,
-    Options,
-    former_option,
-    options_of,
-    pydantic_type,
-    read_options,
-    split,
-)
+from ckptcore.planning.options import Option, Options, options_of, pydantic_type, split
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import parse_size
 from flows._engine import HERE, Engine
@@ -36,8 +27,6 @@ RUN = ("batch", "engine")
 EXPORT = ("verify_export",)
 Table = tuple[inspect.Parameter, ...]
 _F = TypeVar("_F", bound=Callable[..., Any])
-_Declared = TypeVar("_Declared")
-_log = logging.getLogger("ckptcore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +89,12 @@ def declared(*names: str, of: type[Any] = FlowOptions, **defaults: Any) -> Table
     """
     known = options_of(of)
     found = {name: (*known[name][:2], defaults.get(name, known[name][2])) for name in names}
-    # Deployments of release 0.1 keep working: former names are parameters, too, without a field in the form.
-    found |= dict(former for name in names if (former := former_option(name, known[name])) is not None)
     return tuple(
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=pydantic_type(kind, option)
         )
         for name, (kind, option, default) in found.items()
     )
-
-
-def flow_options(declaration: type[_Declared], given: Mapping[str, Any]) -> _Declared:
-    """Return the options of a dataclass among a flow's parameters, and log those with a former name."""
-    for name, (_, option, _) in options_of(declaration).items():
-        if option.former is not None and given.get(option.former):
-            _log.warning("the parameter %r is now %r; the next release drops it", option.former, name)
-    return read_options(declaration, given)
 
 
 def takes(*tables: Table) -> Callable[[_F], _F]:
@@ -131,7 +110,7 @@ def takes(*tables: Table) -> Callable[[_F], _F]:
         known = {p.name for p in own}
         every = [*own, *(p for table in tables for p in table if p.name not in known)]
         function.__signature__ = seen.replace(parameters=every)  # type: ignore[attr-defined]
-        lines = [f"    {p.name}: {option_of(p).help}" for p in every if option_of(p).renamed_to is None]
+        lines = [f"    {p.name}: {option_of(p).help}" for p in every]
         function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Args:", *lines])
         return function
 

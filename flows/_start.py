@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptcore.__main__ import start_quickly
+from ckptcore.utils.command_process import start_quickly
 
 COMMANDS = frozenset(
     f"flows.{name}"

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from prefect import State
 
 from ckptcore.conversion.publish import Result
-from ckptcore.planning.options import OF_VERB, Option, Sources
+from ckptcore.planning.options import OF_VERB, Option, Sources, read_options
 from flows._command import entry
 from flows._flow import flow
 from flows._naming import run_name
-from flows._options import RUN, FlowOptions, declared, flow_options, takes
+from flows._options import RUN, FlowOptions, declared, takes
 from flows.convert import converted
 
 
@@ -28,7 +28,7 @@ def consolidate(
     **given: Any,
 ) -> Result | State[Any]:
     """Merge a sharded checkpoint into one file or folder, with every tensor under its stored name."""
-    return converted("consolidate", source, destination or None, flow_options(FlowOptions, given))
+    return converted("consolidate", source, destination or None, read_options(FlowOptions, given))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, fail, start
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, OutputMismatch
-from ckptcore.planning.options import MODEL, OF_VERB, Destination, Sources, Verb
+from ckptcore.planning.options import MODEL, OF_VERB, Destination, Sources, Verb, read_options
 from ckptcore.planning.request import Request
 from ckptcore.utils.log_format import log_fields
 from ckptcore.utils.spans import span
 from flows._command import entry
 from flows._flow import flow
 from flows._naming import closed, failed, run_name
-from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, flow_options, takes
+from flows._options import EXPORT, RUN, FlowJob, FlowOptions, declared, takes
 from flows._write import write_all
 from tasks.artifacts import sending_artifacts
 from tasks.assets import asset_keys
@@ -50,7 +50,7 @@ def convert(
     source: Sources, destination: Destination, verb: Verb = "consolidate", **given: Any
 ) -> Result | State[Any]:
     """Convert a sharded checkpoint into a verified and registered one."""
-    return converted(verb, source, destination, flow_options(FlowOptions, given))
+    return converted(verb, source, destination, read_options(FlowOptions, given))
 
 
 def converted(

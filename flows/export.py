@@ -10,11 +10,11 @@ from typing import Any
 from prefect import State
 
 from ckptcore.conversion.publish import Result
-from ckptcore.planning.options import OF_VERB, Destination, Sources
+from ckptcore.planning.options import OF_VERB, Destination, Sources, read_options
 from flows._command import entry
 from flows._flow import flow
 from flows._naming import run_name
-from flows._options import EXPORT, RUN, FlowOptions, declared, flow_options, takes
+from flows._options import EXPORT, RUN, FlowOptions, declared, takes
 from flows.convert import converted
 
 
@@ -22,7 +22,7 @@ from flows.convert import converted
 @takes(declared(*OF_VERB["export"], *EXPORT, *RUN))
 def export(source: Sources, destination: Destination, **given: Any) -> Result | State[Any]:
     """Export the model in a sharded checkpoint to a folder that transformers opens."""
-    return converted("export", source, destination, flow_options(FlowOptions, given))
+    return converted("export", source, destination, read_options(FlowOptions, given))
 
 
 if __name__ == "__main__":

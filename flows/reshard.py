@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict
 
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.planning.options import OF_VERB, Mesh, Option, Sources
+from ckptcore.planning.options import OF_VERB, Mesh, Option, Sources, read_options
 from ckptcore.store.place import identify, overlaps
 from flows._command import entry
 from flows._flow import flow
 from flows._naming import failed, run_name
-from flows._options import RUN, FlowOptions, declared, flow_options, takes
+from flows._options import RUN, FlowOptions, declared, takes
 from flows.convert import fan_out
 
 
@@ -50,7 +50,7 @@ def reshard(
 ) -> list[Result] | State[Any]:
     """Reshard a checkpoint for the ranks of a mesh, including optimizer and trainer state."""
     try:
-        options = flow_options(FlowOptions, {**given, "mesh": mesh})
+        options = read_options(FlowOptions, {**given, "mesh": mesh})
         requests = [
             replace(options, **target.model_dump(exclude={"destination"})).request(
                 "reshard", source, target.destination

@@ -24,13 +24,13 @@ from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
 from ckptcore.operations.sweep import ConvertEach, convert_ready, end_interrupted, forget_events, watched
 from ckptcore.operations.sweep_items import Standing, SweepItem, Swept
-from ckptcore.planning.options import MEANS, Option, options_of
+from ckptcore.planning.options import MEANS, Option, options_of, read_options
 from ckptcore.planning.request import Request
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.units import parse_duration
 from flows._command import entry
 from flows._naming import closed, failed
-from flows._options import RUN, FlowJob, FlowOptions, declared, flow_options, takes
+from flows._options import RUN, FlowJob, FlowOptions, declared, takes
 from flows.convert import steps
 from tasks.assets import asset_keys
 from tasks.convert_small import announce, convert_small
@@ -47,7 +47,7 @@ def sweep(
 ) -> State[Any]:
     """Convert complete checkpoints below the watched roots that are not converted yet."""
     try:
-        wanted = flow_options(SweepOptions, given)
+        wanted = read_options(SweepOptions, given)
         facts_of_every(wanted.meta or (), "meta")
         # False is the parameter's default, so it must not override the fingerprint of a root's target.
         job = FlowOptions.of(given | {"fingerprint": wanted.fingerprint or None, "meta": wanted.meta}).job()

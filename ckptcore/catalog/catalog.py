@@ -7,7 +7,7 @@ processes write one after the other. Reading methods never wait for writers. Eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptcore.catalog import checkpoints, conversions, export_verdicts, lineage, query, training_rows
 from ckptcore.catalog.commits import transaction
-from ckptcore.catalog.database import (
-    BEGIN,
-    DURABLE,
-    QUEUE_BEGIN,
-    READER_BEGIN,
-    clock,
-    require_writable,
-    translated,
-)
+from ckptcore.catalog.database import BEGIN, DURABLE, QUEUE_BEGIN, READER_BEGIN, clock, translated
 from ckptcore.catalog.heartbeats import RUNNING
 from ckptcore.catalog.training import USER, TrainingFacts
 from ckptcore.catalog.training_rows import Ranked
@@ -40,7 +32,7 @@ from ckptcore.catalog.types import (
     Lineage,
     Origin,
 )
-from ckptcore.errors import LEVELS, Finding, UsageError, current_level
+from ckptcore.errors import LEVELS, Finding, UsageError
 from ckptcore.utils.processes import Identity, forget, this_process
 
 if TYPE_CHECKING:
@@ -103,7 +95,6 @@ class Catalog:
 
         durable: flush it to disk at its end, also while another connection keeps SQLite's log open.
         """
-        require_writable(self._engine)
         engine = self._durable if durable else self._engine
         with translated(self.url), transaction(engine) as connection:
             yield connection
@@ -128,7 +119,6 @@ class Catalog:
     @contextmanager
     def queueing(self) -> Iterator[Connection]:
         """Open a transaction on the inbox or the outbox. It does not wait for writers of other rows."""
-        require_writable(self._engine)
         with translated(self.url), transaction(self._queues) as connection:
             yield connection
 
@@ -170,11 +160,19 @@ class Catalog:
                 conversions.end_interrupted(conn, clock(conn), *conversions.of_machine(process))
                 begun += [conversions.begin_conversion(conn, clock(conn), process=process, **r) for r in rows]
             _RUNNING.update(dict.fromkeys(begun, process))
-            RUNNING.add(self, begun)
+            RUNNING.add(self.renew, begun)
         finally:
             if process not in _RUNNING.values():  # nothing was recorded
                 forget(process)
         return tuple(begun)
+
+    def renew(self, begun: Collection[str]) -> Collection[str]:
+        """Renew the rows of running conversions, and return those that have ended."""
+        try:
+            with self.writing() as conn:
+                return conversions.renew(conn, list(begun))
+        finally:  # conversions take hours, and a server has few connections
+            self.rest()
 
     def end_interrupted(self) -> tuple[str, ...]:
         """End the conversions whose process is known to have ended, and return their ids."""
@@ -272,7 +270,6 @@ class Catalog:
             level: the level of the check.
             kind: the kind to record for an unknown checkpoint. A known derived checkpoint stays derived.
         """
-        level = current_level(level)
         if level not in LEVELS:
             raise UsageError(
                 f"the check level must be one of {', '.join(LEVELS)} (got {level!r})",

@@ -133,7 +133,7 @@ def put_checkpoint(conn: Connection, now: datetime, facts: CheckpointFacts, kind
 def _keep_ties(conn: Connection, checkpoint: int, places: Sequence[str]) -> None:
     """Move what keeps a checkpoint from the rows of the same content under other schemes to its row.
 
-    Older versions recorded one place under each scheme. A replaced row keeps nothing from deletion.
+    A replaced row keeps nothing from deletion.
     """
     row = conn.execute(
         select(Checkpoint.uri, Checkpoint.manifest_digest, Checkpoint.content_digest).where(

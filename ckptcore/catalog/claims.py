@@ -171,7 +171,7 @@ def of_destination(conn: Connection, destination: str) -> tuple[ClaimRow, ...]:
 
 
 def read_owner(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the owner and the process in the column `owner`; () for a row of an older version."""
+    """Return the owner and the process in the column `owner`; () if there is none."""
     owner, _, process = text.rpartition(_SIGN)
     return (owner, tuple(process.split(" "))) if owner else (text, ())
 

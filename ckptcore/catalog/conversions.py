@@ -16,7 +16,7 @@ from sqlalchemy import and_, delete, false, func, insert, select, update
 
 from ckptcore.catalog import training_rows
 from ckptcore.catalog.checkpoints import note_findings, put_checkpoint
-from ckptcore.catalog.database import clock, has_custody
+from ckptcore.catalog.database import clock
 from ckptcore.catalog.holdings import put_stamp
 from ckptcore.catalog.models import Checkpoint, Conversion, ConversionIO, ConversionProcess
 from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri, same_places
@@ -117,8 +117,8 @@ class Running:
 
 
 def running(conn: Connection) -> tuple[Running, ...]:
-    """Return the conversions that run now; in a catalog of an older schema, all that are recorded so."""
-    ended = frozenset(interrupted(conn) if has_custody(conn) else ())
+    """Return the conversions that run now."""
+    ended = frozenset(interrupted(conn))
     rows = conn.execute(
         select(Conversion.uuid, Conversion.source_uri, Conversion.destination_uri)
         .where(Conversion.state == Outcome.RUNNING.value)

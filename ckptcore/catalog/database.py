@@ -31,13 +31,11 @@ from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageE
 from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
-_RELEASED = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
-REVISIONS = (*_RELEASED, "0010", "0011", "0012", "0013", "0014", "0015")
+REVISIONS = ("v1",)
 HEAD = REVISIONS[-1]
-# Older schemas with the tables that `query.py` reads: they are read as they are, and written once upgraded.
-# What they lack (training facts, the audit) is read as empty: `is_behind`.
-READABLE = frozenset({"0009", "0010", "0011", "0012", "0013", "0014"})
-_WITHOUT_CUSTODY = frozenset({"0012", "0013", "0014"})  # these lack nothing else: `has_custody`
+# Development versions had fifteen revisions. The last has the tables of "v1": `upgrade` renames it.
+UNRENAMED = "0015"
+UNRELEASED = frozenset(f"{number:04}" for number in range(1, 15))
 
 PSYCOPG = "postgresql+psycopg"
 CONNECT_S = 15  # seconds until a server counts as unreachable
@@ -57,7 +55,6 @@ READER_BEGIN = {"sqlite": "BEGIN", "postgresql": "SET TRANSACTION ISOLATION LEVE
 QUEUE_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SET LOCAL lock_timeout = {WAIT_MS}"}
 BEGIN = "ckptcore_begin"  # execution option: one of the three tables; WRITER_BEGIN by default
 DURABLE = "ckptcore_durable"  # execution option: whether a commit is flushed
-BEHIND = "ckptcore_behind"  # execution option: the older schema of a catalog that can only be read
 
 # SQLSTATE prefixes of errors that pass: connections, too many of them, shutdown and start, deadlocks and
 # serialization failures, lock timeouts. https://www.postgresql.org/docs/current/errcodes-appendix.html
@@ -120,10 +117,7 @@ def unset_warning() -> str | None:
 
 
 def connect(url: str, *, create: bool) -> Engine:
-    """Return an engine for the catalog at `url`; raises as `open_catalog`.
-
-    The schema is at `HEAD`, or the execution option `BEHIND` names one of `READABLE`.
-    """
+    """Return an engine for the catalog at `url`, whose schema is `HEAD`; raises as `open_catalog`."""
     parsed = parse(url)
     path = sqlite_path(parsed)
     public_url = parsed.render_as_string(hide_password=True)
@@ -140,22 +134,11 @@ def connect(url: str, *, create: bool) -> Engine:
     engine = engine_for(parsed)
     try:
         with translated(public_url):
-            behind = _ensure_head(engine, public_url, create)
+            _ensure_head(engine, public_url, create)
     except BaseException:
         engine.dispose()
         raise
-    return engine if behind is None else engine.execution_options(**{BEHIND: behind})
-
-
-def is_behind(connection: Connection) -> bool:
-    """Return whether a catalog is of an older schema, without training facts, retirements and the audit."""
-    behind = connection.get_execution_options().get(BEHIND)
-    return behind is not None and behind not in _WITHOUT_CUSTODY
-
-
-def has_custody(connection: Connection) -> bool:
-    """Return whether a catalog has signs of life, holdings, obligations and what is set aside."""
-    return connection.get_execution_options().get(BEHIND) is None
+    return engine
 
 
 def clock(connection: Connection) -> datetime:
@@ -164,13 +147,6 @@ def clock(connection: Connection) -> datetime:
         return datetime.now(UTC)
     now: datetime = connection.exec_driver_sql("SELECT clock_timestamp()").scalar_one()
     return now.astimezone(UTC)
-
-
-def require_writable(engine: Engine) -> None:
-    """Raise `CatalogError` for a catalog of an older schema that can only be read."""
-    behind = engine.get_execution_options().get(BEHIND)
-    if behind is not None:
-        raise _outdated(behind, engine.url.render_as_string(hide_password=True))
 
 
 def parse(url: str) -> URL:
@@ -400,16 +376,12 @@ def revision(connection: Connection) -> str | None:
     return None
 
 
-def _ensure_head(engine: Engine, public_url: str, create: bool) -> str | None:
-    """Create a fresh SQLite catalog, and refuse schemas that this version cannot read.
-
-    Returns:
-        None for a catalog at `HEAD`, else its schema, which is one of `READABLE`.
-    """
+def _ensure_head(engine: Engine, public_url: str, create: bool) -> None:
+    """Create a fresh SQLite catalog, and refuse schemas other than `HEAD`."""
     with engine.execution_options(**{BEGIN: READER_BEGIN}).begin() as connection:
         found = revision(connection)
     if found == HEAD:
-        return None
+        return
     if found is None and engine.dialect.name == "sqlite" and create:
         with engine.begin() as connection:
             # Another process may have been faster: check once more under the writer's lock.
@@ -418,30 +390,36 @@ def _ensure_head(engine: Engine, public_url: str, create: bool) -> str | None:
                 make_views(connection)
                 connection.exec_driver_sql(_STAMP)
                 connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{HEAD}')")
-        return None
+        return
     if found is None:
         raise CatalogError(
             "the catalog's database has no tables yet",
             hint="run `ckptcore catalog upgrade` once",
             url=public_url,
         )
-    if found in READABLE:
-        return found
-    if found in REVISIONS:
-        raise _outdated(found, public_url)
+    require_known(found, public_url)
     raise CatalogError(
-        f"the catalog's schema must be {HEAD} (got {found}, of a newer version of ckptcore)",
-        hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
-        url=public_url,
-    )
-
-
-def _outdated(found: str, public_url: str) -> CatalogError:
-    return CatalogError(
         f"the catalog's schema is {found}, this version needs {HEAD}",
         hint="run `ckptcore catalog upgrade`",
         url=public_url,
     )
+
+
+def require_known(found: str, public_url: str) -> None:
+    """Raise `CatalogError` for a schema that `ckptcore catalog upgrade` cannot migrate."""
+    if found in UNRELEASED:
+        raise CatalogError(
+            f"the catalog's schema is {found}, of a development version (only {UNRENAMED} can be upgraded)",
+            hint="record its checkpoints in a new catalog with `ckptcore catalog rebuild ROOT...`, or first "
+            f"run `ckptcore catalog upgrade` of a development version with schema {UNRENAMED}",
+            url=public_url,
+        )
+    if found not in (*REVISIONS, UNRENAMED):
+        raise CatalogError(
+            f"the catalog's schema must be {HEAD} (got {found}, of a newer version of ckptcore)",
+            hint="upgrade ckptcore, name another catalog, or pass --no-catalog",
+            url=public_url,
+        )
 
 
 def _set_journal(connection: Any, mode: str) -> None:

@@ -11,15 +11,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from ckptcore.catalog import conversions
 from ckptcore.errors import CkptError, Interrupted
 
-if TYPE_CHECKING:
-    from ckptcore.catalog.catalog import Catalog
-
+Renew = Callable[[Collection[str]], Collection[str]]  # renews rows of conversions, returns those that ended
 PERIOD_S = 30.0
 # Without a renewal for this long, a row is looked at before something is published: less than the lease.
 _SURE_S = conversions.LEASE.total_seconds() / 2
@@ -35,13 +32,13 @@ class Heartbeats:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._renewed: dict[str, tuple[Catalog, float]] = {}  # conversion -> its catalog, when (`_elapsed`)
+        self._renewed: dict[str, tuple[Renew, float]] = {}  # conversion -> how, when (`_elapsed`)
         self._thread: threading.Thread | None = None
 
-    def add(self, catalog: Catalog, begun: Collection[str]) -> None:
+    def add(self, renew: Renew, begun: Collection[str]) -> None:
         """Renew these conversions, which were recorded as begun a moment ago, until `drop`."""
         with self._lock:
-            self._renewed |= {each: (catalog, _elapsed()) for each in begun}
+            self._renewed |= {each: (renew, _elapsed()) for each in begun}
             if self._thread is None and begun:
                 self._thread = threading.Thread(target=self._run, name="signs of life", daemon=True)
                 self._thread.start()
@@ -52,7 +49,7 @@ class Heartbeats:
             for conversion in ended:
                 self._renewed.pop(conversion, None)
 
-    def require(self, catalog: Catalog, conversion: str) -> None:
+    def require(self, renew: Renew, conversion: str) -> None:
         """Check that a conversion of this process may publish.
 
         Raises:
@@ -60,15 +57,14 @@ class Heartbeats:
             CatalogError: The catalog cannot be asked.
         """
         with self._lock:
-            _, renewed = self._renewed.get(conversion, (catalog, float("-inf")))
+            _, renewed = self._renewed.get(conversion, (renew, float("-inf")))
         if _elapsed() - renewed < _SURE_S:
             return
-        with catalog.writing() as conn:
-            if conversion in conversions.renew(conn, [conversion]):
-                raise Interrupted(
-                    f"conversion {conversion} was silent for too long, and counts as ended",
-                    hint="run the same command again: written files are kept",
-                )
+        if conversion in renew([conversion]):
+            raise Interrupted(
+                f"conversion {conversion} was silent for too long, and counts as ended",
+                hint="run the same command again: written files are kept",
+            )
 
     def _run(self) -> None:
         while True:
@@ -77,26 +73,23 @@ class Heartbeats:
                 if not self._renewed:
                     self._thread = None
                     return
-                catalogs = {id(catalog): catalog for catalog, _ in self._renewed.values()}
-                rows = {key: [c for c, (x, _) in self._renewed.items() if id(x) == key] for key in catalogs}
-            for key, catalog in catalogs.items():
-                self._renew(catalog, rows[key])
+                rows: dict[Renew, list[str]] = {}
+                for conversion, (renew, _) in self._renewed.items():
+                    rows.setdefault(renew, []).append(conversion)
+            for renew, mine in rows.items():
+                self._renew(renew, mine)
 
-    def _renew(self, catalog: Catalog, mine: Collection[str]) -> None:
+    def _renew(self, renew: Renew, mine: Collection[str]) -> None:
         began = _elapsed()
         try:
-            try:
-                with catalog.writing() as conn:
-                    lost = conversions.renew(conn, list(mine))
-            finally:  # conversions take hours, and a server has few connections
-                catalog.rest()
+            lost = renew(mine)
         except CkptError as error:  # more tries fit into the lease; `require` looks at what was not renewed
             _log.warning("cannot renew the row of a running conversion: %s", error.message)
             return
         with self._lock:
-            for conversion in set(mine) - lost:
+            for conversion in set(mine).difference(lost):
                 if conversion in self._renewed:
-                    self._renewed[conversion] = catalog, began
+                    self._renewed[conversion] = renew, began
 
 
 def _elapsed() -> float:

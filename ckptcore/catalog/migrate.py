@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING
 
 from alembic import command
 from alembic.config import Config
+from sqlalchemy import inspect
 
 from ckptcore.catalog.comments import put_comments
 from ckptcore.catalog.database import (
     HEAD,
     REVISIONS,
+    UNRENAMED,
     engine_for,
     make_folder,
     parse,
+    require_known,
     revision,
     sqlite_path,
     translated,
 )
+from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import drop_views, make_views
 from ckptcore.errors import CatalogError
 
@@ -45,15 +49,36 @@ def migrate(url: str, target: str) -> tuple[str | None, str]:
     with migrating(url) as connection:
         before = revision(connection)
         if before != target:
-            if before is not None and before not in REVISIONS:
-                raise CatalogError(
-                    f"cannot migrate: the catalog's schema {before} is newer than this version's {HEAD}",
-                    hint="upgrade ckptcore",
-                )
+            if before is not None:
+                require_known(before, parse(url).render_as_string(hide_password=True))
             config = configuration()
             config.attributes["connection"] = connection
+            if before == UNRENAMED:
+                command.stamp(config, REVISIONS[0], purge=True)
             command.upgrade(config, target)
+            if before == UNRENAMED:
+                _require_columns(connection)
     return before, target
+
+
+def _require_columns(connection: Connection) -> None:
+    """Raise `CatalogError` for a database that lacks columns of this version, whatever its revision says."""
+    tables = inspect(connection)
+    columns = {
+        (table, column["name"]) for table in tables.get_table_names() for column in tables.get_columns(table)
+    }
+    missing = [
+        f"{table.name}.{column.name}"
+        for table in Base.metadata.sorted_tables
+        for column in table.columns
+        if (table.name, column.name) not in columns
+    ]
+    if missing:
+        raise CatalogError(
+            f"cannot migrate: the catalog lacks {len(missing)} columns of its schema, first {missing[0]}. "
+            "Nothing was changed",
+            hint="record its checkpoints in a new catalog with `ckptcore catalog rebuild ROOT...`",
+        )
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Text, cast, exists, literal, select
 
 from ckptcore.catalog.audit import AuditRow, row_of
-from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import AuditRecord, Checkpoint, Outbox
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
 from ckptcore.catalog.queues import outbox
@@ -35,7 +34,7 @@ def unannounced(
 ) -> tuple[AuditRow, ...]:
     """Return the alias changes of the last `WINDOW` without a message to an endpoint, oldest first."""
     actions = [action for action, type in TYPES.items() if type in types]
-    if is_behind(conn) or not actions:
+    if not actions:
         return ()
     key = literal("audit:", Text) + cast(AuditRecord.id, Text)
     announced = exists().where(Outbox.endpoint == endpoint, Outbox.key == key)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, and_, func, select
 
-from ckptcore.catalog.database import has_custody
 from ckptcore.catalog.models import (
     Alias,
     Checkpoint,
@@ -37,7 +36,7 @@ from ckptcore.catalog.types import (
     State,
     TensorRow,
 )
-from ckptcore.errors import Conflict, Finding, UsageError, current_level
+from ckptcore.errors import Conflict, Finding, UsageError
 from ckptcore.utils.late_pattern import late_pattern
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def list_checkpoints(
 def with_custody(conn: Connection, rows: tuple[CheckpointRow, ...]) -> tuple[CheckpointRow, ...]:
     """Add to retired checkpoints when they may be purged, and to deleted ones what is lost of them."""
     gone = {row.id for row in rows if row.state in (State.RETIRED, State.DELETED)}
-    if not gone or not has_custody(conn):
+    if not gone:
         return rows
     due = select(Checkpoint.uuid, func.min(SetAsideRow.due_at)).join(
         SetAsideRow, SetAsideRow.checkpoint_id == Checkpoint.id
@@ -215,7 +214,7 @@ def checkpoint_row(row: Any) -> CheckpointRow:
         origin=parsed(row.origin),
         created_at=row.created_at,
         verified_at=row.verified_at,
-        verified_level=_of_text(row.verified_level, current_level),
+        verified_level=row.verified_level,
         replaced_at=row.replaced_at,
         fingerprint=row.fingerprint,
         deleted_at=row.deleted_at,

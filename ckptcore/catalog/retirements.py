@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, insert, select
 
 from ckptcore.catalog import audit
-from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import Checkpoint, GivenUpRow, RetirementRow
 from ckptcore.catalog.normalize import clean
 from ckptcore.utils.dataclass import dataclass
@@ -98,8 +97,6 @@ def withdraw(conn: Connection, public: str) -> None:
 
 def of(conn: Connection, public: str) -> RetirementRecord | None:
     """Return how a deleted source was proven; None if that is not recorded."""
-    if is_behind(conn):
-        return None
     row = _row_id(conn, public)
     found = conn.execute(select(RetirementRow.__table__).where(RetirementRow.checkpoint_id == row)).first()
     if found is None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, insert, select, update
 
-from ckptcore.catalog.database import has_custody
 from ckptcore.catalog.models import Checkpoint, SetAsideRow, TrainingRun
 from ckptcore.catalog.normalize import normal_uri
 from ckptcore.catalog.row_values import sound
@@ -80,8 +79,6 @@ def drop(conn: Connection, record: str) -> None:
 
 def every(conn: Connection) -> tuple[SetAsideEntry, ...]:
     """Return everything that is set aside, the earliest to purge first."""
-    if not has_custody(conn):
-        return ()
     rows = (
         select(SetAsideRow, Checkpoint.uuid, TrainingRun.name.label("run"))
         .outerjoin(Checkpoint, Checkpoint.id == SetAsideRow.checkpoint_id)

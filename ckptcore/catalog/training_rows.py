@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, func, insert, or_, select, update
 
-from ckptcore.catalog.database import is_behind
 from ckptcore.catalog.models import Checkpoint, ConversionIO, Metric, TrainingFactsRow, TrainingRun
 from ckptcore.catalog.normalize import clean_json
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows
@@ -84,8 +83,6 @@ def inherit(conn: Connection, now: datetime, source: int, derived: int) -> None:
 
 def read(conn: Connection, checkpoint: int) -> Training | None:
     """Return the facts of a checkpoint (row id), or None if there are none."""
-    if is_behind(conn):
-        return None
     row = conn.execute(select(TrainingFactsRow).where(TrainingFactsRow.checkpoint_id == checkpoint)).first()
     found = conn.execute(select(Metric).where(Metric.checkpoint_id == checkpoint).order_by(Metric.name)).all()
     if row is None and not found:
@@ -110,7 +107,7 @@ def metrics_of(
     conn: Connection, checkpoints: Sequence[int], names: Sequence[str] = ()
 ) -> dict[int, dict[str, Measured]]:
     """Return metrics by row id of checkpoint and by name. names: only these; () means all."""
-    if not checkpoints or is_behind(conn):
+    if not checkpoints:
         return {}
     wanted = select(Metric).where(Metric.checkpoint_id.in_(checkpoints)).order_by(Metric.name)
     if names:
@@ -127,8 +124,6 @@ def _measured(row: Any) -> Measured:
 
 def names_of_metrics(conn: Connection, run: int | None = None, limit: int = 200) -> tuple[str, ...]:
     """Return the names of recorded metrics, of all checkpoints or of one run (row id)."""
-    if is_behind(conn):
-        return ()
     if run is not None:
         of_run = select(Metric.name).join(Checkpoint, Checkpoint.id == Metric.checkpoint_id)
         rows = of_run.where(Checkpoint.run_id == run).distinct().order_by(Metric.name).limit(limit)
@@ -173,8 +168,6 @@ def best(
     """
     if goal not in GOALS:
         raise UsageError(f"the goal must be min or max (got {goal!r})")
-    if is_behind(conn):
-        return ()
     order = Metric.value if goal == "min" else Metric.value.desc()
     of_these: list[ColumnElement[bool]] = [Metric.name == metric, Checkpoint.state == State.PRESENT.value]
     if run is not None:

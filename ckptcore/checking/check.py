@@ -17,7 +17,7 @@ from ckptcore.checking.verdicts import PART_CODES, error_class, verdict
 from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Envelope, Manifest
-from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, current_level, finding
+from ckptcore.errors import LEVELS, Finding, UnreadablePart, UsageError, finding
 from ckptcore.store import Store
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.globs import leave_out
@@ -104,7 +104,6 @@ def check(
     Raises:
         UsageError: For an unknown level, or if the level needs a store and none is given.
     """
-    level = current_level(level)
     if level not in LEVELS:
         raise UsageError(
             f"level must be one of {', '.join(LEVELS)} (got {level!r})", hint="choose one of them"

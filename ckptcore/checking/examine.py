@@ -13,14 +13,7 @@ from dataclasses import replace
 from ckptcore.checking.check import Report, check
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
-from ckptcore.errors import (
-    LEVELS,
-    DamagedCheckpoint,
-    UnknownFormat,
-    UnsafeContent,
-    UnsupportedFormat,
-    current_level,
-)
+from ckptcore.errors import LEVELS, DamagedCheckpoint, UnknownFormat, UnsafeContent, UnsupportedFormat
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.redaction import bare_url
 from ckptcore.store import is_s3, join_url, open_source_store
@@ -90,7 +83,6 @@ def validate(
     manifest: Manifest, level: str = "coverage", *, workers: int = 2, progress: Progress | None = None
 ) -> Report:
     """Check a manifest (`check`); levels ``bytes`` and ``values`` read its files."""
-    level = current_level(level)
     if not _is_deep(level):
         return check(manifest, None, level)
     with closing(open_source_store(manifest.root, manifest.versions)) as store:
@@ -121,7 +113,6 @@ def examine(
         progress: What these levels report to.
         observe: See `inspect`; at the other levels nothing is observed.
     """
-    level = current_level(level)
     with reusing_memory():  # a check makes columns as large as those that reading has freed
         observe = observe and _is_deep(level)
         manifest = inspect(source, recover, keep_quantized, weights, observe=observe)

@@ -16,10 +16,11 @@ import numpy as np
 
 from ckptcore.checking.unused import unused_findings
 from ckptcore.core.box import Box, flat_start
-from ckptcore.core.byte_ledger import UnusedBytes, unread_padding
+from ckptcore.core.byte_ledger import UnusedBytes
 from ckptcore.core.coverage import replicas
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest, is_row_major, view_of
+from ckptcore.core.unused_bytes import unread_padding
 from ckptcore.errors import (
     CkptError,
     DamagedCheckpoint,

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ckptcore.core.byte_ledger import UnusedBytes, unused_bytes
+from ckptcore.core.byte_ledger import UnusedBytes
 from ckptcore.core.manifest import Envelope, Manifest
+from ckptcore.core.unused_bytes import unused_bytes
 from ckptcore.errors import Finding, finding
 from ckptcore.utils.text import count
 

@@ -14,7 +14,7 @@ from ckptcore.catalog import Kind, default_url, upgrade
 from ckptcore.cli.catalog_names import alias_app, hold_app, obligation_app, root_app
 from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.catalog_shared import As, Limit, Ref, Where, answer, opened, write_json
-from ckptcore.cli.options import Output, group, note_former
+from ckptcore.cli.options import Output, group
 from ckptcore.errors import CatalogError, UsageError
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
@@ -145,15 +145,6 @@ def find(
     with opened(catalog) as known:
         origins = known.copies(what) if fingerprint else known.which(what)
     answer(origins, output)
-
-
-@app.command("which", hidden=True)
-def which(
-    what: What, fingerprint: OfFingerprint = False, catalog: Where = None, output: As = Output.TEXT
-) -> None:
-    """Former name of `find`."""
-    note_former("which", "find")
-    find(what, fingerprint, catalog, output)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptcore.cli.catalog_shared import As, Limit, Where, answer, clock, opened, write_json
-from ckptcore.cli.options import Output, group, note_former
+from ckptcore.cli.options import Output, group
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from ckptcore.utils.text import count
@@ -65,14 +65,6 @@ def _add_commands(app: typer.Typer, name: str) -> None:
             write_json({"put_back": list(ids)})
             return
         terminal.line(f"{count(len(ids), 'row')} due again" if ids else "nothing has failed")
-
-    @app.command("again", hidden=True)
-    def former_retry(
-        ref: Ref = None, failed: Failed = False, catalog: Where = None, output: As = Output.TEXT
-    ) -> None:
-        """Former name of `retry`."""
-        note_former(f"{name} again", f"{name} retry")
-        retry(ref, failed, catalog, output)
 
 
 def _queue(name: str) -> Any:

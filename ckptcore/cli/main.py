@@ -40,16 +40,13 @@ COMMANDS = {
     "scrub": ("operations", "scrub"),
     "retire": ("operations", "retire"),
     "gc": ("operations", "gc"),
-    "prune": ("operations", "retire"),
-    "which": ("catalog", "which"),
     "catalog": ("catalog", "app"),
 }
-_FORMER = ("prune", "which")  # names of release 0.1, which the help leaves out
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from ckptcore import __version__
+        from ckptcore.utils.version import __version__
 
         terminal.line(f"ckptcore {__version__}")
         raise typer.Exit(0)
@@ -92,7 +89,7 @@ def program(*names: str) -> typer.Typer:
             if isinstance(found, typer.Typer):
                 complete.add_typer(found if only is None else _alone(found, names[1:]), name=name)
             else:
-                complete.command(name, hidden=name in _FORMER)(found)
+                complete.command(name)(found)
     return complete
 
 

@@ -16,18 +16,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import typer
 
 from ckptcore.cli.plain_values import PlainCommand, PlainGroup
-from ckptcore.errors import LEVELS, current_level
-from ckptcore.planning.options import (
-    MEANS,
-    Destination,
-    Option,
-    Options,
-    Source,
-    former_option,
-    options_of,
-    split,
-)
-from ckptcore.utils import terminal
+from ckptcore.errors import LEVELS
+from ckptcore.planning.options import MEANS, Destination, Option, Options, Source, options_of, split
 
 Table = Mapping[str, tuple[Any, Any]]  # parameter -> (type, default), in the order of the help
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -57,7 +47,7 @@ def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
     """Return an option's type for typer, with the declared name, help and limits."""
     flag = f"--{name.replace('_', '-')}"
     inner = [k for k in get_args(kind) if k is not type(None)] if _is_union(kind) else [kind]
-    if inner == [bool] and (option.off or default is not False) and option.renamed_to is None:
+    if inner == [bool] and (option.off or default is not False):
         flag += f"/--{option.off or f'no-{flag[2:]}'}"
     form = typer.Option(
         flag,
@@ -66,7 +56,6 @@ def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
         min=option.least,
         envvar=option.env,
         hidden=option.hidden,
-        callback=None if option.renamed_to is None else _noting(flag, option.renamed_to),
     )
     if get_origin(inner[0]) is tuple:  # typer has no tuples of any length
         return Annotated[list[get_args(inner[0])[0]] | None, form]  # type: ignore[misc]  # known at run time
@@ -74,7 +63,7 @@ def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
 
 
 def declared(*names: str, of: type[Any] = Options, **defaults: Any) -> Table:
-    """Return a table of declared options, with a hidden alias for each former name.
+    """Return a table of declared options.
 
     Args:
         names: Names of the options.
@@ -87,14 +76,7 @@ def declared(*names: str, of: type[Any] = Options, **defaults: Any) -> Table:
         kind, option, default = known[name]
         default = defaults.get(name, default)
         table[name] = typer_type(name, kind, option, default), default
-        if (former := former_option(name, known[name])) is not None:
-            table[former[0]] = typer_type(former[0], *former[1]), None
     return table
-
-
-def note_former(former: str, present: str) -> None:
-    """Print to standard error that a name of release 0.1 was used, and which one replaces it."""
-    terminal.line(f"note: {former} is now {present}; the next release drops the former name", err=True)
 
 
 def help_of(annotation: Any) -> str:
@@ -102,17 +84,6 @@ def help_of(annotation: Any) -> str:
     option = split(annotation)[1]
     assert option is not None  # it is declared with one
     return option.help
-
-
-def _noting(flag: str, present: str) -> Callable[[Any], Any]:
-    """Return a callback that prints a note when the option is used."""
-
-    def note(value: Any) -> Any:
-        if value:
-            note_former(flag, f"--{present.replace('_', '-')}")
-        return value if value or value == "" else None  # an empty text is refused, and not forgotten
-
-    return note
 
 
 def _is_union(kind: Any) -> bool:
@@ -127,13 +98,10 @@ class Output(StrEnum):
 
 
 def level(text: str) -> str:
-    """Return the check level of a text, whose former name `cover` is accepted too."""
-    name = current_level(text)
-    if name not in LEVELS:
+    """Return the check level of a text."""
+    if text not in LEVELS:
         raise typer.BadParameter(f"must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]} (got {text!r})")
-    if name != text:
-        note_former(f"--level {text}", f"--level {name}")
-    return name
+    return text
 
 
 Src = Annotated[str, typer.Argument(metavar="SRC", help=help_of(Source))]

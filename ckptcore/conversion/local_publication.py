@@ -152,8 +152,6 @@ def _is_empty(spot: Spot) -> bool:
 def _conclude(spots: Spots, old: Spot, begun: Publication) -> None:
     target, top = spots.target, begun.replaces.inventory.get("")
     if begun.identity is not None and _inode(target) == begun.identity[:2]:
-        if not begun.step:
-            return  # an earlier version replaced it, by the rules of that version
         seen = target.look()
         staged = spots.folder if seen is not None and stat.S_ISDIR(seen.st_mode) else spots.file
         if old != spots.aside:

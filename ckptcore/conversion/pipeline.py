@@ -27,7 +27,16 @@ from ckptcore.conversion.publication_record import DONE, Replaced, noted, packed
 from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
 from ckptcore.conversion.source_digests import require_as_recorded
-from ckptcore.conversion.staged_plan import REQUEST, look_ahead, plan_run, renew, restore, save, saved_digest
+from ckptcore.conversion.staged_plan import (
+    REQUEST,
+    begin_uploads,
+    look_ahead,
+    plan_run,
+    renew,
+    restore,
+    save,
+    saved_digest,
+)
 from ckptcore.conversion.staging import Staging
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums
@@ -458,7 +467,7 @@ def _prepare(
         elif done != plan.digest:
             renew(staging, composed, stamps)
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
-        if ours is None or not ours.step:  # the second: an earlier version recorded no lists
+        if ours is None:
             replaced = Replaced()
             if request.replaces:
                 # Late imports: most conversions replace nothing.
@@ -471,7 +480,7 @@ def _prepare(
                     replaced = replace(replaced, judged=judged)
             records.insert(0, packed_replaced(replaced))
         if staging.places is not None:
-            from ckptcore.conversion.staged_uploads import begin_uploads, upload_budget
+            from ckptcore.conversion.staged_uploads import upload_budget
 
             upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
             if anew and just_read:

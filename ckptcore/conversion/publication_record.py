@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import asdict, field
 from typing import Any
 
-from ckptcore.conversion.staging import DRAFT, PUBLISHING, Staging
+from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging_names import DRAFT, PUBLISHING
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.custody.judged import Judged
 from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store, fetch
-from ckptcore.store.inventory import FILE, LINK, Entry, Inventory
+from ckptcore.store.inventory import Entry, Inventory
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
 
@@ -44,11 +45,6 @@ class Replaced:
     first: tuple[str, ...] = ()
     judged: Judged | None = None
     home: str = ""
-
-    @property
-    def lacks_times(self) -> bool:
-        """Whether an older version recorded it without times that would show a rewrite in place."""
-        return any(e.kind in (FILE, LINK) and e.inode and e.ctime is None for e in self.inventory.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -75,7 +71,7 @@ class Publication:
     Attributes:
         plan: The plan's digest.
         identity: (device, inode, mtime in ns) of what is moved into place; None on an object store.
-        step: The current step; "" if an earlier version began it.
+        step: The current step; "" before the first.
         replaces: What may be replaced.
         puts: Name -> (bytes, BLAKE3 or None) of every file.
         there: The content of the destination after all files were written.
@@ -106,14 +102,11 @@ class Publication:
 
     @classmethod
     def from_dict(cls, form: Mapping[str, Any]) -> Publication:
-        """Read the form of `as_dict`, or that of earlier versions, which has no step."""
+        """Read the form of `as_dict`."""
         identity = form["identity"]
-        plan, moved = str(form["plan"]), None if identity is None else tuple(identity)
-        if "step" not in form:
-            return cls(plan, moved)
         return cls(
-            plan,
-            moved,
+            str(form["plan"]),
+            None if identity is None else tuple(identity),
             str(form["step"]),
             Replaced.from_dict(form["replaces"]),
             {name: (int(nbytes), digest) for name, (nbytes, digest) in form["puts"].items()},
@@ -194,7 +187,7 @@ def packed_replaced(replaced: Replaced) -> tuple[str, bytes]:
 
 
 def noted_replaced(staging: Staging) -> Replaced | None:
-    """Return what may be replaced by the plan; None if an earlier version planned, or it is truncated."""
+    """Return what may be replaced by the plan; None if there is no record, or it is truncated."""
     form = _stored_json(staging.root, REPLACES)
     try:
         return None if form is None else Replaced.from_dict(form)
@@ -203,8 +196,8 @@ def noted_replaced(staging: Staging) -> Replaced | None:
 
 
 def entry_of(form: Mapping[str, Any]) -> Entry:
-    """Read an entry from its JSON form; older versions recorded no ctime."""
-    inode, ctime = form["inode"], form.get("ctime")
+    """Read an entry from its JSON form."""
+    inode, ctime = form["inode"], form["ctime"]
     return Entry(
         form["kind"],
         int(form["nbytes"]),

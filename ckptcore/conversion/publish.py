@@ -382,10 +382,10 @@ def _publication(
     staging: Staging, plan: Plan, receipts: tuple[Receipt, ...], begun: Publication | None
 ) -> Publication:
     """Return the publication to carry out: on an object store, the one that a killed run recorded."""
-    if staging.root.local is None and begun is not None and begun.plan == plan.digest and begun.step:
+    if staging.root.local is None and begun is not None and begun.plan == plan.digest:
         return begun
     replaces = noted_replaced(staging)
-    if replaces is None or replaces.lacks_times:  # an earlier version made the plan, or a crash truncated it
+    if replaces is None:  # a crash truncated it
         replaces, request = Replaced(), staged_request(staging)
         if request.replaces:
             # A late import: most conversions replace nothing.

@@ -110,7 +110,7 @@ def start_each(
 
 def _begun(request: Request, flow_run_id: str | None) -> dict[str, Any]:
     """Return what `Catalog.begin` records of a request."""
-    from ckptcore import __version__
+    from ckptcore.utils.version import __version__
 
     return {
         "request": request.as_dict(),

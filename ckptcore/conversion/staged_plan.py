@@ -7,7 +7,8 @@ from contextlib import suppress
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
-from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging
+from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging_names import PUBLISHING, UPLOADS
 from ckptcore.errors import DestinationUnwritable, MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
 from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
@@ -28,6 +29,7 @@ from ckptcore.store import Store, fetch, put_each
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
+_AHEAD = 4  # uploads that are begun before their files are written
 REQUEST = "request.json"
 
 
@@ -207,3 +209,17 @@ def _put_extra(staging: Staging, composed: Composed) -> None:
         data = composed.extra[path]
         if staging.files.size(path) != len(data) or digest_of(staging.files, path, len(data)) != digest:
             staging.files.put(path, data)
+
+
+def begin_uploads(staging: Staging, plan: Plan, settings: Settings) -> None:
+    """Begin the uploads of the first files of a plan that this process carries out, while it is saved.
+
+    Their entries are in the journal first: a run that is killed before it has a plan leaves nothing else.
+    """
+    # A late import: local conversions need no object store.
+    from ckptcore.conversion.staged_uploads import is_uploaded
+
+    if staging.places is not None:
+        staging.uploads = staging.places.uploads(plan, settings, none_begun=staging.none_begun)
+        first = [file for file in plan.files if is_uploaded(file)][:_AHEAD]
+        staging.uploads.begin_ahead((file.index, file.path, file.nbytes) for file in first)

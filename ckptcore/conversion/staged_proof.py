@@ -1,8 +1,8 @@
 """Prove that the staged output equals the source, although the status of the source's files changed.
 
 A file that is rewritten in place can get its size and modification time back. Its ctime changes, but a chmod
-or a backup changes that, too. If only a ctime differs from the one recorded with the plan, or the plan of an
-older version has none, every output file is computed a second time and compared with the staged bytes, while
+or a backup changes that, too. If only a ctime differs from the one recorded with the plan, or the plan has
+none, every output file is computed a second time and compared with the staged bytes, while
 stamps and ctimes stay constant. That reads the source and the staged files once, and is conclusive.
 """
 
@@ -95,7 +95,7 @@ def _compare_files(staging: Staging, plan: Plan, recompute: Callable[[], None]) 
 
 def _why(before: Mapping[str, int | None] | None, now: Mapping[str, int | None]) -> str:
     if before is None:
-        return "the plan of an older version has no ctimes"
+        return "the plan has no ctimes"
     return f"the ctime of {_differing(before, now)} changed, its size and modification time did not"
 
 

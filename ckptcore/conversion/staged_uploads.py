@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckptcore.conversion.staging import LEASE, UPLOADS, Staging
+from ckptcore.conversion.staging_names import LEASE, UPLOADS
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.tiles import Budget
@@ -21,11 +21,10 @@ from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.lease import Arbiter, Lease
 from ckptcore.store.objects.part_plan import UploadBudget, plan_parts
+from ckptcore.store.objects.shared_clients import client_of, key_of
 from ckptcore.store.objects.uploads import Uploads
-from ckptcore.store.s3 import client_of, key_of
 from ckptcore.utils.dataclass import dataclass
 
-_AHEAD = 4  # uploads that are begun before their files are written
 _LEAST = 256 << 10  # bytes of tiles of one worker (`ckptcore.execution.tiles`)
 
 
@@ -86,17 +85,6 @@ class ObjectPlaces:
             in_flight=budget.in_flight,
             none_begun=none_begun,
         )
-
-
-def begin_uploads(staging: Staging, plan: Plan, settings: Settings) -> None:
-    """Begin the uploads of the first files of a plan that this process carries out, while it is saved.
-
-    Their entries are in the journal first: a run that is killed before it has a plan leaves nothing else.
-    """
-    if staging.places is not None:
-        staging.uploads = staging.places.uploads(plan, settings, none_begun=staging.none_begun)
-        first = [file for file in plan.files if is_uploaded(file)][:_AHEAD]
-        staging.uploads.begin_ahead((file.index, file.path, file.nbytes) for file in first)
 
 
 def object_places(destination: str, staging: str) -> ObjectPlaces | None:

@@ -22,6 +22,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptcore.conversion.staging_names import (
+    DRAFT,
+    LEASE,
+    LOCK,
+    PARTS,
+    PUBLISHING,
+    RECORDS,
+    REPLACED,
+    UPLOADS,
+)
 from ckptcore.errors import (
     Busy,
     CkptError,
@@ -47,12 +57,6 @@ if TYPE_CHECKING:
     from ckptcore.store.objects.lease import Arbiter, Lease
     from ckptcore.store.objects.uploads import Uploads
 
-PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
-REPLACED = "replaced"  # the old output that a new one replaced
-LOCK, PARTS = "lock", ("plan", "receipts", "files")
-RECORDS = ("request.json", "replaces.json", PUBLISHING)
-DRAFT = f"{PARTS[0]}/{PUBLISHING}"  # a record on its way, among what every version removes
-UPLOADS, LEASE = "uploads", "lease.json"  # on object stores: the journal of uploads, and the lock
 _REMOTE = late_pattern(
     rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
 )

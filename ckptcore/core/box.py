@@ -40,8 +40,6 @@ class Box:
         """Return the box that covers a whole tensor of ``shape``."""
         return cls((0,) * len(shape), shape)
 
-    whole = full  # what release 0.1 calls it: plug-ins of formats use it
-
     @property
     def numel(self) -> int:
         """Count the elements; 1 for rank 0."""

@@ -15,9 +15,9 @@ from contextlib import closing
 from ckptcore.catalog.normalize import storable
 from ckptcore.comparison.fingerprint import fingerprint
 from ckptcore.comparison.object_leaves import exact_leaves
-from ckptcore.core.byte_ledger import accounted_files, unused_bytes
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
+from ckptcore.core.unused_bytes import accounted_files, unused_bytes
 from ckptcore.core.used_files import used
 from ckptcore.execution.receipts import digest_of
 from ckptcore.fingerprints.holdings import (

@@ -73,7 +73,7 @@ def admit(place: str, writer: Replacer, settings: Settings, judged: Judged | Non
     """
     with existing_catalog(writer.catalog) as catalog:
         if catalog is not None and writer.conversion is not None:
-            RUNNING.require(catalog, writer.conversion)
+            RUNNING.require(catalog.renew, writer.conversion)
         in_place = local_path(place) is None  # nothing of it can be set aside: copies are read once more
         if in_place and nothing_at(place):  # an interrupted run was admitted, and removed it
             return ""

@@ -64,7 +64,7 @@ def earlier(
                 found.kept[index] = replace(receipt, reused=True)
             continue
         if run.uploads is not None and run.load(index).tensors:
-            continue  # an older version staged it
+            continue  # it was staged, not uploaded
         seen = seen_as(run.files, receipt)  # before it is read, so that a later change is detected
         if not is_intact(run.files, receipt):
             continue

@@ -95,7 +95,7 @@ def settled_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]
 
 def untouched(before: Mapping[str, int | None] | None, now: Mapping[str, int | None]) -> bool:
     """Report whether no ctime has changed since ``before``; True on a store without ctimes."""
-    if before is None:  # an older version made the plan
+    if before is None:  # not recorded, or truncated by a crash
         return all(ctime is None for ctime in now.values())
     return all(before.get(path, YOUNG) == ctime != YOUNG for path, ctime in now.items())
 
@@ -121,7 +121,7 @@ def load(plan: Store) -> dict[str, str | None] | None:
 
 
 def load_ctimes(plan: Store) -> dict[str, int | None] | None:
-    """Return the ctimes of a plan's folder like `load`; plans of older versions have none."""
+    """Return the ctimes of a plan's folder like `load`."""
     return _load(plan, CTIMES)
 
 

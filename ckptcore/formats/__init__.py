@@ -13,8 +13,8 @@ For plug-ins, stable from release to release together with `ckptcore.errors` and
   `Unread`;
 - what a writer gets and makes: `Arrangement`, `FileLayout`, `Slot`, `Literal`, `natural`.
 
-Modules: `base` (the interface), `common` (shared by several families), `plugins` (the registry), `old_fields`
-(constructors of release 0.1), `step_roots` (folders of steps), `refused` (formats known only by name).
+Modules: `base` (the interface), `common` (shared by several families), `plugins` (the registry), `step_roots`
+(folders of steps), `refused` (formats known only by name).
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
 from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
 from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
-from ckptcore.formats.old_fields import accept_old_fields
 from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
 from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
 from ckptcore.formats.olmo.unsharded import FORMAT as OLMO_UNSHARDED
@@ -76,8 +75,6 @@ from ckptcore.store import Stamped, Store, hub_hint, join_url, open_source_store
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
 from ckptcore.utils.memory import reusing_memory
-
-accept_old_fields()
 
 # In the order of detection. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (

@@ -17,18 +17,18 @@ such as ``scheduler``; one outside of the part is a stray, about which an export
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
-from ckptcore.naming.moments import trained_parameters
+from ckptcore.naming.moments import SHAPED, endings, state_of, trained_parameters
 from ckptcore.naming.rename import LEADING_WRAPPERS, WRAPPERS, strip_wrappers
-from ckptcore.naming.strays import COPY, find_strays
-from ckptcore.naming.training_state import StoredKinds, below_states, is_average
+from ckptcore.naming.training_state import StoredKinds, below, below_states, is_average
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 
@@ -41,6 +41,10 @@ _TRAINER = late_pattern(
 # Nothing tells what trainers keep below these.
 _WEIGHTLESS = late_pattern(r"^(trainer|extra)(\.|/|$)")
 _OPTIMIZER = late_pattern(r"^(optim|optimizers?|optimizer_\d+|chained_\d+|state)(\.|/|$)")
+# Names of copies of a model that were not trained themselves.
+_COPY = late_pattern(
+    r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
+)
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 
 
@@ -96,7 +100,7 @@ def find_model(manifest: Manifest, prefix: str | None = None) -> ModelPart:
     if prefix is not None:
         return _part_below(stored, prefix)
     part = _found(stored)
-    strays = find_strays(stored.kinds, stored.names, part, stored.states)
+    strays = _find_strays(stored.kinds, stored.names, part, stored.states)
     return replace(part, strays=strays) if strays else part
 
 
@@ -324,7 +328,7 @@ def _likeliest(roots: Sequence[str]) -> str:
     """Return the part to suggest: with a name that trainers use, and no copy; the first of equals."""
     if not roots:
         return "PREFIX"
-    best = min(roots, key=lambda root: (root[:-1] not in _CONTAINERS, bool(COPY.search(root))))
+    best = min(roots, key=lambda root: (root[:-1] not in _CONTAINERS, bool(_COPY.search(root))))
     return best or "''"
 
 
@@ -360,3 +364,91 @@ def _by_name(stored: _Stored, total: int) -> list[tuple[str, int]]:
         if inside:
             return [(name + ".", inside)]
     return [("", total)]
+
+
+def _find_strays(
+    kinds: StoredKinds, names: Sequence[str], part: ModelPart, states: Mapping[str, Set[str]]
+) -> tuple[str, ...]:
+    """Return the stored names of strays, in the checkpoint's order.
+
+    The state of an optimizer names its parameters, or numbers them. A name is a stray if the part lacks it
+    and it is stored elsewhere. Numbers tell shapes alone: where an optimizer has state for more tensors of a
+    shape than the part has, those of that shape outside are strays.
+
+    Args:
+        kinds: What names outside of the model are.
+        names: All tensors.
+        part: The model part.
+        states: Optimizer -> names of its parameters.
+    """
+    strays = _strays_by_name(kinds, names, part, states) if part.prefix else set()
+    strays |= _strays_by_shape(kinds, names, part)
+    return tuple(name for name in names if name in strays)
+
+
+def _strays_by_name(
+    kinds: StoredKinds, names: Sequence[str], part: ModelPart, states: Mapping[str, Set[str]]
+) -> set[str]:
+    inner = {strip_wrappers(n[len(part.prefix) :]) for n in names if n.startswith(part.prefix)}
+    parts = part.prefix.split(".")[:-1]
+    heads = ("", *(".".join(parts[n:]) + "." for n in range(len(parts))))
+    trained, missing = set[str](), set[str]()
+    for parameters in states.values():
+        for parameter in parameters:
+            bare = strip_wrappers(parameter)
+            inside = any(bare.startswith(head) and bare[len(head) :] in inner for head in heads)
+            (trained if inside else missing).add(bare)
+    if not missing:
+        return set()
+    strays: dict[str, set[str]] = {}
+    for name in _outside(names, part, states):
+        bare = strip_wrappers(name)
+        for ending in endings(bare):
+            # One element at the end of a longer name, such as ``scale``, proves nothing.
+            if ending in missing and ("." in ending or ending == bare) and kinds.kind_of(name) is None:
+                strays.setdefault(bare[: len(bare) - len(ending)], set()).add(name)
+                break
+    stored = {strip_wrappers(name) for name in names}
+    copies = {
+        prefix
+        for prefix in strays
+        if prefix and (_COPY.search(prefix) or 2 * sum(prefix + n in stored for n in trained) > len(trained))
+    }
+    return {name for prefix, same in strays.items() if prefix not in copies for name in same}
+
+
+def _strays_by_shape(kinds: StoredKinds, names: Sequence[str], part: ModelPart) -> set[str]:
+    manifest: Manifest = kinds.manifest
+    moments: dict[tuple[str, str], tuple[int, ...]] = {}
+    for spec in manifest.tensors:
+        state = state_of(spec.fqn) if "state." in spec.fqn else None
+        if state is None or state.key not in SHAPED or not spec.numel > 1:
+            continue
+        if not state.parameter.isdigit():
+            return set()
+        moments[state.root, state.parameter] = spec.shape
+    if not moments:
+        return set()
+    more = Counter(moments.values())
+    shapes = {spec.fqn: spec.shape for spec in manifest.tensors}
+    for name in names:
+        if part.holds(name):
+            more[shapes[name]] -= 1
+    outside = [
+        name
+        for name in _outside(names, part, dict.fromkeys(root for root, _ in moments))
+        if more[shapes[name]] > 0 and kinds.is_weight_like(name) and kinds.kind_of(name) is None
+    ]
+    there = Counter(shapes[name] for name in outside if not _COPY.search(name))
+    return {n for n in outside if there[shapes[n]] >= more[shapes[n]] and not _COPY.search(n)}
+
+
+def _outside(names: Sequence[str], part: ModelPart, optimizers: Mapping[str, object]) -> Iterator[str]:
+    """Yield names outside of the model part, of other candidates for it, and of optimizers' own states."""
+    for name in names:
+        if part.holds(name):
+            continue
+        if name.startswith(part.others or ("\0",)) or state_of(name) is not None:
+            continue
+        if not any(below(name, f"{root}.state" if root else "state") for root in optimizers):
+            yield name

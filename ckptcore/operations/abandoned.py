@@ -18,12 +18,13 @@ from typing import Any
 
 from ckptcore.conversion.destination_claim import claim_of
 from ckptcore.conversion.publication_record import DONE, noted
-from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging, is_of_staging
+from ckptcore.conversion.staging import Staging, is_of_staging
+from ckptcore.conversion.staging_names import PUBLISHING, UPLOADS
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
 from ckptcore.store.objects.journal import UploadJournal
-from ckptcore.store.s3 import client_of
+from ckptcore.store.objects.shared_clients import client_of
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 

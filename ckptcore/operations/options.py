@@ -27,10 +27,10 @@ class SweepOptions:
 
     dry_run: Annotated[bool, Option("Report what would be done, and change nothing.")] = False
     min_age: Annotated[
-        str, Option("Skip checkpoints that changed within this time: 90s, 2m or 1h.", "TIME", former="settle")
+        str, Option("Skip checkpoints that changed within this time: 90s, 2m or 1h.", "TIME")
     ] = "2m"
     retry_failed: Annotated[
-        bool, Option("Also retry conversions that failed recently, and broken checkpoints.", former="again")
+        bool, Option("Also retry conversions that failed recently, and broken checkpoints.")
     ] = False
     relist: Annotated[
         bool,

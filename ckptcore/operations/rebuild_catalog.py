@@ -234,8 +234,8 @@ def _adopted(catalog: Catalog, began: datetime, public: str, uri: str) -> str | 
 
 
 def _of_equal_numbers(catalog: Catalog, began: datetime, public: str) -> str | None:
-    from ckptcore import __version__
     from ckptcore.catalog.conversions import adopt_equal
+    from ckptcore.utils.version import __version__
 
     with catalog.writing() as conn:
         return adopt_equal(conn, began, public, tool_version=__version__)

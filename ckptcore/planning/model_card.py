@@ -1,8 +1,8 @@
 """Write the model card (README.md) of an export, and read existing ones.
 
 A card has the origin of the weights, so that a lost catalog can be rebuilt from it (`provenance`). A card
-that nobody edited may be replaced (`is_untouched`). Both read cards of every earlier version: the three lines
-of the source do not change.
+that nobody edited may be replaced (`is_untouched`). Both read the three lines of the
+source, whatever version wrote the card.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def model_card(
     request: Request, mapped: Mapped, manifest: Manifest, written: Mapping[str, str], files: ModelFiles
 ) -> bytes:
     """Return the README of an export. written: name -> dtype of the tensors that are cast."""
-    from ckptcore import __version__
+    from ckptcore.utils.version import __version__
 
     specs = mapped.manifest.tensors
     head, count = list(_head(files)), sum(t.numel for t in specs)

@@ -36,8 +36,6 @@ class Option:
         env: The environment variable that a command line reads when the option is absent.
         off: The name of its opposite, where that is not ``no-`` and the name.
         hidden: Whether the help leaves it out.
-        former: The name that the option had in release 0.1. It is still accepted, and hidden.
-        renamed_to: For an option under its former name: the name of the option that replaces it.
     """
 
     help: str
@@ -47,8 +45,6 @@ class Option:
     env: str | None = None
     off: str | None = None
     hidden: bool = False
-    former: str | None = None
-    renamed_to: str | None = None
 
 
 Declared = TypeVar("Declared")
@@ -137,8 +133,7 @@ class Options:
         Texts, Option("Store only B of the equal tensors A and B; equality is checked (repeatable).", "A=B")
     ] = None
     allow_incomplete: Annotated[
-        bool,
-        Option("Accept a save that did not finish, or that cannot be proven complete.", former="recover"),
+        bool, Option("Accept a save that did not finish, or that cannot be proven complete.")
     ] = False
     keep_quantized: Annotated[
         bool, Option("Keep quantised weights as stored instead of converting them to float32.")
@@ -318,41 +313,13 @@ def options_of(declared: type[Any]) -> Mapping[str, Declaration]:
     return known
 
 
-def former_option(name: str, declaration: Declaration) -> tuple[str, Declaration] | None:
-    """Return the former name of an option, with the declaration of the hidden alias; None if it has none.
-
-    The alias has the default None, which means that it was not given.
-    """
-    kind, option, _ = declaration
-    if option.former is None:
-        return None
-    alias = Option(
-        f"Former name of {name}.",
-        option.metavar,
-        least=option.least,
-        pattern=option.pattern,
-        hidden=True,
-        renamed_to=name,
-    )
-    return option.former, (kind | None, alias, None)
-
-
 def read_options(declared: type[Declared], given: Mapping[str, Any]) -> Declared:
     """Return the options of a dataclass among the arguments of a command, which may have others.
 
-    A value under a former name counts where the present name has its default.
-
-    >>> read_options(Options, {"recover": True, "source": "a"}).allow_incomplete
+    >>> read_options(Options, {"allow_incomplete": True, "source": "a"}).allow_incomplete
     True
     """
-    values = {}
-    for name, (_, option, default) in options_of(declared).items():
-        if name in given:
-            values[name] = given[name]
-        former = None if option.former is None else given.get(option.former)
-        if former is not None and values.get(name, default) == default:
-            values[name] = former
-    return declared(**values)
+    return declared(**{name: given[name] for name in options_of(declared) if name in given})
 
 
 def request_field(name: str) -> str:
@@ -369,17 +336,11 @@ def split(annotation: Any) -> tuple[Any, Option | None]:
 
 
 def pydantic_type(kind: Any, option: Option) -> Any:
-    """Return an option's type for pydantic, with its limits and help.
-
-    A former name is accepted, and is in no JSON schema: Prefect's form shows the present name only.
-    """
+    """Return an option's type for pydantic, with its limits and help."""
     from pydantic import Field
-    from pydantic.json_schema import SkipJsonSchema
 
     # None is no limit.
     field = Field(description=option.help, ge=option.least, pattern=option.pattern)
-    if option.renamed_to is not None:
-        return Annotated[kind, option, field, SkipJsonSchema()]  # type: ignore[type-arg]  # it takes none
     return Annotated[kind, option, field]
 
 

@@ -286,8 +286,6 @@ def save_head(store: Store, plan: Plan) -> None:
     target = {f.name: getattr(plan.target, f.name) for f in fields(plan.target)}
     del target["objects"]  # the plans of the files hold their bytes
     form["target"] = target
-    if not plan.made:
-        del form["made"]  # older versions know plans without it
     store.put(HEAD, frame.canonical_json(form))
 
 
@@ -312,7 +310,7 @@ def _plan_of(form: dict[str, Any]) -> Plan:
         k: tuple(tuple(r) for r in form.pop(k))
         for k in ("renamed", "cast", "dropped", "ties", "extra", "derived")
     }
-    pairs["made"] = tuple(MadeTensor(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made", ()))
+    pairs["made"] = tuple(MadeTensor(n, rule, tuple(of), same) for n, rule, of, same in form.pop("made"))
     return Plan(target=target, files=rows, **pairs, **form)
 
 

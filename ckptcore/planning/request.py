@@ -31,8 +31,8 @@ SUFFIX_FOLDERS = {".ckpt": ("lightning",)}
 MADE_ELSEWHERE = {
     ".gguf": "export a folder with --config, then run llama.cpp's convert_hf_to_gguf on it (--outfile {name})"
 }
-# Fields that older versions do not know -> their defaults in the JSON form, which omits defaults, so that
-# digests of requests by older versions do not change: claims and saved plans stay valid.
+# Fields that the JSON form omits at their defaults: a field that is added here changes no digest of a request
+# and keeps claims and saved plans valid.
 _LATER: dict[str, Any] = {
     "tokenizer": None,
     "names": "hf-hub",

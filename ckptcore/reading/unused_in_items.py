@@ -13,8 +13,9 @@ from itertools import chain
 
 import numpy as np
 
-from ckptcore.core.byte_ledger import UnusedBytes, unread_padding
+from ckptcore.core.byte_ledger import UnusedBytes
 from ckptcore.core.manifest import Envelope, Manifest, view_of
+from ckptcore.core.unused_bytes import unread_padding
 from ckptcore.encodings.safetensors_header import FOR_TORCH, SHARDS, read_blob_header
 from ckptcore.errors import CkptError
 from ckptcore.reading.payload import StoredChunk, resolve

@@ -48,8 +48,7 @@ class Entry:
         stamp: Changes when it is written or replaced; the kind of a special file; "" for a folder.
         inode: (device, inode) on this machine.
         ctime: When the status of a file or link changed, ns since 1970. It is not part of the identity, but
-            a rewrite in place can restore the mtime and not the ctime. None where there is no such time, or
-            an older version recorded none.
+            a rewrite in place can restore the mtime and not the ctime. None where there is no such time.
     """
 
     kind: str
@@ -222,7 +221,7 @@ def of_object(seen: ObjectSeen) -> Entry:
 
 
 def _s3(url: str) -> Iterator[tuple[str, Entry]]:
-    from ckptcore.store.s3 import client_of, key_of
+    from ckptcore.store.objects.shared_clients import client_of, key_of
 
     client, key = client_of(url), key_of(url)
     prefix = f"{key}/" if key else ""

@@ -6,7 +6,6 @@ uploaded by handles (`ckptcore.store.objects.uploads`); what is written here is 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ from ckptcore.store.objects.client import S3Client, require_small
 from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.reader import FolderReader
 from ckptcore.store.objects.retry import Kind, kind_of
-from ckptcore.store.objects.s3_options import open_file_system
 from ckptcore.store.objects.session import share_service_models
+from ckptcore.store.objects.shared_clients import client_of, key_of
 from ckptcore.store.remote import FsspecStore, FsspecWriter
 
 
@@ -216,20 +215,3 @@ class ObjectWriter:
     def abort(self) -> None:
         """Forget the bytes: the store has none of them."""
         self._data.clear()
-
-
-_clients: dict[tuple[int, str], S3Client] = {}
-_lock = threading.Lock()
-
-
-def key_of(url: str) -> str:
-    """Return the key of a URL, without slashes at its ends; its bucket is that of the client."""
-    root = open_file_system(url, {})[1]
-    return root.strip("/").partition("/")[2]
-
-
-def client_of(url: str) -> S3Client:
-    """Return the client of a URL's bucket; stores of one file system share it."""
-    made = S3Client(url)
-    with _lock:
-        return _clients.setdefault((id(made.file_system), made.bucket), made)

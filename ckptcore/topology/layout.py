@@ -155,7 +155,6 @@ class TensorLayout:
 
 
 REPLICATED = TensorLayout()
-Layout = TensorLayout  # the name in release 0.1, for formats of other packages
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,6 @@ DEBIAN = Path("/usr/lib/postgresql")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
 # What a server says to clients while it replays its log; the connection has no SQLSTATE then.
 _PASSING = ("starting up", "recovery mode", "not yet accepting connections")
-# Objects that an older version created as the administrator: tables, views, sequences that belong to no
-# column, enums. REASSIGN OWNED does not change the administrator's objects.
-_RELATIONS = """
-    SELECT 'TABLE', relname FROM pg_class
-    WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p', 'v', 'm', 'S')
-      AND relowner = 'postgres'::regrole
-      AND NOT EXISTS (SELECT FROM pg_depend WHERE classid = 'pg_class'::regclass AND objid = pg_class.oid
-                      AND (deptype = 'e' OR relkind = 'S' AND deptype IN ('a', 'i')))
-    UNION ALL
-    SELECT 'TYPE', typname FROM pg_type
-    WHERE typnamespace = 'public'::regnamespace AND typtype = 'e' AND typowner = 'postgres'::regrole
-"""
 
 
 def programs() -> Path:
@@ -133,10 +121,7 @@ def is_still_ending(log: str) -> bool:
 
 
 def make_databases(state: LocalState) -> None:
-    """Create the databases of Prefect and of the catalog, each with an owner without other rights.
-
-    Objects that an older version created as the administrator become the owner's.
-    """
+    """Create the databases of Prefect and of the catalog, each with an owner without other rights."""
     from psycopg.sql import SQL, Identifier, Literal
 
     with _as_administrator(state, "postgres") as connection:
@@ -153,11 +138,6 @@ def make_databases(state: LocalState) -> None:
             database = "ALTER DATABASE {} OWNER TO {}" if name in there else "CREATE DATABASE {} OWNER {}"
             connection.execute(SQL(database).format(owner, owner))
             connection.execute(SQL("REVOKE ALL ON DATABASE {} FROM PUBLIC").format(owner))
-    for name in OWNERS:
-        with _as_administrator(state, name) as connection:
-            for kind, thing in connection.execute(_RELATIONS).fetchall():
-                change = SQL("ALTER {} public.{} OWNER TO {}")
-                connection.execute(change.format(SQL(kind), Identifier(thing), Identifier(name)))
 
 
 def _as_administrator(state: LocalState, database: str) -> psycopg.Connection[tuple[Any, ...]]:

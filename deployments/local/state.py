@@ -96,19 +96,10 @@ class LocalState:
         return self.database("postgresql+psycopg", "ckptcore")
 
     def database(self, driver: str, name: str) -> str:
-        """Return the URL of a database of the local PostgreSQL, as its owner.
-
-        Before the first `up` of this version there are no owners. The URL is then the administrator's, so
-        that `down` can end what an older version started.
-        """
-        secret = OWNERS[name]
-        user, password = (
-            (name, self.secrets[secret])
-            if secret in self.secrets
-            else ("postgres", self.secrets["POSTGRES_PASSWORD"])
-        )
+        """Return the URL of a database of the local PostgreSQL, as its owner."""
+        password = self.secrets[OWNERS[name]]
         place = f"127.0.0.1:{self.choices.ports.postgres}/{name}"
-        return f"{driver}://{user}:{quote(password, safe='')}@{place}"
+        return f"{driver}://{name}:{quote(password, safe='')}@{place}"
 
 
 def folder() -> Path:
@@ -138,7 +129,7 @@ def settle(at: Path, wanted: Choices | None) -> LocalState:
     found = load(at)
     known = {} if found is None else found.secrets
     found = replace(found or LocalState(at, Choices(), {}), secrets=_new_secrets() | dict(known))
-    if found.secrets != known:  # an older version had fewer
+    if found.secrets != known:
         _write(at / "secrets.json", found.secrets)
     if wanted is not None or not (at / "choices.json").exists():
         chosen = wanted or found.choices

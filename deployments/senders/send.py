@@ -95,12 +95,8 @@ def announce(
 
 
 def _setting(name: str) -> str:
-    """Return the environment variable of a setting, also by its name in earlier versions."""
-    new, old = f"CKPTCORE_HOOK_{name}", f"CKPT_HOOK_{name}"
-    if not os.environ.get(new) and os.environ.get(old):
-        print(f"warning: {old} is now called {new}", file=sys.stderr)
-        return os.environ[old]
-    return os.environ[new]
+    """Return the environment variable of a setting."""
+    return os.environ[f"CKPTCORE_HOOK_{name}"]
 
 
 def _finite(value: Any) -> Any:

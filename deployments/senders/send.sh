@@ -7,13 +7,6 @@
 # Requests are signed as Standard Webhooks. openssl takes the key as an argument, which other users of the machine
 # can see for a moment; with send.py they cannot.
 set -euo pipefail
-for name in URL SECRET META; do   # the names of earlier versions
-  old=CKPT_HOOK_$name new=CKPTCORE_HOOK_$name
-  if [ -z "${!new:-}" ] && [ -n "${!old:-}" ]; then
-    echo "warning: $old is now called $new" >&2
-    declare "$new=${!old}"
-  fi
-done
 : "${CKPTCORE_HOOK_URL:?the address, as in https://hooks.example/hooks/trainer}"
 : "${CKPTCORE_HOOK_SECRET:?the shared secret, whsec_...}"
 uri=${1:?usage: send.sh URI [RUN [STEP]]} run=${2:-} step=${3:-}

@@ -8,7 +8,7 @@
 # both belong to SlurmUser, mode 0400. Slurm sets no PATH. A script that fails or takes long would disturb
 # the controller: this one always succeeds, at once.
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
-etc=${CKPTCORE_HOOK_ETC:-${CKPT_HOOK_ETC:-/etc/ckptcore}} log=${CKPTCORE_HOOK_LOG:-${CKPT_HOOK_LOG:-/dev/null}}
+etc=${CKPTCORE_HOOK_ETC:-/etc/ckptcore} log=${CKPTCORE_HOOK_LOG:-/dev/null}
 
 [ "${SLURM_JOB_EXIT_CODE2:-0:0}" = "0:0" ] || exit 0
 uri='' run=${SLURM_JOB_NAME:-} step=null
@@ -36,7 +36,6 @@ send() {
 }
 # curl does not retry if the connection is lost during the reply.
 {
-[ -z "${CKPT_HOOK_ETC:-}${CKPT_HOOK_LOG:-}" ] || echo "warning: CKPT_HOOK_ETC and CKPT_HOOK_LOG are now called CKPTCORE_HOOK_ETC and CKPTCORE_HOOK_LOG"
 for wait in 1 5 20 60 ''; do
   send
   case $? in 7 | 18 | 28 | 52 | 55 | 56) [ -z "$wait" ] || sleep "$wait" ;; *) break ;; esac

@@ -154,7 +154,7 @@ def test_names_of_what_is_not_imported_are_right() -> None:
 
 @pytest.mark.parametrize("given", [None, "3"])
 def test_numpy_starts_no_threads_in_a_command(given: str | None) -> None:
-    program = "from ckptcore.__main__ import start_quickly as s; s(); import os, sys, numpy; "
+    program = "from ckptcore.utils.command_process import start_quickly as s; s(); import os, sys, numpy; "
     program += "threads = len(os.listdir('/proc/self/task')) if sys.platform == 'linux' else 1; "
     program += "print(os.environ['OPENBLAS_NUM_THREADS'], threads)"
     env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}

@@ -14,7 +14,11 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (
         *ROOT.glob("*.md"),
-        *(p for top in ("ckptcore", "deployments", "docs", "tests") for p in (ROOT / top).rglob("*.md")),
+        *(
+            p
+            for top in ("changes", "ckptcore", "deployments", "docs", "tests")
+            for p in (ROOT / top).rglob("*.md")
+        ),
     )
 )
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
@@ -22,8 +26,8 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 NAMED = re.compile(r"`((?:\.ci|alembic|ckptcore|deployments|docs|flows|tasks|tests)/[\w./-]*)`")
 # A module, or something in it, in backticks.
 DOTTED = re.compile(r"`((?:ckptcore|deployments|flows|tasks)(?:\.\w+)+)`")
-# These pages also name files of earlier versions.
-HISTORY = {"CHANGELOG.md", "DESIGN.md"}
+# This page also names files of decisions that were replaced.
+HISTORY = {"DESIGN.md"}
 
 
 def text_of(page: str) -> str:

@@ -37,7 +37,7 @@ OWN = {
     "ckptcore/planning/kept_answers.py": "a file of this project, compared with its digest",
     "ckptcore/core/columnar_file.py": "inside `parsing`",
     "ckptcore/core/named_values.py": "inside `parsing`, or of the reader of pickles",
-    "ckptcore/encodings/pickle/library_values.py": "values that `named_values` has checked",
+    "ckptcore/encodings/pickle/writer.py": "values that `named_values` has checked",
     "ckptcore/loading/plain_values.py": "values that `named_values` has checked",
     "ckptcore/naming/maps/declaration.py": _PACKAGE,
     "ckptcore/naming/maps/live_families.py": _PACKAGE,

@@ -1,7 +1,6 @@
 """A package that adds a format of its own: a folder of `.npy` files, one per tensor, named like it.
 
-`PLUGIN` is the smallest whole example, to which CONTRIBUTING.md points. `OLD_PLUGIN` is the same as it was
-published for release 0.1, word for word.
+`PLUGIN` is the smallest complete example, to which CONTRIBUTING.md points.
 """
 
 PLUGIN = '''
@@ -39,27 +38,3 @@ def read(source):
 FORMAT = Format("npy_folder", "a folder of .npy files", "`*.npy`", detect, Reader(read))
 NOT_A_FORMAT = 3
 '''
-
-_THEN = {
-    """from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats import Builder, Evidence, Format, Item, Reader, TensorSpec, View
-""": """from ckptcore.builder import Builder
-from ckptcore.errors import MalformedCheckpoint
-from ckptcore.formats import Abilities, Evidence, Format
-from ckptcore.manifest import Item, TensorSpec, View
-""",
-    "        source.explain(path, 0, start)\n": "",
-    "detect, Reader(read))": """Abilities(True, False, "none", False),
-                detect, read)""",
-}
-
-
-def _as_of_then() -> str:
-    text = PLUGIN
-    for now, then in _THEN.items():
-        assert text.count(now) == 1
-        text = text.replace(now, then)
-    return text
-
-
-OLD_PLUGIN = _as_of_then()

@@ -188,7 +188,7 @@ def _add_objects(builder: Builder, metadata: Mapping[str, Any], path: str) -> No
     raw = metadata.get(OBJECTS)
     if raw is None:
         return
-    version = metadata.get(OBJECTS_VERSION, "1")  # files of release 0.1 have none
+    version = metadata.get(OBJECTS_VERSION, "1")  # files of version 1 do not say it
     if version != str(VERSION):
         why = f"its version must be {VERSION} (got {short_repr(version, 20)}): upgrade ckptcore"
         builder.unread(OBJECTS, Unread(why, file=path))

@@ -5,13 +5,9 @@ The reader is a module of its own, `legacy_reader`, so that it is imported for t
 
 from __future__ import annotations
 
-import re
-
 from ckptcore.core.manifest import Manifest
 from ckptcore.formats.base import Evidence, Format, Reader, Source
-
-NAME = "megatron_legacy"
-FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
+from ckptcore.formats.megatron.legacy_names import FILE, NAME
 
 
 def detect(source: Source) -> Evidence | None:

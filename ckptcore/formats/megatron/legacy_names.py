@@ -13,6 +13,8 @@ from typing import Any
 
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat
 
+NAME = "megatron_legacy"
+FILE = re.compile(r"^(mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?)/model_optim_rng\.pt$")
 _MAX_DEPTH = 16
 _LAYERS = r"^language_model\.(?:encoder|transformer)\."
 # Before Megatron-Core -> since; applied in this order.

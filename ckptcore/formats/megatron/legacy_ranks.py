@@ -16,7 +16,7 @@ from ckptcore.core.object_tree import Named
 from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.megatron.legacy import FILE
+from ckptcore.formats.megatron.legacy_names import FILE
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass

@@ -20,8 +20,8 @@ from ckptcore.encodings.torchzip.reader import Objects, refused_in
 from ckptcore.errors import finding
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.trees import leaves_below
-from ckptcore.formats.megatron.legacy import NAME
 from ckptcore.formats.megatron.legacy_merge import Merger, ModelChunk, model_of, unequal
+from ckptcore.formats.megatron.legacy_names import NAME
 from ckptcore.formats.megatron.legacy_optimizer import add_buffers, add_numbered
 from ckptcore.formats.megatron.legacy_places import GROUP_RANKS, misplaced
 from ckptcore.formats.megatron.legacy_ranks import RankFile, read_ranks

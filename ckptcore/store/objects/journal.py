@@ -44,7 +44,7 @@ class UploadEntry:
         upload_id: Id of the upload; "" before it is known.
         started: When the entry was written, seconds since 1970; or the one before it, if what that one began
             could not be looked for.
-        reply_lost: Whether more than one request to begin it was sent. True for entries of older versions.
+        reply_lost: Whether more than one request to begin it was sent. True if the entry does not say.
     """
 
     index: int

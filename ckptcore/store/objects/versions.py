@@ -93,7 +93,7 @@ def bucket_with_versions(url: str) -> VersionedPlace | None:
     """Return a place in a bucket that keeps versions; None for any other place."""
     if not is_s3(url):
         return None
-    from ckptcore.store.s3 import client_of, key_of  # which imports the client
+    from ckptcore.store.objects.shared_clients import client_of, key_of  # which imports the client
 
     client = client_of(url)
     return VersionedPlace(client, key_of(url)) if keeps_versions(client) else None

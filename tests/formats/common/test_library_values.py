@@ -23,10 +23,9 @@ from safetensors.torch import save_file
 
 import ckptcore
 from ckptcore.core.object_tree import Named, TensorRef, decode, encode
-from ckptcore.encodings.pickle.library_values import OF_LIBRARIES, OF_TORCH
 from ckptcore.encodings.pickle.torch_globals import OBJECT_TABLE
 from ckptcore.encodings.pickle.unpickler import loads
-from ckptcore.encodings.pickle.writer import Classes, Pickled
+from ckptcore.encodings.pickle.writer import OF_LIBRARIES, OF_TORCH, Classes, Pickled
 from ckptcore.encodings.torchzip.reader import refused_in
 from ckptcore.errors import MalformedCheckpoint, UnsafeContent
 from ckptcore.formats.deepspeed.pickle_globals import TABLE as DEEPSPEED_TABLE

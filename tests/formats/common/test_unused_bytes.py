@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from samples import SAMPLES
 
 import ckptcore
-from ckptcore.core.byte_ledger import accounted_files, unused_bytes
 from ckptcore.core.manifest import Manifest
+from ckptcore.core.unused_bytes import accounted_files, unused_bytes
 from ckptcore.errors import Finding
 from ckptcore.reading.unused_in_items import unused_in_items
 from ckptcore.store import open_store

@@ -96,7 +96,7 @@ def test_a_thread_renews_the_rows_of_running_conversions(catalog, source, monkey
     running = begin(catalog)
     for how_long, ended in ((timedelta(minutes=4), False), (timedelta(minutes=6), True)):
         silent(catalog, how_long)
-        heartbeats.RUNNING._renew(catalog, [running])
+        heartbeats.RUNNING._renew(catalog.renew, [running])
         with catalog.reading() as conn:
             (silence,) = [row.silent for row in conversions._recorded(conn)]
         assert silence is ended  # what it was about to replace may be counted on by now
@@ -105,13 +105,13 @@ def test_a_thread_renews_the_rows_of_running_conversions(catalog, source, monkey
 def test_a_conversion_that_lost_its_row_publishes_nothing(catalog, source, monkeypatch):
     """It was stopped for longer than its lease, and another machine has ended its row."""
     running = begin(catalog)
-    heartbeats.RUNNING.require(catalog, running)
+    heartbeats.RUNNING.require(catalog.renew, running)
     with catalog.writing() as conn:
         conversions._end(conn, datetime.now(UTC), conversions.Conversion.uuid == running, "silent")
-    heartbeats.RUNNING.require(catalog, running)  # it was renewed a moment ago: nobody could end it
+    heartbeats.RUNNING.require(catalog.renew, running)  # it was renewed a moment ago: nobody could end it
     monkeypatch.setattr(heartbeats, "_SURE_S", -1.0)
     with pytest.raises(Interrupted, match="counts as ended"):
-        heartbeats.RUNNING.require(catalog, running)
+        heartbeats.RUNNING.require(catalog.renew, running)
 
 
 def test_its_row_ends_when_a_sweep_begins(catalog, source, killed):

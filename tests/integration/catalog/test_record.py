@@ -385,7 +385,7 @@ def test_a_hundred_thousand_tensors_take_seconds(tmp_path, facts):
         ("export", ["README.md", "tokenizer.json"], "no"),
         ("export", ["README.md", "config.json"], None),
         ("export", ["README.md", "adapter_config.json"], None),
-        ("export", [], None),  # one file; and what an earlier version recorded
+        ("export", [], None),  # one file
         ("consolidate", ["README.md"], None),
     ],
 )

@@ -14,11 +14,11 @@ from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 from paths import ROOT
 
-from ckptcore.catalog import browse, open_catalog, sightings, upgrade
-from ckptcore.catalog.database import HEAD, REVISIONS, engine_for, parse
+from ckptcore.catalog import browse, open_catalog, upgrade
+from ckptcore.catalog.database import HEAD, REVISIONS, UNRENAMED
+from ckptcore.catalog.database import revision as stored_revision
 from ckptcore.catalog.migrate import configuration, migrate, migrating
 from ckptcore.catalog.models import Base
-from ckptcore.catalog.queues import inbox
 from ckptcore.catalog.views import VIEWS, create_statements
 from ckptcore.errors import CatalogError
 
@@ -92,64 +92,42 @@ def test_downgrade_to_nothing_and_upgrade(tmp_path, monkeypatch):
 
 # One row of every table, as SQL of the schema that added the table or its columns; NOW is a time.
 AT = {
-    "0001": """
+    "v1": """
         INSERT INTO training_run VALUES (1, 'llama', NOW);
         INSERT INTO checkpoint VALUES (1, 'u1', 1, 'source', 'dcp', '/a', 'present', 10, 4, 1, 1, 'float32',
-                                       'm', '', '{}', NOW, NOW, 'cover', NULL);
-        INSERT INTO checkpoint_file VALUES (1, 'f', 4, NULL);
-        INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4);
+                                       'm', '', '{}', NOW, NOW, 'coverage', NULL, 'f', NULL, NULL);
+        INSERT INTO checkpoint_file VALUES (1, 'f', 4, NULL, 'extra');
+        INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4, 'f');
         INSERT INTO conversion VALUES (1, 'c1', 'export', 'succeeded', '/a', '/b', '{}', 'p', '1', NULL,
-                                       NOW, NOW, 4, 4, NULL, NULL, NULL, '{}');
+                                       NOW, NOW, 4, 4, NULL, NULL, NULL, '{}', 'm', 'f', 's', 'c', 'ok', '{}',
+                                       NOW);
         INSERT INTO conversion_io VALUES (1, 1, 'in');
-        INSERT INTO finding VALUES (1, 1, 1, 'hole', 'cover', 'error', 'rows', 'w', NULL, '', NOW, NULL);
-        INSERT INTO tag VALUES (1, 'k', 'v', NOW)""",
-    "0002": """
-        UPDATE checkpoint SET fingerprint = 'f';
-        UPDATE tensor SET fingerprint = 'f';
-        UPDATE conversion SET fingerprint = 'f', map_digest = 'm'""",
-    "0003": """
+        INSERT INTO conversion_process VALUES (1, '1 2 pid:[1] boot:mark', NOW);
+        INSERT INTO finding VALUES (1, 1, 1, 'hole', 'coverage', 'error', 'rows', 'w', NULL, '', NOW, NULL);
+        INSERT INTO tag VALUES (1, 'k', 'v', NOW);
         INSERT INTO aliases VALUES (1, 'best', 1, 1, NOW);
         INSERT INTO holds VALUES (1, 'h1', 1, 'paper', '', NOW, NULL, NULL);
         INSERT INTO watched_roots VALUES (1, 'r', '/r', '[]', '{}', true, NOW, NULL, NULL);
         INSERT INTO inbox VALUES (1, 'i1', 's', 'e', '', '', '', NULL, '', 'waiting', 0, NOW, NOW, NULL, NULL,
-                                  NULL);
-        INSERT INTO outbox VALUES (1, 'o1', 's', 'k', '', '{}', 'waiting', 0, NOW, NOW, NULL, NULL)""",
-    "0004": "",
-    "0005": """
-        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'broken', 's', 'd', 'm',
-                                      '[{"code":"hole","level":"cover","message":"\\"level\\":\\"cover\\""}]',
-                                      NOW, NOW, NOW);
+                                  NULL, 3);
+        INSERT INTO outbox VALUES (1, 'o1', 's', 'k', '', '{}', 'waiting', 0, NOW, NOW, NULL, NULL, 4);
+        INSERT INTO sightings VALUES (1, '/r/step-1', '/r', 1, 'broken', 's', 'd', 'm', '[]', NOW, NOW, NOW);
         INSERT INTO claims VALUES (1, 'd', '/b', 'o', '/r/step-1', 'done', 'me', 1, NOW, NOW, NOW, NULL,
-                                   NULL)""",
-    "0006": """
-        UPDATE inbox SET attempts_before = 3;
-        UPDATE outbox SET attempts_before = 4""",
-    "0007": "",
-    "0008": """
-        UPDATE conversion SET source_stamp = 's', source_ctime = 'c';
-        UPDATE checkpoint_file SET role = 'extra'""",
-    "0009": "UPDATE conversion SET export_verdict = 'ok', export_checks = '{}', export_verified_at = NOW",
-    "0010": "",
-    "0011": """
+                                   NULL);
         INSERT INTO training_facts VALUES (1, 'c', 'ada', 'd', 'j', 'olmo', 1.5, 10, 20, '{}', '{}', '{}',
                                            NOW);
         INSERT INTO metric VALUES (1, 'loss', 2.5, NULL, 10, 'user', NOW);
-        INSERT INTO audit VALUES (1, NOW, 'ada', 'cli', 'alias.set', 'best', '{}')""",
-    "0012": """
+        INSERT INTO audit VALUES (1, NOW, 'ada', 'cli', 'alias.set', 'best', '{}');
         INSERT INTO retirement VALUES (1, 'u2', 'model part', 'f', 4, NOW);
-        INSERT INTO given_up VALUES (1, 'optim.state.w.exp_avg', 'optimizer', 8)""",
-    "0013": "",
-    "0014": "INSERT INTO conversion_process VALUES (1, '1 2 pid:[1] boot:mark')",
-    "0015": """
-        UPDATE conversion_process SET renewed_at = NOW;
+        INSERT INTO given_up VALUES (1, 'optim.state.w.exp_avg', 'optimizer', 8);
         INSERT INTO holdings VALUES (1, 's', NULL);
         INSERT INTO set_aside VALUES ('/r/.step-1.retiring-0badcafe.ckptcore', 1, '/r/step-1', 4, NOW, NOW,
                                       'd', false, '7');
-        INSERT INTO obligation VALUES (1, 'b1', 1, '/r/step-1', '/b', '', '', NOW, 0)""",
+        INSERT INTO obligation VALUES (1, 'b1', 1, '/r/step-1', '/b', '', '', NOW, 0)"""
 }
 
 # The views of the newest schema: a change needs a revision, or existing catalogs keep the old ones.
-VIEWS_OF = ("0015", "f10c50ddde9fc43e45b3be1cdc5d4befe5bdb2397f3dbb595d1f575e0e069e8e")
+VIEWS_OF = ("v1", "f10c50ddde9fc43e45b3be1cdc5d4befe5bdb2397f3dbb595d1f575e0e069e8e")
 
 
 def test_views_change_with_a_revision_only():
@@ -158,16 +136,6 @@ def test_views_change_with_a_revision_only():
     )
     now = HEAD, hashlib.sha256(statements.encode()).hexdigest()
     assert now == VIEWS_OF, "a view is changed by a new revision; then VIEWS_OF is what is found here"
-
-
-def test_a_catalog_of_0005_gets_the_current_views(bare):
-    migrate(bare, "0005")
-    with migrating(bare) as connection:  # as they were when 0005 was made
-        connection.exec_driver_sql("CREATE VIEW lineage_up AS SELECT 1 AS old")
-    assert upgrade(bare) == ("0005", HEAD)
-    with open_catalog(bare) as catalog, catalog.reading() as conn:
-        assert set(VIEWS) <= set(sa.inspect(conn).get_view_names())
-        assert conn.exec_driver_sql("SELECT ancestor_uri FROM lineage_up").all() == []
 
 
 def rows(url):
@@ -197,79 +165,73 @@ def test_data_goes_up_and_down(bare, monkeypatch):
         filled[revision] = rows(bare)
     assert all(len(found) == 1 for found in filled[HEAD].values())
     assert set(filled[HEAD]) == set(Base.metadata.tables)
+    with open_catalog(bare) as catalog:
+        assert catalog.show("/a").findings[0].code == "hole"
     for revision in reversed(REVISIONS[:-1]):
         command.downgrade(configuration(), revision)
         assert rows(bare) == filled[revision]
-    assert upgrade(bare) == (REVISIONS[0], HEAD)
-    found = rows(bare)
-    assert {name: len(each) for name, each in found.items()} == {
-        name: int(name in filled["0001"]) for name in filled[HEAD]
-    }
-    first = found["checkpoint"][0]
-    assert first == filled[HEAD]["checkpoint"][0] | {"fingerprint": None}
-    with open_catalog(bare) as catalog:
+    command.downgrade(configuration(), "base")
+    assert rows(bare) == {}
+    assert upgrade(bare) == (None, HEAD)
+    assert not any(rows(bare).values())
+
+
+def stamped(url, revision):
+    """A catalog with a row of every table that says it is of `revision`, without the views."""
+    for current in REVISIONS:
+        fill(url, current)
+    with migrating(url) as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
+
+
+def test_a_catalog_of_the_last_development_version_is_renamed(bare):
+    stamped(bare, UNRENAMED)
+    before = rows(bare)
+    with pytest.raises(CatalogError, match=f"schema is {UNRENAMED}, this version needs {HEAD}") as error:
+        open_catalog(bare)
+    assert error.value.hint == "run `ckptcore catalog upgrade`"
+    assert upgrade(bare) == (UNRENAMED, HEAD)
+    assert rows(bare) == before
+    assert upgrade(bare) == (HEAD, HEAD)
+    with open_catalog(bare) as catalog, catalog.reading() as conn:
+        assert set(VIEWS) <= set(sa.inspect(conn).get_view_names())
         assert catalog.show("/a").findings[0].code == "hole"
 
 
-def fill_0009(url):
-    """A catalog as release 0.1 left it: rows of every table, the level `cover`, and the views."""
-    for revision in REVISIONS[: REVISIONS.index("0009") + 1]:
-        fill(url, revision)
-    put_views_of_0009(url)
-
-
-def put_views_of_0009(url):
-    """The views that 0009 has: those of today without the ones that 0011 added."""
-    engine = engine_for(parse(url))
-    with engine.begin() as connection:
-        for statement in create_statements(connection.dialect.name):
-            if not statement.startswith(("CREATE VIEW best_by_metric ", "CREATE VIEW runs ")):
-                connection.exec_driver_sql(statement)
-    engine.dispose()
-
-
-def test_the_level_cover_becomes_coverage(bare):
-    fill_0009(bare)
+def test_a_catalog_that_only_says_so_is_not_renamed(bare):
+    stamped(bare, UNRENAMED)
+    with migrating(bare) as connection:
+        connection.exec_driver_sql("ALTER TABLE conversion_process DROP COLUMN renewed_at")
     before = rows(bare)
-    assert upgrade(bare) == ("0009", HEAD)
-    after = rows(bare)
-    assert after["checkpoint"][0] == before["checkpoint"][0] | {"verified_level": "coverage"}
-    assert after["finding"][0] == before["finding"][0] | {"level": "coverage"}
-    findings = before["sightings"][0]["findings"].replace('"level":"cover",', '"level":"coverage",')
-    assert after["sightings"][0] == before["sightings"][0] | {"findings": findings}
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {"checkpoint", "finding", "sightings"}
+    with pytest.raises(
+        CatalogError, match=r"lacks 1 columns of its schema, first conversion_process\.renewed_at"
+    ):
+        upgrade(bare)
+    assert rows(bare) == before
+    with migrating(bare) as connection:
+        assert stored_revision(connection) == UNRENAMED
 
 
-def test_a_catalog_of_release_0_1_is_read_and_not_written(bare):
-    fill_0009(bare)
+@pytest.mark.parametrize("revision", ["0001", "0009", "0014"])
+def test_other_development_versions_are_refused_with_the_next_step(bare, revision):
+    stamped(bare, revision)
     before = rows(bare)
-    put_views_of_0009(bare)  # `rows` takes them away
-    with open_catalog(bare, create=False) as catalog:
-        [row] = catalog.list(10)
-        assert row.verified_level == "coverage"
-        assert catalog.show("/a").findings[0].level == "coverage"
-        assert catalog.lineage("/a").checkpoint.uri == "/a"
-        with catalog.reading() as conn:
-            assert sightings.below(conn, "/r")["/r/step-1"].findings[0].level == "coverage"
-            assert [event.id for event in inbox.listed(conn)] == ["i1"]
-        with pytest.raises(CatalogError, match=f"schema is 0009, this version needs {HEAD}") as error:
-            catalog.tag("/a", "k", "w")
-        assert "ckptcore catalog upgrade" in error.value.hint
-        with pytest.raises(CatalogError, match="schema is 0009"), catalog.queueing():
-            pass
+    for use in (open_catalog, upgrade):
+        with pytest.raises(CatalogError, match=f"schema is {revision}, of a development version") as error:
+            use(bare)
+        assert "ckptcore catalog rebuild" in error.value.hint
     assert rows(bare) == before
 
 
-def test_a_catalog_without_the_newest_index_lacks_nothing_else(bare):
-    for revision in REVISIONS[: REVISIONS.index("0012") + 1]:
-        fill(bare, revision)
-    with open_catalog(bare, create=False) as catalog:
-        detail = catalog.show("/a")
-        assert detail.training is not None
-        assert detail.training.facts.metrics["loss"].value == 2.5
-        with pytest.raises(CatalogError, match=f"schema is 0012, this version needs {HEAD}"):
-            catalog.tag("/a", "k", "w")
+def test_an_upgrade_makes_the_current_views(bare):
+    upgrade(bare)
+    with migrating(bare) as connection:  # as an older revision left them
+        connection.exec_driver_sql("CREATE VIEW lineage_up AS SELECT 1 AS old")
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{UNRENAMED}'")
+    upgrade(bare)
+    with open_catalog(bare) as catalog, catalog.reading() as conn:
+        assert set(VIEWS) <= set(sa.inspect(conn).get_view_names())
+        assert conn.exec_driver_sql("SELECT ancestor_uri FROM lineage_up").all() == []
 
 
 def test_the_sums_of_runs_are_read_from_an_index_alone(tmp_path):
@@ -292,25 +254,6 @@ def test_the_sums_of_runs_are_read_from_an_index_alone(tmp_path):
     ]
 
 
-def test_rows_from_before_fingerprints_have_none(tmp_path):
-    path = tmp_path / "catalog.sqlite"
-    migrate(str(path), "0001")
-    with sqlite3.connect(path) as connection:
-        connection.execute(
-            "INSERT INTO checkpoint (uuid, kind, format, uri, state, total_bytes, num_tensors, num_files,"
-            " dtypes, manifest_digest, content_digest, origin, created_at)"
-            " VALUES ('u', 'source', 'dcp', '/a', 'present', 4, 1, 0, '', 'm', '', '{}',"
-            " '2026-01-01 00:00:00')"
-        )
-        connection.execute("INSERT INTO tensor VALUES (1, 'w', 'float32', '[1]', 4)")
-    connection.close()
-    assert upgrade(str(path)) == ("0001", HEAD)
-    with open_catalog(str(path)) as catalog:
-        detail = catalog.show("/a")
-    assert detail.checkpoint.fingerprint is None
-    assert [(t.fqn, t.shape, t.fingerprint) for t in detail.tensors] == [("w", (1,), None)]
-
-
 def test_upgrade_with_nothing_to_do(tmp_path):
     upgrade(str(tmp_path / "catalog.sqlite"))
     assert upgrade(str(tmp_path / "catalog.sqlite")) == (HEAD, HEAD)
@@ -322,7 +265,7 @@ def test_upgrade_refuses_a_newer_schema(tmp_path):
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE alembic_version SET version_num='9999'")
     connection.close()
-    with pytest.raises(CatalogError, match="newer than this version"):
+    with pytest.raises(CatalogError, match="got 9999, of a newer version"):
         migrate(str(path), HEAD)
 
 
@@ -330,7 +273,7 @@ def test_a_failing_migration_changes_nothing(tmp_path, monkeypatch):
     path = tmp_path / "catalog.sqlite"
     scripts = tmp_path / "alembic"
     shutil.copytree(ROOT / "alembic", scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    first = scripts / "versions" / "0001_first_tables.py"
+    first = scripts / "versions" / "v1_first_tables.py"
     first.write_text(first.read_text().replace("\n\ndef downgrade", "    1 / 0\n\n\ndef downgrade"))
     monkeypatch.setattr("ckptcore.catalog.migrate.scripts_folder", lambda: scripts)
     with pytest.raises(ZeroDivisionError):

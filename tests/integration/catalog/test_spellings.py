@@ -63,7 +63,7 @@ def test_a_place_that_was_recorded_under_two_schemes_becomes_one_row(catalog, co
     first, _ = convert(here, facts("/out/1", content="o"))
     second, _ = convert(there, facts("/out/2", content="p"))
     kept, other = (catalog.show(each.uri).checkpoint.id for each in (here, there))
-    with catalog.writing() as conn:  # as older versions recorded it
+    with catalog.writing() as conn:  # one place under two schemes
         conn.exec_driver_sql("UPDATE checkpoint SET uri = 's3a://b/run' WHERE uri = 's3a://b/elsewhere'")
         holds.place(conn, NOW, other, "audit")
         aliases.set_alias(conn, NOW, "best", other)

@@ -129,7 +129,12 @@ def test_env_sh_has_what_the_senders_need() -> None:
     state = LocalState(
         Path("/state"),
         Choices(),
-        {"CKPTCORE_HOOK_SECRET": "whsec_x", "PREFECT_PASSWORD": "p", "POSTGRES_PASSWORD": "q"},
+        {
+            "CKPTCORE_HOOK_SECRET": "whsec_x",
+            "PREFECT_PASSWORD": "p",
+            "POSTGRES_PASSWORD": "q",
+            "POSTGRES_CKPTCORE_PASSWORD": "r",
+        },
     )
     lines = user_env(state)
     assert f"export CKPTCORE_HOOK_URL={state.receiver}/hooks/trainer\n" in lines

@@ -240,21 +240,6 @@ def test_torch_exit_hook(rank: str, end: str, rows: int, running: live.Live, env
     assert [row[2:] for row in running.rows("source, type, uri, run, step")] == [(URI, "llama", 7)] * rows
 
 
-@pytest.mark.parametrize("script", ["send.sh", "send.py"])
-def test_variables_of_earlier_versions_work_with_a_warning(
-    script: str, running: live.Live, env: dict[str, str]
-) -> None:
-    former = {name.replace("CKPTCORE_HOOK_", "CKPT_HOOK_"): value for name, value in env.items()}
-    assert former != env
-    done = run(SENDERS / script, URI, "llama", "7", env=former)
-    assert done.returncode == 0, done.stderr
-    assert "warning: CKPT_HOOK_URL is now called CKPTCORE_HOOK_URL" in done.stderr
-    wins = former | env | {"CKPT_HOOK_URL": "http://127.0.0.1:9/"}  # nobody listens there
-    done = run(SENDERS / script, URI, "llama", "8", env=wins)
-    assert (done.returncode, "warning" in done.stderr) == (0, False), done.stderr
-    assert [row[2:] for row in announced(running, 2)] == [(URI, "llama", 7), (URI, "llama", 8)]
-
-
 @pytest.fixture
 def epilog(running: live.Live, tmp_path: Path) -> dict[str, str]:
     """The environment in which Slurm's controller starts an epilog: no PATH."""

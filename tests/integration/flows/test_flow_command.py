@@ -216,7 +216,6 @@ def test_the_signature_is_the_command_line(name: str) -> None:
     assert given == {
         name: {"source": "a", "destination": "b"}.get(name, parameter.default)
         for name, parameter in inspect.signature(flow.fn).parameters.items()
-        if option_of(parameter).renamed_to is None  # a former name that was not used stays out
     }
 
 

@@ -292,7 +292,7 @@ def test_a_conversion_has_been_running_over_it_for_two_days(copies):
 @on_some
 @pytest.mark.parametrize("list_of", ["lost", "kept"])
 def test_a_publication_that_was_prepared_before_the_deletion(list_of, copies):
-    """Without its list of what it replaces: a crash truncated it, or an earlier version planned."""
+    """Without its list of what it replaces: a crash truncated it."""
     request = Request(str(copies.other), str(copies.copy), overwrite=True)
     plan = prepare(request, MEANS, None, copies.url).plan_uri
     execute(plan, None, MEANS)

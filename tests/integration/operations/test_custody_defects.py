@@ -341,7 +341,7 @@ def test_a_heartbeat_leaves_no_connection_open(postgres):
             uris = {"source_uri": "a", "destination_uri": "b", "verb": "x", "tool_version": "0"}
             running = catalog.begin({}, **uris)
             catalog.close()
-            Heartbeats()._renew(catalog, [running])
+            Heartbeats()._renew(catalog.renew, [running])
             assert catalog._engine.pool.checkedin() == 0
 
 
@@ -352,7 +352,7 @@ def test_a_heartbeat_that_fails_leaves_no_connection_open(postgres, caplog):
             with catalog.writing() as connection:
                 connection.execute(text("ALTER TABLE conversion RENAME TO conversions"))
             catalog.close()
-            Heartbeats()._renew(catalog, ["1"])
+            Heartbeats()._renew(catalog.renew, ["1"])
             assert catalog._engine.pool.checkedin() == 0
     assert "cannot renew the row" in caplog.text
 

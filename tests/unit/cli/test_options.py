@@ -14,11 +14,9 @@ import typer.core
 import typer.main
 
 import ckptcore
-from ckptcore.cli.catalog import app as catalog
-from ckptcore.cli.catalog_queues import inbox_app, outbox_app
 from ckptcore.cli.main import program
 from ckptcore.cli.main import run as main
-from ckptcore.errors import Finding, error_classes, finding
+from ckptcore.errors import error_classes
 from ckptcore.operations.sweep_items import Swept
 from ckptcore.utils import terminal
 
@@ -68,13 +66,6 @@ GROUPS = (
     "catalog inbox",
     "catalog outbox",
 )
-# Former names of release 0.1, which the help does not show.
-FORMER = {
-    **dict.fromkeys(
-        ("inspect", "validate", "consolidate", "export", "reshard", "verify-export", "plan"), "--recover"
-    ),
-    "sweep": "--again --settle",
-}
 
 
 def flags(params: list[typer.core.TyperOption]) -> set[str]:
@@ -104,24 +95,6 @@ def test_every_command_answers_as_json() -> None:
     assert paths - answering - {tuple(group.split()) for group in GROUPS} == {("catalog", "page")}
 
 
-def test_former_options_are_hidden(commands: dict[str, typer.core.TyperCommand]) -> None:
-    hidden = {
-        name: flags(command.params) - set(OPTIONS[name].split())
-        for name, command in commands.items()
-        if name in OPTIONS
-    }
-    assert hidden == {name: set(FORMER.get(name, "").split()) for name in OPTIONS}
-    assert {name for name, command in commands.items() if command.hidden} == {"prune", "which"}
-
-
-def test_former_names_of_commands_are_hidden() -> None:
-    hidden = {
-        group: {c.name for c in commands.registered_commands if c.hidden}
-        for group, commands in (("catalog", catalog), ("inbox", inbox_app), ("outbox", outbox_app))
-    }
-    assert hidden == {"catalog": {"which"}, "inbox": {"again"}, "outbox": {"again"}}
-
-
 @pytest.fixture
 def unfinished(tmp_path: Path) -> Path:
     """A DCP folder whose save did not finish: the metadata has its temporary name."""
@@ -135,24 +108,14 @@ def unfinished(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["inspect", "validate", "consolidate"])
-def test_recover_is_a_former_name_of_allow_incomplete(
-    command: str, unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomplete_save_is_accepted_on_demand(command: str, unfinished: Path) -> None:
     arguments = [command, str(unfinished)]
     arguments += [] if command == "inspect" else ["--no-catalog"]
     assert main([*arguments, "--output", "json"]) == 3 if command != "validate" else 1
     assert main([*arguments, "--allow-incomplete"]) == 0
-    assert "note:" not in capsys.readouterr().err
-    arguments += [str(tmp_path / "second")] if command == "consolidate" else []
-    assert main([*arguments, "--recover", "--output", "json"]) == 0
-    streams = capsys.readouterr()
-    assert json.loads(streams.out)
-    assert "note: --recover is now --allow-incomplete" in streams.err
 
 
-def test_former_options_of_sweep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_options_of_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = []
 
     def sweep(*_args: object, **options: object) -> Swept:
@@ -162,70 +125,23 @@ def test_former_options_of_sweep(
     monkeypatch.setattr("ckptcore.operations.sweep.sweep", sweep)
     monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
     assert main(["sweep", "--min-age", "3s", "--retry-failed"]) == 0
-    assert "note:" not in capsys.readouterr().err
-    assert main(["sweep", "--settle", "3s", "--again"]) == 0
-    notes = capsys.readouterr().err
-    assert "note: --settle is now --min-age" in notes
-    assert "note: --again is now --retry-failed" in notes
     assert main(["sweep"]) == 0
-    assert given == [(3.0, True), (3.0, True), (120.0, False)]
+    assert given == [(3.0, True), (120.0, False)]
 
 
-@pytest.mark.parametrize(
-    ("former", "note"),
-    [
-        (["which", "/none"], "note: which is now find"),
-        (["catalog", "which", "/none"], "note: which is now find"),
-        (["catalog", "inbox", "again", "--failed"], "note: inbox again is now inbox retry"),
-        (["catalog", "outbox", "again", "--failed"], "note: outbox again is now outbox retry"),
-        (["prune"], ""),
-    ],
-)
-def test_former_commands_answer_as_the_present_ones(
-    former: list[str],
-    note: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("CKPTCORE_CATALOG_URL", str(tmp_path / "catalog.sqlite"))
-    assert main(["catalog", "upgrade"]) == 0
-    present = [{"which": "find", "again": "retry", "prune": "retire"}.get(word, word) for word in former]
-    capsys.readouterr()
-    code, answer = main(present), capsys.readouterr()
-    assert "note:" not in answer.err
-    assert main(former) == code
-    streams = capsys.readouterr()
-    assert streams.out == answer.out
-    assert streams.err.startswith(note)
-
-
-def test_cover_is_a_former_name_of_the_level_coverage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_level_is_one_of_those_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import save_file
     from torch import arange
 
     save_file({"w": arange(4)}, tmp_path / "a.safetensors")
     arguments = ["validate", str(tmp_path / "a.safetensors"), "--no-catalog", "--output", "json"]
-    for level in ("cover", "coverage"):
-        assert main([*arguments, "--level", level]) == 0
-        streams = capsys.readouterr()
-        assert json.loads(streams.out)["level"] == "coverage"
-        assert ("note: --level cover is now --level coverage" in streams.err) == (level == "cover")
-    manifest = ckptcore.open(str(tmp_path / "a.safetensors"))
-    assert ckptcore.check(manifest, "cover") == ckptcore.check(manifest)
+    assert main([*arguments, "--level", "coverage"]) == 0
+    assert json.loads(capsys.readouterr().out)["level"] == "coverage"
     assert main([*arguments, "--level", "deep"]) == 2
     assert (
         "files, coverage, bytes or values (got 'deep')"
         in json.loads(capsys.readouterr().out)["error"]["message"]
     )
-
-
-def test_findings_of_release_0_1_have_the_level_coverage() -> None:
-    form = {"code": "hole", "level": "cover", "message": "rows are missing"}
-    assert Finding(**form).as_dict()["level"] == "coverage"
-    assert finding("hole", "cover", "rows are missing").level == "coverage"
 
 
 @pytest.mark.parametrize("command", [*OPTIONS, *GROUPS])
@@ -349,7 +265,7 @@ def test_an_empty_text_is_refused_by_every_option_and_argument(capsys: pytest.Ca
         message = capsys.readouterr().err
         assert "must not be empty" in message or parameter.name not in ("to", "mesh", "catalog")
         checked.add(parameter.name)
-    assert {"to", "mesh", "catalog", "sharding", "config", "save", "record", "settle", "src"} <= checked
+    assert {"to", "mesh", "catalog", "sharding", "config", "save", "record", "min_age", "src"} <= checked
 
 
 def test_an_empty_model_prefix_and_an_empty_owner_mean_something() -> None:

@@ -458,8 +458,8 @@ def test_a_failed_move_restores_the_old_output(tmp_path: Path, monkeypatch: pyte
     assert tree(dst) == before
 
 
-def test_an_old_request_is_read() -> None:
-    """Requests of plans, staging folders and deployments of an earlier version."""
+def test_a_request_without_overwrite_foreign_is_read() -> None:
+    """Requests of targets name what they set."""
     form = Request("/a", "/b", "export", dtype="bf16", overwrite=True).as_dict()
     form.pop("overwrite_foreign")
     assert Request.from_dict(form).overwrite

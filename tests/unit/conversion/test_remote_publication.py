@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.conversion import publication_record as publications
 from ckptcore.conversion import remote_publication as remotepublishing
-from ckptcore.conversion.staging import PUBLISHING, Staging
+from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging_names import PUBLISHING
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.planning.config_folder import Expected
 from ckptcore.store import open_store

@@ -136,7 +136,7 @@ def test_files_rewritten_during_publishing_are_restored(
 
 
 def test_a_check_without_ctimes_is_repeated(place: Path, single: bool) -> None:
-    """A plan of an older version: files are accounted for once more, by reading."""
+    """Such a record counts as none: files are accounted for once more, by reading."""
     dst, source = name(place, single), str(place.parent / "new.safetensors")
     for strange in (True, False):
         ready = ckptcore.prepare(source, str(dst), overwrite=True, **options(single))

@@ -20,12 +20,3 @@ def test_findings_are_saved_and_not_digested(tmp_path: Path) -> None:
     assert warned.digest == manifest.digest
     assert Manifest.load(warned.dump()).findings == warned.findings
     assert replace(manifest, origin={"step": 7}).digest != manifest.digest
-
-
-def test_findings_of_release_0_1_are_read(tmp_path: Path) -> None:
-    save_file({"w": torch.arange(4)}, tmp_path / "a.safetensors")
-    manifest = ckptcore.open(str(tmp_path / "a.safetensors"))
-    former = finding("mixed-saves", "coverage", "two steps")
-    object.__setattr__(former, "level", "cover")  # as release 0.1 saved it
-    saved = replace(manifest, findings=(former,)).dump()
-    assert Manifest.load(saved).findings[0].level == "coverage"

@@ -21,8 +21,8 @@ from ckptcore.operations.purge import purge, restore
 from ckptcore.operations.retention import Policy
 from ckptcore.operations.retire import retire
 from ckptcore.planning.request import Request, Settings
+from ckptcore.store.objects.shared_clients import client_of
 from ckptcore.store.objects.versions import object_versions
-from ckptcore.store.s3 import client_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 SAMPLE = FIXTURES / "torch" / "dcp_torchtitan_like_4r" / "ckpt"
