@@ -88,9 +88,11 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
 
 def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result]:
     first = requests[0]
-    registrations = [start(request, job.catalog, run, job.announcement) for request in requests]
+    registrations: list[Registration | None] = []
     manifest: Manifest | None = None
     try:
+        for request in requests:
+            registrations.append(start(request, job.catalog, run, job.announcement))
         began = time.perf_counter()
         with span("inspect", source=first.source):
             manifest = read(first.source, first.recover, first.keep_quantized, first.weights)

@@ -18,8 +18,8 @@ from prefect import State, flow, runtime
 from prefect.states import Completed, Failed
 
 from ckptcore.catalog import open_catalog
-from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.catalog.training import facts_of_every
+from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
