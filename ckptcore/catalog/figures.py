@@ -7,10 +7,12 @@ take less than a second, so a monitor may ask every 15 seconds.
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Text, column, func, select, table, text
+from blake3 import blake3
+from sqlalchemy import Text, column, func, literal_column, select, table, text
 
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import (
@@ -30,11 +32,13 @@ from ckptcore.utils.text import short_repr
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+_LABEL, _SHORTENED = 64, re.compile(r"\([0-9a-f]{8}\)\Z")  # characters of a text, and what is behind others
 _NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _DATABASE_SIZE = {
     "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
     "postgresql": "SELECT pg_database_size(current_database())",
 }
+_CODE = func.coalesce(Conversion.error_code, literal_column("'unknown'")).label("code")
 # The view has the durations, which each database computes in its own way.
 _TIMED = table(
     "conversion_throughput", column("verb", Text), column("seconds"), column("bytes_in"), column("bytes_out")
@@ -118,9 +122,9 @@ def figures(conn: Connection, now: datetime) -> Figures:
         failures={
             _label(row.code): row.n
             for row in conn.execute(
-                select(func.coalesce(Conversion.error_code, "unknown").label("code"), func.count().label("n"))
+                select(_CODE, func.count().label("n"))
                 .where(Conversion.state == Outcome.FAILED.value)
-                .group_by(Conversion.error_code)
+                .group_by(_CODE)
             )
         },
         work=_work(conn),
@@ -155,8 +159,15 @@ def _as_integer(value: Any) -> int:
 
 
 def _label(value: Any) -> str:
-    """Return a text of a row; what is no text, as people can read it."""
-    return value if isinstance(value, str) else short_repr(value, 40)
+    """Return a short text of a row; of another value its beginning, and a digest: no two have one label.
+
+    >>> _label("failed"), _label(b"failed")
+    ('failed', "b'failed' (edf948fe)")
+    """
+    if isinstance(value, str) and len(value) <= _LABEL and not _SHORTENED.search(value):
+        return value
+    text = f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")
+    return f"{short_repr(value, 40)} ({blake3(text).hexdigest(length=4)})"
 
 
 def _time(value: Any) -> datetime | None:

@@ -134,14 +134,19 @@ def work(
                 one.postpone(row, error)
             return
         if states is None:
-            states = away or attempt(runs.states, [each.flow_run_id or "" for each in begun])
+            ids = [each.flow_run_id or "" for each in begun]
+            states = attempt(runs.states, ids) if away is None else away
         state = states if isinstance(states, CkptError) else states.get(row.flow_run_id)
-        outcome = state if isinstance(state, CkptError) else away or attempt(one.look, row, state)
+        outcome: bool | CkptError
+        if isinstance(state, CkptError):
+            outcome = state
+        else:
+            outcome = attempt(one.look, row, state) if away is None else away
         if isinstance(outcome, CkptError):  # or it would be looked at only after its lease
             away = away or _of_away(outcome)
             one.look_later(row, outcome)
         else:
-            ended += bool(outcome)
+            ended += outcome
 
     for_each(handle, [*fresh, *begun])
     if away is not None:
