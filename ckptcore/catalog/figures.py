@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from sqlalchemy import Text, column, func, literal_column, select, table, text
+from sqlalchemy import func, literal_column, select, text
 
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import (
@@ -39,10 +39,12 @@ _DATABASE_SIZE = {
     "postgresql": "SELECT pg_database_size(current_database())",
 }
 _CODE = func.coalesce(Conversion.error_code, literal_column("'unknown'")).label("code")
-# The view has the durations, which each database computes in its own way.
-_TIMED = table(
-    "conversion_throughput", column("verb", Text), column("seconds"), column("bytes_in"), column("bytes_out")
-)
+# Each database computes durations in its own way; PostgreSQL has infinite times, which have no difference.
+_SECONDS = {
+    "sqlite": "(julianday(ended_at) - julianday(started_at)) * 86400.0",
+    "postgresql": "CASE WHEN isfinite(ended_at) AND isfinite(started_at) "
+    "THEN extract(epoch FROM ended_at - started_at)::double precision END",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +184,15 @@ def _conversions(conn: Connection) -> dict[tuple[str, str], int]:
 
 
 def _work(conn: Connection) -> dict[str, WorkDone]:
+    seconds: Any = literal_column(_SECONDS[conn.dialect.name])
     summed = select(
-        _TIMED.c.verb,
+        Conversion.verb,
         func.count().label("n"),
-        func.coalesce(func.sum(_TIMED.c.bytes_in), 0).label("bytes_in"),
-        func.coalesce(func.sum(_TIMED.c.bytes_out), 0).label("bytes_out"),
-        func.coalesce(func.sum(_TIMED.c.seconds), 0).label("seconds"),
-    )
-    rows = conn.execute(summed.group_by(_TIMED.c.verb))
+        func.coalesce(func.sum(Conversion.bytes_in), 0).label("bytes_in"),
+        func.coalesce(func.sum(Conversion.bytes_out), 0).label("bytes_out"),
+        func.coalesce(func.sum(seconds), 0).label("seconds"),
+    ).where(Conversion.state == Outcome.SUCCEEDED.value)
+    rows = conn.execute(summed.group_by(Conversion.verb))
     return {
         _label(r.verb): WorkDone(r.n, _as_integer(r.bytes_in), _as_integer(r.bytes_out), float(r.seconds))
         for r in rows

@@ -230,7 +230,7 @@ class LocalSetAside:
         self.record, self.home = record, home
         self._above, self._at, self._lock = above, at, lock
         self._name = os.path.basename(record.uri)
-        # Of one that is one file: moving it changed its status. Its record says how, or a publication moved it.
+        # Of one that is one file: moving it changed its status, as its record says, or a publication did it.
         self._arrived: Thing | None = None
 
     @classmethod

@@ -54,8 +54,8 @@ class Kept:
 class Mailbox:
     """The inbox and the outbox of one catalog.
 
-    See `ckptcore.catalog.open_catalog` for the URL and the errors. Every method is one transaction, `announce`
-    one for each message. It raises `CatalogError` if the database does not answer.
+    See `ckptcore.catalog.open_catalog` for the URL and the errors. Every method is one transaction,
+    `announce` one for each message. It raises `CatalogError` if the database does not answer.
     """
 
     def __init__(self, url: str | None = None, turn: threading.Lock | None = None) -> None:
