@@ -22,6 +22,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import AwaitingRetry, Cancelled
 
+from ckptcore.utils.isolation import for_each
+
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 NAME = "prefect.worker.name"  # the label that a worker sets on a run before it starts it
 PAGE = 100
@@ -44,12 +46,15 @@ def active(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
 
 def reschedule(client: SyncPrefectClient, runs: Iterable[FlowRun]) -> None:
     """Reschedule runs that no process works on. Runs in state Cancelling become Cancelled."""
-    for run in runs:
+
+    def release_one(run: FlowRun) -> None:
         if run.state is not None and run.state.is_cancelling():
             state: State[Any] = Cancelled(message="its worker was stopped")
         else:
             state = AwaitingRetry(message="its worker was stopped; the next one resumes it")
         client.set_flow_run_state(run.id, state, force=True)
+
+    for_each(release_one, runs)
 
 
 def release(pool: str, worker: str) -> list[FlowRun]:

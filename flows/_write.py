@@ -19,6 +19,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.futures import PrefectFuture, as_completed
 
 from ckptcore.conversion.pipeline import FilePart, Prepared, parts
+from ckptcore.core.file_sums import FileSums
 from ckptcore.errors import WorkerLost
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
@@ -50,7 +51,9 @@ class Work:
     join: int | None = None
 
 
-def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: Engine) -> None:
+def write_all(
+    prepared: Prepared, settings: Settings, batch_bytes: int, engine: Engine, *, observe: bool = False
+) -> list[FileSums]:
     """Write every file of the plan; an artifact shows the progress in bytes, after a while and at the end.
 
     In this process, tasks that run at the same time share the memory budget. A worker elsewhere has the full
@@ -61,6 +64,10 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         settings: memory, threads and device.
         batch_bytes: bytes of output in one task.
         engine: where tasks run.
+        observe: whether tasks return what they read.
+
+    Returns:
+        What each task has read of the source's files, for their digests.
     """
     share, width = settings, 1
     if engine.here:
@@ -71,16 +78,19 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         # The same on all workers, see `ckptcore.execution.parts`.
         share = replace(settings, workers=settings.threads)
         width = MAX_WRITERS
-    work = _work(prepared, share, batch_bytes, large=not engine.here)
+    work = _work(prepared, share, batch_bytes, large=not engine.here, observe=observe)
     total, done = prepared.bytes_out, 0
     key = key_of("conversion-progress", prepared.plan_uri)
     progress: Future[Any] | None = None
+    read: list[FileSums] = []
     STOP.clear()
     with running_engine(engine, width, settings.device) as running:
         try:
             updated = time.monotonic()
-            for nbytes in _finished(prepared, work, running):
+            for nbytes, sums in _finished(prepared, work, running):
                 done += nbytes
+                if sums is not None:
+                    read.append(sums)
                 # It takes as long as to write a small file: what is written at once is shown at its end only.
                 if done >= total or time.monotonic() > updated + SECONDS:
                     text = f"{show_size(done)} of {show_size(total)}"
@@ -95,6 +105,7 @@ def write_all(prepared: Prepared, settings: Settings, batch_bytes: int, engine: 
         except BaseException:  # Ctrl-C or a cancellation: do not wait for the running tasks
             STOP.set()
             raise
+    return read
 
 
 def _show(progress: Future[Any], percent: float, text: str) -> None:
@@ -103,10 +114,13 @@ def _show(progress: Future[Any], percent: float, text: str) -> None:
         update_progress_artifact(artifact, percent, text)
 
 
-def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bool) -> list[Work]:
+def _work(
+    prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bool, observe: bool
+) -> list[Work]:
     """Return tasks for batches of files and parts of large ones. large: whether to write files in parts."""
     found: list[Work] = []
     files = []
+    shared = {"plan_uri": prepared.plan_uri, "settings": settings, "observe": observe}
     for file in prepared.files:
         cut: tuple[FilePart, ...] = ()
         if large and file.nbytes > LARGE * batch_bytes:
@@ -116,16 +130,14 @@ def _work(prepared: Prepared, settings: Settings, batch_bytes: int, *, large: bo
             continue
         for n, part in enumerate(cut, 1):
             name = f"{file.path}, part {n} of {len(cut)}"
-            start = _starting(write_part, name=name, plan_uri=prepared.plan_uri, part=part, settings=settings)
+            start = _starting(write_part, name=name, part=part, **shared)
             found.append(Work(name, part.nbytes, start, file.index))
     for batch in batches([file.nbytes for file in files], batch_bytes):
         first, last = files[batch[0]].path, files[batch[-1]].path
         name = first if len(batch) == 1 else f"{first} .. {last}"
         nbytes = sum(files[i].nbytes for i in batch)
         indices = [files[i].index for i in batch]
-        start = _starting(
-            write, name=name, plan_uri=prepared.plan_uri, indices=indices, nbytes=nbytes, settings=settings
-        )
+        start = _starting(write, name=name, indices=indices, nbytes=nbytes, **shared)
         found.append(Work(name, nbytes, start))
     return found
 
@@ -134,8 +146,10 @@ def _starting(task: Any, **parameters: Any) -> Callable[[RunningEngine], Prefect
     return lambda running: running.submit(task, **parameters)
 
 
-def _finished(prepared: Prepared, work: Sequence[Work], running: RunningEngine) -> Iterator[int]:
-    """Yield the bytes of tasks as they finish. At most `running.slots` tasks run at a time."""
+def _finished(
+    prepared: Prepared, work: Sequence[Work], running: RunningEngine
+) -> Iterator[tuple[int, FileSums | None]]:
+    """Yield the bytes of tasks as they finish, and what they have read; `running.slots` at a time at most."""
     waiting = list(reversed(work))
     missing: dict[int, int] = {}  # file index -> parts that are not written yet
     for one in work:
@@ -149,7 +163,7 @@ def _finished(prepared: Prepared, work: Sequence[Work], running: RunningEngine) 
         future = next(as_completed(list(under_way)))
         one, attempt = under_way.pop(future)
         try:
-            future.result()
+            result = future.result()
         except Exception as error:
             if not is_lost(error):
                 raise
@@ -164,4 +178,4 @@ def _finished(prepared: Prepared, work: Sequence[Work], running: RunningEngine) 
                 file = prepared.files[one.join]
                 start = _starting(join, name=file.path, plan_uri=prepared.plan_uri, index=file.index)
                 waiting.append(Work(file.path, 0, start))
-        yield one.nbytes
+        yield one.nbytes, result if isinstance(result, FileSums) else None

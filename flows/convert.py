@@ -21,8 +21,10 @@ from typing import Any
 from prefect import State, runtime
 
 from ckptcore.checking.export_proof import ExportProof
+from ckptcore.conversion.pipeline import digests_of_source
 from ckptcore.conversion.publish import Result
 from ckptcore.conversion.registration import Registration, fail, start
+from ckptcore.conversion.source_digests import require_as_recorded
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, OutputMismatch
 from ckptcore.planning.options import MODEL, OF_VERB, Destination, Sources, Verb, read_options
@@ -88,12 +90,17 @@ def fan_out(requests: Sequence[Request], job: FlowJob) -> list[Result]:
 
 def _fan_out(requests: Sequence[Request], job: FlowJob, run: str) -> list[Result]:
     first = requests[0]
-    registrations = [start(request, job.catalog, run, job.announcement) for request in requests]
+    registrations: list[Registration | None] = []
     manifest: Manifest | None = None
     try:
+        for request in requests:
+            begun = start(request, job.catalog, run, job.announcement)
+            registrations.append(begun)
         began = time.perf_counter()
         with span("inspect", source=first.source):
-            manifest = read(first.source, first.recover, first.keep_quantized, first.weights)
+            # What was not verified, or is not recorded, is no first sight.
+            observe = job.catalog is not False and job.settings.verify
+            manifest = read(first.source, first.recover, first.keep_quantized, first.weights, observe)
         timings = {"inspect": time.perf_counter() - began}
         with span("validate", source=first.source):
             check(closed(manifest))
@@ -137,11 +144,14 @@ def _one(
     prepared = plan(request, job.settings, closed(manifest), job.catalog)
     timings = timings | prepared.timings
     began = time.perf_counter()
-    write_all(prepared, job.settings, job.batch_bytes, job.engine)
+    observe = manifest.sums is not None
+    tasks = write_all(prepared, job.settings, job.batch_bytes, job.engine, observe=observe)
+    digests = digests_of_source(manifest, tasks)
     timings |= {"write": time.perf_counter() - began}
-    known = registration.id if registration is not None else None
+    known, recorded = (registration.id, registration.source) if registration is not None else (None, None)
+    require_as_recorded(manifest, digests, recorded)
     result = publish(prepared.plan_uri, job.settings, job.catalog, closed(prepared.warnings), known)
-    result = replace(result, timings=result.timings | timings)
+    result = replace(result, timings=result.timings | timings, source_digests=digests)
     if request.verb == "export" and job.verify_export:
         began = time.perf_counter()
         with span("verify_export", destination=request.destination):

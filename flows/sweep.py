@@ -11,7 +11,7 @@ This flow is for a schedule. Most trainers announce nothing; it finds the checkp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from prefect import State, flow, runtime
@@ -19,14 +19,22 @@ from prefect.states import Completed, Failed
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.training import facts_of_every
+from ckptcore.catalog.watched_roots import RootRow
 from ckptcore.conversion.publish import Result
 from ckptcore.errors import CkptError
 from ckptcore.operations.options import SweepOptions
-from ckptcore.operations.sweep import ConvertEach, convert_ready, end_interrupted, forget_events, watched
+from ckptcore.operations.sweep import (
+    ConvertEach,
+    convert_ready,
+    end_interrupted,
+    forget_events,
+    of_root,
+    watched,
+)
 from ckptcore.operations.sweep_items import Standing, SweepItem, Swept
 from ckptcore.planning.options import MEANS, Option, options_of, read_options
 from ckptcore.planning.request import Request
-from ckptcore.utils.isolation import error_of
+from ckptcore.utils.isolation import attempt, error_of
 from ckptcore.utils.units import parse_duration
 from flows._command import entry
 from flows._naming import closed, failed
@@ -34,6 +42,7 @@ from flows._options import RUN, FlowJob, FlowOptions, declared, takes
 from flows.convert import steps
 from tasks.assets import asset_keys
 from tasks.convert_small import announce, convert_small
+from tasks.logs import log
 from tasks.sweep import look, note
 
 NAMED = 5  # checkpoints in the message of a failed run
@@ -58,15 +67,19 @@ def sweep(
 
         found: list[SweepItem] = []
         with open_catalog(catalog) as known:
-            for root in watched(known, roots or ()):
+
+            def pass_over(root: RootRow) -> Iterator[SweepItem]:
                 items = look(
                     root.name, closed(root), catalog, dry_run, settle_s, wanted.retry_failed, wanted.relist
                 )
                 who = str(runtime.flow_run.id)
                 each = _batches_of(job, who)
                 done = items if dry_run else convert_ready(known, items, convert, who, convert_each=each)
+                yield from done
                 note(root.name, closed(root), closed(done), catalog, dry_run)
-                found += done
+
+            for root in watched(known, roots or ()):
+                found += of_root(root, pass_over(root))
             if not dry_run:
                 end_interrupted(known)
                 forget_events(known)
@@ -95,11 +108,17 @@ def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:
             for n, result in zip(small, made, strict=True):
                 found[n] = result
                 if not isinstance(result, CkptError):
-                    keys, sources = asset_keys(result.destination), asset_keys(requests[n].source)
-                    announce.with_options(assets=keys, asset_deps=sources)(closed(result))
+                    told = attempt(_announced, result, requests[n].source)
+                    if told is not None:  # it is converted and recorded, whatever Prefect thinks of its name
+                        log.warning("%s is not announced: %s", result.destination, told.message)
         return [_single(requests[n], result, job) for n, result in enumerate(found)]
 
     return convert_each
+
+
+def _announced(result: Result, source: str) -> None:
+    keys, sources = asset_keys(result.destination), asset_keys(source)
+    announce.with_options(assets=keys, asset_deps=sources)(closed(result))
 
 
 def _single(request: Request, result: Result | CkptError | None, job: FlowJob) -> Result | CkptError:

@@ -13,9 +13,15 @@ from tasks.retry import STEP
 
 
 @task(task_run_name=named("read"), **STEP)
-def read(source: str, recover: bool = False, keep_quantized: bool = False, weights: str = "auto") -> Manifest:
-    """Read the manifest of `source`. No tensor bytes are read."""
-    found = inspect(source, recover, keep_quantized, weights)
+def read(
+    source: str,
+    recover: bool = False,
+    keep_quantized: bool = False,
+    weights: str = "auto",
+    observe: bool = False,
+) -> Manifest:
+    """Read the manifest of `source`; see `inspect`. No tensor bytes are read."""
+    found = inspect(source, recover, keep_quantized, weights, observe=observe)
     summary = f"{found.format}, {count(found.num_tensors, 'tensor')}, {show_size(found.nbytes)}"
     log.info("%s: %s", source, summary)
     return found

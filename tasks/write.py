@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import task
 
 from ckptcore.conversion.pipeline import execute
-from ckptcore.execution.receipts import Receipt
+from ckptcore.core.file_sums import FileSums
 from ckptcore.planning.request import Settings
 from ckptcore.utils.units import show_size
 from tasks.logs import log
@@ -14,8 +14,10 @@ from tasks.retry import STEP
 
 
 @task(task_run_name="write {name}", **STEP)
-def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings) -> list[Receipt]:
-    """Write the files `indices` and return their receipts. Verified files of an earlier run are kept.
+def write(
+    name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings, observe: bool = False
+) -> FileSums | None:
+    """Write the files `indices`. Verified files of an earlier run are kept.
 
     Receipts are beside the files, so a killed run continues after its last complete file without Prefect's
     state.
@@ -26,9 +28,11 @@ def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: S
         indices: the files, by their index in the plan.
         nbytes: the bytes of these files.
         settings: memory, threads and device.
+        observe: return what was read of the source's files, for their digests.
     """
-    receipts = list(execute(plan_uri, indices, settings, BatchProgress(name, nbytes)))
+    sums = FileSums() if observe else None
+    receipts = execute(plan_uri, indices, settings, BatchProgress(name, nbytes), sums=sums)
     kept = sum(receipt.reused for receipt in receipts)
     note = f", {kept} of {len(indices)} files kept from an earlier run" if kept else ""
     log.info("%s: %s%s", name, show_size(nbytes), note)
-    return receipts
+    return sums

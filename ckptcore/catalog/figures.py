@@ -7,10 +7,12 @@ take less than a second, so a monitor may ask every 15 seconds.
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Text, column, func, select, table, text
+from blake3 import blake3
+from sqlalchemy import func, literal_column, select, text
 
 from ckptcore.catalog.holds import in_force
 from ckptcore.catalog.models import (
@@ -30,15 +32,19 @@ from ckptcore.utils.text import short_repr
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+_LABEL, _SHORTENED = 64, re.compile(r"\([0-9a-f]{8}\)\Z")  # characters of a text, and what is behind others
 _NOT_CURRENT = (State.REPLACED.value, State.GONE.value, State.RETIRED.value, State.DELETED.value)
 _DATABASE_SIZE = {
     "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
     "postgresql": "SELECT pg_database_size(current_database())",
 }
-# The view has the durations, which each database computes in its own way.
-_TIMED = table(
-    "conversion_throughput", column("verb", Text), column("seconds"), column("bytes_in"), column("bytes_out")
-)
+_CODE = func.coalesce(Conversion.error_code, literal_column("'unknown'")).label("code")
+# Each database computes durations in its own way; PostgreSQL has infinite times, which have no difference.
+_SECONDS = {
+    "sqlite": "(julianday(ended_at) - julianday(started_at)) * 86400.0",
+    "postgresql": "CASE WHEN isfinite(ended_at) AND isfinite(started_at) "
+    "THEN extract(epoch FROM ended_at - started_at)::double precision END",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +124,9 @@ def figures(conn: Connection, now: datetime) -> Figures:
         failures={
             _label(row.code): row.n
             for row in conn.execute(
-                select(func.coalesce(Conversion.error_code, "unknown").label("code"), func.count().label("n"))
+                select(_CODE, func.count().label("n"))
                 .where(Conversion.state == Outcome.FAILED.value)
-                .group_by(Conversion.error_code)
+                .group_by(_CODE)
             )
         },
         work=_work(conn),
@@ -155,8 +161,15 @@ def _as_integer(value: Any) -> int:
 
 
 def _label(value: Any) -> str:
-    """Return a text of a row; what is no text, as people can read it."""
-    return value if isinstance(value, str) else short_repr(value, 40)
+    """Return a short text of a row; of another value its beginning, and a digest: no two have one label.
+
+    >>> _label("failed"), _label(b"failed")
+    ('failed', "b'failed' (edf948fe)")
+    """
+    if isinstance(value, str) and len(value) <= _LABEL and not _SHORTENED.search(value):
+        return value
+    text = f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")
+    return f"{short_repr(value, 40)} ({blake3(text).hexdigest(length=4)})"
 
 
 def _time(value: Any) -> datetime | None:
@@ -171,14 +184,15 @@ def _conversions(conn: Connection) -> dict[tuple[str, str], int]:
 
 
 def _work(conn: Connection) -> dict[str, WorkDone]:
+    seconds: Any = literal_column(_SECONDS[conn.dialect.name])
     summed = select(
-        _TIMED.c.verb,
+        Conversion.verb,
         func.count().label("n"),
-        func.coalesce(func.sum(_TIMED.c.bytes_in), 0).label("bytes_in"),
-        func.coalesce(func.sum(_TIMED.c.bytes_out), 0).label("bytes_out"),
-        func.coalesce(func.sum(_TIMED.c.seconds), 0).label("seconds"),
-    )
-    rows = conn.execute(summed.group_by(_TIMED.c.verb))
+        func.coalesce(func.sum(Conversion.bytes_in), 0).label("bytes_in"),
+        func.coalesce(func.sum(Conversion.bytes_out), 0).label("bytes_out"),
+        func.coalesce(func.sum(seconds), 0).label("seconds"),
+    ).where(Conversion.state == Outcome.SUCCEEDED.value)
+    rows = conn.execute(summed.group_by(Conversion.verb))
     return {
         _label(r.verb): WorkDone(r.n, _as_integer(r.bytes_in), _as_integer(r.bytes_out), float(r.seconds))
         for r in rows

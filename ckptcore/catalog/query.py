@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, and_, func, select
@@ -23,7 +23,7 @@ from ckptcore.catalog.models import (
     TrainingRun,
 )
 from ckptcore.catalog.normalize import same_places
-from ckptcore.catalog.row_values import as_integer, checked, parsed, row_findings, sound
+from ckptcore.catalog.row_values import as_integer, checked, parsed, row_findings, sound, sound_finding
 from ckptcore.catalog.types import (
     CheckpointDetail,
     CheckpointRow,
@@ -370,7 +370,7 @@ def _conversion_detail(conn: Connection, row_id: int) -> ConversionDetail:
 
 def _findings(conn: Connection, wanted: Select[Any]) -> tuple[Finding, ...]:
     return tuple(
-        Finding(r.code, r.level, r.message, r.fqn, r.file, r.hint, r.severity)
+        sound_finding(**{field.name: getattr(r, field.name) for field in fields(Finding)})
         for r in conn.execute(wanted.order_by(FindingRecord.id))
     )
 

@@ -47,6 +47,14 @@ def sound(cls: type[Value], **values: Any) -> Value:
     return built
 
 
+def sound_finding(**values: Any) -> Finding:
+    """Return the finding of a row; one about the row, if a value of it is odd. values: its fields."""
+    right, trouble = checked(Finding, values)
+    if trouble:
+        return finding("catalog-row", "files", f"the catalog's row of a finding cannot be used: {trouble}")
+    return Finding(**right)
+
+
 def checked(cls: Any, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return values of fields of a dataclass, odd ones empty, and what is odd; "" for nothing."""
     right, troubles = dict(values), []

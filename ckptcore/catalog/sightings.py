@@ -14,7 +14,7 @@ from sqlalchemy import insert, or_, select, union, update
 
 from ckptcore.catalog.models import Checkpoint, Conversion, Sighting
 from ckptcore.catalog.normalize import clean_json, normal_uri, same_places
-from ckptcore.catalog.row_values import parsed, sound
+from ckptcore.catalog.row_values import parsed, sound, sound_finding
 from ckptcore.catalog.types import Kind
 from ckptcore.errors import Finding
 from ckptcore.utils.dataclass import dataclass
@@ -130,6 +130,6 @@ def _sighting_row(row: Any) -> SightingRow:
 def _findings(forms: Any) -> Any:
     """Return findings by their JSON forms; the forms if they are none, which `sound` reports."""
     try:
-        return tuple(Finding(**form) for form in forms)
+        return tuple(sound_finding(**form) for form in forms)
     except TypeError:
         return forms

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
@@ -172,6 +172,8 @@ def execute(
     indices: Sequence[int] | None = None,
     settings: Settings | None = None,
     progress: Progress | None = None,
+    *,
+    sums: FileSums | None = None,
 ) -> tuple[Receipt, ...]:
     """Write files of a saved plan; finished files that hash to their receipt are kept.
 
@@ -180,6 +182,7 @@ def execute(
         indices: Indices of files; None for all.
         settings: Memory, threads and device.
         progress: Called with the number of bytes written.
+        sums: Observes the reads of the source, for the digests of its files.
 
     Returns:
         The receipts of these files.
@@ -191,7 +194,7 @@ def execute(
     staging = Staging.of_plan(plan_uri)
     files = None if indices is None else len(indices)
     with span("write", destination=staging.destination, files=files), staging.lock(shared=True):
-        return _execute(staging, indices, settings or Settings(), progress)
+        return _execute(staging, indices, settings or Settings(), progress, sums=sums)
 
 
 def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
@@ -216,16 +219,23 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
 
 
 def execute_part(
-    plan_uri: str, part: FilePart, settings: Settings, progress: Progress | None = None
+    plan_uri: str,
+    part: FilePart,
+    settings: Settings,
+    progress: Progress | None = None,
+    *,
+    sums: FileSums | None = None,
 ) -> Receipt:
     """Write one part of a file; a part that hashes to its receipt is kept. `join` completes the file.
+
+    sums: See `execute`.
 
     Raises:
         DamagedCheckpoint: Bytes of the source do not match their checksum.
     """
     staging = Staging.of_plan(plan_uri)
     with span("write_part", destination=staging.destination, file=part.index), staging.lock(shared=True):
-        return _execute(staging, [part.index], settings, progress, part)[0]
+        return _execute(staging, [part.index], settings, progress, part, sums=sums)[0]
 
 
 def join(plan_uri: str, index: int) -> Receipt:
@@ -393,7 +403,7 @@ def publishing(
         began = time.perf_counter()
         with span("write", destination=request.destination, bytes=prepared.bytes_out):
             receipts = _execute(staging, None, settings, progress, just_planned=True, sums=manifest.sums)
-            digests = _source_digests(manifest)
+            digests = digests_of_source(manifest)
         wrote = time.perf_counter() - began
         own, recorded = (registration.id, registration.source) if registration else (None, None)
         require_as_recorded(manifest, digests, recorded)
@@ -584,10 +594,17 @@ def _execute(
         return execute_files(run, wanted, settings, part=part, progress=progress)
 
 
-def _source_digests(manifest: Manifest) -> dict[str, str]:
-    """Return the digests of the source's files that were read completely."""
+def digests_of_source(manifest: Manifest, read: Iterable[FileSums] = ()) -> dict[str, str]:
+    """Return the digests of the source's files that were read completely.
+
+    Args:
+        manifest: The source; its ``sums`` observed the reads of this process.
+        read: What other processes have read of it.
+    """
     if manifest.sums is None:
         return {}
+    for each in read:
+        manifest.sums.add(each)
     with closing(open_source_store(manifest.root, manifest.versions)) as source:
         return file_digests(manifest, source)
 

@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
+from typing import Any
 
 from ckptcore.utils.crc64 import combine64, crc64
 from ckptcore.utils.part_digest import crc_digest
@@ -49,6 +50,24 @@ class FileSums:
             for a, b, crc in fresh:
                 for c, d in list(_gaps(runs, a, b)):  # others if another thread has read some of it meanwhile
                     _insert(runs, (c, d, crc if (c, d) == (a, b) else crc64(view[c - start : d - start])))
+
+    def add(self, other: FileSums) -> None:
+        """Add what another process has read; a range that overlaps with a known one stays a hole."""
+        with self._lock:
+            self._altered.update(other._altered)
+            for path, theirs in other._runs.items():
+                runs = self._runs.setdefault(path, [])
+                for run in theirs:
+                    if list(_gaps(runs, *run[:2])) == [run[:2]]:
+                        _insert(runs, run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is sent to another process: everything but the lock."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what another process sent."""
+        vars(self).update(state, _lock=threading.Lock())
 
     def forget(self, path: str | None) -> None:
         """Give up the digest of a file, or of all: bytes of it came altered, and count already."""

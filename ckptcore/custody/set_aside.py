@@ -23,6 +23,7 @@ import stat
 import uuid
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from typing import Protocol
 
@@ -229,7 +230,8 @@ class LocalSetAside:
         self.record, self.home = record, home
         self._above, self._at, self._lock = above, at, lock
         self._name = os.path.basename(record.uri)
-        self._arrived: Thing | None = None  # one that is one file: moving it changed its status
+        # Of one that is one file: moving it changed its status, as its record says, or a publication did it.
+        self._arrived: Thing | None = None
 
     @classmethod
     def begin(cls, record: SetAsideRecord, above: int) -> LocalSetAside:
@@ -240,14 +242,7 @@ class LocalSetAside:
         try:
             os.mkdir(home, 0o700, dir_fd=above)
             at = os.open(home, FOLDER, dir_fd=above)
-            lock = os.open(_DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with os.fdopen(os.dup(lock), "wb") as file:
-                file.write(record.dump())
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(_DRAFT, RECORD, src_dir_fd=at, dst_dir_fd=at)
-            os.fsync(at)
+            lock = _written(record, at)
             os.fsync(above)
         except OSError as error:
             _forget(home, at, above)
@@ -301,9 +296,19 @@ class LocalSetAside:
         return Spot(self._at, self._name, self.place)
 
     def move_in(self) -> None:
-        """Move it here in one step, through the open folder, not by its path."""
+        """Move it here in one step, through the open folder, not by its path.
+
+        Of one that is one file, the record gets the status that this gave it: a program that has it open
+        still can write to it, and reset its time, but not its status.
+        """
         try:
             os.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
+            if "" in self.record.things:
+                self._arrived, before = self.look()[""], self._lock
+                require_files(self.record.uri, self.record.things, {"": self._arrived}, status=False)
+                self.record = replace(self.record, things={"": self._arrived})
+                self._lock = _written(self.record, self._at)
+                _close(before)
             os.fsync(self._at)
             os.fsync(self._above)
         except OSError as error:
@@ -328,7 +333,7 @@ class LocalSetAside:
     def require_approved(self) -> None:
         """See `SetAside`."""
         now, approved = self.look(), self.record.things
-        if "" in approved and self._arrived is None:
+        if "" in approved and self._arrived is None and self.record.why == REPLACED:
             name = difference(approved, now, status=False)
             self._arrived = now.get("")
         else:
@@ -491,9 +496,35 @@ def _own_record(path: str, at: int, lock: int) -> SetAsideRecord:
     return record
 
 
-def require_files(uri: str, before: Mapping[str, Thing], now: Mapping[str, Thing]) -> None:
-    """Raise `SourceChanged` unless everything at a place is, name by name, as it was before."""
-    name = difference(before, now)
+def _written(record: SetAsideRecord, at: int) -> int:
+    """Write a record into its open folder, in the place of an earlier one; return it, locked."""
+    lock = os.open(_DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with os.fdopen(os.dup(lock), "wb") as file:
+            file.write(record.dump())
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(_DRAFT, RECORD, src_dir_fd=at, dst_dir_fd=at)
+        os.fsync(at)
+    except BaseException:
+        _close(lock)
+        raise
+    return lock
+
+
+def require_files(
+    uri: str, before: Mapping[str, Thing], now: Mapping[str, Thing], *, status: bool = True
+) -> None:
+    """Raise `SourceChanged` unless everything at a place is, name by name, as it was before.
+
+    Args:
+        uri: The place.
+        before: Everything there at one time.
+        now: Everything there at another time.
+        status: Count a change of status alone (ctime) as a difference.
+    """
+    name = difference(before, now, status=status)
     if name is not None:
         raise _changed(uri, name)
 

@@ -74,21 +74,19 @@ def put_aside(
     )
     _require_same(source.uri, replacement.things)
     aside = begin(record, open_above(root, source.uri) if local else -1)
-    row = set_aside.SetAsideEntry(
-        aside.home,
-        source.id,
-        source.uri,
-        nbytes,
-        now,
-        now + grace,
-        record.digest,
-        folder=folder_of(aside.home),
-    )
+    folder = folder_of(aside.home)
     try:
         with catalog.writing() as conn:
-            _mark_retired(conn, now, source, row)
-            aside.move_in()  # last in the transaction: no reader sees half of it
+            _mark_retired(conn, now, source)
+            aside.move_in()  # late in the transaction: no reader sees half of it
             aside.require_approved()  # a trainer that saves from here on creates a new folder
+            due, digest = now + grace, aside.record.digest
+            set_aside.put(
+                conn,
+                set_aside.SetAsideEntry(
+                    aside.home, source.id, source.uri, nbytes, now, due, digest, folder=folder
+                ),
+            )
     except BaseException:
         # The reply to a commit may be lost: what the catalog says now is what happened.
         listed = row_of(catalog, aside.home)
@@ -105,11 +103,10 @@ def put_aside(
     return aside
 
 
-def _mark_retired(conn: Any, now: datetime, source: CheckpointRow, row: set_aside.SetAsideEntry) -> None:
+def _mark_retired(conn: Any, now: datetime, source: CheckpointRow) -> None:
     require_free(conn, now, source)
     if not set_aside.retired(conn, now, source):
         raise Conflict("its row in the catalog changed meanwhile")
-    set_aside.put(conn, row)
 
 
 def _restore(aside: SetAside) -> None:

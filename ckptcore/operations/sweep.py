@@ -91,19 +91,22 @@ def sweep(
     """
     found: list[SweepItem] = []
     who = who or owner()
-    for root in watched(catalog, names):
+
+    def pass_over(root: RootRow) -> Iterator[SweepItem]:
         items = look_through(
             catalog, root, dry_run=dry_run, settle_s=settle_s, retry_failed=retry_failed, relist=relist
         )
         if dry_run:
-            here = list(items)
-            for item in here:
+            for item in items:
                 (on_item or _ignore)(item)
+            yield from items
         else:
             here = convert_ready(catalog, items, convert, who, on_item=on_item, convert_each=convert_each)
-        found += here
-        if not dry_run:
+            yield from here
             note_swept(catalog, root, here)
+
+    for root in watched(catalog, names):
+        found += of_root(root, pass_over(root), on_item)
     if not dry_run:
         end_interrupted(catalog)
         forget_events(catalog)
@@ -114,6 +117,30 @@ def watched(catalog: Catalog, names: Sequence[str] = ()) -> tuple[RootRow, ...]:
     """Return the roots of these names, or all that are not paused. Raise `UsageError` for unknown names."""
     with catalog.reading() as conn:
         return tuple(roots.get(conn, n) for n in names) if names else roots.every(conn, enabled=True)
+
+
+def of_root(root: RootRow, items: Iterable[SweepItem], on_item: OnItem | None = None) -> Iterator[SweepItem]:
+    """Yield the checkpoints of a root; one more item is the root itself, if its part of the sweep ends early.
+
+    Args:
+        root: The root.
+        items: Its checkpoints. What looks through it, converts and records them may raise any `Exception`.
+        on_item: Called for the item of the root.
+    """
+    try:
+        yield from items
+    except CatalogAway:
+        raise  # as it would be for all of them
+    except Exception as error:
+        item = _root_in_trouble(root, error)
+        (on_item or _ignore)(item)
+        yield item
+
+
+def _root_in_trouble(root: RootRow, error: Exception) -> SweepItem:
+    ended = error_of(error)
+    standing = Standing.UNREAD if ended.transient or ended.exit_code != 2 else Standing.REFUSED
+    return SweepItem(root.name, root.uri, None, standing, ended.message)
 
 
 def end_interrupted(catalog: Catalog) -> None:
@@ -164,9 +191,7 @@ def look_through(
         kept = () if relist else _remembered(before, now)
         candidates = discover(root.uri, include=root.include, skip=outputs, remembered=kept)
     except Exception as error:
-        ended = error_of(error)
-        standing = Standing.UNREAD if ended.transient or ended.exit_code != 2 else Standing.REFUSED
-        return (SweepItem(root.name, root.uri, None, standing, ended.message),)
+        return (_root_in_trouble(root, error),)
     # An output that was recorded under another name of its place, such as one behind a mount.
     elsewhere = Spellings(each for each in written if each not in outputs)
     found = [c for c in candidates if Relation.SAME not in elsewhere.of(c.uri).values()]

@@ -1,20 +1,22 @@
 """Keep the trouble of one item its own, and that of foreign text, whatever raises it.
 
-Every loop over items (checkpoints of a sweep, events, messages) ends an item by `attempt` or `error_of`. An
-item is expected to end with a `CkptError`; any other exception is a defect, and still that of one item.
+Every loop over items (checkpoints of a sweep, events, messages) ends an item by `attempt`, `for_each` or
+`error_of`. An item is expected to end with a `CkptError`; any other exception is a defect, and still that of
+one item.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-from ckptcore.errors import CkptError, Interrupted, ended_by
+from ckptcore.errors import CatalogAway, CkptError, Interrupted, ended_by
 from ckptcore.utils import terminal
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 
 
 def attempt(
@@ -31,6 +33,23 @@ def attempt(
         return act(*args, **kwargs)
     except Exception as error:
         return error_of(error)
+
+
+def for_each(act: Callable[[_Item], object], items: Iterable[_Item]) -> None:
+    """Do an act on each item. The first `Exception` of an item is raised when it was done on the others.
+
+    A catalog that is away, and what ends the command, is raised at once, as it would end every item.
+    """
+    first: Exception | None = None
+    for item in items:
+        try:
+            act(item)
+        except (CatalogAway, Interrupted):
+            raise
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def error_of(error: Exception) -> CkptError:

@@ -20,6 +20,7 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
 
 from ckptcore.utils import terminal
+from ckptcore.utils.isolation import for_each
 from deployments import POOL
 from deployments.deploy import deploy
 from deployments.release_runs import active, reschedule
@@ -45,12 +46,14 @@ def requeue(ids: Iterable[UUID]) -> None:
         ids: ids of the stopped runs, some of which reported a crash as they ended.
     """
     with get_client(sync_client=True) as client:
-        stopped = {id: client.read_flow_run(id) for id in ids} | {run.id: run for run in active(client, POOL)}
-        states = {id: run.state for id, run in stopped.items()}
-        left = [
-            id for id, state in states.items() if state is None or state.is_crashed() or not state.is_final()
-        ]
-        reschedule(client, (stopped[id] for id in left))
+        stopped = {run.id: run for run in active(client, POOL)}
+
+        def requeue_one(id: UUID) -> None:
+            run = stopped.get(id) or client.read_flow_run(id)
+            if run.state is None or run.state.is_crashed() or not run.state.is_final():
+                reschedule(client, [run])
+
+        for_each(requeue_one, dict.fromkeys([*ids, *stopped]))
 
 
 def resume() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ckptcore.catalog.promotions import MOVED, REMOVED
 from ckptcore.errors import CkptError, InternalError
 from ckptcore.redaction import beginning, redacted
-from ckptcore.utils.isolation import attempt
+from ckptcore.utils.isolation import attempt, for_each
 from deployments.http_errors import RequestRefused
 from deployments.receiver.event import meta_of
 from deployments.receiver.inbox import InboxEvent, Mailbox, Message, News
@@ -122,28 +122,33 @@ def work(
     rows = box.take(one.now, LIMIT, list(senders))
     away: CkptError | None = None  # once Prefect does not answer, nobody asks again
     fresh = [row for row in rows if row.flow_run_id is None]
-    for row in fresh:
-        error = away or attempt(one.start, row)
-        if error is not None:
-            one.postpone(row, error)
-            away = away or _of_away(error)
     begun, ended = [row for row in rows if row.flow_run_id is not None], 0
-    states: Mapping[str, RunState | CkptError] | CkptError = {}
-    if begun:
-        ids = [row.flow_run_id or "" for row in begun]
-        states = attempt(runs.states, ids) if away is None else away
-    for row in begun:
-        state = states if isinstance(states, CkptError) else states.get(row.flow_run_id or "")
+    states: Mapping[str, RunState | CkptError] | CkptError | None = None
+
+    def handle(row: InboxEvent) -> None:
+        nonlocal away, ended, states
+        if row.flow_run_id is None:
+            error = away or attempt(one.start, row)
+            if error is not None:
+                away = away or _of_away(error)
+                one.postpone(row, error)
+            return
+        if states is None:
+            ids = [each.flow_run_id or "" for each in begun]
+            states = attempt(runs.states, ids) if away is None else away
+        state = states if isinstance(states, CkptError) else states.get(row.flow_run_id)
         outcome: bool | CkptError
         if isinstance(state, CkptError):
             outcome = state
         else:
             outcome = attempt(one.look, row, state) if away is None else away
         if isinstance(outcome, CkptError):  # or it would be looked at only after its lease
-            one.look_later(row, outcome)
             away = away or _of_away(outcome)
+            one.look_later(row, outcome)
         else:
             ended += outcome
+
+    for_each(handle, [*fresh, *begun])
     if away is not None:
         raise Away(reason_of(away))
     return len(fresh) + ended
@@ -177,18 +182,31 @@ def announce_aliases(
     """
     now = now or box.now()
     wanted: dict[str, Collection[str]] = {name: target.events for name, target in targets.items()}
-    count = box.announce(now, wanted | {PREFECT: (MOVED, REMOVED)})
-    for message in box.messages(now, LIMIT, [PREFECT]):
-        error = attempt(_tell, runs, message)
+    count = 0
+    away: CkptError | None = None
+
+    def put() -> None:
+        nonlocal count
+        count += box.announce(now, wanted | {PREFECT: (MOVED, REMOVED)})
+
+    def send_all() -> None:
+        for_each(send, box.messages(now, LIMIT, [PREFECT]))
+
+    def send(message: Message) -> None:
+        nonlocal count, away
+        error = away or attempt(_tell, runs, message)
         if error is None:
             box.sent(message, now)
             count += 1
-            continue
+            return
+        away = away or _of_away(error)
         delay = timedelta(seconds=delay_after(message.tries))
         retry_at = None if message.tries >= MAX_ATTEMPTS else now + delay
         box.unsent(message, now, reason_of(error), retry_at)
-        if _of_away(error):
-            raise Away(reason_of(error))
+
+    for_each(lambda step: step(), (put, send_all))
+    if away is not None:
+        raise Away(reason_of(away))
     return count
 
 

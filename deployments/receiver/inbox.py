@@ -16,8 +16,10 @@ from typing import Any
 
 from ckptcore.catalog import open_catalog, promotions
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.audit import AuditRow
 from ckptcore.catalog.queues import InboxEvent, Message, NewEvent, Postponed, inbox, outbox
 from ckptcore.catalog.run_outputs import output_at, outputs_of_run
+from ckptcore.utils.isolation import for_each
 from deployments.receiver.event import Event
 
 LEASE = timedelta(minutes=2)  # rows of a process that died are free after this time
@@ -52,8 +54,8 @@ class Kept:
 class Mailbox:
     """The inbox and the outbox of one catalog.
 
-    See `ckptcore.catalog.open_catalog` for the URL and the errors. Every method is one transaction. It raises
-    `CatalogError` if the database does not answer.
+    See `ckptcore.catalog.open_catalog` for the URL and the errors. Every method is one transaction,
+    `announce` one for each message. It raises `CatalogError` if the database does not answer.
     """
 
     def __init__(self, url: str | None = None, turn: threading.Lock | None = None) -> None:
@@ -149,10 +151,15 @@ class Mailbox:
                 for name, types in endpoints.items()
                 for change in promotions.unannounced(conn, now, name, types)
             ]
-        if not found:
-            return 0
-        with self._transaction() as conn:
-            return sum(promotions.announce(conn, now, name, change) for name, change in found)
+        count = 0
+
+        def put(one: tuple[str, AuditRow]) -> None:
+            nonlocal count
+            with self._transaction() as conn:
+                count += promotions.announce(conn, now, *one)
+
+        for_each(put, found)
+        return count
 
     def watched(self) -> list[str]:
         """Return the URIs of the enabled watched roots."""

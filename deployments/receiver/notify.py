@@ -17,7 +17,7 @@ import httpx
 
 from ckptcore.errors import CkptError
 from ckptcore.redaction import beginning
-from ckptcore.utils.isolation import attempt
+from ckptcore.utils.isolation import attempt, for_each
 from deployments.receiver.inbox import Mailbox, Message
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.settings import NotifyTarget
@@ -60,16 +60,19 @@ def send_due(
         thread.start()
     for thread in threads:
         thread.join()
-    for message in messages:
+
+    def record(message: Message) -> None:
         answer = answers[message.id]
         error, gone = (beginning(answer.message, 500), False) if isinstance(answer, CkptError) else answer
         if not error:
             box.sent(message, now)
-            continue
+            return
         tries = message.tries  # this one included
         retry_at = None if gone or tries > len(SCHEDULE) else now + timedelta(seconds=SCHEDULE[tries - 1])
         box.unsent(message, now, error, retry_at)
         _log.warning("cannot notify %s (%s), next try: %s", message.endpoint, error, retry_at or "none")
+
+    for_each(record, messages)
     return len(messages)
 
 

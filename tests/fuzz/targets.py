@@ -1,8 +1,8 @@
 """Find the folders to fuzz, and read a changed one within bounds.
 
 A reader may return a manifest, which is then checked, or raise one of the documented errors. Anything
-else is a defect: another exception, more than 5 s, more than 512 MiB for less than 1 MB of input, or
-any audit event of a pickle, a process or code that would run.
+else is a defect: another exception, more than 5 s of a processor, more than 512 MiB for less than 1 MB of
+input, or any audit event of a pickle, a process or code that would run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptcore.errors import CkptError
 from ckptcore.formats import read_manifest
 from ckptcore.formats.base import Source
 
-SECONDS = 5.0
+SECONDS = 5.0  # of a processor: on a busy machine an input may wait as long for its turn
 GROWTH = 512 << 20
 # Events that no reader may cause (https://docs.python.org/3/library/audit_events.html).
 FORBIDDEN = frozenset(
@@ -140,15 +140,15 @@ def bounded() -> Iterator[None]:
     if not _installed:
         sys.addaudithook(_audit)
         _installed = True
-    old = signal.signal(signal.SIGALRM, _late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    old = signal.signal(signal.SIGPROF, _late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     _watching = True
     try:
         yield
     finally:
         _watching = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
@@ -157,4 +157,4 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _late(number: int, frame: FrameType | None) -> None:
-    raise Defect(f"took more than {SECONDS:g} s")
+    raise Defect(f"took more than {SECONDS:g} s of a processor")

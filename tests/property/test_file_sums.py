@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,42 @@ def test_each_byte_counts_once(ranges: list[list[int]]) -> None:
         sums.observe("a", start, DATA[start:end])
     assert sums.digest("a", SIZE) == crc_digest(crc64(DATA))
     assert sums.digest("a", SIZE - 1) is None
+
+
+@given(st.lists(st.tuples(RANGES, st.booleans()), min_size=1, max_size=4))
+def test_what_other_processes_have_read(tasks: list[tuple[list[list[int]], bool]]) -> None:
+    """Each byte that one of them has read counts once; overlaps with part of a range leave a hole."""
+    sums, seen = FileSums(), set[int]()
+    for ranges, sent in tasks:
+        own = FileSums()
+        for start, end in ranges:
+            own.observe("a", start, DATA[start:end])
+            seen.update(range(start, end))
+        sums.add(pickle.loads(pickle.dumps(own)) if sent else own)
+    holes = sums.holes("a", SIZE)
+    missing = {*range(SIZE)} if holes is None else {n for a, b in holes for n in range(a, b)}
+    assert missing >= {*range(SIZE)} - seen
+    if sums.digest("a", SIZE) is not None:
+        assert len(seen) == SIZE
+        assert sums.digest("a", SIZE) == crc_digest(crc64(DATA))
+    for start, end in holes or [(0, SIZE)]:
+        sums.observe("a", start, DATA[start:end])
+    assert sums.digest("a", SIZE) == crc_digest(crc64(DATA))
+
+
+def test_tasks_that_share_a_file_by_ranges() -> None:
+    sums, cuts = FileSums(), [0, 1, 70, 71, 150, SIZE]
+    for start, end in reversed([*pairwise(cuts)]):
+        own = FileSums()
+        own.observe("a", start, DATA[start:end])
+        sums.add(own)
+        sums.add(own)  # a task that was repeated
+    assert sums.digest("a", SIZE) == crc_digest(crc64(DATA))
+    altered = FileSums()
+    altered.observe("a", 0, DATA[:1])
+    altered.forget("a")
+    sums.add(altered)
+    assert sums.digest("a", SIZE) is None
 
 
 def test_threads_that_read_the_same_bytes() -> None:

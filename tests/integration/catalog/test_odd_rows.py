@@ -12,9 +12,12 @@ from sqlalchemy import text
 
 from ckptcore.catalog import as_dict, audit, browse, maintenance, open_catalog, queues, upgrade
 from ckptcore.catalog import watched_roots as roots
+from ckptcore.catalog.figures import figures
 from ckptcore.catalog.queues import inbox, outbox
 from ckptcore.cli.main import run
-from ckptcore.conversion.pipeline import convert
+from ckptcore.conversion.pipeline import convert, inspect
+from ckptcore.conversion.registration import facts
+from ckptcore.errors import finding
 from ckptcore.operations import scrub, sweep
 from ckptcore.planning.request import Request, Settings
 
@@ -149,6 +152,48 @@ def paged(rows, conn, *arguments):
         if before is None:
             return len(ids)
     raise AssertionError("pages without an end")
+
+
+TIMES = ("checkpoint.verified_at", "checkpoint.created_at", "conversion.started_at", "conversion.ended_at")
+
+
+def test_the_figures_are_of_the_others(filled):
+    """Times that only a database has, of which a monitor asks the first."""
+    server = filled.startswith("postgresql")
+    for value in ("infinity", "-infinity", "0044-03-15 BC", "20000-01-01") if server else ("never", 12, b"x"):
+        for name in (*TIMES, "checkpoint.total_bytes", "conversion.bytes_out", "conversion.verb"):
+            table, column = name.split(".")
+            if server and name not in TIMES:
+                value = "x" * 300 if column == "verb" else -1
+            with odd(filled, table, column, value):
+                with open_catalog(filled) as catalog, catalog.reading() as conn:
+                    counted = figures(conn, catalog.now())
+                assert sum(each.checkpoints for each in counted.stock.values()) == 4, (name, value)
+                assert sum(counted.conversions.values()) == 2, (name, value)
+
+
+ODD_FINDINGS = ("code", "level", "message", "fqn", "file", "hint", "severity")
+
+
+def test_an_odd_finding_is_one_finding(url, tmp_path, capsys):
+    if url.startswith("postgresql"):
+        pytest.skip("its types refuse such values")
+    place = str(save(tmp_path / "step-1", 1))
+    both = [finding("unused-bytes", "coverage", f"of {name}", file=name) for name in ("a", "b")]
+    with open_catalog(url) as catalog:
+        catalog.record_validation(facts(inspect(place), place), both, level="coverage")
+        for column in ODD_FINDINGS:
+            change = f"UPDATE finding SET {column} = :v WHERE file = 'b'"
+            with catalog.writing() as conn:
+                old = conn.execute(text(f"SELECT {column} FROM finding WHERE file = 'b'")).scalar_one()
+                conn.execute(text(change), {"v": b"\xff"})
+            code, detail = cli(capsys, url, "catalog", "show", place)
+            assert (code, [f["code"] for f in detail["findings"]]) == (0, ["unused-bytes", "catalog-row"])
+            assert f"{column} holds" in detail["findings"][1]["message"]
+            assert run(["catalog", "show", place, "--catalog", url]) == 0
+            with catalog.writing() as conn:
+                back = change.replace("file = 'b'", "file <> 'a'") if column == "file" else change
+                conn.execute(text(back), {"v": old})
 
 
 def test_a_scrub_checks_the_others(filled, capsys):

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -123,6 +124,42 @@ def test_an_odd_row_costs_no_number_of_others(tmp_path: Path, table: str, column
     assert found["ckptcore_catalog_up",] == 1
     assert found["ckptcore_inbox_events", "waiting"] == 1
     assert sum(n for name, n in found.items() if name[0] == "ckptcore_checkpoints") >= 10
+
+
+# Values of two rows that look alike when they are shortened, or read as text.
+ALIKE = {
+    "long ones": (b"\xff" * 100 + b"a", b"\xff" * 100 + b"b"),
+    "long texts": ("x" * 5000 + "a", "x" * 5000 + "b"),
+    "a text of bytes": (b"\xff", repr(b"\xff")),
+    "none": (None, "unknown"),
+}
+
+
+@pytest.mark.parametrize("values", ALIKE.values(), ids=ALIKE)
+def test_two_odd_values_have_two_labels(tmp_path: Path, values: tuple[Any, Any]) -> None:
+    url = str(tmp_path / "catalog.sqlite")
+    open_catalog(url).close()
+    fill(url, 2, 2, 10)
+    names = {"conversion.verb", "conversion.error_code", "checkpoint.state"}
+    with open_catalog(url) as catalog, catalog.writing() as conn:
+        conn.execute(sa.text("UPDATE conversion SET state = 'failed'"))
+        for name in sorted(names if values[0] is not None else {"conversion.error_code"}):
+            table, column = name.split(".")
+            for n, value in enumerate(values, 1):
+                change = f"UPDATE {table} SET {column} = :v WHERE id % 2 = {n - 1}"
+                conn.execute(sa.text(change), {"v": value})
+    with serving(registry_of(url), "127.0.0.1", 0) as port:
+        found = asked(port)
+    for metric, table in (
+        ("ckptcore_checkpoints", "checkpoint"),
+        ("ckptcore_conversions_total", "conversion"),
+        ("ckptcore_conversion_failures_total", "conversion"),
+    ):
+        numbers = [n for name, n in found.items() if name[0] == metric]
+        with open_catalog(url) as catalog, catalog.reading() as conn:
+            rows = conn.execute(sa.text(f"SELECT count(*) FROM {table}")).scalar_one()
+        assert sum(numbers) == rows, metric
+    assert max(len(label) for name in found for label in name) < 200
 
 
 def test_a_catalog_that_is_away_is_zero_until_it_answers() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,9 +15,11 @@ import pytest
 import webhooks
 from starlette.testclient import TestClient
 
-from ckptcore.catalog import CheckpointFacts, open_catalog
+from ckptcore.catalog import CheckpointFacts, open_catalog, promotions
 from ckptcore.catalog.queues import outbox
 from ckptcore.errors import CkptError, UsageError
+from deployments import release_runs
+from deployments.local import drain
 from deployments.page.changes import set_alias
 from deployments.receiver import batch_writer
 from deployments.receiver.app import make_app
@@ -135,6 +139,131 @@ def test_an_announcement_of_an_alias(box: Mailbox, url: str) -> None:
     announce_aliases(box, runs, {}, now)
     assert runs.sent == ["/out/a", "/out/z"]
     assert [state for (state,) in rows(url, "outbox", "state")] == ["done", "waiting", "done"]
+
+
+class OddRows(Mailbox):
+    """A catalog that does not store one kind of change, of the odd row."""
+
+    call = ""
+
+    def _raise(self, call: str, row: Any) -> None:
+        if call == self.call and "odd" in str(row):
+            raise Unforeseen("of this one")
+
+    def later(self, row: Any, *more: Any) -> None:
+        self._raise("later", row)
+        super().later(row, *more)
+
+    def end(self, row: Any, *more: Any) -> bool:
+        self._raise("end", row)
+        return super().end(row, *more)
+
+    def sent(self, message: Any, now: datetime) -> None:
+        self._raise("sent", message)
+        super().sent(message, now)
+
+    def unsent(self, message: Any, *more: Any) -> None:
+        self._raise("unsent", message)
+        super().unsent(message, *more)
+
+
+@pytest.fixture
+def odd_rows(url: str) -> Iterator[OddRows]:
+    made = OddRows(url)
+    made.put([(event(name), f"/runs/{name}", "{}") for name in NAMES], NOW)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "raising", "others"),
+    [("later", "start", ["waiting", "waiting"]), ("later", "states", ["done", "done"])],
+)
+def test_a_change_of_an_event_that_is_not_stored(
+    call: str, raising: str, others: list[str], odd_rows: OddRows, url: str, senders: dict[str, Sender]
+) -> None:
+    """The others are handled in the same round; the error is the step's trouble."""
+    runs = Runs("" if raising == "states" else raising)
+    if raising == "states":
+        work(odd_rows, runs, senders, {}, NOW)
+        runs.raising, runs.state = raising, "COMPLETED"
+    odd_rows.call = call
+    with pytest.raises(Unforeseen):
+        work(odd_rows, runs, senders, {}, LATER)
+    assert [state for state, _ in rows(url)] == [others[0], "taken", others[1]]
+
+
+@pytest.mark.parametrize("status", [204, 500])
+def test_a_change_of_a_message_that_is_not_stored(status: int, odd_rows: OddRows, url: str) -> None:
+    targets = {name: NotifyTarget(url=f"https://{name}.example/", secret="WHSEC") for name in NAMES}
+    with open_catalog(url) as catalog, catalog.queueing() as conn:
+        for name in NAMES:
+            outbox.put(conn, NOW, name, "k", type="t", body={"data": name})
+    odd_rows.call = "sent" if status == 204 else "unsent"
+    transport = httpx.MockTransport(lambda _: httpx.Response(status))
+    with httpx.Client(transport=transport) as client, pytest.raises(Unforeseen):
+        send_due(odd_rows, targets, client, webhooks.SECRETS, NOW)
+    expected = "done" if status == 204 else "waiting"
+    assert [state for (state,) in rows(url, "outbox", "state")] == [expected, "taken", expected]
+
+
+def test_a_change_of_an_alias_that_cannot_be_told(
+    box: Mailbox, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_catalog(url) as catalog:
+        for name in NAMES:
+            facts = CheckpointFacts(f"/out/{name}", "dcp", name.encode().hex().zfill(64), 8, [], [])
+            catalog.record_validation(facts)
+            set_alias(catalog, "ada", f"/out/{name}", f"best-{name}", None)
+    inner = promotions._data
+
+    def data(conn: Any, change: Any) -> dict[str, Any]:
+        if "odd" in str(change):
+            raise Unforeseen("of this one")
+        return inner(conn, change)
+
+    monkeypatch.setattr(promotions, "_data", data)
+    runs, now = Runs(""), datetime.now(UTC)
+    with pytest.raises(Unforeseen):
+        announce_aliases(box, runs, {}, now)
+    assert runs.sent == ["/out/a", "/out/z"]
+    monkeypatch.setattr(promotions, "_data", inner)
+    announce_aliases(box, runs, {}, now)
+    assert runs.sent == ["/out/a", "/out/z", "/out/odd"]
+
+
+@pytest.mark.parametrize("call", ["read_flow_run", "set_flow_run_state"])
+def test_a_run_that_cannot_be_released(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker that has ended: one that was deleted meanwhile leaves no other run to its heartbeat."""
+    released = []
+
+    class Client:
+        """Prefect's, which does not know the odd run any more."""
+
+        def read_flow_runs(self, **_: Any) -> list[Any]:
+            return [] if call == "read_flow_run" else [self.run(name) for name in NAMES]
+
+        def run(self, name: str) -> Any:
+            return SimpleNamespace(id=name, state=None, labels={release_runs.NAME: "w"})
+
+        def read_flow_run(self, name: str) -> Any:
+            self.raise_for("read_flow_run", name)
+            return self.run(name)
+
+        def set_flow_run_state(self, name: str, *_: Any, **__: Any) -> None:
+            self.raise_for("set_flow_run_state", name)
+            released.append(name)
+
+        def raise_for(self, one: str, name: str) -> None:
+            if (one, name) == (call, "odd"):
+                raise Unforeseen("of this one")
+
+    for module in (release_runs, drain):
+        monkeypatch.setattr(module, "get_client", lambda **_: nullcontext(Client()))
+    release: Any = drain.requeue if call == "read_flow_run" else release_runs.release
+    with pytest.raises(Unforeseen):
+        release(*([NAMES] if call == "read_flow_run" else ["pool", "w"]))
+    assert released == ["a", "z"]
 
 
 @pytest.mark.parametrize("odd", ["the answer", "the body", "the secret"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 from observe import ONE_FILE_EACH, TENSORS
 
 from ckptcore.catalog import open_catalog
+from ckptcore.checking.examine import inspect, validate
 from ckptcore.errors import CkptError, DiskFull, StorageTrouble
 from ckptcore.execution.receipts import Receipt
+from ckptcore.utils.crc64 import crc64
+from ckptcore.utils.part_digest import crc_digest
 from tasks import write
 
 pytestmark = [
@@ -45,6 +49,27 @@ def test_a_checkpoint_is_converted_and_registered(
     run = open_catalog(catalog).show(result.conversion).conversion
     assert (run.state, run.flow_run_id) == ("succeeded", str(state.state_details.flow_run_id))
     assert {"inspect", "validate", "plan", "write", "publish"} <= run.timings.keys()
+
+
+def test_the_tasks_digest_the_files_of_the_source_together(
+    convert: Any, source: Path, tmp_path: Path, catalog: str
+) -> None:
+    state = convert(str(source), str(tmp_path / "out"), catalog=catalog, **ONE_FILE_EACH, return_state=True)
+    assert state.is_completed(), state.message
+    recorded = open_catalog(catalog).at(str(source))
+    assert recorded is not None
+    for file in recorded[1]:
+        assert file.digest == crc_digest(crc64((source / file.path).read_bytes()))
+    # A byte that belongs to no tensor is another one, and nothing else shows it.
+    (shard,) = source.glob("*.distcp")
+    seen, data = shard.stat(), bytearray(shard.read_bytes())
+    data[data.index(b"PK\x01\x02") + 5] ^= 1  # the system that wrote an entry, in the list of a zip's entries
+    shard.write_bytes(data)
+    assert validate(inspect(str(source)), "bytes").ok
+    os.utime(shard, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    state = convert(str(source), str(tmp_path / "later"), catalog=catalog, **ONE_FILE_EACH, return_state=True)
+    assert "is not what the catalog recorded" in state.message
+    assert not (tmp_path / "later").exists()
 
 
 def test_the_run_has_logs_and_artifacts(
@@ -170,12 +195,12 @@ def failing(
     """Make the core's write fail in its n-th call, if ``error(n)`` says so; what the calls gave."""
     real, calls = write.execute, []
 
-    def execute(*arguments: Any) -> tuple[Receipt, ...]:
+    def execute(*arguments: Any, **more: Any) -> tuple[Receipt, ...]:
         calls.append(None)
         trouble = error(len(calls))
         if trouble is not None:
             raise trouble
-        return real(*arguments)
+        return real(*arguments, **more)
 
     monkeypatch.setattr(write, "execute", execute)
     return calls

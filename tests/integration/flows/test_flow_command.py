@@ -40,11 +40,11 @@ KILLED = """
 import os, signal, sys
 from tasks import write
 real, calls = write.execute, []
-def execute(*arguments):
+def execute(*arguments, **more):
     calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments)
+    return real(*arguments, **more)
 write.execute = execute
 from flows._command import main
 from flows.convert import convert
@@ -55,7 +55,7 @@ main(convert, sys.argv[1:])
 INTERRUPTED = """
 import os, signal, sys, threading, time
 from tasks import write
-def execute(plan_uri, indices, settings, progress):
+def execute(plan_uri, indices, settings, progress, **more):
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
     for done in range(36_000):
         progress("write", done, 36_000)

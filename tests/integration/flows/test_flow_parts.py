@@ -202,7 +202,7 @@ def test_progress_is_updated_at_intervals_and_at_the_end(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         _write, "update_progress_artifact", lambda artifact, percent, text: updates.append((percent, text))
     )
-    monkeypatch.setattr(_write, "_finished", lambda prepared, work, running: iter([1024] * 20))
+    monkeypatch.setattr(_write, "_finished", lambda prepared, work, running: iter([(1024, None)] * 20))
     prepared = Prepared("plan", (), 0, 20 << 10, 0, (), (), (), (), (), "", "", "", {})
     _write.write_all(prepared, Settings(), 1024, HERE)
     assert created == [(100.0, "20.0 KiB of 20.0 KiB")]  # it is written at once: one request

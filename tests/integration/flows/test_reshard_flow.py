@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from observe import TENSORS
 
 from ckptcore.catalog import open_catalog
-from ckptcore.errors import CkptError
+from ckptcore.errors import CatalogError, CkptError
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
@@ -84,6 +84,27 @@ def test_a_target_that_fails_does_not_stop_the_others(
         ("fine", "succeeded"),
         ("taken", "failed"),
     ]
+
+
+def test_a_target_that_cannot_begin_leaves_no_other_running(
+    reshard: Any, source: Path, tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import convert
+
+    inner = convert.start
+
+    def start(request: Any, *more: Any) -> Any:
+        if request.destination.endswith("odd"):
+            raise CatalogError("no row for it")
+        return inner(request, *more)
+
+    monkeypatch.setattr(convert, "start", start)
+    also = [{"destination": str(tmp_path / "odd"), "mesh": "fsdp=2"}]
+    state = reshard(
+        str(source), str(tmp_path / "fine"), "fsdp=2", also=also, catalog=catalog, return_state=True
+    )
+    assert "no row for it" in state.message
+    assert [r.state for r in open_catalog(catalog).conversions()] == ["failed"]
 
 
 @pytest.mark.parametrize(

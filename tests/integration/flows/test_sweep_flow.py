@@ -67,6 +67,33 @@ def test_a_failed_conversion_fails_the_run_with_its_reason(watched: Path, catalo
     assert "destination-unwritable" in state.message
 
 
+@pytest.mark.parametrize("step", ["look", "note", "announce"])
+def test_one_root_in_trouble_leaves_the_others_alone(
+    watched: Path, catalog: str, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    from flows import sweep as module
+
+    shutil.copytree(watched / "step-7", watched / "step-9")
+    with open_catalog(catalog) as known, known.writing() as conn:
+        roots.add(conn, datetime.now(UTC), "z", str(watched), target={"destination": f"{DESTINATION}-z"})
+    inner, raised = getattr(module, step), []
+
+    def first(*args: Any, **more: Any) -> None:
+        raised.append(args)
+        monkeypatch.setattr(module, step, inner)
+        raise RuntimeError("unforeseen")
+
+    first.with_options = lambda **_: first  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, step, first)
+    state = module.sweep(catalog=catalog, min_age="0s", return_state=True)
+    assert raised
+    made = {"look": "2 made, 1 unread", "note": "4 made, 1 unread", "announce": "4 made"}[step]
+    assert (state.message or "").split("\n")[0] == made
+    assert state.is_completed() == (step == "announce")
+    assert step == "announce" or "unforeseen" in (state.message or "")
+    assert set(conversions(catalog)) == {"succeeded"}
+
+
 def test_a_value_of_one_step_fails_the_run(watched: Path, catalog: str) -> None:
     from flows.sweep import sweep
 

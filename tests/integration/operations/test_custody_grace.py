@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
-from custody_copies import WEEK, Copies, files_of, is_copy_of, put_rows, rows_of, save
+from custody_copies import WEEK, Copies, files_of, flip, is_copy_of, put_rows, rows_of, save
 from retiring import MEANS
+from safetensors.torch import save_file
 
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog import watched_roots as roots
@@ -76,6 +77,32 @@ def test_a_source_is_set_aside_without_reading_and_purged_by_reading_once(copies
     assert large.nbytes <= nbytes[0] < 1.25 * large.nbytes
     assert not copies.homes(copies.source)
     copies.refuses()
+
+
+@pytest.mark.parametrize("either", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("form", ["folder", "file", "file with two names"])
+def test_what_is_written_into_a_source_that_is_set_aside_is_not_purged(form, copies):
+    """By a program that has its file open still, with the same size; and it resets the time of the file."""
+    if form != "folder":
+        run = copies.runs / "files"
+        run.mkdir()
+        for number in (1, 2):
+            save_file({"weight": torch.full((64,), float(number))}, run / f"step-{number}.safetensors")
+        copies.source, copies.newest = run / "step-1.safetensors", run / "step-2.safetensors"
+        if form == "file with two names":
+            (run / "also").hardlink_to(copies.source)
+        copies.catalog.record_validation(facts(inspect(str(copies.newest)), str(copies.newest)), ())
+        copies.convert(copies.source, copies.out / "f")
+    home = copies.aside()
+    (aside,) = [path for path in home.iterdir() if path.name != "record.json"]
+    flip(next(aside.glob("*.distcp")) if aside.is_dir() else aside)
+    written = files_of(aside)
+    (done,) = (each for each in copies.due() if each.uri == str(copies.source))
+    assert (done.fate, "was written" in done.why) == ("kept", True)
+    assert files_of(aside) == written
+    restore(copies.catalog, str(copies.source))
+    assert files_of(copies.source) == written
+    assert "--fingerprint reads both" in copies.fate().why[0]
 
 
 @on_some

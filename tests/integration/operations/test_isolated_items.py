@@ -129,6 +129,28 @@ def test_one_checkpoint_of_a_sweep(catalog, steps, swept, breaks, case):
     assert float(load_file(steps / ODD / "model.safetensors")["scale"]) == 7
 
 
+# Where a sweep may meet what nobody foresaw of one root, and what has become of that root's checkpoints.
+ROOT = {"looking through it": ("look_through", 0), "recording it": ("note_swept", 1)}
+
+
+@pytest.mark.parametrize("case", ROOT)
+def test_one_root_of_a_sweep(catalog, runs, watch, swept, breaks, case):
+    for name in ("llama", "olmo"):
+        save(runs / name / "step-7", 7)
+        watch(name, include=[f"{name}/*"], destination="{root}/../exports/{run}-{name}")
+    function, converted = ROOT[case]
+    breaks(sweep, function, odd="name='llama'")
+    found = swept()
+    assert breaks.raised
+    assert found["runs"].standing.value == "unread"
+    assert found["runs"].root == "llama"
+    assert "unforeseen" in found["runs"].why
+    assert conversions(catalog) == {"succeeded": 1 + converted}
+    breaks.armed = False
+    assert {i.standing.value for i in swept().values()} <= {"made", "converted"}
+    assert conversions(catalog) == {"succeeded": 2}
+
+
 def test_a_claim_that_cannot_be_renewed_is_renewed_later(catalog, steps, swept, breaks, monkeypatch):
     monkeypatch.setattr(claim_rows, "LEASE", claim_rows.LEASE / 1e6)
     breaks(claiming.claims, "renew", odd="")
