@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from ckptcore.catalog import CheckpointFacts, open_catalog
 from ckptcore.catalog.queues import outbox
 from ckptcore.errors import CkptError, UsageError
-from deployments.page.changes import set_alias
+from ckptcore.page.changes import set_alias
 from deployments.receiver import batch_writer
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work

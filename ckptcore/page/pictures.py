@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from ckptcore.catalog.types import CheckpointRow, Lineage
-from deployments.page.display import plain, size
-from deployments.page.shards import ShardMap
+from ckptcore.page.display import plain, size
+from ckptcore.page.shards import ShardMap
 
 COLOURS = 12  # classes c0 to c11
 MOST_NODES = 200

@@ -20,11 +20,11 @@ from ckptcore.catalog.row_values import row_findings
 from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Origin
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from deployments.page import display, pictures
-from deployments.page.access import csrf_of, require_reader
-from deployments.page.retiring import Retiring, command, number
-from deployments.page.settings import PageAccess
-from deployments.page.shards import Manifests, shard_map
+from ckptcore.page import display, pictures
+from ckptcore.page.access import csrf_of, require_reader
+from ckptcore.page.retiring import Retiring, command, number
+from ckptcore.page.settings import PageAccess
+from ckptcore.page.shards import Manifests, shard_map
 
 FOLDER = FilePath(__file__).parent
 FILES = 200
