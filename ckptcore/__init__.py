@@ -16,10 +16,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 # name -> module; imported on first use, so that `import ckptcore` is fast.
 _WHERE = {
+    "__version__": "ckptcore.utils.version",
     "open": "ckptcore.api",
     "read": "ckptcore.api",
     "load_into": "ckptcore.api",
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from ckptcore.execution.receipts import Receipt
     from ckptcore.planning.compose import Composed
     from ckptcore.planning.request import Request, Settings
+    from ckptcore.utils.version import __version__ as __version__
 
 __all__ = [
     "Box",
