@@ -17,6 +17,8 @@ import samples
 import warm
 from hypothesis import HealthCheck, settings
 
+from ckptcore.catalog.heartbeats import RUNNING
+
 # How long examples take is no property of the code: other work on the machine stretches them.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("loaded")
@@ -108,6 +110,14 @@ SELECT: dict[str, Callable[[samples.Sample], bool]] = {
     "recoverable": lambda s: gaps.lookup(gaps.RECOVERABLE, s.name) is not None,
     "other": lambda s: not s.dcp_folders,
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_renewals_after_a_test() -> Iterator[None]:
+    """What a test leaves running, as after a kill: no thread renews its row in a catalog that is gone."""
+    before = set(RUNNING._renewed)
+    yield
+    RUNNING.drop(RUNNING._renewed.keys() - before)
 
 
 @pytest.fixture(scope="session")

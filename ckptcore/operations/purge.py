@@ -130,9 +130,14 @@ def purge(
         uri = place_of(home) or home
         if places is not None and not _is_below(uri, places):
             continue
-        item = _purged(catalog, home, listed.get(home), above, means, due, run)
-        if item is not None:
-            yield item
+        row = listed.get(home)
+        nbytes, due_at = (row.nbytes, row.due_at) if row else (0, due)
+        item = Purged(uri, home, KEPT, "", nbytes, due_at)
+        purged = attempt(_purged, catalog, item, row, above, means, due, run)
+        if isinstance(purged, CkptError):
+            yield replace(item, why=purged.message)
+        elif purged is not None:
+            yield purged
 
 
 def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = None) -> Iterator[Purged]:
@@ -235,22 +240,6 @@ def restore(catalog: Catalog, ref: str, to: str = "") -> str:
 
 def _purged(
     catalog: Catalog,
-    home: str,
-    row: set_aside.SetAsideEntry | None,
-    above: Sequence[roots.RootRow],
-    means: Settings,
-    due: datetime,
-    run: str | None,
-) -> Purged | None:
-    """Return what becomes of one folder; None if nothing of it is left, or it is of another run."""
-    nbytes, due_at = (row.nbytes, row.due_at) if row else (0, due)
-    item = Purged(place_of(home) or home, home, KEPT, "", nbytes, due_at)
-    done = attempt(_purge_listed, catalog, item, row, above, means, due, run)
-    return replace(item, why=done.message) if isinstance(done, CkptError) else done
-
-
-def _purge_listed(
-    catalog: Catalog,
     item: Purged,
     row: set_aside.SetAsideEntry | None,
     above: Sequence[roots.RootRow],
@@ -258,7 +247,14 @@ def _purge_listed(
     due: datetime,
     run: str | None,
 ) -> Purged | None:
-    """Purge one folder if it is due. Raises `CkptError`: it stays aside."""
+    """Purge one folder if it is due.
+
+    Returns:
+        What became of it; None if nothing of it is left, or it is of another run.
+
+    Raises:
+        CkptError: It stays aside.
+    """
     require_sound(row)
     home = item.record
     try:
