@@ -131,7 +131,7 @@ $(stamp): pyproject.toml constraints.txt
 	  echo "without the Debian package $$package the tests that need it are skipped" >&2; done
 	@echo "setting up .venv (some minutes the first time)" >&2
 	@$(python) -c pass 2> /dev/null || $(PYTHON) -m venv --clear .venv
-	@$(bin)/pip install --quiet --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[hf,dev,docs]' $(torch)
+	@$(bin)/pip install --quiet --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[flows,hf,dev,docs]' $(torch)
 	@# On all cores, where pip takes one. Some packages have templates that are no Python: pip passes over them, too.
 	@$(python) -m compileall -qq -j 0 .venv/lib || true
 	@touch $@

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser
+from collections.abc import Mapping
 
 import flows  # noqa: F401  # it checks the address of Prefect's server, and sets Prefect's environment first
+from flows._place import ROOT
 
 POOL = "ckptcore"  # the work pool of all deployments
+
+
+def with_project(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Python finds flows and tasks, whatever the working directory is.
+
+    Prefect gives each run a folder of its own.
+    """
+    paths = [str(ROOT), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**env, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def metrics_options(parser: ArgumentParser, port: int) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.errors import CkptError, UsageError
 from ckptcore.redaction import bare_url, ending
 from ckptcore.utils import terminal
-from deployments import POOL
+from deployments import POOL, with_project
 from deployments.parameters import declared, flow_of, misfits
 from flows._address import end_with, unanswered
 
@@ -43,7 +44,12 @@ def deploy(wait: float = 120.0) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file"]
         done = subprocess.run(
-            [*command, str(FILES / "prefect.yaml")], cwd=folder, capture_output=True, text=True, check=False
+            [*command, str(FILES / "prefect.yaml")],
+            cwd=folder,
+            env=with_project(os.environ),
+            capture_output=True,
+            text=True,
+            check=False,
         )
     # The command reports what it could not deploy, but exits with 0.
     if done.returncode or "Error" in done.stdout or "error" in done.stderr.lower():

@@ -26,7 +26,7 @@ from ckptcore.catalog import unset_warning
 from ckptcore.errors import UsageError
 from ckptcore.utils import terminal
 from ckptcore.utils.log_format import log_format
-from deployments import metrics_options
+from deployments import metrics_options, with_project
 from deployments.local.process import having
 from flows._address import await_server, end_with
 
@@ -81,7 +81,7 @@ class _Worker:
         command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", *arguments]
         name, _, value = self._mark.partition("=")
         # A session of its own: Ctrl-C reaches only this process, which forwards it as SIGTERM.
-        env = os.environ | {name: value}
+        env = with_project(os.environ) | {name: value}
         if log_format() == "json":  # lines of the worker and of its runs; a setting of the user's own wins
             env.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER", "json")
         self._process = subprocess.Popen(command, env=env, start_new_session=True)

@@ -28,6 +28,7 @@ from prefect.settings import (
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from ckptcore.errors import MissingDependency, UsageError
+from ckptcore.utils.extras import install
 from flows._prefect import NO_AUTHORITY
 from flows._start import early_server
 
@@ -197,7 +198,7 @@ def _without_own_file() -> AbstractContextManager[object]:
 
 
 def _missing(name: str) -> MissingDependency:
-    return MissingDependency(f"the {name} engine is not installed", hint=f"pip install 'ckptcore[{name}]'")
+    return MissingDependency(f"the {name} engine is not installed", hint=install(name))
 
 
 def _unreachable(name: str, address: str | None, error: Exception) -> UsageError:

@@ -28,6 +28,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import make_views
 from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageError
+from ckptcore.utils.extras import install
 from ckptcore.utils.text import short_repr as quoted
 
 # The revisions in alembic/versions, oldest first; a test compares the two.
@@ -210,7 +211,7 @@ def engine_for(url: URL, *, foreign_keys: bool = True) -> Engine:
     except (exc.NoSuchModuleError, ModuleNotFoundError) as error:
         raise MissingDependency(
             f"cannot open the catalog: no driver for {url.drivername} is installed ({error})",
-            hint="for PostgreSQL: pip install 'ckptcore[postgres]'",
+            hint=f"for PostgreSQL: {install('postgres')}",
         ) from error
     except exc.ArgumentError as error:  # for example a SQLite URL with a host
         raise CatalogError(

@@ -238,8 +238,8 @@ def page(
     import os
     import sys
 
-    # The page is a deployment: the library must not import it.
-    command = [sys.executable, "-m", "deployments.page", "--port", str(port), "--host", host]
+    # A server lives long: it goes without what a command does to start and end fast.
+    command = [sys.executable, "-m", "ckptcore.page", "--port", str(port), "--host", host]
     command += [each for name in allow_host or () for each in ("--allow-host", name)]
     url = catalog or default_url()
     if any("\0" in text for text in (*command, url)):

@@ -20,6 +20,7 @@ from ckptcore.errors import BudgetTooSmall, UsageError
 from ckptcore.planning import transformers_process
 from ckptcore.store import local_path
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.extras import install
 from ckptcore.utils.foreign_text import load_json_object
 from ckptcore.utils.memory import available_memory
 from ckptcore.utils.units import show_size
@@ -81,7 +82,7 @@ def require_memory(wanted: LogitsWanted, manifests: Mapping[str, Manifest]) -> N
 def check_logits(export: str, wanted: LogitsWanted) -> Check:
     """Open the export and the reference, and compare their logits; return the check `LOGITS`."""
     if importlib.util.find_spec("transformers") is None:
-        return not_done(LOGITS, "transformers is not installed: pip install 'ckptcore[hf]'")
+        return not_done(LOGITS, f"transformers is not installed: {install('hf')}")
     folders = [require_folder(u) for u in (export, wanted.reference) if u is not None]
     for folder in folders:
         if not os.path.isfile(f"{folder}/config.json"):

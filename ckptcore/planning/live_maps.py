@@ -36,6 +36,7 @@ from ckptcore.planning.meta_model import built
 from ckptcore.planning.name_maps import MappedNames, NameMap, composed, lacking
 from ckptcore.planning.stored_configs import stored_configs
 from ckptcore.planning.transformers_process import Answer, brief, quiet_transformers, serve
+from ckptcore.utils.extras import install
 
 _SECONDS = 300  # building a model on the meta device takes a few
 _FUSED = (".gate_up_proj", ".experts.down_proj")  # of modules of transformers 5, for all experts together
@@ -153,7 +154,7 @@ def family_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int,
         if any(map(_is_fused, tensors)):
             raise MissingDependency(
                 f"cannot map the names of {kind}: no frozen map knows it, and transformers is not installed",
-                hint="pip install 'ckptcore[hf]', or --names stored to keep the names as they are",
+                hint=f"{install('hf')}, or --names stored to keep the names as they are",
             )
         return None
     require_possible(config, kind, tensors.values())

@@ -13,9 +13,17 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, StorageTrouble, UsageError
+from ckptcore.errors import (
+    CkptError,
+    DestinationUnwritable,
+    MissingDependency,
+    SourceUnreadable,
+    StorageTrouble,
+    UsageError,
+)
 from ckptcore.redaction import redacted_of
 from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Stamped, Store
+from ckptcore.utils.extras import OF_SCHEME, install
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
 # Keys of what changes with a file's content, best first.
@@ -23,8 +31,6 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "cre
 _ANSWER = "ClientResponseError"  # of aiohttp
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
-# Schemes whose file systems are extras of this package.
-_EXTRAS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hub"}
 # Errors by the names of their classes, from clients that need not be installed.
 _REFUSED = frozenset({"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"})
 
@@ -53,9 +59,13 @@ class FsspecStore:
             # Listings are cached by default; then another writer's file would stay invisible.
             fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
-            scheme = url.partition("://")[0]
-            hint = f"pip install 'ckptcore[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else None
-            raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url), hint=hint) from error
+            text, extra = (
+                redacted_of(f"cannot open {url!r}: {error}", url),
+                OF_SCHEME.get(url.partition("://")[0]),
+            )
+            if extra is None:
+                raise UsageError(text) from error
+            raise MissingDependency(text, hint=install(extra)) from error
         except ValueError as error:
             raise UsageError(redacted_of(f"cannot open {url!r}: {error}", url)) from error
         except Exception as error:

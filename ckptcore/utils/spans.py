@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.errors import ended_by
 from ckptcore.redaction import redacted
+from ckptcore.utils.extras import install
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -84,7 +85,7 @@ def _start() -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        _log.warning("no spans are exported: OpenTelemetry is not installed; pip install 'ckptcore[otel]'")
+        _log.warning("no spans are exported: OpenTelemetry is not installed; %s", install("otel"))
         return
     if isinstance(trace.get_tracer_provider(), TracerProvider):
         return

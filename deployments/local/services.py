@@ -16,7 +16,7 @@ import httpx
 from ckptcore.errors import CkptError
 from ckptcore.utils.foreign_text import load_json, parse_time
 from ckptcore.utils.isolation import attempt
-from deployments import POOL
+from deployments import POOL, with_project
 from deployments.local import postgres
 from deployments.local.state import LocalState
 
@@ -52,7 +52,7 @@ class Service:
 
 def client_env(state: LocalState) -> dict[str, str]:
     """Return the environment of every client of Prefect's server and of the catalog."""
-    return _inherited() | {
+    return with_project(_inherited()) | {
         "PREFECT_HOME": str(state.folder / "prefect"),
         "PREFECT_API_URL": state.api,
         "PREFECT_API_AUTH_STRING": f"admin:{state.secrets['PREFECT_PASSWORD']}",

@@ -26,8 +26,8 @@ from starlette.requests import ClientDisconnect
 
 from ckptcore.catalog.queues import Stage
 from ckptcore.errors import CkptError
+from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.utils.text import short_repr
-from deployments.http_errors import REFUSALS, RequestRefused
 from deployments.receiver.batch_writer import Keeper
 from deployments.receiver.event import read_event
 from deployments.receiver.inbox import Kept, Mailbox

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ckptcore.errors import CkptError, InternalError
+from ckptcore.page.http_errors import RequestRefused
 from ckptcore.utils.isolation import attempt
-from deployments.http_errors import RequestRefused
 from deployments.receiver.event import Event
 from deployments.receiver.inbox import Kept, Mailbox
 

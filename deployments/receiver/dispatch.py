@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from ckptcore.catalog.promotions import MOVED, REMOVED
 from ckptcore.errors import CkptError, InternalError
+from ckptcore.page.http_errors import RequestRefused
 from ckptcore.redaction import beginning, redacted
 from ckptcore.utils.isolation import attempt, for_each
-from deployments.http_errors import RequestRefused
 from deployments.receiver.event import meta_of
 from deployments.receiver.inbox import InboxEvent, Mailbox, Message, News
 from deployments.receiver.run_request import order_of

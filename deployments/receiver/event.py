@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptcore.catalog.training import read_facts
+from ckptcore.page.http_errors import RequestRefused
 from ckptcore.utils.foreign_text import InvalidText, load_json
 from ckptcore.utils.text import short_repr
-from deployments.http_errors import RequestRefused
 from deployments.receiver.senders import CLOUDEVENTS_JSON, Dialect
 
 _log = logging.getLogger("deployments.receiver")

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptcore.page.http_errors import RequestRefused
 from ckptcore.utils.text import short_repr
-from deployments.http_errors import RequestRefused
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 # Letters and digits of any script, and the usual characters in names of runs and steps. Excluded: what a URL
@@ -37,7 +37,7 @@ def place_of(uri: str, roots: Sequence[str]) -> AllowedPlace:
     AllowedPlace(uri='/runs/llama/step-7', root='/runs', path='llama/step-7')
     >>> place_of("/runs-of-others/x", ["/runs"])
     Traceback (most recent call last):
-    deployments.http_errors.RequestRefused: '/runs-of-others/x'
+    ckptcore.page.http_errors.RequestRefused: '/runs-of-others/x'
     """
     plain = normal(uri)
     for root in sorted(roots, key=len, reverse=True):

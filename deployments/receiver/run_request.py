@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.operations.export_target import stem
-from deployments.http_errors import RequestRefused
+from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.roots import filled, place_of
 from deployments.receiver.settings import Sender
 

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 import flows  # noqa: F401  # sets Prefect's environment first
 from ckptcore.catalog import unset_warning
+from ckptcore.page import http_server
 from ckptcore.utils import terminal
-from deployments import http_server
 from deployments.metrics import ReceiverMetrics, registry_of, serving
 from deployments.receiver.app import make_app
 from deployments.receiver.background import Loop, Watched
@@ -96,8 +96,8 @@ def _page(settings: ReceiverSettings) -> tuple[str, FastAPI] | None:
     if settings.page is None:
         return None
     from ckptcore.catalog import open_catalog
-    from deployments.page.app import make_page
-    from deployments.page.settings import access_of
+    from ckptcore.page.app import make_page
+    from ckptcore.page.settings import access_of
 
     catalog = open_catalog(settings.catalog)
     return settings.page.path, make_page(catalog, access_of(settings.page), settings.page.path)

@@ -16,9 +16,9 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.errors import UsageError
+from ckptcore.page.http_errors import RequestRefused
+from ckptcore.page.settings import PageTable, access_of
 from ckptcore.utils.foreign_text import InvalidText, load_toml
-from deployments.http_errors import RequestRefused
-from deployments.page.settings import PageTable, access_of
 from deployments.parameters import misfits_of
 from deployments.receiver.roots import normal
 from deployments.receiver.senders import DIALECTS, Dialect

@@ -13,7 +13,7 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 
-from deployments.http_errors import RequestRefused
+from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.senders import Dialect
 
 WINDOW = 300  # seconds that a signed time may differ from the clock, as in the Standard Webhooks library

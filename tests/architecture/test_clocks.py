@@ -20,7 +20,7 @@ ALLOWED = {
     "ckptcore/store/inventory.py": "the age of a file's status",
     "ckptcore/store/local.py": "the age of a file's status",
     "ckptcore/utils/processes.py": "the age of marks that this machine left",
-    "deployments/page/access.py": "the end of a session, which this process signed",
+    "ckptcore/page/access.py": "the end of a session, which this process signed",
     "deployments/receiver/app.py": "signatures of senders, whose time is compared with this machine's",
     "deployments/receiver/prefect_runs.py": "states of Prefect, whose server is asked for no time",
     "deployments/receiver/serve.py": "signatures of senders, as their specification says",

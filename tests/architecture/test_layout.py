@@ -9,10 +9,10 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
+from pathspec import PathSpec
 
 ROOT = Path(__file__).parents[2]
 TOP = ("ckptcore", "tasks", "flows", "deployments")
@@ -92,40 +92,7 @@ def test_modules_say_what_they_are_for() -> None:
     assert silent == []
 
 
-def test_wheel_holds_library_flows_and_migrations(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    revisions = {path.name for path in (ROOT / "alembic" / "versions").glob("*.py")}
-    assert revisions
-    assert {f"ckptcore/_migrations/versions/{name}" for name in revisions} <= names
-    assert {
-        "ckptcore/_migrations/env.py",
-        "ckptcore/_migrations/script.py.mako",
-        "ckptcore/py.typed",
-        "ckptcore/topology/families/hf.toml",
-        "flows/convert.py",
-        "tasks/__init__.py",
-    } <= names
-    # Anything else at the top would land beside the user's own packages.
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(TOP)
-
-
-def test_secrets_get_neither_into_the_image_nor_into_git(tmp_path: Path) -> None:
-    # What the Dockerfile copies, where there is no git whose ignored files hatch would leave out.
-    source, planted = tmp_path / "source", "planted-password"
-    source.mkdir()
-    for name in ("constraints.txt", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("alembic", *TOP):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+def test_secrets_get_neither_into_the_image_nor_into_git() -> None:
     secret = (
         "deployments/compose.env",
         "deployments/kubernetes/server.env",
@@ -133,24 +100,11 @@ def test_secrets_get_neither_into_the_image_nor_into_git(tmp_path: Path) -> None
         "deployments/exports/model.safetensors",
         "deployments/checkpoints/step-1/a.distcp",
     )
-    for name in secret:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(planted)
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=source,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        assert [name for name in names if planted.encode() in archive.read(name)] == []
-    assert {"deployments/compose.env.example", "deployments/kubernetes/server.env.example"} <= set(names)
-    kept_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert {"**/*.env", "deployments/checkpoints", "deployments/exports"} <= set(kept_out)
+    # The Dockerfile copies whole folders; what this file names is not there for it.
+    kept_out = PathSpec.from_lines("gitignore", (ROOT / ".dockerignore").read_text("utf-8").splitlines())
+    assert tuple(kept_out.match_files(secret)) == secret
+    needed = ("deployments/compose.env.example", "flows/_no_authority.pem", "tasks/read.py", "alembic/env.py")
+    assert list(kept_out.match_files(needed)) == []
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return  # an unpacked archive
     ignored = subprocess.run(
@@ -170,7 +124,7 @@ def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = list(project["dependencies"])
     for extra in project["optional-dependencies"].values():
-        wanted += extra
+        wanted += [requirement for requirement in extra if plain(requirement) != "ckptcore"]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all("==" in pin and "@" not in pin and "+" not in pin for pin in pins)

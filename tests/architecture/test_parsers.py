@@ -47,7 +47,7 @@ OWN = {
     "deployments/parameters.py": _PACKAGE,
     "deployments/local/process.py": "a file of `make up`",
     "deployments/local/state.py": "a file of `make up`",
-    "deployments/page/access.py": "a header that is only compared",
+    "ckptcore/page/access.py": "a header that is only compared",
     "deployments/senders/send.py": "a program of its own, without this package",
 }
 

@@ -17,6 +17,7 @@ ELSEWHERE = {
     "fingerprints": "tests/property",
     "formats": "tests/formats",
     "operations": "tests/integration/operations",
+    "page": "tests/integration/page",
 }
 SERVERS = ("postgres", "prefect_api", "stack", "s3")  # fixtures that start one
 

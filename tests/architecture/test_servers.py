@@ -11,7 +11,7 @@ from paths import ROOT
 
 FOLDERS = ("ckptcore", "tasks", "flows", "deployments")
 # The one function, and Prefect's temporary server, which imports nothing of this project.
-CONFIGURED_IN = {"deployments/http_server.py", "flows/_server.py"}
+CONFIGURED_IN = {"ckptcore/page/http_server.py", "flows/_server.py"}
 
 
 def configurations() -> list[tuple[str, ast.Call]]:

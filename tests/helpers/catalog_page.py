@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 
 from ckptcore.catalog import CheckpointFacts
 from ckptcore.catalog.catalog import Catalog
-from deployments.page.app import make_page
-from deployments.page.settings import PageAccess, session_key
+from ckptcore.page.app import make_page
+from ckptcore.page.settings import PageAccess, session_key
 
 TOKEN = "the-token-of-ada-in-tests"
 Facts = Callable[..., CheckpointFacts]

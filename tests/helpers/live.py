@@ -52,7 +52,7 @@ def receiver(folder: Path, *, config: str = webhooks.CONFIG, api: str = NOWHERE)
 @contextmanager
 def page(catalog: Path, token: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The page of a catalog, which exists: the process and its address, without a slash at the end."""
-    command = [sys.executable, "-m", "deployments.page", "--catalog", str(catalog), "--port", "0"]
+    command = [sys.executable, "-m", "ckptcore.page", "--catalog", str(catalog), "--port", "0"]
     env, path = os.environ | {"CKPTCORE_PAGE_TOKEN": token}, catalog.parent / "page.log"
     with path.open("a") as log, _running(command, env, log) as (process, line):
         assert line.startswith("the catalog page is at "), path.read_text()

@@ -22,19 +22,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOWEST = "lowest"
-_EXTRAS = ("hf", "dev", "docs")
+_EXTRAS = ("flows", "hf", "dev", "docs")
+_BOUNDED = ("flows", "page", "hf")  # extras whose lower bounds are pinned, too
 _REPORTED = ("torch", "numpy", "prefect", "sqlalchemy", "pydantic", "fsspec", "safetensors")
 _BOUND = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?[^;]*?>=\s*(?P<bound>[0-9][0-9A-Za-z.]*)")
 
 
 def lower_bounds(project: str) -> list[str]:
-    """Return a pin for each lower bound of the dependencies and of the extra ``hf``.
+    """Return a pin for each lower bound of the dependencies and of the extras `_BOUNDED`.
 
     >>> lower_bounds('[project]\\ndependencies = ["numpy>=1.26", "fastapi<0.151", "sqlalchemy>=2.0.36,<2.1"]')
     ['numpy==1.26', 'sqlalchemy==2.0.36']
     """
     tables = tomllib.loads(project)["project"]
-    wanted = [*tables["dependencies"], *tables.get("optional-dependencies", {}).get("hf", ())]
+    extras = tables.get("optional-dependencies", {})
+    wanted = [*tables["dependencies"], *(text for name in _BOUNDED for text in extras.get(name, ()))]
     found = [match for text in wanted if (match := _BOUND.match(text))]
     return [f"{match['name']}=={match['bound']}" for match in found]
 

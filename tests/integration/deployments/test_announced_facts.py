@@ -12,8 +12,8 @@ import webhooks
 from fastapi.testclient import TestClient
 
 from ckptcore.catalog import open_catalog
-from deployments.page.app import make_page
-from deployments.page.settings import PageTable, access_of
+from ckptcore.page.app import make_page
+from ckptcore.page.settings import PageTable, access_of
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import work
 from deployments.receiver.inbox import Mailbox

@@ -11,8 +11,8 @@ import pytest
 import webhooks
 
 from ckptcore.catalog import CheckpointFacts, open_catalog
-from deployments.page import changes
-from deployments.page.failed_logins import MOST
+from ckptcore.page import changes
+from ckptcore.page.failed_logins import MOST
 
 PROXY = "10.0.0.5"
 TOKEN = "the-token-of-ada-in-tests"

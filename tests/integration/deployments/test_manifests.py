@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,24 @@ def test_compose_comes_up_from_nothing() -> None:
     # Folders of the host keep their owner, so the file must name the owner that they need.
     for path in ("compose.yaml", "compose.env.example", "README.md"):
         assert f"install -d -o {user} -g {user} /srv/exports" in (FOLDER / path).read_text(), path
+
+
+def test_the_image_has_project_code_in_its_path_and_nothing_of_it_installed() -> None:
+    image = (FOLDER / "Dockerfile").read_text()
+    build, _, final = image.partition("\nFROM ")[2].partition("\nFROM ")
+    (root,) = re.findall(r"PYTHONPATH=(\S+)", final)
+    assert f"\nWORKDIR {root}\n" in final
+    code = ("deployments", "flows", "tasks")
+    assert re.findall(r"^COPY (\w+) (\S+)$", final, re.MULTILINE) == [(n, f"{root}/{n}") for n in code]
+    # The library is built where none of them is.
+    assert re.findall(r"^COPY (\w+) (\w+)$", build, re.MULTILINE) == [("alembic",) * 2, ("ckptcore",) * 2]
+    (extras,) = re.findall(r"'\.\[(.*)\]'", build)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"flows", "postgres"} <= set(extras.split(",")) <= set(project["optional-dependencies"])
+    named = re.search(r"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_(\w+)=", build)
+    assert named is not None
+    assert named[1] == project["name"].upper()
+    assert "VERSION" in compose()["services"]["worker"]["build"]["args"]
 
 
 def test_every_variable_of_compose_is_documented() -> None:
@@ -263,6 +282,10 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     ]
     for unit in units:
         text = unit.read_text()
+        if " -m deployments." in text:
+            (place,) = re.findall(r"^WorkingDirectory=(\S+)$", text, re.MULTILINE)
+            assert f"\nEnvironment=PYTHONPATH={place}\n" in text
+            assert f" {place} " in (FOLDER / "README.md").read_text()
         for line in re.findall(r"^ExecStart(?:Pre)?=/opt/ckptcore/bin/(.*)$", text, re.MULTILINE):
             starts(line.split())
         # The programs are not where they would be installed.

@@ -15,7 +15,7 @@ from catalog_page import TOKEN, access
 from starlette.testclient import TestClient
 
 from ckptcore.catalog import open_catalog, upgrade
-from deployments.page.app import make_page
+from ckptcore.page.app import make_page
 from deployments.receiver.app import make_app
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import Sender

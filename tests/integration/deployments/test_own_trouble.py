@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 from ckptcore.catalog import CheckpointFacts, open_catalog, promotions
 from ckptcore.catalog.queues import outbox
 from ckptcore.errors import CkptError, UsageError
+from ckptcore.page.changes import set_alias
 from deployments import release_runs
 from deployments.local import drain
-from deployments.page.changes import set_alias
 from deployments.receiver import batch_writer
 from deployments.receiver.app import make_app
 from deployments.receiver.dispatch import RunState, announce_aliases, work

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from ckptcore.catalog import open_catalog
 from ckptcore.catalog.queues import InboxEvent, inbox
 from ckptcore.cli.catalog import app as cli
+from ckptcore.page.app import make_page
 from deployments.metrics import ReceiverMetrics
-from deployments.page.app import make_page
 from deployments.receiver.app import make_app
 from deployments.receiver.background import STUCK_SECONDS, Loop
 from deployments.receiver.inbox import Mailbox

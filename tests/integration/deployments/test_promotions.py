@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from ckptcore.catalog import CheckpointFacts, open_catalog
 from ckptcore.cli.catalog import app as cli
-from deployments.page.app import make_page
-from deployments.page.settings import PageAccess
+from ckptcore.page.app import make_page
+from ckptcore.page.settings import PageAccess
 from deployments.receiver.dispatch import Away, announce_aliases
 from deployments.receiver.inbox import Mailbox
 from deployments.receiver.settings import PREFECT, NotifyTarget

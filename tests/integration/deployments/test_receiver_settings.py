@@ -13,8 +13,8 @@ import webhooks
 import yaml
 
 from ckptcore.errors import UsageError
+from ckptcore.page.http_errors import REFUSALS, RequestRefused
 from ckptcore.planning.request import Request
-from deployments.http_errors import REFUSALS, RequestRefused
 from deployments.local.services import receiver_config
 from deployments.local.state import Choices, LocalState
 from deployments.receiver.run_request import order_of

@@ -12,7 +12,9 @@ import pytest
 from paths import ROOT
 
 from ckptcore.utils import terminal
+from deployments import with_project
 from deployments.local.__main__ import next_steps
+from deployments.local.services import client_env
 from deployments.local.state import Choices, LocalState
 
 FOLDER = ROOT / "deployments"
@@ -42,6 +44,15 @@ def test_make_up_prints_the_full_announcement(tmp_path: Path, capfd: pytest.Capt
     """What the terminal prints has no secrets; the name of a variable is none."""
     terminal.block(next_steps(LocalState(tmp_path, Choices(), {})), indent="")
     assert '-H "Authorization: Bearer $CKPTCORE_HOOK_TOKEN" -H' in capfd.readouterr().out
+
+
+def test_processes_find_the_project_wherever_they_start() -> None:
+    env = with_project({"PATH": "/bin"})
+    assert env == {"PATH": "/bin", "PYTHONPATH": str(ROOT)}
+    assert with_project(env) == env
+    assert with_project({"PYTHONPATH": "/own:"})["PYTHONPATH"] == f"{ROOT}:/own"
+    secrets = {"PREFECT_PASSWORD": "x", "POSTGRES_PASSWORD": "y"}
+    assert client_env(LocalState(Path("/state"), Choices(), secrets))["PYTHONPATH"] == str(ROOT)
 
 
 def test_the_readme_creates_what_the_units_need() -> None:

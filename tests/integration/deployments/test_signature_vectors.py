@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 from standardwebhooks import Webhook
 
-from deployments.http_errors import RequestRefused
+from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.senders import DIALECTS
 from deployments.receiver.verify import key_of, sign, verify
 

@@ -19,7 +19,7 @@ from ckptcore.catalog import CheckpointFacts, ConversionFacts, open_catalog
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.export_verdicts import record
 from ckptcore.catalog.queues import inbox
-from deployments.http_errors import RequestRefused
+from ckptcore.page.http_errors import RequestRefused
 from deployments.receiver.background import Loop, Watched
 from deployments.receiver.dispatch import MAX_ATTEMPTS, Away, RunState, outcome_of, work
 from deployments.receiver.event import Event

@@ -155,7 +155,7 @@ def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     assert all((place / "config.json").is_file() for place in box_rows)
 
     # The page shows it; the metric names the best; the alias moves.
-    command = [sys.executable, "-m", "deployments.page", "--catalog", url, "--port", "0"]
+    command = [sys.executable, "-m", "ckptcore.page", "--catalog", url, "--port", "0"]
     environment = {**os.environ, "CKPTCORE_PAGE_TOKEN": PAGE_TOKEN}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:

@@ -20,8 +20,8 @@ from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.queues import NewEvent, inbox
 from ckptcore.catalog.training import ANNOUNCED, read_facts
 from ckptcore.errors import Finding, UsageError
-from deployments.page.access import address_of
-from deployments.page.settings import PageTable, access_of, plain_address
+from ckptcore.page.access import address_of
+from ckptcore.page.settings import PageTable, access_of, plain_address
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202egnp"
 
@@ -416,7 +416,7 @@ def test_the_table_of_the_receiver_is_checked() -> None:
 
 
 def test_failed_logins_are_limited(catalog: Catalog, filled: dict[str, str]) -> None:
-    from deployments.page.failed_logins import MOST
+    from ckptcore.page.failed_logins import MOST
 
     wrong = {"authorization": "Bearer wrong-token-of-24-characters"}
     rights = access(open_reading=False)
@@ -443,7 +443,7 @@ def test_failed_logins_are_limited(catalog: Catalog, filled: dict[str, str]) -> 
 
 
 def test_failed_logins_are_forgotten_and_bounded() -> None:
-    from deployments.page import failed_logins
+    from ckptcore.page import failed_logins
 
     now = [0.0]
     counted = failed_logins.FailedLogins(lambda: now[0])

@@ -56,7 +56,7 @@ def test_schemathesis_finds_nothing_in_the_page(who: str, tmp_path: Path) -> Non
             )
     (tmp_path / "schemathesis.toml").write_text("" if who == "a stranger" else REAL)
     login = [] if who == "a stranger" else ["--header", f"Authorization: Bearer {TOKEN}"]
-    command = [sys.executable, "-m", "deployments.page", "--catalog", catalog, "--port", "0"]
+    command = [sys.executable, "-m", "ckptcore.page", "--catalog", catalog, "--port", "0"]
     log = tmp_path / "log"
     with (
         log.open("w") as lines,

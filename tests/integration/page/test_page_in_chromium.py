@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     command = [
         sys.executable,
         "-m",
-        "deployments.page",
+        "ckptcore.page",
         "--catalog",
         str(folder / "catalog.sqlite"),
         "--port",

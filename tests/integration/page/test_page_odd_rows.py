@@ -17,7 +17,7 @@ from ckptcore.catalog import ConversionFacts, open_catalog, upgrade
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.catalog.queues import NewEvent, Queue, inbox, outbox
 from ckptcore.catalog.training import ANNOUNCED, read_facts
-from deployments.page import changes
+from ckptcore.page import changes
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 LOGIN = {"authorization": f"Bearer {TOKEN}"}

@@ -14,8 +14,8 @@ from fastapi.testclient import TestClient
 
 from ckptcore.catalog import open_catalog, upgrade
 from ckptcore.catalog import watched_roots as roots
-from deployments.page.app import make_page
-from deployments.page.settings import PageAccess
+from ckptcore.page.app import make_page
+from ckptcore.page.settings import PageAccess
 
 COUNT = 100_000
 MOST_MS = 300

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.catalog.catalog import Catalog
-from deployments.page import retiring
+from ckptcore.page import retiring
 
 
 @pytest.fixture

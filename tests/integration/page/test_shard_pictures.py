@@ -12,8 +12,8 @@ import pytest
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Lineage, LineageStep
 from ckptcore.checking.examine import inspect
 from ckptcore.errors import UsageError
-from deployments.page import pictures
-from deployments.page.shards import Manifests, ShardBox, laid_out, owner_of, shard_map
+from ckptcore.page import pictures
+from ckptcore.page.shards import Manifests, ShardBox, laid_out, owner_of, shard_map
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 AT = datetime(2026, 1, 1, tzinfo=UTC)

@@ -7,8 +7,8 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from deployments.page import changes
-from deployments.page.access import (
+from ckptcore.page import changes
+from ckptcore.page.access import (
     COOKIE,
     SESSION_S,
     address_of,
@@ -18,8 +18,8 @@ from deployments.page.access import (
     require_writer,
     uses_tls,
 )
-from deployments.page.access import session_of as new_session
-from deployments.page.views import Ref, Site
+from ckptcore.page.access import session_of as new_session
+from ckptcore.page.views import Ref, Site
 
 
 def actions(site: Site) -> APIRouter:

@@ -23,8 +23,8 @@ from fastapi import Request
 from starlette.datastructures import Headers
 
 from ckptcore.errors import CkptError, ended_by
+from ckptcore.page.settings import PageAccess, plain_address
 from ckptcore.utils.isolation import attempt, parsed_or_none
-from deployments.page.settings import PageAccess, plain_address
 
 COOKIE = "ckptcore_page"
 SESSION_S = 12 * 3600
@@ -49,7 +49,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-_log = logging.getLogger("deployments.page")
+_log = logging.getLogger("ckptcore.page")
 
 
 class PageRefused(Exception):

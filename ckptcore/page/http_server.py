@@ -10,8 +10,8 @@ from typing import Any
 import uvicorn
 
 from ckptcore.errors import UsageError
+from ckptcore.page.http_protocol import MAX_HEAD, Protocol
 from ckptcore.utils import terminal
-from deployments.http_protocol import MAX_HEAD, Protocol
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -20,11 +20,12 @@ from ckptcore.catalog.row_values import row_findings
 from ckptcore.catalog.types import CheckpointDetail, CheckpointRow, ConversionDetail, Origin
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from deployments.page import display, pictures
-from deployments.page.access import csrf_of, require_reader
-from deployments.page.retiring import Retiring, command, number
-from deployments.page.settings import PageAccess
-from deployments.page.shards import Manifests, shard_map
+from ckptcore.page import display, pictures
+from ckptcore.page.access import csrf_of, require_reader
+from ckptcore.page.retiring import Retiring, command, number
+from ckptcore.page.settings import PageAccess
+from ckptcore.page.shards import Manifests, shard_map
+from ckptcore.utils.dataclass import dataclass
 
 FOLDER = FilePath(__file__).parent
 FILES = 200

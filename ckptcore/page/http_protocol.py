@@ -15,7 +15,7 @@ from collections import Counter
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from deployments.http_errors import RequestRefused
+from ckptcore.page.http_errors import RequestRefused
 
 HEAD_SECONDS = 10.0  # for the head of a request, from its first byte or from the start of the connection
 BODY_SECONDS = 15.0  # for its body; the application's shorter limit replies with an error before that

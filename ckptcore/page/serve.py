@@ -6,9 +6,9 @@ import secrets
 
 from ckptcore.catalog import audit, default_url, open_catalog
 from ckptcore.errors import UsageError
-from deployments import http_server
-from deployments.page.app import make_page
-from deployments.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, session_key
+from ckptcore.page import http_server
+from ckptcore.page.app import make_page
+from ckptcore.page.settings import LOOPBACK, MIN_TOKEN, PageAccess, session_key
 
 ADDRESSES = ("127.0.0.1", "::1", "localhost")
 CONNECTIONS = 200  # open at a time

@@ -8,13 +8,14 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckptcore.errors import UsageError
+from ckptcore.page.failed_logins import FailedLogins
+from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import parsed_or_none
-from deployments.page.failed_logins import FailedLogins
 
 MIN_TOKEN = 16  # characters: shorter tokens could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")

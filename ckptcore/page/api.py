@@ -16,10 +16,10 @@ from ckptcore.catalog import aliases, as_dict, audit, browse, lineage, queues, t
 from ckptcore.catalog.types import CheckpointDetail, ConversionDetail
 from ckptcore.errors import UsageError
 from ckptcore.operations.options import RetireOptions
-from deployments.page.access import require_reader
-from deployments.page.display import finite
-from deployments.page.shards import shard_map
-from deployments.page.views import Ref, Site, find
+from ckptcore.page.access import require_reader
+from ckptcore.page.display import finite
+from ckptcore.page.shards import shard_map
+from ckptcore.page.views import Ref, Site, find
 
 Limit = Annotated[int, Query(ge=1, le=browse.MOST)]
 Cursor = Annotated[str | None, Query(max_length=100)]

@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptcore.catalog import as_dict
-from deployments.page import changes
-from deployments.page.access import PageRefused, body_of, require_token
-from deployments.page.api import ERRORS, JsonError
-from deployments.page.views import Ref, Site
+from ckptcore.page import changes
+from ckptcore.page.access import PageRefused, body_of, require_token
+from ckptcore.page.api import ERRORS, JsonError
+from ckptcore.page.views import Ref, Site
 
 
 class AliasChange(BaseModel):

@@ -13,16 +13,16 @@ from starlette.exceptions import HTTPException
 
 from ckptcore.catalog.catalog import Catalog
 from ckptcore.errors import CatalogAway, CkptError, Conflict, UsageError
-from deployments.page.access import Guard, PageRefused, user_of
-from deployments.page.actions import actions
-from deployments.page.api import api
-from deployments.page.api_actions import api_actions
-from deployments.page.settings import PageAccess
-from deployments.page.views import FOLDER, Site, pages
+from ckptcore.page.access import Guard, PageRefused, user_of
+from ckptcore.page.actions import actions
+from ckptcore.page.api import api
+from ckptcore.page.api_actions import api_actions
+from ckptcore.page.settings import PageAccess
+from ckptcore.page.views import FOLDER, Site, pages
 
 FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _MISSING = ("has no", "there is no", "no checkpoint")
-_log = logging.getLogger("deployments.page")
+_log = logging.getLogger("ckptcore.page")
 
 
 def make_page(catalog: Catalog, access: PageAccess, root: str = "") -> FastAPI:

@@ -1,4 +1,4 @@
-"""Run the page: ``python -m deployments.page [--catalog URL] [--host ADDRESS] [--port NUMBER]``."""
+"""Run the page: ``python -m ckptcore.page [--catalog URL] [--host ADDRESS] [--port NUMBER]``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 
 from ckptcore.errors import CkptError
 from ckptcore.utils import terminal
+from ckptcore.utils.extras import needed
 
 TOKEN = "CKPTCORE_PAGE_TOKEN"
 
 
 def main() -> None:
     """Serve until a signal."""
-    parser = terminal.parser(prog="python -m deployments.page", description="Look at the catalog.")
+    parser = terminal.parser(prog="python -m ckptcore.page", description="Look at the catalog.")
     parser.add_argument("--catalog", help="URL of the catalog, or path of a SQLite file")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8790, help="0 picks a free port and prints it")
@@ -21,7 +22,8 @@ def main() -> None:
     given = parser.parse_args()
     terminal.log_to_stderr()
     try:
-        from deployments.page.serve import serve
+        with needed("page", "serve the catalog page"):
+            from ckptcore.page.serve import serve
 
         token = os.environ.get(TOKEN)
         serve(given.catalog, given.host, given.port, token, tuple(given.allow_host))
