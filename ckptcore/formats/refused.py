@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
+from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.utils.late_pattern import late_pattern
 
@@ -36,7 +37,12 @@ def _found_nested(source: Source) -> tuple[str, ...] | None:
     if source.name is not None or ".metadata" in source.listing or has_model(source):
         return None
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
-    if not inner or is_step(source) or any("/" not in p and p.endswith(".distcp") for p in source.listing):
+    if (
+        not inner
+        or stage_folders(source)
+        or is_step(source)
+        or any("/" not in p and p.endswith(".distcp") for p in source.listing)
+    ):
         return None
     return (f"checkpoints are in its subfolders: {', '.join(inner[:4])}",)
 

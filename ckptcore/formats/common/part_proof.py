@@ -94,7 +94,7 @@ def unless_proven(source: Source, parts: tuple[PartName, ...], shapes: Mapping[s
         parts: All files of one kind that are read, at least one.
         shapes: Shape of every tensor in them.
     """
-    if (parts[0].sole and len(parts) == 1) or is_complete_model(_json(source, "config.json"), shapes):
+    if (parts[0].sole and len(parts) == 1) or is_complete_model(json_beside(source, "config.json"), shapes):
         return []
     names = parts[0].path if len(parts) == 1 else f"{parts[0].path} and {len(parts) - 1} more"
     message = f"nothing states how many parts {names} belong to: a missing last one would not be seen"
@@ -115,8 +115,8 @@ def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
     if count is not None:
         return count
     if part.path.startswith("consolidated."):
-        return _of_params(_json(source, "params.json"), shapes)
-    mapping = _json(source, "config.json").get("mapping")
+        return _of_params(json_beside(source, "params.json"), shapes)
+    mapping = json_beside(source, "config.json").get("mapping")
     if isinstance(mapping, dict):  # TensorRT-LLM: cp ranks share a file
         sizes = [mapping.get(key, 1) for key in ("tp_size", "pp_size")]
         if all(type(n) is int and n > 0 for n in sizes):
@@ -191,7 +191,7 @@ def _size(source: Source, path: str) -> int | None:
     return source.store.size(path) if size is None and source.name is not None else size
 
 
-def _json(source: Source, path: str) -> Mapping[str, Any]:
+def json_beside(source: Source, path: str) -> Mapping[str, Any]:
     """Return the JSON object of a file beside the parts; {} if there is none, or it proves nothing."""
     size = _size(source, path)
     if size is None or not 0 < size <= _MAX_CONFIG:

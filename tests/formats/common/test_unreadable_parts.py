@@ -78,18 +78,14 @@ def test_a_torch_file(kind: str, tmp_path: Path) -> None:
     stops_nothing_else(torch_file(tmp_path, kind), "model.odd", tmp_path if kind == "coo" else None)
 
 
-@pytest.mark.parametrize(
-    "kind", ["qint8", "bits8", "coo", "jagged", "subclass", "module"]
-)
+@pytest.mark.parametrize("kind", ["qint8", "bits8", "coo", "jagged", "subclass", "module"])
 def test_files_of_ranks(kind: str, tmp_path: Path) -> None:
     (tmp_path / "ckpt").mkdir()
     out = tmp_path if kind == "bits8" else None
     stops_nothing_else(rank_files(tmp_path / "ckpt", kind), "model.odd", out)
 
 
-@pytest.mark.parametrize(
-    "kind", ["qint8", "bits8", "coo", "jagged", "subclass", "module"]
-)
+@pytest.mark.parametrize("kind", ["qint8", "bits8", "coo", "jagged", "subclass", "module"])
 def test_a_lightning_file(kind: str, tmp_path: Path) -> None:
     stops_nothing_else(lightning_file(tmp_path, kind), "state_dict.odd", tmp_path if kind == "coo" else None)
 
