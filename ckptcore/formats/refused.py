@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
 from ckptcore.formats.dcp.stages import stage_folders
+from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.utils.late_pattern import late_pattern
 
@@ -35,6 +36,8 @@ def _before_zip(source: Source) -> tuple[str, ...] | None:
 
 def _found_nested(source: Source) -> tuple[str, ...] | None:
     if source.name is not None or ".metadata" in source.listing or has_model(source):
+        return None
+    if any(is_shard(path) for path in source.listing):
         return None
     inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
     if (

@@ -67,7 +67,7 @@ _LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
 FORMAT = Format(
     name="dcp",
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",
-    recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`, or `pp0/`, `pp1/` with them",
+    recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`, or `pp0/`, ... with them",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT, serializations=("torch_save", "safetensors")),

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckptcore.core.manifest import Blob, Manifest
-from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import Finding, NameMismatch, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.join import Part, join, joined_paths
 from ckptcore.formats.common.part_proof import is_complete_model, json_beside
-from ckptcore.formats.dcp.reader import DATA, read_folder
+from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.step_names import stage_of
 
@@ -34,14 +33,10 @@ def stage_folders(source: Source) -> dict[int, str]:
     """Return the folders of stages in a folder, by number: those with a DCP folder's own files."""
     if source.name is not None:
         return {}
-    found: dict[int, str] = {}
-    for path in source.listing:
-        if path.startswith("pp"):
-            top, _, file = path.partition("/")
-            number = stage_of(top)
-            if number is not None and (file in (".metadata", ".metadata.tmp") or DATA.match(file)):
-                found.setdefault(number, top)
-    return dict(sorted(found.items()))
+    if not any(path.startswith("pp") for path in source.listing):
+        return {}
+    numbered = [(stage_of(folder), folder) for folder in dcp_folders(source)]
+    return dict(sorted((number, folder) for number, folder in numbered if number is not None))
 
 
 def read_stages(source: Source) -> Manifest:
@@ -55,15 +50,11 @@ def read_stages(source: Source) -> Manifest:
     stages = {folder: read_folder(source.below(folder)) for folder in folders.values()}
     _require_apart(stages)
     stages, findings = _merged_objects(stages)
-    made = join("dcp", source.store.url, [Part(m, folder) for folder, m in stages.items()])
+    parts = [Part(m, folder) for folder, m in stages.items()]
+    made = join("dcp", source.store.url, parts)
     if any(m.order for m in stages.values()):
         made = replace(made, order=tuple(n for m in stages.values() for n in m.order or _names(m)))
-    paths = Paths()
-    for manifest in stages.values():
-        known = Paths.of(manifest)
-        for name in known:
-            paths.add(name, known[name])
-    form = paths.form(_names(made), [blob.key for blob in made.blobs])
+    form = joined_paths(parts).form(_names(made), [blob.key for blob in made.blobs])
     config = json_beside(source, "config.json")
     proof = _unproven(source, made, max(folders), len(folders), folders[max(folders)], config)
     return replace(made, origin={"paths": form} if form else {}, findings=(*made.findings, *findings, *proof))
