@@ -4,6 +4,8 @@ A live module that `get_peft_model` wrapped holds the base weights beside the ad
 under a name: ``base_model.model.<module>.lora_A.default.weight``. In ``adapter_model.safetensors`` the base
 weights and the adapter's name are gone (peft/utils/save_and_load.py, `get_peft_model_state_dict`). The
 rank, which shapes give, is compared with adapter_config.json. ``lora_alpha`` is in no shape, only there.
+The other sizes of a pair are those of the module that it adapts: they are compared with its weight, and among
+the modules of an MLP. One rank's rows of a ``lora_B`` are a pair, too.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
 
     Args:
         adapter: The adapter.
-        shapes: Name in the model -> shape.
+        shapes: Name in the model -> shape; of base weights those alone whose elements are not packed.
         form: The config of the training run.
 
     Raises:
@@ -173,7 +175,10 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
         out["r"] = next(iter(ranks.values()))
     if form.get("target_modules") is None and not form.get("target_parameters"):
         out["target_modules"] = sorted(m for m, parts in adapter.modules.items() if _is_lora(parts))
+    sizes = _adapted_sizes(adapter, shapes)
     problems = [*_odd_ranks(ranks, out), *_odd_parts(adapter, out), *_odd_targets(adapter, out)]
+    if ranks:
+        problems += [*_unlike_base(sizes, _base_sizes(adapter, shapes)), *_unlike_beside(sizes)]
     if problems:
         raise NameMismatch(
             f"the adapter does not fit its config: {'; '.join(problems[:5])}"
@@ -181,6 +186,32 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
             hint="name the adapter_config.json of this training run: --config FILE",
         )
     return out
+
+
+def sizes_without_base(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the `_adapted_sizes` of modules whose base weights are not in the model."""
+    base = _base_sizes(adapter, shapes)
+    return {m: size for m, size in _adapted_sizes(adapter, shapes).items() if m not in base}
+
+
+def _adapted_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return module -> shape that its weight has according to its pair of lora_A and lora_B."""
+    sizes: dict[str, Shape] = {}
+    for module, parts in adapter.modules.items():
+        if {"lora_A.weight", "lora_B.weight"} <= parts.keys():
+            first, second = shapes[parts["lora_A.weight"]], shapes[parts["lora_B.weight"]]
+            if len(first) == len(second) == 2:
+                sizes[module] = second[0], first[1]
+    return sizes
+
+
+def _base_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return module -> shape of its base weight, of the matrices in the model."""
+    sizes = {}
+    for name, shape in shapes.items():
+        if name not in adapter.hub and name.endswith(".weight") and len(shape) == 2:
+            sizes[name.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")] = shape
+    return sizes
 
 
 def _parsed_name(name: str) -> tuple[str, re.Match[str]] | None:
@@ -243,6 +274,27 @@ def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[st
         hit = next((v for v, of in zip(pattern.values(), hits, strict=True) if of[n]), form["r"])
         if hit != rank:
             yield f"{module} has rank {rank} (config says {hit})"
+
+
+def _unlike_base(sizes: Mapping[str, Shape], base: Mapping[str, Shape]) -> Iterable[str]:
+    """Yield the pairs that do not fit the base weight; a Conv1D has it transposed."""
+    for module, size in sizes.items():
+        if module in base and base[module] not in (size, size[::-1]):
+            yield f"{module} is adapted as {list(size)}, and its weight is {list(base[module])}"
+
+
+def _unlike_beside(sizes: Mapping[str, Shape]) -> Iterable[str]:
+    """Yield the modules of an MLP that do not fit each other: gate and up read what down writes."""
+    for module, (rows, columns) in sizes.items():
+        above, _, name = module.rpartition(".")
+        if name == "down_proj":
+            for other in ("gate_proj", "up_proj"):
+                inside = sizes.get(f"{above}.{other}")
+                if inside is not None and inside != (columns, rows):
+                    yield f"{above}.{other} is adapted as {list(inside)}, and down_proj as {[rows, columns]}"
+        elif name == "gate_proj" and sizes.get(f"{above}.up_proj", (rows, columns)) != (rows, columns):
+            up = sizes[f"{above}.up_proj"]
+            yield f"{module} is adapted as {[rows, columns]}, and up_proj as {list(up)}"
 
 
 def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:

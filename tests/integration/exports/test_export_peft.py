@@ -233,6 +233,36 @@ def test_what_shapes_and_names_tell_is_filled_in(base: Path, tmp_path: Path) -> 
     assert torch.equal(logits(reopened(base, tmp_path / "out")), logits(live))
 
 
+@pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
+@pytest.mark.parametrize("beside", ["base", "config", "nothing"])
+def test_one_ranks_rows_of_lora_b(base: Path, tmp_path: Path, target: str, beside: str) -> None:
+    """They have the rank of lora_A: only the module that is adapted shows that rows are missing."""
+    live = trained(base, target_modules=[target])
+    state = {n: t for n, t in live.state_dict().items() if "lora_" in n or beside == "base"}
+    state = {n: t.chunk(2)[0].clone() if "lora_B" in n else t for n, t in state.items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.peft_config["default"].save_pretrained(tmp_path / "ckpt/lora_adapter")
+    if beside == "config":
+        (tmp_path / "ckpt/config.json").write_bytes((base / "config.json").read_bytes())
+    if beside == "nothing":
+        result = export(tmp_path / "ckpt", tmp_path / "out")
+        assert "names-unchecked" in [w.code for w in result.warnings]
+        return
+    with pytest.raises(NameMismatch, match=target):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_of_an_mlp_that_do_not_fit_each_other(base: Path, tmp_path: Path) -> None:
+    live = trained(base, target_modules=["gate_proj", "up_proj", "down_proj"])
+    state = {n: t for n, t in live.state_dict().items() if "lora_" in n}
+    state = {n: t.chunk(2)[0].clone() if "up_proj.lora_B" in n else t for n, t in state.items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.peft_config["default"].save_pretrained(tmp_path / "ckpt/lora_adapter")
+    with pytest.raises(NameMismatch, match="up_proj is adapted as"):
+        export(tmp_path / "ckpt", tmp_path / "out")
+
+
 def test_half_of_a_pair_is_no_adapter(base: Path, tmp_path: Path) -> None:
     source = put(trained(base, target_modules=["q_proj"]), tmp_path / "ckpt")
     with pytest.raises(NameMismatch, match=r"lacks .*layers\.1\.self_attn\.q_proj\.lora_B\.weight"):
