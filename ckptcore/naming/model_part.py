@@ -41,6 +41,9 @@ _TRAINER = late_pattern(
 # Nothing tells what trainers keep below these.
 _WEIGHTLESS = late_pattern(r"^(trainer|extra)(\.|/|$)")
 _OPTIMIZER = late_pattern(r"^(optim|optimizers?|optimizer_\d+|chained_\d+|state)(\.|/|$)")
+# Composer's own record of a model that it wraps: HuggingFaceModel keeps it in an attribute
+# (composer/models/huggingface.py, `get_metadata`).
+_COMPOSER = late_pattern(r"^((?:state\.)?)integrations\.huggingface(?:\.|$)")
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 
 
@@ -107,6 +110,13 @@ def _found(stored: _Stored) -> ModelPart:
     if known and any(n.startswith(known["prefix"]) for n in stored.names):
         return ModelPart(known["prefix"], known["because"])
     _require_shapes(stored.names)
+    composed = next((m for b in manifest.blobs if (m := _COMPOSER.match(b.key))), None)
+    if composed is not None:
+        root = f"{composed[1]}model.model."
+        count = sum(name.startswith(root) for name in stored.names)
+        if count:
+            because = f"Composer's HuggingFaceModel keeps the model's {count} tensors in its attribute model"
+            return ModelPart(root, because)
     if stored.states:
         part = _by_optimizer(stored)
         if part is not None:

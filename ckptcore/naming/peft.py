@@ -49,6 +49,7 @@ _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
     ),
 }
 _OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
+_HEADS = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
 _PLAIN = late_pattern(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
@@ -207,7 +208,7 @@ def _adapted_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, S
 
 def _base_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return module -> shape of its base weight, of the matrices in the model."""
-    sizes = {}
+    sizes: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if name not in adapter.hub and name.endswith(".weight") and len(shape) == 2:
             sizes[name.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")] = shape
@@ -312,8 +313,11 @@ def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     saved = form.get("modules_to_save") or []
     odd = [m for m in sorted(adapter.saved) if not _is_inside(m, saved) and m not in adapter.modules]
     yield from (f"{m} is saved, and is not in modules_to_save" for m in odd if not m.endswith(".base_layer"))
-    for name in saved:
-        if not any(_is_inside(m, [name]) for m in adapter.saved):
+    # peft adds both names of a classifier's head, whichever the model has (peft/peft_model.py).
+    heads = _HEADS if form.get("task_type") in ("SEQ_CLS", "TOKEN_CLS") else ()
+    has_head = any(_is_inside(m, heads) for m in adapter.saved)
+    for name in dict.fromkeys(saved):
+        if not (name in heads and has_head) and not any(_is_inside(m, [name]) for m in adapter.saved):
             yield f"modules_to_save names {name}, of which nothing is there"
 
 

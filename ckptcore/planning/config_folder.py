@@ -120,6 +120,13 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
             shapes=[n for n, _, _ in answer["shapes"]],
             broken=answer["broken"],
         )
+    if wrapper := answer.get("wrapper", ""):
+        raise NameMismatch(
+            f"every name begins with {wrapper}, and none that {answer['class']} saves does: transformers 5 opens "
+            "it all the same, and other loaders do not",
+            hint=f"add {remove_prefix(wrapper)}",
+            missing=[],
+        )
     warnings = []
     if answer["fused"]:
         message = f"{listed(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
@@ -170,13 +177,12 @@ def check_adapted(config: ConfigFolder | None, sizes: Mapping[str, tuple[int, ..
 
 def _usual_size(form: Mapping[str, Any], name: str) -> tuple[int, int] | None:
     """Return the shape that a weight with this name has in Llama and its relatives, where a config tells."""
-    width, inner, heads = (
-        form.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    if not all(type(n) is int and n > 0 for n in (width, inner, heads)):
-        return None
-    head = form.get("head_dim") or width // heads
+    sizes = [form.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")]
+    width, inner, heads = (n if type(n) is int else 0 for n in sizes)
+    head = form.get("head_dim") or width // max(heads, 1)
     groups = form.get("num_key_value_heads", heads)
+    if min(width, inner, heads) < 1 or type(head) is not int or type(groups) is not int:
+        return None
     ends = {
         "q_proj": (heads * head, width),
         "k_proj": (groups * head, width),

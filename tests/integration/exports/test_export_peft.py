@@ -233,6 +233,21 @@ def test_what_shapes_and_names_tell_is_filled_in(base: Path, tmp_path: Path) -> 
     assert torch.equal(logits(reopened(base, tmp_path / "out")), logits(live))
 
 
+def test_the_head_of_a_classifier_has_one_of_two_names(base: Path, tmp_path: Path) -> None:
+    """peft names both in modules_to_save; a model has one of them."""
+    config = transformers.AutoConfig.from_pretrained(base, num_labels=3)
+    lora = peft.LoraConfig(r=4, lora_alpha=12, task_type="SEQ_CLS", target_modules=["q_proj"])
+    live = peft.get_peft_model(transformers.LlamaForSequenceClassification(config), lora)
+    assert {"classifier", "score"} <= set(live.peft_config["default"].modules_to_save)
+    export(put(live, tmp_path / "ckpt"), tmp_path / "out")
+    live.save_pretrained(tmp_path / "hub")
+    names = load_file(tmp_path / "hub/adapter_model.safetensors").keys()
+    assert load_file(tmp_path / "out/adapter_model.safetensors").keys() == names
+    headless = put(live, tmp_path / "headless")
+    with pytest.raises(NameMismatch, match="modules_to_save names"):
+        export(headless, tmp_path / "no", exclude=["*.score.*"])
+
+
 @pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
 @pytest.mark.parametrize("beside", ["base", "config", "nothing"])
 def test_one_ranks_rows_of_lora_b(base: Path, tmp_path: Path, target: str, beside: str) -> None:

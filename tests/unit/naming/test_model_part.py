@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from ckptcore.core.manifest import Manifest, TensorSpec
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
@@ -106,6 +107,17 @@ def test_the_user_decides() -> None:
     with pytest.raises(AmbiguousModel) as caught:
         find_model(manifest, "teacher")
     assert "ema, model, optim" in caught.value.hint
+
+
+@pytest.mark.parametrize("root", ["state.", ""], ids=["file", "DCP folder"])
+def test_composer_wraps_a_model_of_the_hub(root: str) -> None:
+    """Its own record says so; a module of another class has the names that it was written with."""
+    at = tuple(filter(None, root.split(".")))
+    optimizer = [(*at, "optimizers", "AdamW", "state", f"model.{w}", "exp_avg") for w in WEIGHTS]
+    manifest = manifest_of(under(*at, "model", "model") + optimizer)
+    assert find_model(manifest).prefix == f"{root}model."
+    record = Blob(f"{root}integrations.huggingface.model.config", -1, {})
+    assert find_model(replace(manifest, blobs=(record,))).prefix == f"{root}model.model."
 
 
 def test_the_trainers_own_entries_stay_out_at_the_top_level() -> None:
