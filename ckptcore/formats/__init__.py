@@ -14,7 +14,8 @@ For plug-ins, stable from release to release together with `ckptcore.errors` and
 - what a writer gets and makes: `Arrangement`, `FileLayout`, `Slot`, `Literal`, `natural`.
 
 Modules: `base` (the interface), `common` (shared by several families), `plugins` (the registry), `old_fields`
-(constructors of release 0.1), `step_roots` (folders of steps), `refused` (formats known only by name).
+(constructors of release 0.1), `step_roots` (folders of steps), `refused` (formats known only by name),
+`nearest_reading` (what opens in a source of no known format).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
 from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
 from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
+from ckptcore.formats.nearest_reading import kinds_of_files, what_opens
 from ckptcore.formats.old_fields import accept_old_fields
 from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
 from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
@@ -238,8 +240,9 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         return found[0]
     names = sorted(source.listing)
     files = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    kinds = f" ({kinds_of_files(source)})" if len(names) > 1 else ""
     raise UnknownFormat(
-        f"{_address(source)} is not a checkpoint of a known format; it contains: {files or 'nothing'}"
+        f"{_address(source)} is not a checkpoint of a known format; it contains: {files or 'nothing'}{kinds}"
     )
 
 
@@ -258,7 +261,20 @@ def read_manifest(source: Source) -> Manifest:
 
 def _read_manifest(source: Source) -> Manifest:
     root = source
-    source, way = located(source)
+    try:
+        source, way = located(source)
+        return _of_format(root, source, way)
+    except UnknownFormat as error:
+        known, hint = what_opens(source, _detect_located)
+        raise UnknownFormat(f"{error.message}{known}", hint=hint or error.hint) from error
+
+
+def _detect_located(source: Source) -> tuple[Format, Evidence]:
+    return detect(located(source)[0])
+
+
+def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:
+    """Read the manifest of a source that `located` found, by the sentences of ``way``."""
     copied = _require_notes_only(root, source) if source is not root else None
     found, evidence = detect(source)
     manifest = read_as(found, source) if copied is None else read_as(copied, root)

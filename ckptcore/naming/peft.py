@@ -207,10 +207,15 @@ def _adapted_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, S
 
 
 def _base_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return module -> shape of its base weight, of the matrices in the model."""
+    """Return module -> shape of its base weight, of the matrices in the model.
+
+    bitsandbytes packs weights of 4 bits into a column of any dtype, with their scales below their names.
+    """
+    packed = {name.rpartition(".")[0] for name in shapes}
     sizes: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        if name not in adapter.hub and name.endswith(".weight") and len(shape) == 2:
+        plain = len(shape) == 2 and name not in packed and shape[1] > 1
+        if plain and name not in adapter.hub and name.endswith(".weight"):
             sizes[name.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")] = shape
     return sizes
 

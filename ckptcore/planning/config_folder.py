@@ -122,8 +122,8 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
         )
     if wrapper := answer.get("wrapper", ""):
         raise NameMismatch(
-            f"every name begins with {wrapper}, and none that {answer['class']} saves does: transformers 5 opens "
-            "it all the same, and other loaders do not",
+            f"every name begins with {wrapper}, and none that {answer['class']} saves does: transformers 5 "
+            "opens it all the same, and other loaders do not",
             hint=f"add {remove_prefix(wrapper)}",
             missing=[],
         )

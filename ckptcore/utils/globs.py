@@ -45,8 +45,17 @@ def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
     return found
 
 
-def leave_out(names: Sequence[str], others: Collection[str] = ()) -> str:
-    """Return the hint for tensors or objects of these names that cannot be read, while ``others`` can."""
+def leave_out(names: Sequence[str], others: Collection[str] | None = None) -> str:
+    """Return the hint for tensors or objects of these names that cannot be read, while ``others`` can.
+
+    >>> leave_out(["a"])
+    "leave it out with --exclude 'a'; everything else can be converted"
+    >>> leave_out(["a"], [])
+    'save it again in a form that can be read: there is nothing else'
+    """
+    if others is not None and not others:
+        return "save it again in a form that can be read: there is nothing else"
+    others = others or ()
     globs = covering(names, others) if names[1:] else [escaped(n) for n in names]
     options = " ".join(f"--exclude '{g}'" for g in globs[:_MOST])
     return f"leave it out with {options}{', ...' if globs[_MOST:] else ''}; everything else can be converted"

@@ -328,6 +328,8 @@ class _Columns:
         are shorter than what is listed. Any other short item is damage, which `check` reports.
         """
         builder = self._builder
+        if not zips.any():
+            return
         width = np.array([BY_NAME[t.dtype].itemsize for t in builder.tensors], np.float64)
         extent = np.where(np.arange(chunks.shape.shape[1]) < chunks.rank[:, None], chunks.shape, 1)
         nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)

@@ -1,4 +1,4 @@
-"""Read what transformers 5 saves from several ranks: shards without an index, and the optimizer as DCP below."""
+"""Read what transformers 5 saves from several ranks: shards without an index, and the optimizer below."""
 
 from __future__ import annotations
 

@@ -268,6 +268,19 @@ def test_one_ranks_rows_of_lora_b(base: Path, tmp_path: Path, target: str, besid
     assert not (tmp_path / "out").exists()
 
 
+def test_a_packed_base_weight_says_nothing(base: Path, tmp_path: Path) -> None:
+    """QLoRA with FSDP: four bits an element, in a column of the dtype that FSDP flattens."""
+    live = trained(base, target_modules=["q_proj"])
+    state = live.state_dict()
+    for name in [n for n in state if n.endswith("base_layer.weight")]:
+        state[name] = torch.zeros(state[name].numel() // 4, 1, dtype=torch.bfloat16)
+        state[f"{name}.absmax"] = torch.ones(4)
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.peft_config["default"].save_pretrained(tmp_path / "ckpt/lora_adapter")
+    result = export(tmp_path / "ckpt", tmp_path / "out")
+    assert "names-unchecked" in [w.code for w in result.warnings]
+
+
 def test_modules_of_an_mlp_that_do_not_fit_each_other(base: Path, tmp_path: Path) -> None:
     live = trained(base, target_modules=["gate_proj", "up_proj", "down_proj"])
     state = {n: t for n, t in live.state_dict().items() if "lora_" in n}
