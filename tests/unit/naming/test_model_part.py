@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import ckptcore
 from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import strip_wrappers
 
 WEIGHTS = ("embed.weight", "layers.0.w", "layers.0.b", "norm.weight")
 
@@ -125,3 +129,13 @@ def test_the_trainers_own_entries_stay_out_at_the_top_level() -> None:
     part = find_model(manifest_of(paths))
     kept = [".".join(p) for p in paths if part.foreign(".".join(p)) is None]
     assert kept == list(WEIGHTS)
+
+
+@pytest.mark.parametrize("wrapped", ["model.", "_orig_mod.model.", "_orig_mod.model._orig_mod."])
+def test_lightning_of_a_compiled_module(wrapped: str, tmp_path: Path) -> None:
+    """`torch.compile` of the LightningModule or of the module in it: the attribute is the same."""
+    state = {f"{wrapped}{name}": torch.ones(1) for name in WEIGHTS}
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": state, "epoch": 0}, tmp_path / "a.ckpt")
+    manifest = ckptcore.open(str(tmp_path / "a.ckpt"))
+    part = find_model(manifest)
+    assert {strip_wrappers(t.fqn[len(part.prefix) :]) for t in manifest.tensors} == set(WEIGHTS)
