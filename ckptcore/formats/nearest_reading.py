@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptcore.errors import CkptError, UnsupportedFormat
 from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.trainer_files import is_state
 from ckptcore.utils.text import count
 
@@ -70,6 +71,7 @@ def _folders(source: Source, depth: int) -> list[str]:
 
 def _files_that_open(source: Source, detect: Detect) -> Iterator[str]:
     tensors = (p for p in source.listing if "/" not in p and p.endswith(_SUFFIXES) and not is_state(p))
+    tensors = (p for p in tensors if part_name(p) is None)  # a part is not the model
     for path in sorted(tensors, key=lambda p: ("model" not in p, natural(p)))[:_MAX_FILES]:
         try:
             detect(replace(source.file(path), recover=False))
