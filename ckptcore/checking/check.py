@@ -196,8 +196,9 @@ def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozen
 def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
     """Return the hint: globs that exclude exactly the unreadable parts."""
     names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
-    others = {t.fqn for t in manifest.tensors} | {b.key for b in manifest.blobs if b.unread is None}
-    return leave_out(names, others - set(names)) if names else errors[0].hint
+    tensors = {t.fqn for t in manifest.tensors} - set(names)
+    others = tensors | {b.key for b in manifest.blobs} - set(names)
+    return leave_out(names, others, left=bool(tensors)) if names else errors[0].hint
 
 
 _UNREADABLE = {"missing-file", "truncated-file"}
@@ -211,14 +212,11 @@ _OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
 def _unread(manifest: Manifest) -> Iterable[Finding]:
     """Report tensors of an unsupported kind; readers report tensors that need refused globals."""
     needs = {b.key for b in manifest.blobs if b.refused}
-    others = [t.fqn for t in manifest.tensors[:1]] or [
-        b.key for b in manifest.blobs if b.unread is None and b.known
-    ]
     for name, why in manifest.unread.items():
         if name in needs:
             continue
         message = f"{name} cannot be read ({why.describe()})"
-        hint = leave_out([name], others)
+        hint = leave_out([name], left=bool(manifest.tensors))
         yield finding("unreadable-part", "files", message, fqn=name, file=why.file, hint=hint)
 
 

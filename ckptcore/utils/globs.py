@@ -57,7 +57,7 @@ def leave_out(names: Sequence[str], others: Collection[str] = (), *, left: bool 
     "leave it out with --exclude 'a'; everything else can be converted"
     """
     if not left:
-        return "load it where its classes are installed, and save a state dict of plain tensors: no other is here"
+        return "load it where its classes are installed, and save a state dict: no other tensor is here"
     globs = covering(names, others) if names[1:] else [escaped(n) for n in names]
     options = " ".join(f"--exclude '{g}'" for g in globs[:_MOST])
     return f"leave it out with {options}{', ...' if globs[_MOST:] else ''}; everything else can be converted"

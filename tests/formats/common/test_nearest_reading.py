@@ -90,7 +90,7 @@ def test_no_internal_name_is_in_a_message(tmp_path: Path) -> None:
 def test_nothing_is_proposed_that_leaves_nothing(tmp_path: Path) -> None:
     for more, proposed in (({}, False), ({"b": torch.ones(2)}, True)):
         source = tmp_path / f"ckpt{proposed}"
-        dcp.save({"w": quantized(), **more}, checkpoint_id=source, no_dist=True)
+        dcp.save({"w": quantized(), "epoch": 3, **more}, checkpoint_id=source, no_dist=True)
         with pytest.raises(UnreadablePart) as caught:
             ckptcore.convert(str(source), str(tmp_path / "out.safetensors"))
         assert ("--exclude 'w'" in caught.value.hint) == proposed
