@@ -51,7 +51,7 @@ _ROWS = (
     # Composer: without sharding, rank 0 alone saves (composer/checkpoint/save.py); "ep" is its epoch.
     _Row(late_pattern(r"^(?:ep\d+-ba\d+|latest)-rank(\d+)\.(?:pt|tar|tgz)(?:\.\w+)?$"), 0, sole=True),
     _Row(late_pattern(r"^consolidated\.(\d+)\.pth$"), 0),
-    # torchtune before 0.5: the last number is the epoch. Those of the hub's names are whole tensors.
+    # torchtune before 0.5: the last number is the epoch. Those of the hub have tensors in full.
     _Row(late_pattern(rf"^hf_model_(\d+)_\d+{_SUFFIX}$"), 1, full=True),
     _Row(late_pattern(rf"^(?:meta|torchtune)_model_(\d+)_\d+{_SUFFIX}$"), 1),
     _Row(late_pattern(r"^layer_\d+-model_(\d+)-model_states\.pt$"), 0),

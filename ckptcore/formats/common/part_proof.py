@@ -67,7 +67,7 @@ def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
     """Return a tensor that a layer lacks at the edge of a file, and the file; None where no layer is torn.
 
     Without an index, a part of another save that has none of the others' names looks right. Its edges are
-    elsewhere: what lies between them is a layer that lacks tensors, or no layer at all.
+    elsewhere: between them is a layer that lacks tensors, or no layer at all.
 
     Args:
         files: Tensor -> its file.

@@ -50,8 +50,8 @@ def test_they_become_what_safetensors_writes(kind: str, tmp_path: Path) -> None:
     assert ckptcore.diff(ckptcore.open(str(out)), ckptcore.open(str(own))).equal
     back = tmp_path / "back.pt"
     ckptcore.convert(str(out), str(back))
-    again = torch.load(back, weights_only=True)
-    assert all(equal(again[name], STATE[name]) for name in STATE)
+    loaded = torch.load(back, weights_only=True)
+    assert all(equal(loaded[name], STATE[name]) for name in STATE)
 
 
 def test_ranks_get_their_elements(tmp_path: Path) -> None:

@@ -120,8 +120,11 @@ def test_composer_wraps_a_model_of_the_hub(root: str) -> None:
     optimizer = [(*at, "optimizers", "AdamW", "state", f"model.{w}", "exp_avg") for w in WEIGHTS]
     manifest = manifest_of(under(*at, "model", "model") + optimizer)
     assert find_model(manifest).prefix == f"{root}model."
-    record = Blob(f"{root}integrations.huggingface.model.config", -1, {})
-    assert find_model(replace(manifest, blobs=(record,))).prefix == f"{root}model.model."
+    one = Blob(f"{root}integrations", -1, {"huggingface": {"model": {}}})  # of a file
+    for record in (Blob(f"{root}integrations.huggingface.model.config", -1, {}), one):
+        assert find_model(replace(manifest, blobs=(record,))).prefix == f"{root}model.model."
+    other = Blob(f"{root}integrations", -1, {})
+    assert find_model(replace(manifest, blobs=(other,))).prefix == f"{root}model."
 
 
 def test_the_trainers_own_entries_stay_out_at_the_top_level() -> None:
