@@ -63,7 +63,6 @@ from ckptcore.formats.megatron.dcp import FSDP_DTENSOR, TORCH_DCP
 from ckptcore.formats.megatron.legacy import FORMAT as MEGATRON_LEGACY
 from ckptcore.formats.megatron.torch_dist import FORMAT as MCORE_DIST
 from ckptcore.formats.megatron.zarr import FORMAT as MCORE_ZARR
-from ckptcore.formats.nearest_reading import kinds_of_files, what_opens
 from ckptcore.formats.old_fields import accept_old_fields
 from ckptcore.formats.olmo.core import FORMAT as OLMO_CORE
 from ckptcore.formats.olmo.local import FORMAT as OLMO_LOCAL
@@ -238,6 +237,8 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         )
     if found:
         return found[0]
+    from ckptcore.formats.nearest_reading import kinds_of_files
+
     names = sorted(source.listing)
     files = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     kinds = f" ({kinds_of_files(source)})" if len(names) > 1 else ""
@@ -265,6 +266,8 @@ def _read_manifest(source: Source) -> Manifest:
         source, way = located(source)
         return _of_format(root, source, way)
     except UnknownFormat as error:
+        from ckptcore.formats.nearest_reading import what_opens
+
         known, hint = what_opens(source, _detect_located)
         raise UnknownFormat(f"{error.message}{known}", hint=hint or error.hint) from error
 

@@ -43,7 +43,6 @@ from ckptcore.formats.lightning.optimizer_names import parameter_names
 from ckptcore.formats.lightning.tree import VERSION, Contents, contents, read_tree
 from ckptcore.formats.lightning.writer import META, arrange_sharded, keeps_its_place, lightning_facts
 from ckptcore.formats.torch_save.layout import torch_file
-from ckptcore.naming.rename import WRAPPERS
 from ckptcore.utils.late_pattern import late_pattern
 
 NAME, DEFAULT = "lightning", "checkpoint.ckpt"
@@ -192,6 +191,8 @@ def _both_paths(first: Manifest, second: Manifest) -> Paths:
 
 def _with_model(manifest: Manifest, root: str) -> Manifest:
     """Note where the model is: below the only attribute of the LightningModule, if there is just one."""
+    from ckptcore.naming.rename import WRAPPERS
+
     start = f"{root}."
     names = [t.fqn[len(start) :] for t in manifest.tensors if t.fqn.startswith(start)]
     if not names:
