@@ -195,14 +195,15 @@ def _unused_files(manifest: Manifest, selected: Callable[[str], bool]) -> frozen
 def _leave_out(manifest: Manifest, errors: Sequence[Finding]) -> str:
     """Return the hint: globs that exclude exactly the unreadable parts."""
     names = list(dict.fromkeys(f.fqn for f in errors if f.fqn is not None))
-    others = {t.fqn for t in manifest.tensors} | {b.key for b in manifest.blobs}
-    return leave_out(names, others - set(names)) if names else errors[0].hint
+    tensors = {t.fqn for t in manifest.tensors} - set(names)
+    others = tensors | {b.key for b in manifest.blobs} - set(names)
+    return leave_out(names, others, left=bool(tensors)) if names else errors[0].hint
 
 
 _UNREADABLE = {"missing-file", "truncated-file"}
 _GATHER = (
-    "name the folder of DeepSpeed's own save (global_stepN), or save again with "
-    "stage3_gather_16bit_weights_on_model_save"
+    "name the folder of all ranks' own save; or save again from gathered weights: of FSDP a full state "
+    "dict, of ZeRO-3 with stage3_gather_16bit_weights_on_model_save"
 )
 _OF_FILES = _UNREADABLE | {"oversized-file", "item-overlap"}
 
@@ -214,7 +215,8 @@ def _unread(manifest: Manifest) -> Iterable[Finding]:
         if name in needs:
             continue
         message = f"{name} cannot be read ({why.describe()})"
-        yield finding("unreadable-part", "files", message, fqn=name, file=why.file, hint=leave_out([name]))
+        hint = leave_out([name], left=bool(manifest.tensors))
+        yield finding("unreadable-part", "files", message, fqn=name, file=why.file, hint=hint)
 
 
 def _files(manifest: Manifest) -> Iterable[Finding]:
@@ -256,15 +258,16 @@ def _something(manifest: Manifest) -> Iterable[Finding]:
 
 
 def _emptied(manifest: Manifest) -> Iterable[Finding]:
-    """Report weights of which a writer stored the empty placeholder of ZeRO-3 alone.
+    """Report weights of which a writer stored an empty placeholder alone.
 
-    DeepSpeed leaves a tensor of shape [0] in the place of each parameter that is cut over the ranks. A state
-    dict that was saved without gathering them has nothing else (`stage3_gather_16bit_weights_on_model_save`).
+    ZeRO-3 leaves a tensor of shape [0] in the place of each parameter that is cut over the ranks, and FSDP
+    with ``use_orig_params`` on each rank that has no element of it. A state dict that one rank saved without
+    gathering them has nothing else.
     """
     empty = [t for t in manifest.tensors if t.shape == (0,) and BY_NAME[t.dtype].is_float]
     if any(t.fqn.rpartition(".")[2] == "weight" for t in empty):
         for spec in empty:
-            message = f"{spec.fqn} is empty: ZeRO-3 leaves such a placeholder for weights that it partitions"
+            message = f"{spec.fqn} is empty: other ranks have its elements, and one saved its own"
             yield finding("lost-at-save", "coverage", message, fqn=spec.fqn, hint=_GATHER)
 
 

@@ -190,7 +190,9 @@ def _element(raw: bytes, dtype: str) -> bool | int | float | complex:
     """Return the element of little-endian bytes."""
     import torch
 
-    element = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
+    element = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    if BY_NAME[dtype].kind != "p":  # torch has no number for one of these
+        element = element.view(getattr(torch, dtype))
     wide = {"f": torch.float64, "c": torch.complex128}.get(BY_NAME[dtype].kind)
     value: bool | int | float | complex = (element if wide is None else element.to(wide))[0].item()
     return value

@@ -17,11 +17,13 @@ class DType:
     Attributes:
         name: torch's name, without ``torch.``.
         itemsize: Bytes per element.
-        kind: ``f`` float, ``i`` signed, ``u`` unsigned, ``b`` bool, ``c`` complex.
+        kind: ``f`` float, ``i`` signed, ``u`` unsigned, ``b`` bool, ``c`` complex, ``p`` several packed
+            values, which torch moves and does not cast.
         safetensors: The spelling in a safetensors header (safetensors 0.8 `Dtype`), or None.
         storage: The legacy torch storage class that a pickle names (torch/storage.py), or None for
             those that are pickled as `UntypedStorage` with `_rebuild_tensor_v3`.
         zarr: The zarr v2 dtype string, little-endian, or None.
+        packed: Values in one element, which safetensors counts in the last dim of a shape.
     """
 
     name: str
@@ -30,6 +32,7 @@ class DType:
     safetensors: str | None = None
     storage: str | None = None
     zarr: str | None = None
+    packed: int = 1
 
     @property
     def is_float(self) -> bool:
@@ -47,6 +50,7 @@ DTYPES: tuple[DType, ...] = (
     DType("float8_e4m3fnuz", 1, "f", "F8_E4M3FNUZ"),
     DType("float8_e5m2fnuz", 1, "f", "F8_E5M2FNUZ"),
     DType("float8_e8m0fnu", 1, "f", "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 1, "p", "F4", packed=2),
     DType("int64", 8, "i", "I64", "LongStorage", "<i8"),
     DType("int32", 4, "i", "I32", "IntStorage", "<i4"),
     DType("int16", 2, "i", "I16", "ShortStorage", "<i2"),
@@ -79,7 +83,6 @@ UNSUPPORTED = frozenset(
         "bits4x2",
         "bits8",
         "bits16",
-        "float4_e2m1fn_x2",
         "float4_e2m1fn",
         "float6_e2m3fn",
         "float6_e3m2fn",

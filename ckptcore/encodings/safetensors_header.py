@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from ckptcore.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptcore.core.metadata_budget import Meter, meter
 from ckptcore.encodings.json_text import cost
-from ckptcore.errors import MalformedCheckpoint, NameMismatch
+from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedDtype
 from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange, explain
 from ckptcore.utils.dataclass import dataclass
@@ -193,6 +193,10 @@ def _header_entry(name: str, entry: Any, what: str) -> _Entry:
         count *= n
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
         raise MalformedCheckpoint(f"{what}: {name} has invalid offsets (got {short_repr([start, stop])})")
+    if dtype is not None and dtype.packed > 1:  # torch counts elements, safetensors the values in them
+        if not shape or shape[-1] % dtype.packed:
+            return spelled, shape, start, stop
+        shape, count = (*shape[:-1], shape[-1] // dtype.packed), count // dtype.packed
     if dtype is None:  # the bits of an element are unknown
         return f"?{spelled}" if spelled in BY_NAME else spelled, shape, start, stop
     if stop - start != count * dtype.itemsize:
@@ -218,6 +222,7 @@ class HeaderText:
 
         Raises:
             NameMismatch: A header cannot have this name.
+            UnsupportedDtype: It cannot have a tensor of this dtype without dims.
         """
         if name == METADATA:
             raise NameMismatch(
@@ -230,7 +235,11 @@ class HeaderText:
             )
         kind = self._kinds.get((dtype, shape))
         if kind is None:  # a model has tens of thousands of tensors, of a few shapes
-            about = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": list(shape)})
+            packed = BY_NAME[dtype].packed
+            if packed > 1 and not shape:
+                raise UnsupportedDtype(f"a safetensors file cannot have a 0-d tensor of {dtype} ({name})")
+            dims = [*shape[:-1], shape[-1] * packed] if shape else []
+            about = self._spell({"dtype": BY_NAME[dtype].safetensors, "shape": dims})
             nbytes = prod(shape) * BY_NAME[dtype].itemsize
             kind = self._kinds[dtype, shape] = nbytes, f'{about[:-1]},"data_offsets":['
         nbytes, about = kind

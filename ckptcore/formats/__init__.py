@@ -14,7 +14,8 @@ For plug-ins, stable from release to release together with `ckptcore.errors` and
 - what a writer gets and makes: `Arrangement`, `FileLayout`, `Slot`, `Literal`, `natural`.
 
 Modules: `base` (the interface), `common` (shared by several families), `plugins` (the registry), `step_roots`
-(folders of steps), `refused` (formats known only by name).
+(folders of steps), `refused` (formats known only by name), `nearest_reading` (what opens in a source of no
+known format).
 """
 
 from __future__ import annotations
@@ -233,10 +234,13 @@ def detect(source: Source) -> tuple[Format, Evidence]:
         )
     if found:
         return found[0]
+    from ckptcore.formats.nearest_reading import kinds_of_files
+
     names = sorted(source.listing)
     files = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    kinds = f" ({kinds_of_files(source)})" if len(names) > 1 else ""
     raise UnknownFormat(
-        f"{_address(source)} is not a checkpoint of a known format; it contains: {files or 'nothing'}"
+        f"{_address(source)} is not a checkpoint of a known format; it contains: {files or 'nothing'}{kinds}"
     )
 
 
@@ -255,7 +259,22 @@ def read_manifest(source: Source) -> Manifest:
 
 def _read_manifest(source: Source) -> Manifest:
     root = source
-    source, way = located(source)
+    try:
+        source, way = located(source)
+        return _of_format(root, source, way)
+    except UnknownFormat as error:
+        from ckptcore.formats.nearest_reading import what_opens
+
+        known, hint = what_opens(source, _detect_located)
+        raise UnknownFormat(f"{error.message}{known}", hint=hint or error.hint) from error
+
+
+def _detect_located(source: Source) -> tuple[Format, Evidence]:
+    return detect(located(source)[0])
+
+
+def _of_format(root: Source, source: Source, way: tuple[str, ...]) -> Manifest:
+    """Read the manifest of a source that `located` found, by the sentences of ``way``."""
     copied = _require_notes_only(root, source) if source is not root else None
     found, evidence = detect(source)
     manifest = read_as(found, source) if copied is None else read_as(copied, root)

@@ -11,8 +11,11 @@ from collections.abc import Callable
 
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
+from ckptcore.formats.dcp.stages import stage_folders
+from ckptcore.formats.huggingface.shard_headers import is_shard
 from ckptcore.formats.olmo.common import RANK_SAFETENSORS, is_step
 from ckptcore.utils.late_pattern import late_pattern
+from ckptcore.utils.step_names import stage_of
 
 
 def _before_zip(source: Source) -> tuple[str, ...] | None:
@@ -35,10 +38,23 @@ def _before_zip(source: Source) -> tuple[str, ...] | None:
 def _found_nested(source: Source) -> tuple[str, ...] | None:
     if source.name is not None or ".metadata" in source.listing or has_model(source):
         return None
-    inner = sorted(p.rsplit("/", 1)[0] for p in source.listing if p.endswith("/.metadata"))
-    if not inner or is_step(source) or any("/" not in p and p.endswith(".distcp") for p in source.listing):
+    if any(is_shard(path) for path in source.listing):
+        return None
+    inner = sorted({_saved_at(p.rsplit("/", 1)[0]) for p in source.listing if p.endswith("/.metadata")})
+    if (
+        not inner
+        or stage_folders(source)
+        or is_step(source)
+        or any("/" not in p and p.endswith(".distcp") for p in source.listing)
+    ):
         return None
     return (f"checkpoints are in its subfolders: {', '.join(inner[:4])}",)
+
+
+def _saved_at(folder: str) -> str:
+    """Return the folder of the checkpoint that a DCP folder belongs to: of a stage, the one above."""
+    above, _, name = folder.rpartition("/")
+    return above if above and stage_of(name) is not None else folder
 
 
 def _olmo_steps(source: Source) -> tuple[str, ...] | None:
@@ -111,6 +127,24 @@ def _marked(*marks: str) -> Callable[[Source], tuple[str, ...] | None]:
     return detect
 
 
+def _nanotron(source: Source) -> tuple[str, ...] | None:
+    """Recognise a step of nanotron, or a folder of it: each rank of a tensor has a file."""
+    found = _marked("checkpoint_metadata.json", "model/")(source)
+    if found is not None or source.name is not None:
+        return found
+    ranks = (p for p in source.listing if "_tp-rank-" in p and p.endswith(".safetensors"))
+    rank = next((p for p in ranks if _marked_step(source, p)), None)
+    return None if rank is None else (f"found {rank}",)
+
+
+def _marked_step(source: Source, path: str) -> bool:
+    """Return whether a file is below no step of its own: a folder of steps is none."""
+    parts = path.split("/")
+    return not any(
+        "/".join([*parts[:n], "checkpoint_metadata.json"]) in source.listing for n in range(len(parts))
+    )
+
+
 def _nemo_archive(source: Source) -> tuple[str, ...] | None:
     named = source.name is not None and source.name.endswith(".nemo")
     return (f"{source.name} is named .nemo",) if named else None
@@ -143,7 +177,7 @@ KNOWN: tuple[KnownFormat, ...] = (
     KnownFormat(
         "nanotron",
         "a nanotron checkpoint",
-        _marked("checkpoint_metadata.json", "model/"),
+        _nanotron,
         "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
     ),
     KnownFormat(

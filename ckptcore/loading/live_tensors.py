@@ -52,7 +52,7 @@ def require_cast(fqn: str, stored: str, tensor: Any) -> None:
     """Raise `UnsupportedDtype` where torch does not copy values of a stored dtype into this tensor."""
     import torch
 
-    source = getattr(torch, stored)
+    source = getattr(torch, stored, None)
     if source == tensor.dtype:
         return
     try:
@@ -60,7 +60,7 @@ def require_cast(fqn: str, stored: str, tensor: Any) -> None:
     except (RuntimeError, TypeError) as error:
         raise UnsupportedDtype(
             f"cannot load {fqn}: torch does not cast {stored} to {tensor.dtype} ({error})",
-            hint=f"try a tensor of {source} there",
+            hint=f"try a tensor of torch.{stored} there",
         ) from error
 
 

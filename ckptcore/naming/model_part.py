@@ -45,6 +45,9 @@ _OPTIMIZER = late_pattern(r"^(optim|optimizers?|optimizer_\d+|chained_\d+|state)
 _COPY = late_pattern(
     r"(^|[._])(ema|swa|averaged?|shadow|teacher|target|ref|reference|old|best)([._]|$)", re.IGNORECASE
 )
+# Composer's own record of a model that it wraps: HuggingFaceModel keeps it in an attribute
+# (composer/models/huggingface.py, `get_metadata`).
+_COMPOSER = late_pattern(r"^((?:state\.)?)integrations(\.huggingface(?:\.|$)|$)")
 _CONTAINERS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 
 
@@ -111,6 +114,9 @@ def _found(stored: _Stored) -> ModelPart:
     if known and any(n.startswith(known["prefix"]) for n in stored.names):
         return ModelPart(known["prefix"], known["because"])
     _require_shapes(stored.names)
+    composed = _composed(stored)
+    if composed is not None:
+        return composed
     if stored.states:
         part = _by_optimizer(stored)
         if part is not None:
@@ -131,6 +137,20 @@ def _found(stored: _Stored) -> ModelPart:
         hint=f"name it: --model-prefix {_likeliest([r for r, _ in candidates])}",
         candidates=[r for r, _ in candidates],
     )
+
+
+def _composed(stored: _Stored) -> ModelPart | None:
+    """Return the model that Composer wrapped, of which its integration with the hub keeps a record."""
+    for blob in stored.manifest.blobs:
+        found = _COMPOSER.match(blob.key)
+        if found is None or not (found[2] or (type(blob.tree) is dict and "huggingface" in blob.tree)):
+            continue
+        root = f"{found[1]}model.model."
+        count = sum(name.startswith(root) for name in stored.names)
+        if count:
+            because = f"Composer's HuggingFaceModel keeps the model's {count} tensors in its attribute model"
+            return ModelPart(root, because)
+    return None
 
 
 def in_model(manifest: Manifest, prefix: str | None) -> Callable[[str], str | None]:

@@ -4,6 +4,8 @@ A live module that `get_peft_model` wrapped holds the base weights beside the ad
 under a name: ``base_model.model.<module>.lora_A.default.weight``. In ``adapter_model.safetensors`` the base
 weights and the adapter's name are gone (peft/utils/save_and_load.py, `get_peft_model_state_dict`). The
 rank, which shapes give, is compared with adapter_config.json. ``lora_alpha`` is in no shape, only there.
+The other sizes of a pair are those of the module that it adapts: they are compared with its weight, and among
+the modules of an MLP. One rank's rows of a ``lora_B`` are a pair, too.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _KINDS: Mapping[str, tuple[re.Pattern[str], str]] = {
     ),
 }
 _OTHER_LAYOUTS = ("target_parameters", "layer_replication", "use_bdlora", "use_qalora", "megatron_config")
+_HEADS = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
 _PLAIN = late_pattern(r"[\w.]+")
 _NARROWED = ("exclude_modules", "layers_to_transform", "layers_pattern", "layer_replication")
@@ -146,7 +149,7 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
 
     Args:
         adapter: The adapter.
-        shapes: Name in the model -> shape.
+        shapes: Name in the model -> shape; of base weights those alone whose elements are not packed.
         form: The config of the training run.
 
     Raises:
@@ -173,7 +176,10 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
         out["r"] = next(iter(ranks.values()))
     if form.get("target_modules") is None and not form.get("target_parameters"):
         out["target_modules"] = sorted(m for m, parts in adapter.modules.items() if _is_lora(parts))
+    sizes = _adapted_sizes(adapter, shapes)
     problems = [*_odd_ranks(ranks, out), *_odd_parts(adapter, out), *_odd_targets(adapter, out)]
+    if ranks:
+        problems += [*_unlike_base(sizes, _base_sizes(adapter, shapes)), *_unlike_beside(sizes)]
     if problems:
         raise NameMismatch(
             f"the adapter does not fit its config: {'; '.join(problems[:5])}"
@@ -181,6 +187,37 @@ def adapter_config(adapter: Adapter, shapes: Mapping[str, Shape], form: Mapping[
             hint="name the adapter_config.json of this training run: --config FILE",
         )
     return out
+
+
+def sizes_without_base(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the `_adapted_sizes` of modules whose base weights are not in the model."""
+    base = _base_sizes(adapter, shapes)
+    return {m: size for m, size in _adapted_sizes(adapter, shapes).items() if m not in base}
+
+
+def _adapted_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return module -> shape that its weight has according to its pair of lora_A and lora_B."""
+    sizes: dict[str, Shape] = {}
+    for module, parts in adapter.modules.items():
+        if {"lora_A.weight", "lora_B.weight"} <= parts.keys():
+            first, second = shapes[parts["lora_A.weight"]], shapes[parts["lora_B.weight"]]
+            if len(first) == len(second) == 2:
+                sizes[module] = second[0], first[1]
+    return sizes
+
+
+def _base_sizes(adapter: Adapter, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return module -> shape of its base weight, of the matrices in the model.
+
+    bitsandbytes packs weights of 4 bits into a column of any dtype, with their scales below their names.
+    """
+    packed = {name.rpartition(".")[0] for name in shapes}
+    sizes: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        plain = len(shape) == 2 and name not in packed and shape[1] > 1
+        if plain and name not in adapter.hub and name.endswith(".weight"):
+            sizes[name.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")] = shape
+    return sizes
 
 
 def _parsed_name(name: str) -> tuple[str, re.Match[str]] | None:
@@ -245,6 +282,27 @@ def _odd_ranks(ranks: Mapping[str, int], form: Mapping[str, Any]) -> Iterable[st
             yield f"{module} has rank {rank} (config says {hit})"
 
 
+def _unlike_base(sizes: Mapping[str, Shape], base: Mapping[str, Shape]) -> Iterable[str]:
+    """Yield the pairs that do not fit the base weight; a Conv1D has it transposed."""
+    for module, size in sizes.items():
+        if module in base and base[module] not in (size, size[::-1]):
+            yield f"{module} is adapted as {list(size)}, and its weight is {list(base[module])}"
+
+
+def _unlike_beside(sizes: Mapping[str, Shape]) -> Iterable[str]:
+    """Yield the modules of an MLP that do not fit each other: gate and up read what down writes."""
+    for module, (rows, columns) in sizes.items():
+        above, _, name = module.rpartition(".")
+        if name == "down_proj":
+            for other in ("gate_proj", "up_proj"):
+                inside = sizes.get(f"{above}.{other}")
+                if inside is not None and inside != (columns, rows):
+                    yield f"{above}.{other} is adapted as {list(inside)}, and down_proj as {[rows, columns]}"
+        elif name == "gate_proj" and sizes.get(f"{above}.up_proj", (rows, columns)) != (rows, columns):
+            up = sizes[f"{above}.up_proj"]
+            yield f"{module} is adapted as {[rows, columns]}, and up_proj as {list(up)}"
+
+
 def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     lora = [parts for parts in adapter.modules.values() if _is_lora(parts)]
     given = {
@@ -260,8 +318,11 @@ def _odd_parts(adapter: Adapter, form: Mapping[str, Any]) -> Iterable[str]:
     saved = form.get("modules_to_save") or []
     odd = [m for m in sorted(adapter.saved) if not _is_inside(m, saved) and m not in adapter.modules]
     yield from (f"{m} is saved, and is not in modules_to_save" for m in odd if not m.endswith(".base_layer"))
-    for name in saved:
-        if not any(_is_inside(m, [name]) for m in adapter.saved):
+    # peft adds both names of a classifier's head, whichever the model has (peft/peft_model.py).
+    heads = _HEADS if form.get("task_type") in ("SEQ_CLS", "TOKEN_CLS") else ()
+    has_head = any(_is_inside(m, heads) for m in adapter.saved)
+    for name in dict.fromkeys(saved):
+        if not (name in heads and has_head) and not any(_is_inside(m, [name]) for m in adapter.saved):
             yield f"modules_to_save names {name}, of which nothing is there"
 
 

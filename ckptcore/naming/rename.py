@@ -159,15 +159,16 @@ def strip_wrappers(name: str) -> str:
 
     >>> strip_wrappers("module.layers.0._checkpoint_wrapped_module._orig_mod.w")
     'layers.0.w'
+    >>> strip_wrappers("_orig_mod.module.layers.0.w")
+    'layers.0.w'
     """
     for part in _EVERY_WRAPPER:
         if part in name:
             break
     else:  # nearly all names
         return name
-    for part in LEADING_WRAPPERS:
-        while name.startswith(part):
-            name = name[len(part) :]
+    while part := next((p for p in _EVERY_WRAPPER if name.startswith(p)), ""):
+        name = name[len(part) :]
     for part in WRAPPERS:
         name = name.replace(part, "")
     return name

@@ -26,7 +26,15 @@ from ckptcore.fingerprints.sums import map_digest
 from ckptcore.formats import by_name, registry
 from ckptcore.formats.base import Layout, Writer
 from ckptcore.naming.model_part import ModelPart, find_model, in_model
-from ckptcore.naming.peft import Adapter, adapted, adapter_config, dumped, find_adapter, holds_lora
+from ckptcore.naming.peft import (
+    Adapter,
+    adapted,
+    adapter_config,
+    dumped,
+    find_adapter,
+    holds_lora,
+    sizes_without_base,
+)
 from ckptcore.naming.quantized_names import without_activations
 from ckptcore.naming.rename import (
     Dropped,
@@ -41,7 +49,7 @@ from ckptcore.naming.rename import (
 from ckptcore.naming.worlds import HUB, LIVE, PEFT, suspected
 from ckptcore.planning.carried_files import carried_files
 from ckptcore.planning.casts import find_casts
-from ckptcore.planning.config_folder import ConfigFolder, check_names
+from ckptcore.planning.config_folder import ConfigFolder, check_adapted, check_names
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.hub_files import ADAPTER, NONE
 from ckptcore.planning.left_out import left_out_findings, require_decided
@@ -326,9 +334,11 @@ def _adapter_alone(
         rename=request.rename,
     )
     if beside.adapter is not None:
-        shapes = {t.fqn: t.shape for t in mapped.manifest.tensors}
+        tensors = mapped.manifest.tensors
+        shapes = {t.fqn: t.shape for t in tensors if t.fqn in adapter.hub or dtypes.get(t.dtype).is_float}
         form = adapter_config(adapter, shapes, beside.adapter.form)
-        beside = replace(beside, adapter=replace(beside.adapter, form=form))
+        findings = (*beside.findings, *check_adapted(beside.base, sizes_without_base(adapter, shapes)))
+        beside = replace(beside, adapter=replace(beside.adapter, form=form), findings=findings)
     elif request.single is None:
         raise UsageError(
             "cannot export the LoRA adapter: no adapter_config.json was found, which records lora_alpha",

@@ -120,11 +120,79 @@ def check_names(config: ConfigFolder, found: Mapping[str, tuple[int, ...] | None
             shapes=[n for n, _, _ in answer["shapes"]],
             broken=answer["broken"],
         )
+    if wrapper := answer.get("wrapper", ""):
+        raise NameMismatch(
+            f"every name begins with {wrapper}, and none that {answer['class']} saves does: transformers 5 "
+            "opens it all the same, and other loaders do not",
+            hint=f"add {remove_prefix(wrapper)}",
+            missing=[],
+        )
     warnings = []
     if answer["fused"]:
         message = f"{listed(answer['fused'])}: the live model's form of what files on the hub hold in pieces"
         warnings.append(finding("fused-names", "coverage", message))
     return Expected(tuple((a, b) for a, b in answer["ties"]), tuple(warnings))
+
+
+def check_adapted(config: ConfigFolder | None, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
+    """Compare the sizes of the modules that an adapter changes with the model of a config.
+
+    Args:
+        config: Of the base model, None where none is known.
+        sizes: Module -> shape of its weight, according to the adapter.
+
+    Returns:
+        A warning where nothing compares them.
+
+    Raises:
+        NameMismatch: The class has a module in another shape: its lora_B may be one rank's rows.
+    """
+    if not sizes:
+        return ()
+    if config is None:
+        why = "neither the weights of the base model nor its config.json are beside the adapter"
+        return _unchecked(why, "name the folder with both configs: --config DIR").warnings
+    asked = {f"{module}.weight": size for module, size in sizes.items()}
+    if all(_usual_size(config.form, name) == size for name, size in asked.items()):
+        return ()
+    if importlib.util.find_spec("transformers") is None:
+        return _unchecked("transformers is not installed", "pip install 'ckptcore[hf]'").warnings
+    require_possible(config.form, f"--config {config.url}", sizes.values())
+    answer = ask_once(
+        "ckptcore.planning.meta_model", {"config": config.form, "tensors": asked}, seconds=_SECONDS
+    )
+    reason = next((answer[key] for key in ("rejected", "unknown", "error") if key in answer), None)
+    if reason is not None:
+        return _unchecked(reason, "open the result with peft").warnings
+    odd = [f"{n} {list(got)} (config says {list(right)})" for n, got, right in answer["shapes"]]
+    odd = [text for text, (_, got, right) in zip(odd, answer["shapes"], strict=True) if right != got[::-1]]
+    if odd:
+        raise NameMismatch(
+            f"the adapter does not fit {answer['class']} of {config.url}: {listed(odd)}",
+            hint="its files may be one rank's: name all of them; or name the right config with --config",
+            shapes=[name for name, _, _ in answer["shapes"]],
+        )
+    return ()
+
+
+def _usual_size(form: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    """Return the shape that a weight with this name has in Llama and its relatives, where a config tells."""
+    sizes = [form.get(key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")]
+    width, inner, heads = (n if type(n) is int else 0 for n in sizes)
+    head = form.get("head_dim") or width // max(heads, 1)
+    groups = form.get("num_key_value_heads", heads)
+    if min(width, inner, heads) < 1 or type(head) is not int or type(groups) is not int:
+        return None
+    ends = {
+        "q_proj": (heads * head, width),
+        "k_proj": (groups * head, width),
+        "v_proj": (groups * head, width),
+        "o_proj": (width, heads * head),
+        "gate_proj": (inner, width),
+        "up_proj": (inner, width),
+        "down_proj": (width, inner),
+    }
+    return ends.get(name.removesuffix(".weight").rpartition(".")[2])
 
 
 def require_possible(form: Mapping[str, Any], label: str, shapes: Iterable[tuple[int, ...]]) -> None:

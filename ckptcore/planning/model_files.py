@@ -72,6 +72,7 @@ class ModelFiles:
         base_model: Name of the base model in the files, or "".
         licence: Licence in the files, or "".
         adapter: The config of an adapter, or None.
+        base: The config of the model that it adapts, or None.
     """
 
     config: ConfigFolder | None = None
@@ -81,6 +82,7 @@ class ModelFiles:
     base_model: str = ""
     licence: str = ""
     adapter: AdapterConfig | None = None
+    base: ConfigFolder | None = None
 
     @property
     def code(self) -> tuple[str, ...]:
@@ -164,7 +166,18 @@ def find_adapter_files(request: Request, manifest: Manifest) -> ModelFiles:
         findings=tuple(findings),
         base_model=base if _is_hub_name(base) else "",
         adapter=AdapterConfig(config.url, form) if config is not None else None,
+        base=_base_config(request, named, places),
     )
+
+
+def _base_config(request: Request, named: HubFolder | None, places: _Places) -> ConfigFolder | None:
+    """Return the config.json of the model that an adapter belongs to: the named one, or the nearest."""
+    if named is None or not named.has_config():
+        try:
+            named = None if request.config == NONE else _nearest("config", places.every())
+        except AmbiguousModel:  # no evidence: nothing of it is published
+            named = None
+    return None if named is None else ConfigFolder(named.url, named.of(MODEL))
 
 
 def _collected(

@@ -347,10 +347,11 @@ def pydantic_type(kind: Any, option: Option) -> Any:
 def pairs(name: str, texts: Iterable[str] | None) -> tuple[tuple[str, str], ...]:
     """Return the ``A=B`` texts of an option as pairs; raises `UsageError`.
 
-    >>> pairs("rename", ["old.=new.", "a=="])
-    (('old.', 'new.'), ('a', '='))
+    >>> pairs("rename", ["old.=new.", "a==", "=model."])
+    (('old.', 'new.'), ('a', '='), ('', 'model.'))
     """
-    return tuple(_split_pairs(f"--{name.replace('_', '-')}", texts or ()))
+    empty = name == "rename"  # every name begins with no prefix
+    return tuple(_split_pairs(f"--{name.replace('_', '-')}", texts or (), empty=empty))
 
 
 def here(name: str, text: str) -> Path:
@@ -390,10 +391,10 @@ def read_rules(text: str | None) -> str | None:
         raise UsageError(f"cannot read --sharding {path}: {error}") from error
 
 
-def _split_pairs(option: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _split_pairs(option: str, texts: Iterable[str], *, empty: bool = False) -> Iterator[tuple[str, str]]:
     for text in texts:
         left, equals, right = text.partition("=")
-        if not equals or not left:
+        if not equals or not (left or empty) or not (left or right):
             raise UsageError(f"{option} must have the form A=B (got {text!r})")
         yield left, right
 

@@ -13,7 +13,7 @@ import importlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, field
@@ -38,6 +38,7 @@ class ModelMismatch:
         broken: What the loader cannot combine, and why.
         ties: (name, name that shares its values) by the config, in the export's names.
         fused: Parameters in the form of the live model, where files on the hub have their parts.
+        wrapper: Prefix of every name that the loader removes, and that the model does not save.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -46,6 +47,7 @@ class ModelMismatch:
     broken: list[str] = field(default_factory=list)
     ties: list[tuple[str, str]] = field(default_factory=list)
     fused: list[str] = field(default_factory=list)
+    wrapper: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -150,6 +152,7 @@ class _Comparison:
         out.fused += [
             n for g, n in direct.items() if any(_is_listed(self._ideal[p]) for p in self._pieces[g])
         ]
+        out.wrapper = _wrapper(self._found, {*self._hub, *self._wanted})
         return out
 
     def _tell(self, group: str, reason: str, out: ModelMismatch) -> None:
@@ -273,6 +276,21 @@ def _compare_names(model: Any, found: Mapping[str, Shape], wanted: Mapping[str, 
         ],
         ties=[(stored[a][0], stored[b][0]) for a, b in ties if a in stored and b in stored],
     )
+
+
+def _wrapper(found: Iterable[str], saved: Collection[str]) -> str:
+    """Return the prefix of every name without which names are those that the model saves, or "".
+
+    >>> _wrapper(["model.model.norm.w", "model.head.w"], ["model.norm.w", "head.w"])
+    'model.'
+    >>> _wrapper(["model.norm.w"], ["model.norm.w", "head.w"])
+    ''
+    """
+    names = list(found)
+    first, dot, _ = names[0].partition(".") if names else ("", "", "")
+    prefix = first + dot
+    inside = dot and all(n.startswith(prefix) and n not in saved for n in names)
+    return prefix if inside and any(n[len(prefix) :] in saved for n in names) else ""
 
 
 def _ties(model: Any, wanted: Mapping[str, Shape]) -> list[tuple[str, str]]:

@@ -226,8 +226,13 @@ class LocalStore:
 
     def _open_inside(self, path: str) -> int:
         full = os.path.join(self._root, path)
-        if not self._is_inside(os.path.realpath(full)):
-            raise UnsafeContent(f"{full} is a link that leaves the checkpoint's folder")
+        real = os.path.realpath(full)
+        if not self._is_inside(real):
+            raise UnsafeContent(
+                f"{full} is a link that leaves the checkpoint's folder",
+                hint=f"if the link is yours, name the folder that it leads to, {os.path.dirname(real)!r}; "
+                f"else {UnsafeContent.default_hint}",
+            )
         try:
             # O_NONBLOCK: a FIFO in place of a file must not hang the reader.
             fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -45,8 +45,19 @@ def covering(names: Sequence[str], others: Collection[str]) -> list[str]:
     return found
 
 
-def leave_out(names: Sequence[str], others: Collection[str] = ()) -> str:
-    """Return the hint for tensors or objects of these names that cannot be read, while ``others`` can."""
+def leave_out(names: Sequence[str], others: Collection[str] = (), *, left: bool = True) -> str:
+    """Return the hint for tensors or objects of these names that cannot be read, while ``others`` can.
+
+    Args:
+        names: What cannot be read.
+        others: Names that no glob may match.
+        left: Whether any tensor is left without them.
+
+    >>> leave_out(["a"])
+    "leave it out with --exclude 'a'; everything else can be converted"
+    """
+    if not left:
+        return "load it where its classes are installed, and save a state dict: no other tensor is here"
     globs = covering(names, others) if names[1:] else [escaped(n) for n in names]
     options = " ".join(f"--exclude '{g}'" for g in globs[:_MOST])
     return f"leave it out with {options}{', ...' if globs[_MOST:] else ''}; everything else can be converted"

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from ckptcore.errors import UsageError
 from ckptcore.utils.late_pattern import late_pattern
+from ckptcore.utils.step_names import stage_of
 
 _SCHEME = "merged://"
 _SPELLED = late_pattern(r"merged://\[([^\[\]]+)\]((?:/.*)?)", re.DOTALL)
@@ -25,20 +26,32 @@ def is_merged(url: str) -> bool:
 def merged_url(roots: str | Iterable[str]) -> str:
     """Return one URL for the folders of a source: sorted, each once. One folder keeps its own URL.
 
+    Folders of pipeline stages (``pp0``, ``pp1``) have files of equal names. They are read in the folders that
+    have them.
+
     >>> merged_url(["/node1/step-3", "/node0/step-3/"]), merged_url("/node0/step-3"), merged_url(["s3://b/a"])
     ('merged://[/node0/step-3,/node1/step-3]', '/node0/step-3', 's3://b/a')
+
+    >>> merged_url(["/step-3/pp0", "/step-3/pp1"]), merged_url(["/node0/step-3/pp0", "/node1/step-3/pp1/"])
+    ('/step-3', 'merged://[/node0/step-3,/node1/step-3]')
 
     Raises:
         UsageError: No folder is given, or one of them has no name.
     """
     if isinstance(roots, str):
-        return roots
+        named, inner = split_merged(roots)
+        if inner or not named:
+            return roots
+        roots = named
     each: set[str] = set()
     for root in roots:
         for one in roots_of(root) or (root,):
             each.add(one if one.endswith("://") else one.rstrip("/") or one)
     if not each or "" in each:
         raise UsageError("a source is needed")
+    parts = [one.rpartition("/") for one in each]
+    if len(each) > 1 and all(stage_of(name) is not None for _, _, name in parts):
+        each = {above or slash or "." for above, slash, _ in parts}
     if len(each) == 1:
         return each.pop()
     return f"{_SCHEME}[{','.join(sorted(map(_escaped, each)))}]"

@@ -1,4 +1,4 @@
-"""Parse a training step from the name of a file or folder.
+"""Parse a training step, or a pipeline stage, from the name of a file or folder.
 
 A module of its own: readers, the catalog's rows and sweeps must agree on it, and no other package is below
 all of them.
@@ -15,6 +15,7 @@ _WORD = re.compile(
 )
 _COMPOSER = re.compile(r"^ep\d+-ba(\d+)(?:[-.]|$)")
 _PLAIN = re.compile(r"^(?:epoch)?[-_=]?(\d+)(?:[-_.].*)?$")
+_STAGE = re.compile(r"pp(?:[-_]?(?:rank|stage))?[-_]?(\d{1,6})")
 _MOST = 1 << 62  # a name can have more digits than a database column
 
 
@@ -40,3 +41,13 @@ def says_step(name: str) -> bool:
     """
     word = _WORD.search(name) or _COMPOSER.match(name)
     return word is not None and step_of(name) is not None
+
+
+def stage_of(folder: str) -> int | None:
+    """Return the number of the pipeline stage that a folder is named after, or None.
+
+    >>> [stage_of(name) for name in ("pp0", "pp_rank_3", "pp-1", "stage1", "app0")]
+    [0, 3, 1, None, None]
+    """
+    found = _STAGE.fullmatch(folder)
+    return int(found[1]) if found else None

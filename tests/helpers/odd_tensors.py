@@ -44,5 +44,3 @@ KINDS: dict[str, Callable[[], Any]] = {
     "parameter": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
     "module": lambda: torch.nn.Linear(2, 3),
 }
-if hasattr(torch, "float4_e2m1fn_x2"):  # torch 2.8
-    KINDS["float4"] = lambda: bytes_as(torch.float4_e2m1fn_x2)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.core.manifest import Blob, Chunks, Ints, Items, Manifest, StoredFile, TensorSpec, Unread
+from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import Finding, NameMismatch
 from ckptcore.utils.dataclass import dataclass
 
@@ -103,6 +104,16 @@ def join(
         (*merged, *findings),
         order=tuple(part.rename(n) for part in parts for n in part.manifest.order),
     )
+
+
+def joined_paths(parts: Sequence[Part]) -> Paths:
+    """Return the paths that the parts record, of parts whose names stay."""
+    paths = Paths()
+    for part in parts:
+        known = Paths.of(part.manifest)
+        for name in known:
+            paths.add(name, known[name])
+    return paths
 
 
 def _prefixed(why: Unread | None, prefix: str) -> Unread | None:

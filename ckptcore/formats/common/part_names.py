@@ -38,18 +38,22 @@ class _Row:
         pattern: Of the whole name; each group is a number.
         first: The lowest number.
         sole: Whether the writer also makes a complete save of the first part alone.
+        full: Whether each part holds tensors in full.
     """
 
     pattern: re.Pattern[str]
     first: int
     sole: bool = False
+    full: bool = False
 
 
 _ROWS = (
     # Composer: without sharding, rank 0 alone saves (composer/checkpoint/save.py); "ep" is its epoch.
     _Row(late_pattern(r"^(?:ep\d+-ba\d+|latest)-rank(\d+)\.(?:pt|tar|tgz)(?:\.\w+)?$"), 0, sole=True),
     _Row(late_pattern(r"^consolidated\.(\d+)\.pth$"), 0),
-    _Row(late_pattern(rf"^(?:hf|meta|torchtune)_model_(\d+)_\d+{_SUFFIX}$"), 1),
+    # torchtune before 0.5: the last number is the epoch. Those of the hub have tensors in full.
+    _Row(late_pattern(rf"^hf_model_(\d+)_\d+{_SUFFIX}$"), 1, full=True),
+    _Row(late_pattern(rf"^(?:meta|torchtune)_model_(\d+)_\d+{_SUFFIX}$"), 1),
     _Row(late_pattern(r"^layer_\d+-model_(\d+)-model_states\.pt$"), 0),
 )
 
@@ -79,11 +83,13 @@ class PartName:
         path: The name.
         axes: Its numbers.
         sole: Whether the first part may be the complete save.
+        full: Whether each part holds tensors in full though nothing counts them.
     """
 
     path: str
     axes: tuple[PartNumber, ...]
     sole: bool = False
+    full: bool = False
 
     @property
     def series(self) -> str:
@@ -106,7 +112,9 @@ class PartName:
 
     @property
     def is_run(self) -> bool:
-        """Return whether the parts are counted and hold tensors in full; those of ranks are slices."""
+        """Return whether the parts hold tensors in full, as counted ones do; those of ranks are slices."""
+        if self.full:
+            return True
         (*more, last) = self.axes
         slices = _RANK_WORD.search(self.path[: last.span[0]])
         return not more and last.count is not None and last.first is None and slices is None
@@ -150,7 +158,9 @@ def part_name(path: str) -> PartName | None:
     for row in _ROWS:
         found = row.pattern.match(path)
         if found:
-            return PartName(path, (PartNumber(int(found[1]), None, row.first, found.span(1)),), row.sole)
+            return PartName(
+                path, (PartNumber(int(found[1]), None, row.first, found.span(1)),), row.sole, row.full
+            )
     counted = tuple(
         PartNumber(int(m["number"]), int(m["count"]), None, m.span("number")) for m in _COUNTED.finditer(path)
     )

@@ -8,6 +8,7 @@ shapes of every weight against a Hugging Face config.json. Where nothing does, `
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,11 +27,16 @@ _UNPROVEN = (
     "add what states it, such as a config.json or an index; export it with --config; or accept what is there "
     "with --allow-incomplete"
 )
+_NUMBERED = re.compile(r"^(.*?(?:^|\.)(?:layers?|blocks|h)\.)(\d{1,6})\.(.+)$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
 def part_findings(
-    source: Source, paths: Collection[str], shapes: Mapping[str, Shape], count: int | None = None
+    source: Source,
+    paths: Collection[str],
+    shapes: Mapping[str, Shape],
+    count: int | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Return findings about files that are read, and that their names call parts of several.
 
@@ -39,6 +45,7 @@ def part_findings(
         paths: The files that are read, one checkpoint.
         shapes: Shape of every tensor in them.
         count: How many parts there are according to the content.
+        files: Tensor -> its file, where each holds tensors in full.
     """
     findings: list[Finding] = []
     for parts in series(paths).values():
@@ -47,7 +54,47 @@ def part_findings(
         else:
             for part in parts:
                 findings += _of_one(source, part, shapes, count)
+    torn = torn_layer(files or {}) if len(paths) > 1 and not findings else None
+    if torn is not None and not is_complete_model(json_beside(source, "config.json"), shapes):
+        name, file = torn
+        message = f"{name} is in no file, and other layers have it: {file} may be of another save"
+        code = "missing-part" if source.recover else "unproven-parts"
+        findings.append(finding(code, "files", message, fqn=None, file=file, hint=_UNPROVEN))
     return findings
+
+
+def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return a tensor that a layer lacks at the edge of a file, and the file; None where no layer is torn.
+
+    Without an index, a part of another save that has none of the others' names looks right. Its edges are
+    elsewhere: between them is a layer that lacks tensors, or no layer at all.
+
+    Args:
+        files: Tensor -> its file.
+
+    >>> names = [f"layers.{n}.{k}" for n in range(4) for k in "qkv"]
+    >>> torn_layer(dict.fromkeys(names[:6], "a") | dict.fromkeys(names[6:], "b"))
+    >>> torn_layer(dict.fromkeys(names[:6], "a") | dict.fromkeys(names[7:], "b"))
+    ('layers.2.q', 'b')
+    """
+    containers: dict[str, dict[int, dict[str, str]]] = {}
+    for name, file in files.items():
+        found = _NUMBERED.match(name)
+        if found:
+            layers = containers.setdefault(found[1], {})
+            layers.setdefault(int(found[2]), {})[found[3]] = file
+    for container, layers in containers.items():
+        alike = Counter(frozenset(own) for own in layers.values())
+        usual, most = alike.most_common(1)[0]
+        for number, own in sorted(layers.items()):
+            around = {f for n in range(number - 1, number + 2) for f in layers.get(n, {}).values()}
+            if most > 1 and len(around) > 1 and alike[frozenset(own)] == 1 and own.keys() < usual:
+                last = next(iter(layers.get(number + 1, own).values()))
+                return f"{container}{number}.{min(usual - own.keys())}", last
+            if most > 1 and number + 1 < max(layers) and number + 1 not in layers:
+                after = min(n for n in layers if n > number)
+                return f"{container}{number + 1}.{min(usual)}", next(iter(layers[after].values()))
+    return None
 
 
 def _of_series(
@@ -94,7 +141,7 @@ def unless_proven(source: Source, parts: tuple[PartName, ...], shapes: Mapping[s
         parts: All files of one kind that are read, at least one.
         shapes: Shape of every tensor in them.
     """
-    if (parts[0].sole and len(parts) == 1) or is_complete_model(_json(source, "config.json"), shapes):
+    if (parts[0].sole and len(parts) == 1) or is_complete_model(json_beside(source, "config.json"), shapes):
         return []
     names = parts[0].path if len(parts) == 1 else f"{parts[0].path} and {len(parts) - 1} more"
     message = f"nothing states how many parts {names} belong to: a missing last one would not be seen"
@@ -115,8 +162,8 @@ def _stated(source: Source, part: PartName, shapes: Mapping[str, Shape], count: 
     if count is not None:
         return count
     if part.path.startswith("consolidated."):
-        return _of_params(_json(source, "params.json"), shapes)
-    mapping = _json(source, "config.json").get("mapping")
+        return _of_params(json_beside(source, "params.json"), shapes)
+    mapping = json_beside(source, "config.json").get("mapping")
     if isinstance(mapping, dict):  # TensorRT-LLM: cp ranks share a file
         sizes = [mapping.get(key, 1) for key in ("tp_size", "pp_size")]
         if all(type(n) is int and n > 0 for n in sizes):
@@ -191,7 +238,7 @@ def _size(source: Source, path: str) -> int | None:
     return source.store.size(path) if size is None and source.name is not None else size
 
 
-def _json(source: Source, path: str) -> Mapping[str, Any]:
+def json_beside(source: Source, path: str) -> Mapping[str, Any]:
     """Return the JSON object of a file beside the parts; {} if there is none, or it proves nothing."""
     size = _size(source, path)
     if size is None or not 0 < size <= _MAX_CONFIG:

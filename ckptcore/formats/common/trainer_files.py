@@ -1,8 +1,8 @@
 """Recognise what the Hugging Face Trainer and Accelerate keep beside the weights, by name.
 
-Sources: transformers/trainer.py, accelerate/checkpointing.py and accelerate/utils/constants.py. Accelerate
-numbers the prepared models: ``model_1.safetensors`` is a second model, and no part of the first. Composer
-and others keep ``latest-rank0.pt`` as a link to the newest save: a link to a sibling is the sibling.
+Sources: transformers/trainer.py, accelerate/checkpointing.py, accelerate/utils/constants.py; torchtune.
+Accelerate numbers the prepared models: ``model_1.safetensors`` is a second model, and no part of the first.
+Composer and others keep ``latest-rank0.pt`` as a link to the newest save: a link to a sibling is the sibling.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptcore.utils.late_pattern import late_pattern
 
 _STATE = late_pattern(
     r"^(?:(?:optimizer|scheduler)(?:_\d+)?\.(?:bin|pt)|(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scaler\.pt"
-    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin)$"
+    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth|training_args\.bin|recipe_state\.pt)$"
 )
 _OPTIMIZER = late_pattern(r"^optimizer(?:_\d+)?\.(?:bin|pt)$")
 _NUMBERED = late_pattern(

@@ -6,11 +6,26 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptcore.core.named_values import CONTAINERS, content_of
-from ckptcore.core.object_tree import SCALARS, Named, RefusedTensor
+from ckptcore.core.object_tree import SCALARS, Named, Refused, RefusedTensor
 from ckptcore.core.tree_paths import Path
+from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.encodings.pickle.unpickler import Record
 from ckptcore.errors import NameMismatch
 
 _MAX_GAP = 10_000  # list entries that may be missing before the next one
+
+
+def kind_of(value: Any) -> str:
+    """Return what people call a value of a pickle, for messages.
+
+    >>> kind_of({}), kind_of(Refused("torchao.Int8Tensor")), kind_of(Named("path", "a"))
+    ('dict', 'torchao.Int8Tensor', 'path')
+    """
+    if isinstance(value, StoredView):
+        return "tensor"
+    if isinstance(value, Refused):
+        return value.name or "tensor"
+    return str(value.kind) if isinstance(value, (Named, Record)) else type(value).__name__
 
 
 def leaves_below(

@@ -9,6 +9,7 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import finding
 from ckptcore.formats.base import Arrangement, Evidence, FileLayout, Format, Layout, Reader, Source, Writer
 from ckptcore.formats.dcp.reader import DATA, RANK_METADATA, ranges, read_folder
+from ckptcore.formats.dcp.stages import named_alone, read_stages, stage_folders
 
 # Lightning's Trainer numbers its optimizers, and keeps the model under one of two names. Its version is
 # in meta.pt, or among the objects of a folder converted from a Lightning checkpoint.
@@ -31,12 +32,20 @@ def detect(source: Source) -> Evidence | None:
         return Evidence("dcp", ("found .metadata.tmp of a save that did not finish", *files))
     if data:
         return Evidence("dcp", (*files, "but no .metadata"))
+    stages = list(stage_folders(source).values())
+    if stages:
+        return Evidence("dcp", (f"found a folder of each pipeline stage: {', '.join(stages[:8])}",))
     return None
 
 
 def read(source: Source) -> Manifest:
-    """Read the manifest of a DCP folder; raise the errors of `read_folder`."""
+    """Read the manifest of a DCP folder, or of one per pipeline stage; raise the errors of `read_folder`."""
+    own = any(p == ".metadata" or DATA.match(p) or RANK_METADATA.match(p) for p in source.listing)
+    if not own and stage_folders(source):
+        return read_stages(source)
     found = read_folder(source)
+    alone = named_alone(source, found)
+    found = replace(found, findings=(*found.findings, *alone)) if alone else found
     names = [*(t.fqn for t in found.tensors), *(b.key for b in found.blobs)]
     of_trainer = any(n.startswith(_MODELS) for n in names) and any(_NUMBERED.match(n) for n in names)
     if of_trainer and _VERSION not in names:
@@ -58,7 +67,7 @@ _LAYOUT = Layout(arrange, nests=True, values="libraries", flattens=True)
 FORMAT = Format(
     name="dcp",
     title="PyTorch Distributed Checkpoint (torch.distributed.checkpoint)",
-    recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`",
+    recognised_by="`.metadata` (or `__R.metadata` per rank) beside `__R_I.distcp`, or `pp0/`, ... with them",
     detect=detect,
     reader=Reader(read, checksums="CRC-32 per item", objects=True),
     writer=Writer(_LAYOUT, for_mesh=_LAYOUT, serializations=("torch_save", "safetensors")),

@@ -40,11 +40,18 @@ from ckptcore.utils.text import short_repr
 
 DATA = late_pattern(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = late_pattern(r"^__(\d+)\.metadata$")
+_METADATA = (".metadata", ".metadata.tmp")
 _MAX_LISTED = 100  # findings of one kind
 _STRIDED = "torch.strided"  # DCP stores elements one after another
 _CODEC_NAMES = ("", "zstd")
 _CODEC_VERSION = "1"  # torch/distributed/checkpoint/_extension.py
 _CODECS = {"stream.zstd": _CODEC_NAMES.index("zstd")}
+
+
+def dcp_folders(source: Source) -> list[str]:
+    """Return the folders directly below a source that have a DCP folder's own files."""
+    parts = (path.split("/") for path in source.listing)
+    return sorted({p[0] for p in parts if len(p) == 2 and (p[1] in _METADATA or DATA.match(p[1]))})
 
 
 def parse_folder(source: Source) -> list[Metadata]:
@@ -321,6 +328,8 @@ class _Columns:
         are shorter than what is listed. Any other short item is damage, which `check` reports.
         """
         builder = self._builder
+        if not zips.any():
+            return
         width = np.array([BY_NAME[t.dtype].itemsize for t in builder.tensors], np.float64)
         extent = np.where(np.arange(chunks.shape.shape[1]) < chunks.rank[:, None], chunks.shape, 1)
         nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)

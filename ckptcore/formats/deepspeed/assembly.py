@@ -20,7 +20,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor, encode
 from ckptcore.encodings.pickle.torch_globals import StoredView, storages_in
 from ckptcore.errors import MalformedCheckpoint, finding
-from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.pickle_globals import StatesFile
 from ckptcore.formats.deepspeed.tensor_parallel import ShardPlacement, same
 from ckptcore.formats.torch_save.tree import TorchTree, add_object, add_odd_piece
@@ -228,7 +228,7 @@ class Assembly:
             if isinstance(value, RefusedTensor):
                 self._tensors.setdefault(name, -1)
         else:
-            self.builder.withdraw(name, Unread(f"it is a {type(value).__name__} in {path}", file=path))
+            self.builder.withdraw(name, Unread(f"it is a {kind_of(value)} in {path}", file=path))
 
     def unread(self, name: str, reason: str, path: str) -> None:
         """Add a tensor that cannot be read, whatever of it is there."""

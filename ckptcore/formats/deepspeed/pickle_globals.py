@@ -14,6 +14,7 @@ from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.encodings.torchzip.reader import Objects, SharedTrees, read_objects
 from ckptcore.errors import MalformedCheckpoint
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.megatron.pickle_globals import MEGATRON_TABLE, dataclass_global, enum_global, plain
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
@@ -81,5 +82,5 @@ def _finished(found: Objects, nbytes: int, path: str) -> Objects:
     refused = list(found.refused)
     tree = plain(found.tree, nbytes, path, refused)
     if not isinstance(tree, dict):
-        raise MalformedCheckpoint(f"{path} must hold a dict (got {type(tree).__name__})", file=path)
+        raise MalformedCheckpoint(f"{path} must hold a dict (got {kind_of(tree)})", file=path)
     return replace(found, tree=tree, refused=tuple(refused))

@@ -23,7 +23,7 @@ from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.torchzip.reader import SharedTrees
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
-from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.deepspeed.assembly import Assembly, FileTensor
 from ckptcore.formats.deepspeed.file_names import NAME, CheckpointFiles, files_of
 from ckptcore.formats.deepspeed.misplaced_files import (
@@ -192,7 +192,7 @@ class _Reader:
                 yield _Part(file, mp % world.tp, _flat(module, file.path), dp >= 0)
             elif module is not None and not isinstance(module, dict):
                 raise MalformedCheckpoint(
-                    f"module of {file.path} must be a dict (got {type(module).__name__})", file=file.path
+                    f"module of {file.path} must be a dict (got {kind_of(module)})", file=file.path
                 )
         for (layer, tp), path in self._files.layers.items():
             if self._has_rank(tp < world.tp, path):

@@ -141,7 +141,9 @@ def read_folder(source: Source, format: str) -> Manifest:
         if "format" in metadata:
             origin["written_for"] = str(metadata["format"])[:64]
     if index is None:
-        builder.findings += part_findings(source, files, {t.fqn: t.shape for t in builder.tensors})
+        builder.findings += part_findings(
+            source, files, {t.fqn: t.shape for t in builder.tensors}, files=seen
+        )
     elif listed is not None:
         take_index(source, listed, index, builder.tensors)
         builder.findings += unlike_total(builder, index, listed)

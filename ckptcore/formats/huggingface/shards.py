@@ -12,20 +12,25 @@ their names, shapes, dtypes and 0-d values are compared with the shards, they pr
 difference is a finding. Tensors with equal shape and dtype in both are copies
 (`ckptcore.core.redundant_copies`): their elements are compared at level ``bytes`` and during a conversion. To
 read the consolidated files instead, move ``sharded/`` away.
+
+transformers 5 saves a model so, and its optimizer as a DCP folder below, of any name
+(`save_optimizer_distributed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from ckptcore.core.manifest import Item, Manifest, TensorSpec, View
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.redundant_copies import FullTensor, with_copies
-from ckptcore.errors import CkptError, Finding, MetadataTooLarge, UnsupportedFormat, finding
+from ckptcore.errors import CkptError, Finding, MetadataTooLarge, NotComplete, UnsupportedFormat, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source, natural
-from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.join import Part, join, joined_paths
 from ckptcore.formats.common.weight_index import WeightIndex, read_index, take_index
+from ckptcore.formats.dcp.reader import dcp_folders, read_folder
 from ckptcore.formats.huggingface.consolidated_files import ConsolidatedTensor, consolidated_tensors, differs
 from ckptcore.formats.huggingface.expected_shapes import INDEX, known_shapes, proves_all
 from ckptcore.formats.huggingface.shard_headers import (
@@ -42,6 +47,7 @@ from ckptcore.formats.huggingface.shard_headers import (
 from ckptcore.formats.huggingface.shard_headers import ShardPart as Shard
 
 FOLDER = "sharded"  # torch's SHARDED_DIR_NAME
+_OPTIMIZER = ("optimizer.", "optim.")
 _AWAY = f"find the rank's file; to read the consolidated files instead, move {FOLDER}/ away"
 _MAX_COMPARED = 1000  # values of 0-d tensors that are compared: a few bytes each
 _MAX_LISTED = 100  # missing files, tensors that differ
@@ -98,7 +104,32 @@ def read(source: Source) -> Manifest:
             take_index(beside, INDEX, index, manifest.tensors)
     if folder is not source:
         manifest = join("hf_shards", source.store.url, [Part(manifest, FOLDER)], manifest.origin)
+    manifest = _with_optimizers(source, manifest)
     return with_copies(manifest, _copied(shards, consolidated), source.listing)
+
+
+def _with_optimizers(source: Source, model: Manifest) -> Manifest:
+    """Add the optimizers in DCP folders below; one that cannot be read is a finding."""
+    parts, findings = [Part(model)], list[Finding]()
+    for folder in dcp_folders(source):
+        try:
+            found = read_folder(source.below(folder), "hf_shards")
+        except MetadataTooLarge:
+            raise
+        except CkptError as error:
+            code = "not-complete" if isinstance(error, NotComplete) else "malformed-metadata"
+            findings.append(finding(code, "files", f"{folder}: {error.message}", file=f"{folder}/.metadata"))
+            continue
+        if all(spec.fqn.startswith(_OPTIMIZER) for spec in found.tensors):
+            parts.append(Part(found, folder))
+        else:
+            message = f"the checkpoint in {folder} is not read with the model"
+            findings.append(finding("unread-state", "files", message, file=f"{folder}/.metadata"))
+    if not parts[1:]:
+        return replace(model, findings=(*model.findings, *findings)) if findings else model
+    joined = join("hf_shards", source.store.url, parts, model.origin, findings)
+    form = joined_paths(parts).form([t.fqn for t in joined.tensors], [b.key for b in joined.blobs])
+    return replace(joined, origin={**joined.origin, "paths": form}) if form else joined
 
 
 def _index(source: Source) -> WeightIndex | None:

@@ -12,7 +12,7 @@ folder again (`writer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -191,16 +191,28 @@ def _both_paths(first: Manifest, second: Manifest) -> Paths:
 
 def _with_model(manifest: Manifest, root: str) -> Manifest:
     """Note where the model is: below the only attribute of the LightningModule, if there is just one."""
+    from ckptcore.naming.rename import WRAPPERS
+
     start = f"{root}."
     names = [t.fqn[len(start) :] for t in manifest.tensors if t.fqn.startswith(start)]
-    attributes = {n.partition(".")[0] if "." in n else "" for n in names}
     if not names:
         return manifest
     because = f"Lightning keeps the module's {len(names)} tensors under {root}"
-    if len(attributes) == 1 and (attribute := attributes.pop()):
+    attribute = _attribute_of_all(names)
+    while f"{attribute}." in WRAPPERS:  # the module was compiled
+        start += f"{attribute}."
+        names = [name[len(attribute) + 1 :] for name in names]
+        attribute = _attribute_of_all(names)
+    if attribute:
         start += f"{attribute}."
         because += f", all of them under its attribute {attribute}"
     return replace(manifest, origin={**manifest.origin, "model": {"prefix": start, "because": because}})
+
+
+def _attribute_of_all(names: Iterable[str]) -> str:
+    """Return the first part of all names, "" where they differ in it, or one has no other."""
+    first = {name.partition(".")[0] if "." in name else "" for name in names}
+    return first.pop() if len(first) == 1 else ""
 
 
 FORMAT = Format(

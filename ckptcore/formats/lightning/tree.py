@@ -21,6 +21,7 @@ from ckptcore.encodings.pickle.unpickler import Call
 from ckptcore.encodings.torchzip.reader import Objects, read_objects
 from ckptcore.errors import MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.dcp.objects import adopt
 from ckptcore.formats.torch_save.tree import add_unread, note_hidden_at
 from ckptcore.store.subfolder import FileRange
@@ -79,7 +80,7 @@ def contents(source: Source, name: str) -> Contents:
     store, size = source.store, source.listing[name]
     objects = read_objects(FileRange(store, name, 0, size), name, TABLE)
     if not isinstance(objects.tree, dict):
-        raise UnsupportedFormat(f"{name} must contain a dict (got {type(objects.tree).__name__})")
+        raise UnsupportedFormat(f"{name} must contain a dict (got {kind_of(objects.tree)})")
     lost: list[tuple[tuple[Any, ...], Refused]] = []
     tree = _kept(objects.tree, (), lost)
     return Contents(objects, tree if isinstance(tree, dict) else {}, tuple(lost))

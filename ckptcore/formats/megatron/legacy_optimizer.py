@@ -17,6 +17,7 @@ from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import View
 from ckptcore.core.object_tree import Named, Refused, RefusedTensor
 from ckptcore.encodings.pickle.torch_globals import StoredView
+from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.megatron.flat_boxes import flat_boxes
 from ckptcore.formats.megatron.flat_buffers import lay_out, lay_out_buffer
 from ckptcore.formats.megatron.legacy_merge import EMBEDDING, EXTRA_STATE, Merger, Model, ModelChunk
@@ -223,12 +224,12 @@ def _buffers(
 def _stored_buffers(part: Any) -> Iterator[tuple[int, tuple[str, ...], Mapping[str, Any]]]:
     """Yield (number, dtypes, kind -> tensor or its buckets) of every buffer in a part."""
     if not isinstance(part, dict):
-        raise Unregistered(f"distributed optimizer state is a {type(part).__name__}, not a dict")
+        raise Unregistered(f"distributed optimizer state is a {kind_of(part)}, not a dict")
     for number, by_dtype in part.items():
         if type(number) is not int:
             continue  # buckets_coalesced
         if not isinstance(by_dtype, dict):
-            raise Unregistered(f"buffer {number} is a {type(by_dtype).__name__}, not a dict")
+            raise Unregistered(f"buffer {number} is a {kind_of(by_dtype)}, not a dict")
         for dtypes, kinds in by_dtype.items():
             names = (
                 tuple(d.value for d in dtypes if isinstance(d, Named)) if isinstance(dtypes, tuple) else ()

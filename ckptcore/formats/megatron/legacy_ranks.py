@@ -16,6 +16,7 @@ from ckptcore.core.object_tree import Named
 from ckptcore.encodings.torchzip.reader import Objects
 from ckptcore.errors import Finding, MalformedCheckpoint, UnsupportedFormat, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.megatron.legacy_names import FILE
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
@@ -114,7 +115,7 @@ def arguments(tree: Any, path: str) -> Mapping[str, Any]:
         MalformedCheckpoint: The file has none.
     """
     if not isinstance(tree, Mapping) or any(type(k) is not str for k in tree):
-        raise MalformedCheckpoint(f"{path} must hold a dict (got {type(tree).__name__})", file=path)
+        raise MalformedCheckpoint(f"{path} must hold a dict (got {kind_of(tree)})", file=path)
     args = tree.get("args")
     if isinstance(args, Named) and args.kind == "namespace":
         return dict(args.value)

@@ -23,6 +23,7 @@ from ckptcore.encodings.torchzip.reader import Objects, check_view
 from ckptcore.encodings.zarr_v2 import cell
 from ckptcore.errors import ChecksumMismatch, Finding, MalformedCheckpoint, finding
 from ckptcore.formats.base import Source
+from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.dcp.objects import ObjectRules, adopt, kept
 from ckptcore.formats.megatron.pickle_globals import read_megatron
 from ckptcore.store.subfolder import FileRange
@@ -105,7 +106,7 @@ def add_file(builder: Builder, source: Source, path: str, key: str | None) -> No
 
 def _common(tree: Any, path: str) -> dict[str, Any]:
     if not isinstance(tree, dict) or any(type(k) is not str for k in tree):
-        raise MalformedCheckpoint(f"{path} must hold a dict of common state (got {type(tree).__name__})")
+        raise MalformedCheckpoint(f"{path} must hold a dict of common state (got {kind_of(tree)})")
     return tree
 
 

@@ -22,6 +22,7 @@ from ckptcore.encodings.torchzip.reader import bound_tree, read_objects
 from ckptcore.errors import Finding, MalformedCheckpoint, NameMismatch, finding
 from ckptcore.formats.base import Evidence, Format, Reader, Source
 from ckptcore.formats.common.join import Part, join
+from ckptcore.formats.common.trees import kind_of
 from ckptcore.formats.olmo.common import missing_part, model_origin, plain_name
 from ckptcore.formats.olmo.param_groups import names_by_number, plain_groups
 from ckptcore.formats.torch_save.tree import TorchTree, add_object
@@ -91,7 +92,7 @@ def _torch(source: Source, file: str, part: str) -> Manifest:
     builder, size = Builder(), source.listing[file]
     objects = read_objects(FileRange(source.store, file, 0, size), file)
     if not isinstance(objects.tree, dict):
-        raise MalformedCheckpoint(f"{file} must hold a dict (got {type(objects.tree).__name__})", file=file)
+        raise MalformedCheckpoint(f"{file} must hold a dict (got {kind_of(objects.tree)})", file=file)
     tree = TorchTree(builder, builder.file(file, size), objects, file)
     values = dict(objects.tree)
     _require_part(part, "param_groups" in values, file)

@@ -24,7 +24,7 @@ from ckptcore.encodings.torchzip.reader import check_view, read_objects, refused
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat
 from ckptcore.formats.base import Source
 from ckptcore.formats.common.shape_matching import Shape
-from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.torch_ranks.dtensor_globals import DIST_TABLE, DTENSOR, SHARDED
 from ckptcore.formats.torch_ranks.optimizer import Params, names_of, numbered
 from ckptcore.formats.torch_ranks.placement import Placed, Placer
@@ -140,7 +140,7 @@ def read_rank(source: Source, path: str, prefix: str, builder: Builder, params: 
     made = Content()
     if not isinstance(tree, dict):
         if not prefix:
-            raise UnsupportedFormat(f"{path} must contain a state dict (got {type(tree).__name__})")
+            raise UnsupportedFormat(f"{path} must contain a state dict (got {kind_of(tree)})")
         for name, path_, value in leaves_below(tree, prefix, (StoredView, Record)):
             file.add(made, name, (prefix, *path_), value)
         made.hidden = file.hidden(bool(made.refused or made.unread))

@@ -16,7 +16,7 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
-from ckptcore.core.object_tree import Refused, TensorRef, decode
+from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
 from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
@@ -41,7 +41,7 @@ from ckptcore.formats.common.trainer_files import (
     unread_optimizers,
     without_links,
 )
-from ckptcore.formats.common.trees import leaves_below
+from ckptcore.formats.common.trees import kind_of, leaves_below
 from ckptcore.formats.common.weight_index import (
     files_of,
     indexes_of,
@@ -155,7 +155,7 @@ def read(source: Source) -> Manifest:
             builder.findings += unlike_index(here | unread & listed[name], listed[name], name, path)
     if index is None or path is None:
         shapes = {t.fqn: t.shape for t in builder.tensors}
-        builder.findings += part_findings(source, names, shapes, stated)
+        builder.findings += part_findings(source, names, shapes, stated, origin)
     else:
         take_index(source, path, index, builder.tensors)
         builder.findings += unlike_total(builder, index, path)
@@ -174,9 +174,8 @@ def _add_file(
     size, before = source.listing[name], len(builder.tensors)
     file = builder.file(name, size)
     if not isinstance(objects.tree, dict):
-        kind = objects.tree.name if isinstance(objects.tree, Refused) else type(objects.tree).__name__
         raise UnsupportedFormat(
-            f"{name} must contain a state dict (got {kind})",
+            f"{name} must contain a state dict (got {kind_of(objects.tree)})",
             hint="load it where its class is installed, and save its state_dict()",
         )
     tree = TorchTree(builder, file, objects, name, paths)

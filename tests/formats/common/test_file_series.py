@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from part_series import CONFIG, DAMAGES, INDEXED, SERIES, N, model, numbered, write
+from part_series import CONFIG, DAMAGES, SERIES, N, model, numbered, write
 from safetensors.torch import load_file
 
 import ckptcore
@@ -16,12 +16,8 @@ from ckptcore.conversion.pipeline import validate
 from ckptcore.errors import Finding
 from ckptcore.formats.common.part_names import absent_parts, part_name
 
-# Without an index nothing states which tensors there are: a part of another save that has none of the
-# names of the others is not distinct from the right one. Composer's rank 0 alone is what it saves unsharded.
-UNPROVABLE = {
-    *((series, "of another save") for series in SERIES if "index" not in series and series not in INDEXED),
-    ("Composer's ranks", "first alone"),
-}
+# Composer's rank 0 alone is what it saves unsharded: its file of slices has the same form.
+UNPROVABLE = {("Composer's ranks", "first alone")}
 CELLS = [(s, d) for s in SERIES for d in DAMAGES if (s, d) not in UNPROVABLE]
 # By default one damage a series, each damage for several; all of them in a soak.
 SHORT = [cell for n, cell in enumerate(CELLS) if n % (len(DAMAGES) + 1) == n // (len(DAMAGES) + 1) % 2]
@@ -131,6 +127,23 @@ def test_complete_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         tensors = load_file(tmp_path / "swept" / series / "step-10" / "model.safetensors")
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1, 3])
+def test_parts_that_a_config_proves(lost: int | None, tmp_path: Path) -> None:
+    """torchtune wrote whole tensors in files that nothing counts, beside the model's config."""
+    folder = tmp_path / "epoch"
+    folder.mkdir()
+    parts = SERIES["torchtune"](folder)
+    torch.save({"epochs_run": 1}, folder / "recipe_state.pt")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    if lost is not None:
+        (folder / parts[lost]).unlink()
+    assert {run(["validate", str(folder)]) == 0} == {lost is None}
+    out = tmp_path / "out.safetensors"
+    assert (run(["consolidate", str(folder), str(out)]) == 0) == (lost is None) == out.exists()
+    if lost is None:
+        assert all(torch.equal(value, model()[name]) for name, value in load_file(out).items())
 
 
 @pytest.mark.parametrize("series", ["Kimi", "DeepSeek with an index"])

@@ -44,12 +44,12 @@ class _Stubs(pickle.Unpickler):
 
 
 def dcp(folder: Path, name: str) -> None:
-    """Edit the metadata as if the job had a 4-bit dtype."""
+    """Edit the metadata as if the job had a dtype of bits."""
     path = folder / ".metadata"
     before = set(sys.modules)
     with path.open("rb") as file:
         metadata = _Stubs(file).load()
-    metadata.state_dict_metadata[name].properties.dtype = torch.float4_e2m1fn_x2
+    metadata.state_dict_metadata[name].properties.dtype = torch.bits8
     path.write_bytes(pickle.dumps(metadata))
     for module in set(sys.modules) - before:
         if not hasattr(sys.modules[module], "__file__"):
@@ -274,7 +274,7 @@ def test_an_odd_tensor(
 
 
 @pytest.mark.parametrize("where", ["weight", "all ranks", "no rule", "buffer"])
-@pytest.mark.parametrize("kind", ["float4", "jagged", "subclass", "module"])
+@pytest.mark.parametrize("kind", ["bits8", "jagged", "subclass", "module"])
 def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) -> None:
     """A weight of one rank or of all, one that no rule merges, and a buffer of the optimizer."""
 
@@ -300,7 +300,7 @@ def test_odd_tensors_of_megatron_ranks(kind: str, where: str, tmp_path: Path) ->
             "all ranks": {weight},
             "no rule": {f"odd/{r}" for r in ranks},
             "buffer": {
-                f"optimizer/{r}.state.0.exp_avg" if kind == "float4" else f"optimizer/{r}" for r in ranks
+                f"optimizer/{r}.state.0.exp_avg" if kind == "bits8" else f"optimizer/{r}" for r in ranks
             },
         }[where]
     )

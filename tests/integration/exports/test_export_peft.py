@@ -233,6 +233,64 @@ def test_what_shapes_and_names_tell_is_filled_in(base: Path, tmp_path: Path) -> 
     assert torch.equal(logits(reopened(base, tmp_path / "out")), logits(live))
 
 
+def test_the_head_of_a_classifier_has_one_of_two_names(base: Path, tmp_path: Path) -> None:
+    """peft names both in modules_to_save; a model has one of them."""
+    config = transformers.AutoConfig.from_pretrained(base, num_labels=3)
+    lora = peft.LoraConfig(r=4, lora_alpha=12, task_type="SEQ_CLS", target_modules=["q_proj"])
+    live = peft.get_peft_model(transformers.LlamaForSequenceClassification(config), lora)
+    assert {"classifier", "score"} <= set(live.peft_config["default"].modules_to_save)
+    export(put(live, tmp_path / "ckpt"), tmp_path / "out")
+    live.save_pretrained(tmp_path / "hub")
+    names = load_file(tmp_path / "hub/adapter_model.safetensors").keys()
+    assert load_file(tmp_path / "out/adapter_model.safetensors").keys() == names
+    headless = put(live, tmp_path / "headless")
+    with pytest.raises(NameMismatch, match="modules_to_save names"):
+        export(headless, tmp_path / "no", exclude=["*.score.*"])
+
+
+@pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
+@pytest.mark.parametrize("beside", ["base", "config", "nothing"])
+def test_one_ranks_rows_of_lora_b(base: Path, tmp_path: Path, target: str, beside: str) -> None:
+    """They have the rank of lora_A: only the module that is adapted shows that rows are missing."""
+    live = trained(base, target_modules=[target])
+    state = {n: t for n, t in live.state_dict().items() if "lora_" in n or beside == "base"}
+    state = {n: t.chunk(2)[0].clone() if "lora_B" in n else t for n, t in state.items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.peft_config["default"].save_pretrained(tmp_path / "ckpt/lora_adapter")
+    if beside == "config":
+        (tmp_path / "ckpt/config.json").write_bytes((base / "config.json").read_bytes())
+    if beside == "nothing":
+        result = export(tmp_path / "ckpt", tmp_path / "out")
+        assert "names-unchecked" in [w.code for w in result.warnings]
+        return
+    with pytest.raises(NameMismatch, match=target):
+        export(tmp_path / "ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_base_weight_says_nothing(base: Path, tmp_path: Path) -> None:
+    """QLoRA with FSDP: four bits an element, in a column of the dtype that FSDP flattens."""
+    live = trained(base, target_modules=["q_proj"])
+    state = live.state_dict()
+    for name in [n for n in state if n.endswith("base_layer.weight")]:
+        state[name] = torch.zeros(state[name].numel() // 4, 1, dtype=torch.bfloat16)
+        state[f"{name}.absmax"] = torch.ones(4)
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.peft_config["default"].save_pretrained(tmp_path / "ckpt/lora_adapter")
+    result = export(tmp_path / "ckpt", tmp_path / "out")
+    assert "names-unchecked" in [w.code for w in result.warnings]
+
+
+def test_modules_of_an_mlp_that_do_not_fit_each_other(base: Path, tmp_path: Path) -> None:
+    live = trained(base, target_modules=["gate_proj", "up_proj", "down_proj"])
+    state = {n: t for n, t in live.state_dict().items() if "lora_" in n}
+    state = {n: t.chunk(2)[0].clone() if "up_proj.lora_B" in n else t for n, t in state.items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.peft_config["default"].save_pretrained(tmp_path / "ckpt/lora_adapter")
+    with pytest.raises(NameMismatch, match="up_proj is adapted as"):
+        export(tmp_path / "ckpt", tmp_path / "out")
+
+
 def test_half_of_a_pair_is_no_adapter(base: Path, tmp_path: Path) -> None:
     source = put(trained(base, target_modules=["q_proj"]), tmp_path / "ckpt")
     with pytest.raises(NameMismatch, match=r"lacks .*layers\.1\.self_attn\.q_proj\.lora_B\.weight"):

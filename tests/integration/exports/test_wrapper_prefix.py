@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptcore
 from ckptcore.errors import NameMismatch
@@ -50,6 +51,29 @@ def test_the_option_that_removes_a_prefix_is_named(
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
     expected = model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_prefix_that_transformers_forgives_is_named(family: str, tmp_path: Path) -> None:
+    """Names are those that the model saves, also where the loader of transformers removes a prefix."""
+    sizes = {"vocab_size": 40, "tie_word_embeddings": False}
+    if family == "llama":
+        sizes |= {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    else:
+        sizes |= {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.save_pretrained(tmp_path / "config")
+    prefix = f"{model.base_model_prefix}."
+    source = saved(model, prefix, tmp_path / "run")
+    with pytest.raises(NameMismatch, match="transformers 5 opens it all the same") as caught:
+        ckptcore.convert(source, str(tmp_path / "out"), verb="export", config=str(tmp_path / "config"))
+    assert f"--rename {prefix}=" in caught.value.hint
+    more = {"config": str(tmp_path / "config"), "rename": [(prefix, "")]}
+    ckptcore.convert(source, str(tmp_path / "out"), verb="export", **more)
+    read = load_file(tmp_path / "out" / "model.safetensors")
+    assert read.keys() == load_file(tmp_path / "config" / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from ckptcore.core.manifest import Manifest, TensorSpec
+import ckptcore
+from ckptcore.core.manifest import Blob, Manifest, TensorSpec
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.tree_paths import Paths
 from ckptcore.errors import AmbiguousModel
 from ckptcore.naming.model_part import find_model
+from ckptcore.naming.rename import strip_wrappers
 
 WEIGHTS = ("embed.weight", "layers.0.w", "layers.0.b", "norm.weight")
 
@@ -108,8 +113,32 @@ def test_the_user_decides() -> None:
     assert "ema, model, optim" in caught.value.hint
 
 
+@pytest.mark.parametrize("root", ["state.", ""], ids=["file", "DCP folder"])
+def test_composer_wraps_a_model_of_the_hub(root: str) -> None:
+    """Its own record says so; a module of another class has the names that it was written with."""
+    at = tuple(filter(None, root.split(".")))
+    optimizer = [(*at, "optimizers", "AdamW", "state", f"model.{w}", "exp_avg") for w in WEIGHTS]
+    manifest = manifest_of(under(*at, "model", "model") + optimizer)
+    assert find_model(manifest).prefix == f"{root}model."
+    one = Blob(f"{root}integrations", -1, {"huggingface": {"model": {}}})  # of a file
+    for record in (Blob(f"{root}integrations.huggingface.model.config", -1, {}), one):
+        assert find_model(replace(manifest, blobs=(record,))).prefix == f"{root}model.model."
+    other = Blob(f"{root}integrations", -1, {})
+    assert find_model(replace(manifest, blobs=(other,))).prefix == f"{root}model."
+
+
 def test_the_trainers_own_entries_stay_out_at_the_top_level() -> None:
     paths = under() + flat_adam("optimizer") + [("train_state", "step"), ("dataloader", "rank_0")]
     part = find_model(manifest_of(paths))
     kept = [".".join(p) for p in paths if part.foreign(".".join(p)) is None]
     assert kept == list(WEIGHTS)
+
+
+@pytest.mark.parametrize("wrapped", ["model.", "_orig_mod.model.", "_orig_mod.model._orig_mod."])
+def test_lightning_of_a_compiled_module(wrapped: str, tmp_path: Path) -> None:
+    """`torch.compile` of the LightningModule or of the module in it: the attribute is the same."""
+    state = {f"{wrapped}{name}": torch.ones(1) for name in WEIGHTS}
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": state, "epoch": 0}, tmp_path / "a.ckpt")
+    manifest = ckptcore.open(str(tmp_path / "a.ckpt"))
+    part = find_model(manifest)
+    assert {strip_wrappers(t.fqn[len(part.prefix) :]) for t in manifest.tensors} == set(WEIGHTS)

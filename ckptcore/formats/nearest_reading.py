@@ -1,0 +1,80 @@
+"""Say what a source of no known format has, and what in it opens, so that the next command is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckptcore.errors import CkptError, UnsupportedFormat
+from ckptcore.formats.base import Source, natural
+from ckptcore.formats.common.part_names import part_name
+from ckptcore.formats.common.trainer_files import is_state
+from ckptcore.utils.text import count
+
+_MAX_FOLDERS, _MAX_FILES, _DEPTH = 24, 8, 2
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+Detect = Callable[[Source], tuple[Any, Any]]
+
+
+def kinds_of_files(source: Source) -> str:
+    """Return how many files of which suffix a source has, most first."""
+    kinds = Counter("." + p.rpartition("/")[2].rpartition(".")[2] for p in source.listing if "." in p)
+    return ", ".join(count(n, f"{kind} file") for kind, n in kinds.most_common(3))
+
+
+def what_opens(source: Source, detect: Detect) -> tuple[str, str | None]:
+    """Return what is known of a source that no format recognises: for the message, and as the next step.
+
+    Args:
+        source: The source; folders below it, and its own files, are looked at, a few of them.
+        detect: Returns the format of a source and the evidence, and raises as `ckptcore.formats.detect`.
+    """
+    if source.name is not None:
+        return "", None
+    open_folders: list[str] = []
+    refused: tuple[str, UnsupportedFormat] | None = None
+    for depth in range(1, _DEPTH + 1):
+        for folder in _folders(source, depth):
+            try:
+                form, _ = detect(source.below(folder))
+            except UnsupportedFormat as error:
+                refused = refused or (folder, error)
+            except CkptError:
+                continue  # its own reading says what is wrong with it
+            else:
+                open_folders.append(f"{folder}/ ({form.name})")
+        if open_folders or refused:
+            break
+    if open_folders:
+        some = ", ".join(open_folders[:6]) + (
+            f" and {len(open_folders) - 6} more" if open_folders[6:] else ""
+        )
+        return (
+            f"; checkpoints are in {some}",
+            f"name one of them, such as {open_folders[-1].partition('/ (')[0]}",
+        )
+    if refused is not None:
+        return f"; {refused[1].message}", refused[1].hint
+    files = list(_files_that_open(source, detect))
+    if files:
+        return f"; {', '.join(files)} can be read alone", f"name the file to read, such as {files[0]}"
+    return "", None
+
+
+def _folders(source: Source, depth: int) -> list[str]:
+    below = {"/".join(p.split("/")[:depth]) for p in source.listing if p.count("/") >= depth}
+    return sorted((f for f in below if not f.startswith(".")), key=natural)[-_MAX_FOLDERS:]
+
+
+def _files_that_open(source: Source, detect: Detect) -> Iterator[str]:
+    tensors = (p for p in source.listing if "/" not in p and p.endswith(_SUFFIXES) and not is_state(p))
+    tensors = (p for p in tensors if part_name(p) is None)  # a part is not the model
+    for path in sorted(tensors, key=lambda p: ("model" not in p, natural(p)))[:_MAX_FILES]:
+        try:
+            detect(replace(source.file(path), recover=False))
+        except CkptError:
+            continue  # the file is of no known format, too
+        yield path
