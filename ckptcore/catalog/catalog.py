@@ -75,11 +75,11 @@ class Catalog:
     def rest(self) -> bool:
         """Close the database connections that nobody uses; one is opened when the next is needed.
 
-        What another thread uses now comes back to the same pool, and is closed by the next call: a heartbeat's
-        own, for example. `Engine.dispose` would forget it there.
+        What another thread uses now comes back to the same pool, and is closed by the next call, for example
+        by a heartbeat's own. `Engine.dispose` would forget it there.
 
         Returns:
-            Whether connections of this database are kept at all when nobody uses them, and may be opened again.
+            Whether the pool is one that keeps connections, and opens new ones.
         """
         # A late import: a catalog is open by then, and has imported it.
         from sqlalchemy.pool import QueuePool

@@ -12,9 +12,9 @@ import pytest
 
 from ckptcore.errors import SourceUnreadable, UsageError
 from ckptcore.store import open_store
-from ckptcore.store.inventory import FILE, FOLDER, LINK, SPECIAL, differs, take
-from ckptcore.store.inventory import look as look_at
-from ckptcore.store.listing import changed, everything_at, newest, stamp_of, survey
+from ckptcore.store.file_status import FileStatus, NameKind, difference
+from ckptcore.store.listing import contents, list_destination, newest, stamp_of, survey
+from ckptcore.store.local_listing import look
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -31,37 +31,38 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_every_file_is_seen(place: str) -> None:
     found = survey(place)
     assert [(name, seen.nbytes) for name, seen in found.items()] == [("a", 1), ("b", 1), ("deep/c", 6)]
-    assert everything_at(place) == found
-    assert list(everything_at(f"{place}/a")) == [""]
+    assert {name: status for name, status in contents(place).items() if not name.endswith("/")} == found
+    assert list(contents(f"{place}/a")) == [""]
     assert newest(found) is not None
     assert newest({}) is None
     with pytest.raises(UsageError, match="more than 2 files"):
         survey(place, max_files=2)
     with pytest.raises(SourceUnreadable):
-        everything_at(f"{place}/nothing")
+        contents(f"{place}/nothing")
 
 
 def test_what_came_went_or_was_written_is_named(place: str) -> None:
     store, before = open_store(place), survey(place)
-    assert changed(before, survey(place)) is None
+    assert difference(before, survey(place)) is None
     store.put("b", b"B")
     written = survey(place)
-    assert changed(before, written) == "b"
+    assert difference(before, written) == "b"
     assert stamp_of(written) != stamp_of(before)
     store.put("aa", b"")
-    assert changed(written, survey(place)) == "aa"
+    assert difference(written, survey(place)) == "aa"
     store.remove("aa")
     store.remove("deep/c")
-    assert changed(written, survey(place)) == "deep/c"
+    assert difference(written, survey(place)) == "deep/c"
 
 
 def test_an_inventory_tells_one_place_from_another(place: str) -> None:
-    before = take(place)
-    assert [name for name, entry in before.items() if entry.kind == FILE] == ["a", "b", "deep/c"]
-    assert differs(before, take(place)) is None
+    before = list_destination(place)
+    files = [name for name, status in before.items() if status.kind is NameKind.FILE]
+    assert files == ["a", "b", "deep/c"]
+    assert difference(before, list_destination(place)) is None
     open_store(place).put("b", b"BB")
-    assert differs(before, take(place)) == "b"
-    assert take(f"{place}/nothing") == {}
+    assert difference(before, list_destination(place)) == "b"
+    assert list_destination(f"{place}/nothing") == {}
 
 
 def test_an_inventory_names_each_kind_and_follows_nothing(tmp_path: Path) -> None:
@@ -69,11 +70,11 @@ def test_an_inventory_names_each_kind_and_follows_nothing(tmp_path: Path) -> Non
     (tmp_path / "folder" / "file").write_text("x")
     (tmp_path / "link").symlink_to("folder")
     os.mkfifo(tmp_path / "pipe")
-    found = {name: entry.kind for name, entry in take(str(tmp_path)).items()}
-    assert found == {"": FOLDER, "folder": FOLDER, "folder/file": FILE, "link": LINK, "pipe": SPECIAL}
-    assert look_at(str(tmp_path / "link")) == take(str(tmp_path))["link"]
-    assert look_at(str(tmp_path / "nothing")) is None
-    assert look_at(str(tmp_path / "folder" / "file" / "below")) is None
+    kinds = {name: status.kind.value for name, status in list_destination(str(tmp_path)).items()}
+    assert kinds == {"": "folder", "folder": "folder", "folder/file": "file", "link": "link", "pipe": "FIFO"}
+    assert look(str(tmp_path / "link")) == list_destination(str(tmp_path))["link"]
+    assert look(str(tmp_path / "nothing")) is None
+    assert look(str(tmp_path / "folder" / "file" / "below")) is None
 
 
 def test_a_listing_follows_links_to_files_alone(tmp_path: Path) -> None:
@@ -91,6 +92,14 @@ def test_an_object_in_a_folder_s_name_is_no_file_of_it() -> None:
     """Some tools leave one; a checkpoint that is one object is its own only file."""
     fs, name = fsspec.filesystem("memory"), uuid4().hex
     fs.pipe_file(f"/{name}/file", b"1")
-    assert list(everything_at(f"memory://{name}")) == ["file"]
-    assert list(everything_at(f"memory://{name}/file")) == [""]
+    assert list(contents(f"memory://{name}")) == ["file"]
+    assert list(contents(f"memory://{name}/file")) == [""]
     fs.rm(f"/{name}", recursive=True)
+
+
+def test_a_status_keeps_its_json_form(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for status in list_destination(str(tmp_path)).values():
+        assert FileStatus.of_list(status.as_list()) == status
+    with pytest.raises(ValueError, match="nothing"):
+        FileStatus.of_list(["nothing", 1])
