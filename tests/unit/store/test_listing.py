@@ -7,13 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import fault_s3
 import fsspec
 import pytest
 
-from ckptcore.errors import SourceUnreadable, UsageError
-from ckptcore.store import open_store
+from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
+from ckptcore.store import open_source_store, open_store
 from ckptcore.store.file_status import FileStatus, NameKind, difference
-from ckptcore.store.listing import contents, list_destination, newest, stamp_of, survey
+from ckptcore.store.listing import (
+    contents,
+    folder_at,
+    list_destination,
+    names_at,
+    newest,
+    nothing_at,
+    stamp_of,
+    survey,
+    survey_around,
+)
 from ckptcore.store.local_listing import look
 
 
@@ -102,4 +113,43 @@ def test_a_status_keeps_its_json_form(tmp_path: Path) -> None:
     for status in list_destination(str(tmp_path)).values():
         assert FileStatus.of_list(status.as_list()) == status
     with pytest.raises(ValueError, match="nothing"):
-        FileStatus.of_list(["nothing", 1])
+        FileStatus.of_list(["nothing", 1, "", None, None, None, None, None])
+
+
+LISTINGS = {
+    "a conversion's source": lambda url: open_source_store(url).stamped(),
+    "a conversion's destination": list_destination,
+    "what an interrupted run removed": nothing_at,
+    "a root of a sweep": survey,
+    "a root of a sweep with known steps": lambda url: survey_around(url, {"step-1"}),
+    "the config of an export": folder_at,
+    "records beside a place": names_at,
+    "everything that a deletion removes": contents,
+}
+
+
+@pytest.mark.parametrize("entry", LISTINGS)
+def test_every_listing_of_s3_ends_with_the_one_deadline(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that refuses every listing: one layer repeats the requests, and stops in time."""
+    monkeypatch.setenv("CKPTCORE_REQUEST_DEADLINE", "0.5")
+    with fault_s3.serving() as server:
+        server.fault("ListObjectsV2", times=10**6)
+        with pytest.raises(StorageTrouble, match=r"after \d+ requests?: the store answered 503") as raised:
+            LISTINGS[entry]("s3://bucket/run")
+        asked = [row for row in server.log if row[-1] == "ListObjectsV2"]
+        assert len(asked) == raised.value.values["attempts"]
+
+
+def test_a_level_of_a_bucket_is_listed_by_itself() -> None:
+    with fault_s3.serving():
+        store = open_store("s3://bucket/run")
+        for name in ("a", "deep/b", "deep/er/c", "step-1/d"):
+            store.put(name, b"1")
+        assert folder_at("s3://bucket/run").folders == ("deep", "step-1")
+        assert list(folder_at("s3://bucket/run").files) == ["a"]
+        assert names_at("s3://bucket/run/deep") == ("b", "er")
+        files, left_out = survey_around("s3://bucket/run", {"step-1", "gone"})
+        assert (list(files), left_out) == (["a", "deep/b", "deep/er/c"], {"step-1"})
+        assert list(contents("s3://bucket/run/deep/b")) == [""]
+        assert names_at("s3://bucket/nothing") == ()
+        assert nothing_at("s3://bucket/nothing")
