@@ -21,7 +21,9 @@ from ckptcore.planning.hub_files import CONFIG, NONE
 from ckptcore.planning.request import Request
 from ckptcore.redaction import holds_credentials
 from ckptcore.store import is_s3, join_url, local_path, open_store, split_url
-from ckptcore.store.inventory import MOUNT, look, take
+from ckptcore.store.file_status import NameKind
+from ckptcore.store.listing import list_destination
+from ckptcore.store.local_listing import look
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.merged_url import is_merged
 from ckptcore.utils.text import short_repr
@@ -184,7 +186,7 @@ def require_no_credentials(*places: str | None) -> None:
 
 def _require_atomic(request: Request) -> None:
     """Raise `DestinationExists` for a folder on an object store: only one object is replaced at once."""
-    there = take(request.destination)
+    there = list_destination(request.destination)
     if there and not (request.single is not None and set(there) == {""}):
         raise DestinationExists(
             f"cannot replace {request.destination} at once: an object store replaces one object at a time, "
@@ -217,7 +219,7 @@ def is_free(destination: str, *, single: bool) -> bool:
             raise DestinationUnwritable(f"cannot read {destination}: {error.strerror}") from error
     parent, name = split_url(destination)
     # The inventory of S3 has the object of this very name, too.
-    return not take(destination) and (is_s3(destination) or open_store(parent).size(name) is None)
+    return not list_destination(destination) and (is_s3(destination) or open_store(parent).size(name) is None)
 
 
 def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
@@ -324,5 +326,5 @@ def _require_replaceable_kind(destination: str) -> None:
             f"cannot write {destination}: it is a device, a FIFO or a socket, which is never replaced",
             hint=_ELSEWHERE,
         )
-    if found is not None and found.kind == MOUNT:
+    if found is not None and found.kind is NameKind.MOUNT:
         raise UsageError(f"cannot replace {destination}: it is a mount point", hint="name a new folder in it")

@@ -28,7 +28,8 @@ from ckptcore.planning.hub_files import NONE
 from ckptcore.planning.model_card import is_untouched
 from ckptcore.planning.request import Request
 from ckptcore.store import Readable, local_path, open_store, split_url
-from ckptcore.store.inventory import FILE, FOLDER, LINK, MOUNT, SPECIAL, Entry, Inventory, take, take_settled
+from ckptcore.store.file_status import FileStatus, NameKind
+from ckptcore.store.listing import Inventory, list_destination, list_settled_destination
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import roots_of
 from ckptcore.utils.text import some
@@ -60,15 +61,15 @@ def require_accounted(
         DestinationExists: There are foreign files, and the request does not replace them.
         UsageError: Something there is never replaced.
     """
-    there = take_settled(request.destination)
+    there = list_settled_destination(request.destination)
     if not there:
         return Replaced()
     require_unprotected(request.destination, _catalog_files(catalog))
     _require_ours_to_replace(request, there)
-    if list(there) == [""] and there[""].kind != FOLDER:
+    if list(there) == [""] and there[""].kind is not NameKind.FOLDER:
         return Replaced(there)
     use = _used(request.destination)
-    names = [n for n, e in there.items() if e.kind != FOLDER and n not in use.read]
+    names = [n for n, e in there.items() if e.kind is not NameKind.FOLDER and n not in use.read]
     if begun is not None:
         names = [n for n in names if begun.replaces.inventory.get(n) != there[n]]
     if names and not request.overwrite_foreign:
@@ -84,7 +85,8 @@ def require_accounted(
                 strangers=names[:100],
                 count=len(names),
             )
-    return Replaced(there, tuple(n for n, e in there.items() if e.kind != FOLDER and n not in use.data))
+    files = (name for name, status in there.items() if status.kind is not NameKind.FOLDER)
+    return Replaced(there, tuple(name for name in files if name not in use.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,8 @@ def _recorded(destination: str, catalog: str | bool | None) -> list[tuple[str, i
     return [(row.path, row.nbytes, row.digest) for row in rows if row.digest]
 
 
-def _is_known(store: Readable, name: str, entry: Entry, proofs: _Proofs, request: Request) -> bool:
-    if entry.kind != FILE or not name:
+def _is_known(store: Readable, name: str, entry: FileStatus, proofs: _Proofs, request: Request) -> bool:
+    if entry.kind is not NameKind.FILE or not name:
         return False
     digests = {digest for nbytes, digest in proofs.get(name, ()) if nbytes == entry.nbytes}
     if digests and has_digest(store, name, entry.nbytes, digests):
@@ -164,9 +166,9 @@ def _is_known(store: Readable, name: str, entry: Entry, proofs: _Proofs, request
 def _require_ours_to_replace(request: Request, there: Inventory) -> None:
     """Raise `UsageError` for what no option replaces."""
     special = [
-        f"{name or request.destination} ({e.stamp})"
-        for name, e in there.items()
-        if e.kind in (SPECIAL, MOUNT)
+        f"{name or request.destination} (a {status.kind.value})"
+        for name, status in there.items()
+        if status.kind not in (NameKind.FILE, NameKind.FOLDER, NameKind.LINK)
     ]
     if special:
         raise UsageError(
@@ -185,7 +187,7 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
         return
     named = [url for url in (request.config, request.tokenizer) if url is not None and url != NONE]
     read = inodes_of(request.source).union(*map(inodes_of, named))
-    shared = [name or request.destination for name, e in there.items() if e.inode in read]
+    shared = [name or request.destination for name, e in there.items() if e.identity in read]
     if shared:
         raise UsageError(
             f"cannot replace {request.destination}: {len(shared)} of its files are those of the source, "
@@ -193,7 +195,7 @@ def _require_ours_to_replace(request: Request, there: Inventory) -> None:
             hint="choose another destination",
         )
     top = there[""]
-    if top.kind == FILE and top.nbytes >= len(_SQLITE):
+    if top.kind is NameKind.FILE and top.nbytes >= len(_SQLITE):
         parent, name = split_url(request.destination)
         with closing(open_store(parent)) as store:
             if store.read(name, 0, len(_SQLITE)) == _SQLITE:
@@ -211,10 +213,10 @@ def inodes_of(url: str) -> set[tuple[int, int] | None]:
     if path is None:
         return set()
     found: set[tuple[int, int] | None] = set()
-    for name, entry in take(os.path.realpath(path)).items():
-        if entry.kind in (FILE, FOLDER, MOUNT):
-            found.add(entry.inode)
-        elif entry.kind == LINK:
+    for name, entry in list_destination(os.path.realpath(path)).items():
+        if entry.kind in (NameKind.FILE, NameKind.FOLDER, NameKind.MOUNT):
+            found.add(entry.identity)
+        elif entry.kind is NameKind.LINK:
             try:
                 seen = os.stat(os.path.join(path, name))
             except OSError:  # a broken link: nothing can be lost through it

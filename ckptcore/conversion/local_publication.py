@@ -21,9 +21,11 @@ from dataclasses import replace
 from ckptcore.conversion.publication_record import MOVING, Publication, Replaced, note, noted
 from ckptcore.conversion.staging import Spots, Staging
 from ckptcore.errors import DestinationExists, DestinationUnwritable, StagingForeign
+from ckptcore.store.file_status import FileStatus, NameKind, difference, same_content
 from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
 from ckptcore.store.folder_tree import Spot, closing_fd, exchange, rename_file_new, rename_new
-from ckptcore.store.inventory import FOLDER, Entry, Inventory, differs, entry_at, same, take_at
+from ckptcore.store.listing import Inventory, list_destination_at
+from ckptcore.store.local_listing import status_at
 from ckptcore.store.local_writer import sync_folder
 
 _log = logging.getLogger("ckptcore")
@@ -135,7 +137,7 @@ def _old_output(spots: Spots, begun: Publication | None) -> Spot | None:
         linked = _inode(staged) == new  # it still has both names
         return None if linked or _is_empty(staged) else staged
     for staged in (spots.file, spots.folder):
-        if top is not None and _inode(staged) == top.inode != new:
+        if top is not None and _inode(staged) == top.identity != new:
             return staged
     return None
 
@@ -162,10 +164,10 @@ def _conclude(spots: Spots, old: Spot, begun: Publication) -> None:
             f"{target.path} appeared meanwhile, and the output that it replaces is in {old.path}",
             hint=f"move one of the two to where it belongs: nothing of {old.path} was removed",
         )
-    elif top is not None and _inode(old) != top.inode:
+    elif top is not None and _inode(old) != top.identity:
         raise StagingForeign(
             f"cannot move {old.path} to {target.path}: it is not what was moved away from there "
-            f"(got inode {_inode(old)}, recorded was {top.inode})",
+            f"(got inode {_inode(old)}, recorded was {top.identity})",
             hint="find out who wrote it, and move it away; nothing of it was changed",
             path=old.path,
         )
@@ -178,8 +180,8 @@ def _move(staged: Spot, spots: Spots, replaces: Replaced) -> None:
     if not replaces.inventory or (_is_folder(staged) and not _worth_keeping(replaces.inventory)):
         _move_to_free(staged, target)
         return
-    now = take_at(target)
-    name = differs(replaces.inventory, now)
+    now = list_destination_at(target)
+    name = difference(replaces.inventory, now)
     if name is not None:
         raise _changed(target, name, replaces.inventory.get(name), now.get(name))
     if _exchange(staged, target):
@@ -195,10 +197,10 @@ def _move(staged: Spot, spots: Spots, replaces: Replaced) -> None:
     _remove_aside(staged, spots, replaces, begun=False)
 
 
-def _changed(target: Spot, name: str, was: Entry | None, now: Entry | None) -> DestinationExists:
+def _changed(target: Spot, name: str, was: FileStatus | None, now: FileStatus | None) -> DestinationExists:
     """Return the error for a destination that changed since it was checked."""
     path = os.path.join(target.path, name) if name else target.path
-    if was is not None and now is not None and same(was, now, status=False):
+    if was is not None and now is not None and same_content(was, now, status=False):
         return DestinationExists(
             f"cannot replace {path}: its status changed since it was checked, and it may have been rewritten "
             f"(got ctime {now.ctime} ns, it was {was.ctime} ns)",
@@ -216,7 +218,7 @@ def _is_folder(spot: Spot) -> bool:
 
 def _worth_keeping(inventory: Inventory) -> bool:
     """Return whether there is anything but an empty folder."""
-    return any(name or entry.kind != FOLDER for name, entry in inventory.items())
+    return any(name or entry.kind is not NameKind.FOLDER for name, entry in inventory.items())
 
 
 def _move_to_free(staged: Spot, target: Spot) -> None:
@@ -253,9 +255,11 @@ def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool
     Raises:
         DestinationExists: It changed; everything is restored to its place.
     """
-    found, target, aside = take_at(spots.aside), spots.target, spots.aside
+    found, target, aside = list_destination_at(spots.aside), spots.target, spots.aside
     # Moving a file changes its own status.
-    strangers = [n for n, e in found.items() if not same(replaces.inventory.get(n), e, status=bool(n))]
+    strangers = [
+        n for n, e in found.items() if not same_content(replaces.inventory.get(n), e, status=bool(n))
+    ]
     if not strangers and replaces.home:
         _keep_aside(spots, replaces.home)
         return
@@ -292,13 +296,13 @@ def _discard(spots: Spots, inventory: Inventory) -> None:
         return
     if stat.S_ISDIR(seen.st_mode):
         # The status of a file with several names changes when another of its names is removed.
-        names = Counter(entry.inode for entry in inventory.values())
+        names = Counter(entry.identity for entry in inventory.values())
         with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.at)) as below:
             _remove_recorded(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
         with contextlib.suppress(OSError):  # it is not empty
             os.rmdir(aside.name, dir_fd=aside.at)
             return
-    elif same(inventory.get(""), entry_at(aside, seen), status=False):
+    elif same_content(inventory.get(""), status_at(aside, seen), status=False):
         os.unlink(aside.name, dir_fd=aside.at)
         return
     kept = spots.target.beside(f"{spots.target.name}.kept-{os.getpid()}-{time.time_ns():x}")
@@ -316,10 +320,10 @@ def _remove_recorded(
             seen = spot.look()
             if seen is None or was is None:
                 continue
-            now = entry_at(spot, seen)
-            if not same(was, now, status=was.inode not in twins):
+            now = status_at(spot, seen)
+            if not same_content(was, now, status=was.identity not in twins):
                 continue
-            if was.kind != FOLDER:
+            if was.kind is not NameKind.FOLDER:
                 os.unlink(name, dir_fd=at)
                 continue
             with closing_fd(os.open(name, OPEN_FOLDER, dir_fd=at)) as below:

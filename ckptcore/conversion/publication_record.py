@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, field
+from dataclasses import field
 from typing import Any
 
 from ckptcore.conversion.staging import Staging
@@ -20,7 +20,8 @@ from ckptcore.custody.judged import Judged
 from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.store import Store, fetch
-from ckptcore.store.inventory import Entry, Inventory
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.listing import Inventory
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json
 
@@ -48,7 +49,7 @@ class Replaced:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        form: dict[str, Any] = {"inventory": {n: asdict(e) for n, e in self.inventory.items()}}
+        form: dict[str, Any] = {"inventory": _listed(self.inventory)}
         judged = None if self.judged is None else self.judged.as_dict()
         return form | {"first": list(self.first), "judged": judged, "home": self.home}
 
@@ -57,7 +58,7 @@ class Replaced:
         """Read the form of `as_dict`."""
         judged = form.get("judged")
         return cls(
-            {n: entry_of(e) for n, e in form["inventory"].items()},
+            _inventory_of(form["inventory"]),
             tuple(form["first"]),
             None if judged is None else Judged.from_dict(judged),
             str(form.get("home", "")),
@@ -94,7 +95,7 @@ class Publication:
             "step": self.step,
             "replaces": self.replaces.as_dict(),
             "puts": {name: list(put) for name, put in self.puts.items()},
-            "there": {n: asdict(e) for n, e in self.there.items()},
+            "there": _listed(self.there),
             "receipts": [
                 {**r.as_dict(), "sums": None if r.sums is None else r.sums.hex()} for r in self.receipts
             ],
@@ -110,7 +111,7 @@ class Publication:
             str(form["step"]),
             Replaced.from_dict(form["replaces"]),
             {name: (int(nbytes), digest) for name, (nbytes, digest) in form["puts"].items()},
-            {n: entry_of(e) for n, e in form["there"].items()},
+            _inventory_of(form["there"]),
             tuple(map(Receipt.from_dict, form["receipts"])),
         )
 
@@ -195,16 +196,12 @@ def noted_replaced(staging: Staging) -> Replaced | None:
         return None
 
 
-def entry_of(form: Mapping[str, Any]) -> Entry:
-    """Read an entry from its JSON form."""
-    inode, ctime = form["inode"], form["ctime"]
-    return Entry(
-        form["kind"],
-        int(form["nbytes"]),
-        form["stamp"],
-        None if inode is None else tuple(inode),
-        None if ctime is None else int(ctime),
-    )
+def _listed(inventory: Inventory) -> dict[str, list[Any]]:
+    return {name: status.as_list() for name, status in inventory.items()}
+
+
+def _inventory_of(form: Mapping[str, list[Any]]) -> dict[str, FileStatus]:
+    return {name: FileStatus.of_list(status) for name, status in form.items()}
 
 
 def _stored_json(store: Store, name: str) -> Any:

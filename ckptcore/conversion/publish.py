@@ -39,7 +39,7 @@ from ckptcore.planning.hub_files import ADAPTER, CONFIG
 from ckptcore.planning.plan import Plan, load_file_plan, load_head
 from ckptcore.planning.request import Settings
 from ckptcore.store import Readable, is_s3, reads_s3
-from ckptcore.store.inventory import Inventory, take
+from ckptcore.store.listing import Inventory, list_destination
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
 
@@ -187,7 +187,7 @@ def finish_staged(
             # What the stores say does not depend on each other.
             [
                 partial(require_source, staging, plan, settings, progress),
-                lambda: looked.append(take(staging.destination)),
+                lambda: looked.append(list_destination(staging.destination)),
             ]
             if proven
             else [],

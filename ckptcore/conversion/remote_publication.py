@@ -26,7 +26,8 @@ from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DestinationExists, Finding, OutputMismatch, finding
 from ckptcore.execution.receipts import digest_of, has_digest
 from ckptcore.store import Readable, Store, fetch, join_url, open_store
-from ckptcore.store.inventory import NO_ETAG, Entry, Inventory, of_object, take
+from ckptcore.store.file_status import NO_VERSION, FileStatus, same_object
+from ckptcore.store.listing import Inventory, list_destination
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.part_digest import hasher_like
 
@@ -105,7 +106,7 @@ def publish_remote(
         end = [*(beside if uploaded else ()), *(n for n in puts if n in commit and n not in uploaded)]
         alone = False  # whether the destination was seen to have only ours
         if publication.step not in (REMOVING, PUTTING):
-            _require_as_judged(here, take(staging.destination) if there is None else there)
+            _require_as_judged(here, list_destination(staging.destination) if there is None else there)
             first = REMOVING if old.inventory else PUTTING  # there is nothing to remove
             publication = replace(publication, step=first)
             begin = tensors if uploaded else beside
@@ -125,7 +126,7 @@ def publish_remote(
         found: list[Inventory] = []  # after the last change, if that is a Complete
         for name in last:
             ends = name == last[-1] and not end
-            _put(here, name, (lambda: found.append(take(staging.destination))) if ends else None)
+            _put(here, name, (lambda: found.append(list_destination(staging.destination))) if ends else None)
         if completing is not None and read is not None:
             completing.written = read(_as_it_will_be(here, completing))
         if uploaded:
@@ -133,7 +134,7 @@ def publish_remote(
         for name in puts:
             if name in commit and name not in uploaded:
                 _put(here, name)
-        now = found[-1] if found else take(staging.destination)
+        now = found[-1] if found else list_destination(staging.destination)
         lost = [n for n, (nbytes, _) in puts.items() if n not in now or now[n].nbytes != nbytes]
         if lost:
             raise OutputMismatch(f"{here.url_of(lost[0])} was written, but is missing", hint="run again")
@@ -142,10 +143,11 @@ def publish_remote(
 
 def is_published(staging: Staging, publication: Publication) -> bool:
     """Return whether all written objects are unchanged, by size and version, or else by their bytes."""
-    there = take(staging.destination)
+    there = list_destination(staging.destination)
     with closing(_Here(staging, publication)) as here:
         return all(
-            name in there and (there[name] == publication.there.get(name) or here.holds(name, there[name]))
+            name in there
+            and (same_object(there[name], publication.there.get(name)) or here.holds(name, there[name]))
             for name in publication.puts
         )
 
@@ -168,14 +170,17 @@ class _Here:
         """Return the URL of a name."""
         return self.staging.destination if name == ITSELF else f"{self.staging.destination}/{name}"
 
-    def look(self, name: str) -> Entry | None:
+    def look(self, name: str) -> FileStatus | None:
         """Return the current object of a name, or None."""
         places = self.staging.places
         if places is not None:
+            # A late import: local conversions send no requests.
+            from ckptcore.store.objects import of_object
+
             seen = places.client.head(places.key_of(name))
             return None if seen is None else of_object(seen)
         store, inner = self.store_of(name)
-        return take(join_url(store.url, inner)).get("")
+        return list_destination(join_url(store.url, inner)).get("")
 
     def staged(self, name: str) -> bytes:
         """Return the bytes of a staged file; raise `OutputMismatch` if they are not those of its receipt."""
@@ -195,7 +200,7 @@ class _Here:
             hint="run the command again: the file is rewritten",
         )
 
-    def holds(self, name: str, entry: Entry) -> bool:
+    def holds(self, name: str, entry: FileStatus) -> bool:
         """Return whether an object has the size and the digest of the file for its name."""
         if name not in self.publication.puts or entry.nbytes != self.publication.puts[name][0]:
             return False
@@ -265,7 +270,7 @@ def _end(here: _Here, publication: Publication, before: Publication) -> None:
 def _require_as_judged(here: _Here, there: Inventory) -> None:
     old = here.publication.replaces.inventory
     for name, entry in there.items():
-        if old.get(name) != entry and not here.holds(name, entry):
+        if not same_object(old.get(name), entry) and not here.holds(name, entry):
             raise DestinationExists(f"{here.url_of(name)} appeared meanwhile", hint=_HINT)
 
 
@@ -275,7 +280,7 @@ def _remove(here: _Here, name: str) -> None:
     if now is None:
         return
     meanwhile = DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
-    if now != here.publication.replaces.inventory.get(name):
+    if not same_object(now, here.publication.replaces.inventory.get(name)):
         raise meanwhile
     places = here.staging.places
     if places is None:
@@ -334,7 +339,8 @@ def _put(here: _Here, name: str, beside: Callable[[], object] | None = None) -> 
     refused: CkptError | None = None
     for _ in range(_TRIES):
         now = here.look(name)
-        if now is not None and now != here.publication.replaces.inventory.get(name):
+        recorded = here.publication.replaces.inventory.get(name)
+        if now is not None and not same_object(now, recorded):
             if here.holds(name, now):
                 return
             raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
@@ -351,7 +357,7 @@ def _put(here: _Here, name: str, beside: Callable[[], object] | None = None) -> 
     raise refused
 
 
-def _write(here: _Here, name: str, now: Entry | None) -> None:
+def _write(here: _Here, name: str, now: FileStatus | None) -> None:
     """Write a staged file to its place, if the store still has there what was found."""
     from ckptcore.store.objects import IN_ONE
     from ckptcore.store.objects.retry import Kind, kind_of
@@ -373,7 +379,7 @@ def _write(here: _Here, name: str, now: Entry | None) -> None:
         places.client.put(key, data)  # this store has no such condition
 
 
-def _copy(here: _Here, name: str, places: ObjectPlaces, now: Entry | None) -> None:
+def _copy(here: _Here, name: str, places: ObjectPlaces, now: FileStatus | None) -> None:
     """Copy a staged file to its place inside the store: the version that is proven, and no other one."""
     from ckptcore.store.objects.retry import Kind, kind_of
 
@@ -394,7 +400,7 @@ def _copy(here: _Here, name: str, places: ObjectPlaces, now: Entry | None) -> No
         raise here.staged_changed(name)
 
 
-def _copied(client: ObjectClient, source: str, target: str, match: str | None, now: Entry | None) -> str:
+def _copied(client: ObjectClient, source: str, target: str, match: str | None, now: FileStatus | None) -> str:
     """Copy an object with the conditions that the store knows; return the copy's ETag."""
     from ckptcore.store.objects.retry import Kind, kind_of
 
@@ -435,7 +441,7 @@ def _complete(here: _Here, completing: Completing, name: str, beside: Callable[[
 
     uploaded, old = completing.handles[name], here.publication.replaces.inventory.get(name)
     now = here.look(name) if old is not None else None
-    if now is not None and now != old and completing.uploads.find(uploaded) is None:
+    if now is not None and not same_object(now, old) and completing.uploads.find(uploaded) is None:
         raise DestinationExists(f"{here.url_of(name)} was written meanwhile", hint=_HINT)
     completing.seen[name] = completing.uploads.complete(
         uploaded,
@@ -447,9 +453,9 @@ def _complete(here: _Here, completing: Completing, name: str, beside: Callable[[
     )
 
 
-def _etag(entry: Entry) -> str | None:
+def _etag(entry: FileStatus) -> str | None:
     """Return the ETag of an object for a condition, or None where the store has none."""
-    return None if entry.stamp == NO_ETAG else entry.stamp
+    return None if entry.version == NO_VERSION else entry.version
 
 
 def _as_it_will_be(here: _Here, completing: Completing) -> Readable:
@@ -464,6 +470,6 @@ def _as_it_will_be(here: _Here, completing: Completing) -> Readable:
 
 def _require_only_ours(here: _Here) -> None:
     """Refuse other objects before the folder becomes loadable: a loader could read them, too."""
-    for name in take(here.staging.destination):
+    for name in list_destination(here.staging.destination):
         if name not in here.publication.puts:
             raise DestinationExists(f"{here.url_of(name)} appeared meanwhile", hint=_HINT)

@@ -283,8 +283,8 @@ class Manifest:
         derived: Tensor -> how to compute it; such a tensor has no chunks.
         inputs: The stored tensors that derived ones are computed from, over the same items and files, or
             None.
-        stamps: Path -> stamp and ctime (`ckptcore.store.Stamped`) of files, and of those that describe them,
-            before the first byte was read, where known.
+        stamps: Path -> stamp and settled ctime (`ckptcore.store.file_status.FileStatus`) of files, and of
+            those that describe them, before the first byte was read, where known.
         described: Files of the place that the format's reader read, and that hold nothing of the checkpoint:
             metadata, an index.
         beside: Other files of the place, which hold nothing of the checkpoint and do not describe it.

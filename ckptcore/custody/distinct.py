@@ -14,11 +14,12 @@ from typing import Any
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import UsageError
 from ckptcore.store import join_url, local_path
-from ckptcore.store.contents import NameKind, Thing, contents, thing_of
+from ckptcore.store.file_status import FileStatus, NameKind, of_stat
+from ckptcore.store.listing import contents
 from ckptcore.store.place import Relation, identify, relation
 
 
-def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[str, Thing]:
+def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[str, FileStatus]:
     """List every file of a checkpoint as its readers see it: links are followed, also those on the path.
 
     Args:
@@ -45,13 +46,15 @@ def files_of(uri: str, manifest: Manifest, paths: Iterable[str] = ()) -> dict[st
     for path in named:
         if path not in known:
             try:
-                found[os.path.relpath(path, uri)] = thing_of(os.stat(path))
+                found[os.path.relpath(path, uri)] = of_stat(os.stat(path))
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from error
     return found
 
 
-def require_apart(source: str, things: Mapping[str, Thing], child: str, files: Mapping[str, Thing]) -> None:
+def require_apart(
+    source: str, things: Mapping[str, FileStatus], child: str, files: Mapping[str, FileStatus]
+) -> None:
     """Check that a child has no file in common with its source, and that neither is inside the other.
 
     A child's hard link to a file of the source would survive the deletion. But then nothing was copied:
@@ -84,7 +87,7 @@ def require_apart(source: str, things: Mapping[str, Thing], child: str, files: M
 
 
 def _require_other_files(
-    source: str, things: Mapping[str, Thing], child: str, files: Mapping[str, Thing]
+    source: str, things: Mapping[str, FileStatus], child: str, files: Mapping[str, FileStatus]
 ) -> None:
     # Through a network or stacked file system, a file has another device, and often another inode. But its
     # size and both of its times are equal, to the nanosecond.
@@ -101,14 +104,14 @@ def _require_other_files(
             )
 
 
-def _identities(thing: Thing) -> Iterable[tuple[Any, ...]]:
+def _identities(thing: FileStatus) -> Iterable[tuple[Any, ...]]:
     yield thing.device, thing.inode
     if thing.kind is NameKind.FILE and thing.nbytes:
         yield "seen elsewhere", thing.nbytes, thing.mtime, thing.ctime
 
 
 def _require_other_names(
-    source: str, things: Mapping[str, Thing], child: str, files: Mapping[str, Thing]
+    source: str, things: Mapping[str, FileStatus], child: str, files: Mapping[str, FileStatus]
 ) -> None:
     """Raise `UsageError` for what may be one place behind two services.
 

@@ -29,7 +29,8 @@ from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUn
 from ckptcore.fingerprints.holdings import Holding, Ids, pack, pack_specs, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, split_url
-from ckptcore.store.contents import Thing, contents
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.listing import contents
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.store.place import Relation, identify, relation
 from ckptcore.utils.isolation import attempt
@@ -141,7 +142,7 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
 def elsewhere(
     catalog: Catalog | None,
     place: str,
-    things: Mapping[str, Thing],
+    things: Mapping[str, FileStatus],
     needed: Mapping[bytes, Holding],
     manifests: Collection[Manifest],
     settings: Settings,
@@ -179,7 +180,7 @@ def _read_apart(
     catalog: Catalog,
     row: CheckpointRow,
     place: str,
-    things: Mapping[str, Thing],
+    things: Mapping[str, FileStatus],
     specs: Ids,
     settings: Settings,
 ) -> Ids:

@@ -33,7 +33,7 @@ from ckptcore.fingerprints.holdings import (
 from ckptcore.planning.request import Settings
 from ckptcore.reading.unused_in_items import unused_in_items
 from ckptcore.store import open_store, split_url
-from ckptcore.store.contents import NameKind, Thing
+from ckptcore.store.file_status import FileStatus, NameKind
 
 EMPTY_FOLDER = "empty folder"
 _LOCAL, _REMOTE = 2, 16  # threads that read heads of items
@@ -89,7 +89,7 @@ def objects_of(manifest: Manifest) -> Iterator[Holding]:
 
 
 def rest_of(
-    manifest: Manifest, uri: str, things: Mapping[str, Thing], sizes: Collection[int] | None = None
+    manifest: Manifest, uri: str, things: Mapping[str, FileStatus], sizes: Collection[int] | None = None
 ) -> Iterator[Holding]:
     """Yield the holdings of everything in a folder that is neither tensor nor object.
 
@@ -127,7 +127,7 @@ def rest_of(
 
 
 def file_holdings(
-    uri: str, things: Mapping[str, Thing], sizes: Collection[int | None]
+    uri: str, things: Mapping[str, FileStatus], sizes: Collection[int | None]
 ) -> tuple[Holding, ...]:
     """Return the holdings of all files of these sizes at a place, read now."""
     folder, name = split_url(uri) if "" in things else (uri, "")
@@ -145,7 +145,7 @@ def inner_path(manifest: Manifest, uri: str) -> str:
     return f"{inner}/" if inner else ""
 
 
-def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, Thing]) -> list[str]:
+def descriptions_last(manifest: Manifest, uri: str, things: Mapping[str, FileStatus]) -> list[str]:
     """Return the names of things, files with tensors last: a reader finds nothing rather than a half."""
     _, name = split_url(uri)
     data, inner = used(manifest).data, inner_path(manifest, uri)

@@ -30,7 +30,7 @@ from ckptcore.fingerprints.holdings import (
 )
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url
-from ckptcore.store.contents import NameKind, Thing
+from ckptcore.store.file_status import FileStatus, NameKind
 from ckptcore.utils.dataclass import dataclass
 
 
@@ -56,7 +56,11 @@ class _Walk:
 
 
 def contents_at(
-    url: str, things: Mapping[str, Thing], wanted: Ids, settings: Settings, catalog: Catalog | None = None
+    url: str,
+    things: Mapping[str, FileStatus],
+    wanted: Ids,
+    settings: Settings,
+    catalog: Catalog | None = None,
 ) -> PlaceContents:
     """Find the contents of a place that have one of the specs.
 
@@ -96,7 +100,7 @@ def contents_at(
     return PlaceContents(ids, walk.readable, tuple(manifest for _, manifest in walk.opened))
 
 
-def _walked(url: str, things: Mapping[str, Thing]) -> _Walk:
+def _walked(url: str, things: Mapping[str, FileStatus]) -> _Walk:
     walk = _Walk()
     if "" in things:
         _opened_at(walk, url)

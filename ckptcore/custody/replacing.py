@@ -23,8 +23,8 @@ from ckptcore.custody.set_aside import REPLACED, LocalSetAside, SetAsideRecord, 
 from ckptcore.errors import UsageError
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
-from ckptcore.store.contents import NameKind, contents
-from ckptcore.store.listing import nothing_at
+from ckptcore.store.file_status import NameKind
+from ckptcore.store.listing import contents, nothing_at
 
 GRACE = timedelta(days=7)  # until what was set aside may be purged
 

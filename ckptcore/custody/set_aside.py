@@ -35,9 +35,9 @@ from ckptcore.errors import Busy, CkptError, SourceChanged, SourceUnreadable, Us
 from ckptcore.fingerprints.holdings import Holding, pack, unpack
 from ckptcore.store import join_url, local_path, open_store, split_url
 from ckptcore.store.below import FOLDER, open_folder
-from ckptcore.store.contents import Thing, contents, difference, same, thing_of
+from ckptcore.store.file_status import FileStatus, difference, of_stat, same_content
 from ckptcore.store.folder_tree import Spot, rename_new
-from ckptcore.store.listing import names_at
+from ckptcore.store.listing import contents, names_at
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
@@ -73,7 +73,7 @@ class SetAsideRecord:
     given_up: tuple[GivenUp, ...]
     at: datetime
     due_at: datetime
-    things: Mapping[str, Thing]
+    things: Mapping[str, FileStatus]
 
     def dump(self) -> bytes:
         """Return the JSON form."""
@@ -106,7 +106,7 @@ class SetAsideRecord:
                 tuple(GivenUp(g["name"], g["kind"], g["bytes"]) for g in form["given_up"]),
                 parse_time(form["at"]),
                 parse_time(form["due_at"]),
-                {str(name): Thing.of_list(thing) for name, thing in form["things"]},
+                {str(name): FileStatus.of_list(thing) for name, thing in form["things"]},
             )
 
 
@@ -129,8 +129,8 @@ class SetAside(Protocol):
     def holds(self) -> bool:
         """Whether anything of it is set aside."""
 
-    def look(self) -> dict[str, Thing]:
-        """Return everything of it, as `ckptcore.store.contents.contents` does."""
+    def look(self) -> dict[str, FileStatus]:
+        """Return everything of it, as `ckptcore.store.listing.contents` does."""
 
     def move_in(self) -> None:
         """Set it aside. Raises `UsageError`."""
@@ -231,7 +231,7 @@ class LocalSetAside:
         self._above, self._at, self._lock = above, at, lock
         self._name = os.path.basename(record.uri)
         # Of one that is one file: moving it changed its status, as its record says, or a publication did it.
-        self._arrived: Thing | None = None
+        self._arrived: FileStatus | None = None
 
     @classmethod
     def begin(cls, record: SetAsideRecord, above: int) -> LocalSetAside:
@@ -283,7 +283,7 @@ class LocalSetAside:
         """See `SetAside`."""
         return _exists(self._name, self._at)
 
-    def look(self) -> dict[str, Thing]:
+    def look(self) -> dict[str, FileStatus]:
         """See `SetAside`."""
         return contents(self.place)
 
@@ -415,16 +415,18 @@ class RemoteSetAside:
     def holds(self) -> bool:
         """Whether an object of the record is there, as it was."""
         there = self.look()
-        return any(name in there and same(thing, there[name]) for name, thing in self.record.things.items())
+        return any(
+            name in there and same_content(thing, there[name]) for name, thing in self.record.things.items()
+        )
 
-    def look(self) -> dict[str, Thing]:
+    def look(self) -> dict[str, FileStatus]:
         """Return its objects, also those that are hidden."""
         try:
             there = contents(self.record.uri)
         except SourceUnreadable:  # there is no object of that name, nor below it
             there = {}
         hidden = {} if self._versions is None else self._versions.hidden()
-        return {name: version.thing for name, version in hidden.items()} | there
+        return {name: version.status for name, version in hidden.items()} | there
 
     def move_in(self) -> None:
         """Do nothing: the objects stay."""
@@ -468,7 +470,7 @@ class RemoteSetAside:
             stamps = {name: store.stamp(name or itself) for name in self.record.things}
             there = self.look()  # an object that is unchanged now was unchanged when its stamp was read
             for name, thing in self.record.things.items():
-                unchanged = name in there and same(thing, there[name]) and stamps[name] is not None
+                unchanged = name in there and same_content(thing, there[name]) and stamps[name] is not None
                 if unchanged and store.stamp(name or itself) == stamps[name]:
                     store.remove(name or itself)
 
@@ -514,7 +516,7 @@ def _written(record: SetAsideRecord, at: int) -> int:
 
 
 def require_files(
-    uri: str, before: Mapping[str, Thing], now: Mapping[str, Thing], *, status: bool = True
+    uri: str, before: Mapping[str, FileStatus], now: Mapping[str, FileStatus], *, status: bool = True
 ) -> None:
     """Raise `SourceChanged` unless everything at a place is, name by name, as it was before.
 
@@ -536,7 +538,7 @@ def _changed(uri: str, name: str) -> SourceChanged:
     )
 
 
-def _remove_approved(at: int, prefix: str, things: Mapping[str, Thing], left: list[str]) -> None:
+def _remove_approved(at: int, prefix: str, things: Mapping[str, FileStatus], left: list[str]) -> None:
     """Remove approved names below a descriptor, depth first. No link is followed, no mount crossed."""
     for name in os.listdir(at):
         approved = things.get(f"{prefix}{name}/")
@@ -549,7 +551,7 @@ def _remove_approved(at: int, prefix: str, things: Mapping[str, Thing], left: li
             left.append(prefix + name)
             continue
         try:
-            if not same(approved, thing_of(os.fstat(below))):
+            if not same_content(approved, of_stat(os.fstat(below))):
                 left.append(f"{prefix}{name}/")
                 continue
             before = len(left)
@@ -571,12 +573,12 @@ def _remove_folder(name: str, at: int, below: int, prefix: str, left: list[str])
         left += [prefix + each for each in came]
 
 
-def _unlink(name: str, at: int, full: str, things: Mapping[str, Thing], left: list[str]) -> None:
+def _unlink(name: str, at: int, full: str, things: Mapping[str, FileStatus], left: list[str]) -> None:
     seen = os.stat(name, dir_fd=at, follow_symlinks=False)
     approved = things.get(full)
     target = os.readlink(name, dir_fd=at) if stat.S_ISLNK(seen.st_mode) else ""
     # The status of a file with several names changes when another of its names is removed.
-    if approved is None or not same(approved, thing_of(seen, target), status=approved.links == 1):
+    if approved is None or not same_content(approved, of_stat(seen, target), status=approved.links == 1):
         left.append(full)
         return
     os.unlink(name, dir_fd=at)

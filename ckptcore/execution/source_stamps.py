@@ -22,8 +22,9 @@ from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.used_files import placed
 from ckptcore.errors import SourceChanged, SourceUnreadable
-from ckptcore.store import YOUNG, Store, fetch, open_store, put_each
+from ckptcore.store import Store, fetch, open_store, put_each
 from ckptcore.store.ahead import ReadsAhead
+from ckptcore.store.file_status import YOUNG
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 
 NAME, CTIMES = "source.json", "source-ctimes.json"

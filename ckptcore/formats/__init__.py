@@ -72,7 +72,8 @@ from ckptcore.formats.refused import KNOWN
 from ckptcore.formats.step_roots import beside_steps, located
 from ckptcore.formats.torch_ranks.format import FORMAT as TORCH_RANKS
 from ckptcore.formats.torch_save.format import FORMAT as TORCH_SAVE
-from ckptcore.store import Stamped, Store, hub_hint, join_url, open_source_store, split_url
+from ckptcore.store import Store, hub_hint, join_url, open_source_store, split_url
+from ckptcore.store.file_status import FileStatus
 from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
 from ckptcore.utils.memory import reusing_memory
@@ -204,7 +205,7 @@ def open_source(
 
 
 def _source(
-    store: Store, name: str | None, seen: dict[str, Stamped], recover: bool, keep: bool, weights: str
+    store: Store, name: str | None, seen: dict[str, FileStatus], recover: bool, keep: bool, weights: str
 ) -> Source:
     return Source(store, name, {path: one.nbytes for path, one in seen.items()}, recover, keep, weights, seen)
 
@@ -319,7 +320,7 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
     prefix = above.removeprefix(join_url(root.store.url, ""))
     seen = {at.removeprefix(prefix): one for at, one in root.seen.items() if at.startswith(prefix)}
     files, read = {f.path for f in manifest.files}, manifest.read
-    stamps = {path: (seen[path].stamp, seen[path].ctime) for path in files | read if path in seen}
+    stamps = {path: (seen[path].stamp, seen[path].settled_ctime) for path in files | read if path in seen}
     others = [StoredFile(path, one.nbytes) for path, one in seen.items() if path not in files]
     described = tuple(file for file in others if file.path in read)
     beside = tuple(file for file in others if file.path not in read)

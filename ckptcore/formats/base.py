@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from ckptcore.core.box import Box
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.core.tree_paths import Path
-from ckptcore.store import Readable, Stamped
+from ckptcore.store import Readable
+from ckptcore.store.file_status import FileStatus
 from ckptcore.store.subfolder import FileRange, SubStore, explain
 from ckptcore.topology.layout import Topology
 from ckptcore.utils.dataclass import dataclass
@@ -42,7 +43,7 @@ class Source:
     recover: bool = False
     keep_quantized: bool = False
     weights: str = "auto"
-    seen: Mapping[str, Stamped] = field(default_factory=dict)
+    seen: Mapping[str, FileStatus] = field(default_factory=dict)
 
     def below(self, folder: str) -> Source:
         """Return a subfolder as a source of its own, with paths relative to it."""

@@ -17,7 +17,8 @@ from ckptcore.formats import detect
 from ckptcore.formats.base import Source, natural
 from ckptcore.formats.step_roots import located
 from ckptcore.store import Store, join_url, local_path, open_store
-from ckptcore.store.listing import ListedFile, stamp_of, survey, survey_around
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.listing import stamp_of, survey, survey_around
 from ckptcore.store.subfolder import SubStore
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
@@ -53,7 +54,7 @@ class Candidate:
     run: str
     format: str
     because: tuple[str, ...]
-    files: Mapping[str, ListedFile]
+    files: Mapping[str, FileStatus]
     remembered: bool = False
 
     @property
@@ -151,7 +152,7 @@ class _Looking:
         self._store = _Once(open_store(root))
         self.found: list[Candidate] = []
 
-    def into(self, folder: str, files: Mapping[str, ListedFile], depth: int) -> None:
+    def into(self, folder: str, files: Mapping[str, FileStatus], depth: int) -> None:
         """Search a folder for candidates. files: paths relative to it."""
         children, own = self._by_folder(folder, files)
         for name, seen in own.items():
@@ -162,7 +163,7 @@ class _Looking:
             if not child.startswith(".") and not self._skips(path) and depth < MAX_DEPTH:
                 self._folder(path, child, children[child], depth + 1)
 
-    def _folder(self, path: str, name: str, files: Mapping[str, ListedFile], depth: int) -> None:
+    def _folder(self, path: str, name: str, files: Mapping[str, FileStatus], depth: int) -> None:
         if path in self._remembered:
             step, run = step_and_run(self.root, path)
             self.found.append(Candidate(self.root, path, name, step, run, "", (), {}, remembered=True))
@@ -191,7 +192,7 @@ class _Looking:
             self._add(path, name, "", (), files)
 
     def _detect(
-        self, path: str, files: Mapping[str, ListedFile]
+        self, path: str, files: Mapping[str, FileStatus]
     ) -> tuple[tuple[str, tuple[str, ...]] | None, bool]:
         """Return (format and evidence, or None) and whether formats see more than one checkpoint."""
         self._store.forget()
@@ -210,7 +211,7 @@ class _Looking:
             return ("", (error_of(error).message,)), False
         return (found.name, (*way, *evidence.because)), False
 
-    def _file(self, folder: str, name: str, seen: ListedFile) -> None:
+    def _file(self, folder: str, name: str, seen: FileStatus) -> None:
         path = _joined_path(folder, name)
         self._store.forget()
         try:
@@ -224,14 +225,14 @@ class _Looking:
             self._add(path, name, found.name, evidence.because, {name: seen})
 
     def _add(
-        self, path: str, name: str, form: str, because: tuple[str, ...], files: Mapping[str, ListedFile]
+        self, path: str, name: str, form: str, because: tuple[str, ...], files: Mapping[str, FileStatus]
     ) -> None:
         step, run = step_and_run(self.root, path)
         self.found.append(Candidate(self.root, path, name, step, run, form, because, files))
 
     def _by_folder(
-        self, folder: str, files: Mapping[str, ListedFile]
-    ) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
+        self, folder: str, files: Mapping[str, FileStatus]
+    ) -> tuple[dict[str, dict[str, FileStatus]], dict[str, FileStatus]]:
         children, own = _by_folder(files)
         return {name: {} for name in self._above.get(folder, ())} | children, own
 
@@ -246,11 +247,11 @@ def _paths_below(root: str, uris: Collection[str]) -> frozenset[str]:
 
 
 def _by_folder(
-    files: Mapping[str, ListedFile],
-) -> tuple[dict[str, dict[str, ListedFile]], dict[str, ListedFile]]:
+    files: Mapping[str, FileStatus],
+) -> tuple[dict[str, dict[str, FileStatus]], dict[str, FileStatus]]:
     """Return the files in the folders below, by folder, and the files right here."""
-    children: dict[str, dict[str, ListedFile]] = {}
-    own: dict[str, ListedFile] = {}
+    children: dict[str, dict[str, FileStatus]] = {}
+    own: dict[str, FileStatus] = {}
     for path, seen in files.items():
         top, slash, rest = path.partition("/")
         if slash:

@@ -60,7 +60,8 @@ from ckptcore.operations.verify import Proof, Proven, prove
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, local_path, split_url
 from ckptcore.store.below import open_below
-from ckptcore.store.contents import Thing, contents
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.listing import contents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 from ckptcore.utils.text import some
@@ -424,7 +425,7 @@ def _require_at_rest(conn: Any, child: CheckpointRow) -> None:
         raise UsageError(f"conversion {writer} writes to {child.uri}")
 
 
-def files_now(detail: CheckpointDetail) -> dict[str, Thing]:
+def files_now(detail: CheckpointDetail) -> dict[str, FileStatus]:
     """Return the child's current files, each with its identity."""
     child = detail.checkpoint
     manifest = same_manifest(child.uri, child.manifest_digest)

@@ -28,7 +28,8 @@ from ckptcore.errors import (
 )
 from ckptcore.operations.claims import source_digest
 from ckptcore.operations.reader_digest import readers_digest
-from ckptcore.store.listing import ListedFile, newest, stamp_of
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.listing import newest, stamp_of
 from ckptcore.utils.dataclass import dataclass
 
 SETTLE_S = 120.0
@@ -63,7 +64,7 @@ class Look:
 
 def look(
     uri: str,
-    files: Mapping[str, ListedFile],
+    files: Mapping[str, FileStatus],
     before: SightingRow | None,
     now: datetime,
     *,
@@ -164,7 +165,7 @@ def _is_current(before: SightingRow, stamp: str) -> bool:
 
 
 def _changed_at(
-    files: Mapping[str, ListedFile], stamp: str, before: SightingRow | None, now: datetime
+    files: Mapping[str, FileStatus], stamp: str, before: SightingRow | None, now: datetime
 ) -> datetime:
     if before is not None and before.stamp.split(" ")[0] == stamp:
         return before.changed_at  # also if a file server's clock is ahead

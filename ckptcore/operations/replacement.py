@@ -65,7 +65,8 @@ from ckptcore.operations.part_replacement import (
 from ckptcore.operations.registered_files import digests_read, same_manifest
 from ckptcore.planning.request import Settings
 from ckptcore.store import open_store
-from ckptcore.store.contents import NameKind, Thing, contents
+from ckptcore.store.file_status import FileStatus, NameKind
+from ckptcore.store.listing import contents
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import error_of
 from ckptcore.utils.text import some
@@ -129,7 +130,7 @@ class Replacement:
 
     child: CheckpointRow | None
     why: str
-    things: Mapping[str, Thing] = field(default_factory=dict)
+    things: Mapping[str, FileStatus] = field(default_factory=dict)
     expects: tuple[Holding, ...] = ()
     losses: tuple[GivenUp, ...] = ()
     proof: str = FULL
@@ -243,7 +244,7 @@ class _Side:
         catalog: Catalog,
         row: CheckpointRow,
         manifest: Manifest,
-        things: Mapping[str, Thing],
+        things: Mapping[str, FileStatus],
         take: Settings | None,
     ) -> None:
         self.catalog, self.row, self.manifest, self.things = catalog, row, manifest, things

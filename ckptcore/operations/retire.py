@@ -42,7 +42,7 @@ from ckptcore.operations.setting_aside import (
 )
 from ckptcore.planning.request import Settings
 from ckptcore.store import local_path
-from ckptcore.store.contents import contents, require_no_mount
+from ckptcore.store.listing import contents, require_no_mount
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 

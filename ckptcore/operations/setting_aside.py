@@ -25,7 +25,8 @@ from ckptcore.operations.replacement import Replacement
 from ckptcore.operations.retention import RetentionEntry, user_reasons
 from ckptcore.store import local_path
 from ckptcore.store.below import open_above
-from ckptcore.store.contents import NameKind, Thing, contents, require_no_mount
+from ckptcore.store.file_status import FileStatus, NameKind
+from ckptcore.store.listing import contents, require_no_mount
 from ckptcore.utils.merged_url import is_merged
 
 if TYPE_CHECKING:
@@ -203,18 +204,18 @@ def require_untied(conn: Any, now: datetime, source: CheckpointRow) -> None:
         raise Conflict(f"{why[0]}, meanwhile")
 
 
-def _require_same(uri: str, things: Mapping[str, Thing]) -> None:
+def _require_same(uri: str, things: Mapping[str, FileStatus]) -> None:
     """Raise `SourceChanged` unless a source is, name by name, unchanged since before it was looked at."""
     require_files(uri, things, contents(uri))
 
 
-def freed_bytes(things: Mapping[str, Thing]) -> int:
+def freed_bytes(things: Mapping[str, FileStatus]) -> int:
     """Return the bytes of files that are freed if all these names are removed.
 
     A file with several names counts once, and not at all if a name of it stays.
     """
     removed: Counter[tuple[int, int]] = Counter()
-    total, linked = 0, dict[tuple[int, int], Thing]()
+    total, linked = 0, dict[tuple[int, int], FileStatus]()
     for thing in things.values():
         if thing.kind is not NameKind.FILE:
             continue

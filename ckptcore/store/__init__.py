@@ -1,8 +1,8 @@
 """Read and write bytes by URL: one seam for local folders and for everything that fsspec reaches.
 
 This package depends on `errors` alone: neither formats nor manifests. `open_store` opens a store; `local` and
-`remote` are the two kinds of stores. `sealed`, `inventory` and `contents` report what is in a folder and who
-owns it, `place` whether two URLs name one place.
+`remote` are the two kinds of stores. `listing` and `sealed` report what is in a folder and who owns it,
+`place` whether two URLs name one place.
 
 A store is a folder behind its URL; paths inside it are relative, with ``/``, and never leave it.
 Readers ask for exact ranges and get them or an error; writers are invisible under the final name until
@@ -17,30 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptcore.errors import UnsafeContent, UsageError
-from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.merged_url import is_merged, merged_url, roots_of, split_merged
 
 if TYPE_CHECKING:
+    from ckptcore.store.file_status import FileStatus
     from ckptcore.store.objects.uploaded import Uploaded
 
 Buffer = memoryview
 BLOCK = 4096  # bytes that memory and files are aligned to, for writes past the page cache
 # org/name, as huggingface_hub's `validate_repo_id` has it.
 _HUB_ID = late_pattern(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-
-
-@dataclass(frozen=True, slots=True)
-class Stamped:
-    """One file at one moment: its size in bytes, and its stamp and ctime as `Readable` returns them."""
-
-    nbytes: int
-    stamp: str
-    ctime: int | None
-
-
-# A ctime that is too recent to be proof: a later write may still get the same one.
-YOUNG = -1
 
 
 class FileWriter(Protocol):
@@ -116,7 +103,8 @@ class Readable(Protocol):
     def ctime(self, path: str) -> int | None:
         """Return when the file's status last changed, ns since 1970: by a write, a chmod or a link.
 
-        `YOUNG` when that was just now. None when there is no such file, or the store has no such time.
+        `ckptcore.store.file_status.YOUNG` when that was just now. None when there is no such file, or the
+        store has no such time.
         """
 
     def read(self, path: str, start: int, length: int) -> bytes:
@@ -132,11 +120,11 @@ class Readable(Protocol):
 class Store(Readable, Protocol):
     """A folder of files to read from and to write to."""
 
-    def stamped(self) -> dict[str, Stamped]:
-        """List the files like `list`, with each file's stamp and ctime from the same look at it."""
+    def stamped(self) -> dict[str, FileStatus]:
+        """List the files like `list`, with the status of each."""
 
-    def look(self, path: str) -> Stamped | None:
-        """Return the entry of one file in `stamped`, or None when there is no such file."""
+    def look(self, path: str) -> FileStatus | None:
+        """Return the status of one file, or None when there is no such file."""
 
     def writer(self, path: str, nbytes: int) -> FileWriter:
         """Start a new file of ``nbytes``; raises `DiskFull`, `DestinationUnwritable`."""

@@ -11,7 +11,7 @@ import os
 import stat
 
 from ckptcore.errors import UsageError
-from ckptcore.store.contents import thing_of
+from ckptcore.store.file_status import of_stat
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -32,7 +32,7 @@ def open_above(root: str, uri: str) -> int:
     if not (stat.S_ISDIR(seen.st_mode) or stat.S_ISREG(seen.st_mode)) or name in ("", ".", ".."):
         os.close(at)
         raise UsageError(
-            f"cannot delete {uri}: must be a file or a folder (got a {thing_of(seen).kind.value})"
+            f"cannot delete {uri}: must be a file or a folder (got a {of_stat(seen).kind.value})"
         )
     return at
 

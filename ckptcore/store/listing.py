@@ -1,42 +1,39 @@
-"""List the files below a folder with sizes and times, without opening a file: all in one listing, or some."""
+"""List what is at a place, on this machine, on S3 or in any other file system, without opening a file.
+
+`survey` lists the files that readers see, links followed. `contents` lists everything that a deletion would
+remove, of any kind. `list_destination` lists everything that replacing a place would remove, also where
+nothing is. Every answer is in `FileStatus`.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from datetime import datetime
-from typing import Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from ckptcore.errors import SourceUnreadable, StorageTrouble, UsageError
-from ckptcore.store import join_url, local_path
+from ckptcore.errors import SourceUnreadable, UsageError
+from ckptcore.store import join_url, local_path, open_store
+from ckptcore.store.file_status import NO_VERSION, YOUNG, FileStatus, NameKind
+from ckptcore.store.folder_tree import Spot
+from ckptcore.store.local_listing import Walk, everything_in, opened_parent
+from ckptcore.store.place import mounts
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.foreign_text import InvalidText, parse_time
 from ckptcore.utils.merged_url import is_merged, roots_of
 
+if TYPE_CHECKING:
+    from ckptcore.store.remote import FsspecStore
+
 MAX_FILES = 2_000_000
-# Keys of a file's time and version in fsspec file systems.
-_TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
-_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", *_TIMES)
+_WAITS_S = (0.03, 2.2)  # until file times advance: on most file systems, and on older ones
+
+Inventory = Mapping[str, FileStatus]  # relative path -> status, sorted; "" is the place itself
 
 
-@dataclass(frozen=True, slots=True)
-class ListedFile:
-    """One file.
-
-    Attributes:
-        nbytes: Its size.
-        stamp: Changes when it is rewritten.
-        at: When it last changed, seconds since 1970, or None where the store does not report it.
-    """
-
-    nbytes: int
-    stamp: str
-    at: float | None
-
-
-def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
+def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, FileStatus]:
     """Return every file below a folder by its relative path, sorted; links to folders are not followed.
 
     Raises:
@@ -44,14 +41,12 @@ def survey(url: str, *, max_files: int = MAX_FILES) -> dict[str, ListedFile]:
         StorageTrouble: The store failed.
         UsageError: There are more than ``max_files``.
     """
-    path = local_path(url)
-    files = _local_files(os.fspath(path)) if path is not None else _remote(url)
-    return _bounded(url, files, max_files)
+    return _bounded(url, _files_below(url), max_files)
 
 
 def survey_around(
     url: str, left_out: Collection[str], *, max_files: int = MAX_FILES
-) -> tuple[dict[str, ListedFile], frozenset[str]]:
+) -> tuple[dict[str, FileStatus], frozenset[str]]:
     """Return the files below a folder of an object store, but nothing of some folders in it.
 
     A folder above one of them is listed by itself, in one request for 1,000 names; any other is listed with
@@ -73,83 +68,99 @@ def survey_around(
     if not left_out:
         return survey(url, max_files=max_files), frozenset()
     above = {path[:at] for path in left_out for at, letter in enumerate(path) if letter == "/"}
-    there: set[str] = set()
+    left_out_there: set[str] = set()
 
-    def files(folder: str) -> Iterator[tuple[str, ListedFile]]:
-        own, folders = _remote_level(join_url(url, folder) if folder else url)
+    def files(folder: str) -> Iterator[tuple[str, FileStatus]]:
+        own, folders = _level(join_url(url, folder) if folder else url)
         prefix = f"{folder}/" if folder else ""
-        yield from ((prefix + name, _listed(info)) for name, info in own.items())
+        yield from ((prefix + name, status) for name, status in own.items())
         for name in folders:
             path = prefix + name
             if path in left_out:
-                there.add(path)
+                left_out_there.add(path)
             elif path in above:
                 yield from files(path)
             else:
-                yield from ((f"{path}/{below}", seen) for below, seen in _remote(join_url(url, path)))
+                below = _files_below(join_url(url, path))
+                yield from ((f"{path}/{inner}", status) for inner, status in below)
 
-    return _bounded(url, files(""), max_files), frozenset(there)
+    return _bounded(url, files(""), max_files), frozenset(left_out_there)
 
 
-def _bounded(url: str, files: Iterable[tuple[str, ListedFile]], max_files: int) -> dict[str, ListedFile]:
-    found: dict[str, ListedFile] = {}
-    for name, seen in files:
-        found[name] = seen
-        if len(found) > max_files:
-            raise UsageError(
-                f"cannot list {url}: it holds more than {max_files} files",
-                hint="watch folders below it instead",
-            )
-    return dict(sorted(found.items()))
+def contents(url: str, *, follow: bool = False) -> dict[str, FileStatus]:
+    """Return everything at a place by its relative name, sorted; names of folders end with a slash.
+
+    For deletions and for comparing identities: no link is followed unless requested, nothing is skipped, and
+    a name that cannot be examined is an error. A place that is one file is that file under the empty name.
+
+    Args:
+        url: The place.
+        follow: List a link to a file as that file, and what is mounted as a folder, as readers see them.
+
+    Raises:
+        SourceUnreadable: Nothing is there, or a name cannot be examined.
+        SourceChanged: A name was removed meanwhile.
+        StorageTrouble: The store failed.
+        UsageError: A deletion would be unsafe: a mount, an object without a version, too many names.
+    """
+    if is_merged(url):
+        raise UsageError(f"cannot list {url} as one place", hint="name each of its folders alone")
+    path = local_path(url)
+    statuses = _remote_contents(url) if path is None else _local_contents(os.path.abspath(path), follow)
+    if len(statuses) > MAX_FILES:
+        raise UsageError(f"cannot list {url}: it holds more than {MAX_FILES} names")
+    return statuses
+
+
+def list_destination(url: str) -> dict[str, FileStatus]:
+    """Return everything at a place; empty where nothing is. An object store's folder has no own entry.
+
+    Links are not followed, and nothing is opened.
+
+    Raises:
+        SourceUnreadable: A name cannot be examined.
+        SourceChanged: A name was removed meanwhile.
+        StorageTrouble: The store failed.
+        UsageError: Folders are nested too deeply, or the URL cannot be opened.
+    """
+    path = local_path(url)
+    if path is None:
+        return _everything_remote(url)
+    with opened_parent(os.fspath(path)) as spot:
+        return {} if spot is None else list_destination_at(spot)
+
+
+def list_destination_at(spot: Spot) -> dict[str, FileStatus]:
+    """Return what `list_destination` does of a name in an open folder."""
+    return dict(sorted(everything_in(spot, Walk())))
+
+
+def list_settled_destination(url: str) -> dict[str, FileStatus]:
+    """Call `list_destination`, and wait a little if needed, until every ctime would reveal a later write."""
+    statuses: dict[str, FileStatus] = {}
+    for wait_s in (*_WAITS_S, 0.0):
+        statuses = list_destination(url)
+        if all(status.settled_ctime != YOUNG for status in statuses.values()):
+            break
+        time.sleep(wait_s)
+    return statuses
 
 
 def nothing_at(url: str) -> bool:
     """Return whether an object store has nothing at a URL; raises `StorageTrouble`, `SourceUnreadable`."""
-    return not any(True for _ in _remote(url, itself=True))
-
-
-def everything_at(url: str) -> dict[str, ListedFile]:
-    """Return `survey`'s files, or for a checkpoint that is one file, that file under the empty name.
-
-    Raises:
-        SourceUnreadable: The place is missing or cannot be listed.
-        StorageTrouble: The store failed.
-        UsageError: There are more than `MAX_FILES`.
-    """
-    path = local_path(url)
-    if path is not None:
-        try:
-            return {"": _seen(os.stat(path))} if path.is_file() else survey(url)
-        except OSError as error:
-            raise SourceUnreadable(f"cannot look at {url}: {error.strerror}") from error
-    found = dict(_remote(url, itself=True))
-    if not found:
-        raise SourceUnreadable(f"{url} does not exist or is empty")
-    if len(found) > 1:
-        found.pop("", None)  # an empty object that some tools create as a folder marker
-    return found
+    return not _everything_remote(url)
 
 
 def names_at(url: str) -> tuple[str, ...]:
     """Return the names directly in a folder of an object store, sorted; none if there is no such folder.
 
     Raises:
+        SourceUnreadable: The folder cannot be listed.
         StorageTrouble: The store failed.
         UsageError: The URL cannot be opened.
     """
-    import fsspec
-
-    try:
-        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
-        fs.invalidate_cache()
-        found: list[str] = fs.ls(root.rstrip("/"), detail=False)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"cannot open {url!r}: {error}") from error
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    except Exception as error:
-        raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
-    return tuple(sorted({name.rstrip("/").rpartition("/")[2] for name in found}))
+    files, folders = _level(url)
+    return tuple(sorted({*files, *folders}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,36 +187,106 @@ def folder_at(url: str) -> Folder:
     path = local_path(url)
     if path is not None:
         return _folder_here(os.fspath(path))
-    rows, folders = _remote_level(url)
-    return Folder({name: int(info.get("size") or 0) for name, info in rows.items()}, folders)
+    statuses, folders = _level(url)
+    return Folder({name: status.nbytes for name, status in statuses.items()}, folders)
 
 
-def _remote_level(url: str) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Return fsspec's records of the files directly in a folder, and the names of its folders, all sorted."""
-    import fsspec
+def stamp_of(files: Mapping[str, FileStatus]) -> str:
+    """Return one digest of names, sizes and stamps."""
+    total = blake3()
+    for name in sorted(files):
+        total.update(f"{name}\0{files[name].stamp}\n".encode("utf-8", "surrogateescape"))
+    return total.hexdigest()
 
-    try:
-        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
-        fs.invalidate_cache()
-        rows: list[dict[str, Any]] = fs.ls(root.rstrip("/"), detail=True)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"cannot open {url!r}: {error}") from error
-    except (FileNotFoundError, NotADirectoryError):
-        return {}, ()
-    except PermissionError as error:
-        raise SourceUnreadable(f"cannot list {url}: {error or 'permission denied'}") from error
-    except Exception as error:
-        raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
-    files, folders = dict[str, dict[str, Any]](), set[str]()
-    for row in rows:
-        name = str(row["name"]).rstrip("/").rpartition("/")[2]
-        if str(row["name"]).rstrip("/") == root.rstrip("/"):
-            continue  # the folder's own marker, or the named file itself
-        if row.get("type") == "directory":
-            folders.add(name)
-        else:
-            files[name] = row
-    return dict(sorted(files.items())), tuple(sorted(folders))
+
+def newest(files: Mapping[str, FileStatus]) -> float | None:
+    """Return when the last of the files changed, seconds since 1970, or None if no file has a time."""
+    return max((s.changed_at for s in files.values() if s.changed_at is not None), default=None)
+
+
+def require_no_mount(path: str) -> None:
+    """Raise `UsageError` when something is mounted at a path or below it.
+
+    A bind mount of the same file system has the same device number: its files would pass for this folder's.
+    """
+    above = os.path.realpath(path)
+    for _, _, point in mounts():
+        if point == above or point.startswith(above.rstrip("/") + "/"):
+            raise UsageError(
+                f"cannot delete {path}: another folder is mounted at {point}", hint="unmount it first"
+            )
+
+
+def _bounded(url: str, files: Iterable[tuple[str, FileStatus]], max_files: int) -> dict[str, FileStatus]:
+    statuses: dict[str, FileStatus] = {}
+    for name, status in files:
+        statuses[name] = status
+        if len(statuses) > max_files:
+            raise UsageError(
+                f"cannot list {url}: it holds more than {max_files} files",
+                hint="watch folders below it instead",
+            )
+    return dict(sorted(statuses.items()))
+
+
+def _files_below(url: str) -> Iterator[tuple[str, FileStatus]]:
+    path = local_path(url)
+    if path is None:
+        with closing(_remote(url)) as store:
+            yield from store.below().items()
+        return
+    if not os.path.isdir(path):
+        raise SourceUnreadable(f"{path} does not exist or is not a folder", hint="check the path")
+    with opened_parent(os.fspath(path)) as spot:
+        for name, status in everything_in(spot, Walk(follow=True, lenient=True)) if spot is not None else ():
+            if status.kind is NameKind.FILE:
+                yield name, status
+
+
+def _level(url: str) -> tuple[dict[str, FileStatus], tuple[str, ...]]:
+    """Return the objects directly in a folder, and the names of its folders, all sorted."""
+    with closing(_remote(url)) as store:
+        return store.level()
+
+
+def _everything_remote(url: str) -> dict[str, FileStatus]:
+    with closing(_remote(url)) as store:
+        return store.everything()
+
+
+def _remote(url: str) -> FsspecStore:
+    if is_merged(url):
+        raise UsageError(f"cannot list {url} as one folder", hint="name each of its folders alone")
+    store = open_store(url)
+    if TYPE_CHECKING:
+        assert isinstance(store, FsspecStore)  # which takes long to import, and `open_store` has just done it
+    return store
+
+
+def _remote_contents(url: str) -> dict[str, FileStatus]:
+    statuses = _everything_remote(url)
+    if not statuses:
+        raise SourceUnreadable(f"{url} does not exist or is empty")
+    if len(statuses) > 1:
+        statuses.pop("", None)  # an empty object that some tools create as a folder marker
+    for name, status in statuses.items():
+        if status.version == NO_VERSION and status.mtime is None:
+            raise UsageError(f"cannot prove that {url}/{name} is unchanged: the store reports no version")
+    return statuses
+
+
+def _local_contents(root: str, follow: bool) -> dict[str, FileStatus]:
+    with opened_parent(root) as spot:
+        statuses = {} if spot is None else dict(everything_in(spot, Walk(follow=follow)))
+    if not statuses:
+        raise SourceUnreadable(f"cannot look at {root}: No such file or directory")
+    for name, status in statuses.items():
+        if status.kind is NameKind.MOUNT:
+            raise UsageError(f"cannot delete {root}: another folder is mounted at {root}/{name}".rstrip("/"))
+    if statuses[""].kind is NameKind.FOLDER:
+        del statuses[""]
+    ends = {name: "/" if status.kind is NameKind.FOLDER else "" for name, status in statuses.items()}
+    return dict(sorted((name + ends[name], status) for name, status in statuses.items()))
 
 
 def _folder_here(path: str) -> Folder:
@@ -225,106 +306,3 @@ def _folder_here(path: str) -> Folder:
         except OSError:
             continue  # removed meanwhile, or a link to nothing
     return Folder(dict(sorted(files.items())), tuple(sorted(folders)))
-
-
-def changed(
-    before: Mapping[str, ListedFile], now: Mapping[str, ListedFile], *, times: bool = True
-) -> str | None:
-    """Return the first name that was added, removed or written in between, or None.
-
-    Args:
-        before: Files of the earlier survey.
-        now: Files of the later survey.
-        times: Count a change of status alone as a write (moving a file changes its status).
-    """
-    for name in sorted(before.keys() | now.keys()):
-        was, seen = before.get(name), now.get(name)
-        if was is None or seen is None or (was.nbytes, was.stamp) != (seen.nbytes, seen.stamp):
-            return name
-        if times and was.at != seen.at:
-            return name
-    return None
-
-
-def stamp_of(files: Mapping[str, ListedFile]) -> str:
-    """Return one digest of names, sizes and stamps."""
-    total = blake3()
-    for name in sorted(files):
-        line = f"{name}\0{files[name].nbytes}\0{files[name].stamp}\n"
-        total.update(line.encode("utf-8", "surrogateescape"))
-    return total.hexdigest()
-
-
-def newest(files: Mapping[str, ListedFile]) -> float | None:
-    """Return when the last of the files changed, or None if no file has a time."""
-    return max((f.at for f in files.values() if f.at is not None), default=None)
-
-
-def _local_files(root: str) -> Iterator[tuple[str, ListedFile]]:
-    if not os.path.isdir(root):
-        raise SourceUnreadable(f"{root} does not exist or is not a folder", hint="check the path")
-    todo = [root]
-    while todo:
-        folder = todo.pop()
-        try:
-            entries = list(os.scandir(folder))
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except OSError as error:
-            raise SourceUnreadable(f"cannot list {folder}: {error.strerror}") from error
-        for entry in entries:
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    todo.append(entry.path)
-                    continue
-                if not entry.is_file():
-                    continue
-                status = entry.stat()
-            except OSError:
-                continue  # removed meanwhile, or a link to nothing
-            yield os.path.relpath(entry.path, root), _seen(status)
-
-
-def _seen(status: os.stat_result) -> ListedFile:
-    # A copied file keeps its old mtime; the ctime shows when it arrived.
-    return ListedFile(
-        status.st_size, f"{status.st_mtime_ns} {status.st_ino}", max(status.st_mtime, status.st_ctime)
-    )
-
-
-def _remote(url: str, *, itself: bool = False) -> Iterator[tuple[str, ListedFile]]:
-    if is_merged(url):
-        raise UsageError(f"cannot list {url} as one folder", hint="name each of its folders alone")
-    import fsspec
-
-    try:
-        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
-        root = root.rstrip("/")
-        fs.invalidate_cache()
-        found: dict[str, Any] = fs.find(root, detail=True)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"cannot open {url!r}: {error}") from error
-    except FileNotFoundError as error:
-        raise SourceUnreadable(f"{url} does not exist") from error
-    except Exception as error:
-        raise StorageTrouble(f"cannot list {url}: {error or type(error).__name__}") from error
-    for name, info in found.items():
-        if (itself or name != root) and info.get("type", "file") == "file":
-            yield name[len(root) :].lstrip("/"), _listed(info)
-
-
-def _listed(info: Mapping[str, Any]) -> ListedFile:
-    version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
-    at = next((info[k] for k in _TIMES if info.get(k)), None)
-    return ListedFile(int(info["size"] or 0), str(version), _seconds(at))
-
-
-def _seconds(at: Any) -> float | None:
-    if isinstance(at, datetime):
-        return at.timestamp()
-    if isinstance(at, int | float):
-        return float(at)
-    try:
-        return parse_time(str(at)).timestamp() if at else None
-    except InvalidText:
-        return None

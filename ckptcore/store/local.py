@@ -6,7 +6,6 @@ Reads are `pread` into the caller's buffers: without a memory map, the caller's 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
@@ -17,12 +16,12 @@ import weakref
 from pathlib import Path
 
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
-from ckptcore.store import YOUNG, Buffer, FileWriter, Joint, ReadObserver, Stamped, Store
+from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store
+from ckptcore.store.file_status import FileStatus, NameKind, of_stat
+from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
-# Times advance by a tick of the kernel, 10 ms at most; on FAT and older file systems by up to 2 s.
-_FINE_NS, _COARSE_NS, _ROUND_NS = 20_000_000, 2_100_000_000, 10_000_000
 
 
 class LocalStore:
@@ -41,23 +40,20 @@ class LocalStore:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = 8192 if soft == resource.RLIM_INFINITY else min(soft // 2, 8192)
 
-    def stamped(self) -> dict[str, Stamped]:
-        """List the files with size, stamp and ctime."""
-        found: dict[str, Stamped] = {}
+    def stamped(self) -> dict[str, FileStatus]:
+        """List the files with the status of each, links followed."""
         try:
             if not self._root.is_dir():
                 if self._root.exists():
                     raise SourceUnreadable(f"{self.url} is a file, not a folder")
                 raise SourceUnreadable(f"{self.url} does not exist", hint="check the path", absent=True)
-            for folder, _, names in os.walk(self._root, onerror=_reraise):
-                for name in names:
-                    path = os.path.join(folder, name)
-                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or dangling
-                        now = time.time_ns()  # before `stat`, or a later write may count as an earlier one
-                        found[os.path.relpath(path, self._root)] = _stamped(os.stat(path), now)
         except OSError as error:
             raise unreadable(self.url, error) from error
-        return dict(sorted(found.items()))
+        with opened_parent(self.url) as spot:
+            entries = everything_in(spot, Walk(follow=True, lenient=True)) if spot is not None else ()
+            # A link that is left leads to a folder, or nowhere.
+            skipped = (NameKind.FOLDER, NameKind.LINK)
+            return dict(sorted((name, status) for name, status in entries if status.kind not in skipped))
 
     def list(self) -> dict[str, int]:
         """List the files: relative path -> size in bytes."""
@@ -65,27 +61,28 @@ class LocalStore:
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes, or None when there is no such file."""
-        seen = self._stat(path)
-        return seen.st_size if seen is not None and stat.S_ISREG(seen.st_mode) else None
+        status = self.look(path)
+        return None if status is None else status.nbytes
 
-    def look(self, path: str) -> Stamped | None:
-        """Return size, stamp and ctime of one file, or None when there is no such file."""
-        now, seen = time.time_ns(), self._stat(path)
-        return _stamped(seen, now) if seen is not None and stat.S_ISREG(seen.st_mode) else None
+    def look(self, path: str) -> FileStatus | None:
+        """Return the status of one file, or None when there is no such file."""
+        status = self._status(path)
+        return status if status is not None and status.kind is NameKind.FILE else None
 
     def stamp(self, path: str) -> str | None:
         """Return the size, mtime and inode as a text, or None when there is no such file."""
-        seen = self._stat(path)
-        return None if seen is None else _stamp(seen)
+        status = self._status(path)
+        return None if status is None else status.stamp
 
     def ctime(self, path: str) -> int | None:
         """Return the ctime in ns, `YOUNG` when it is recent, or None when there is no such file."""
-        now, seen = time.time_ns(), self._stat(path)
-        return None if seen is None else settled_ctime(seen.st_ctime_ns, now)
+        status = self._status(path)
+        return None if status is None else status.settled_ctime
 
-    def _stat(self, path: str) -> os.stat_result | None:
+    def _status(self, path: str) -> FileStatus | None:
+        looked_at = time.time_ns()  # before `stat`, or a later write may count as an earlier one
         try:
-            return os.stat(os.path.join(self.url, path))
+            return of_stat(os.stat(os.path.join(self.url, path)), looked_at=looked_at)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -251,28 +248,6 @@ class LocalStore:
         repository, found, inside = self._real.rpartition(f"{os.sep}snapshots{os.sep}")
         blobs = os.path.join(repository, "blobs") + os.sep
         return bool(found and inside) and real.startswith(blobs)
-
-
-def _stamped(seen: os.stat_result, now: int) -> Stamped:
-    return Stamped(seen.st_size, _stamp(seen), settled_ctime(seen.st_ctime_ns, now))
-
-
-def _stamp(seen: os.stat_result) -> str:
-    # Without the ctime, which chmod changes too.
-    return f"{seen.st_size} bytes, modified {seen.st_mtime_ns}, inode {seen.st_ino}"
-
-
-def settled_ctime(ctime: int, now: int) -> int:
-    """Return a ctime in ns, or `YOUNG` while a write after ``now`` could get the same one.
-
-    The ctime may come from another machine's clock.
-    """
-    grain = _COARSE_NS if ctime % _ROUND_NS == 0 else _FINE_NS
-    return YOUNG if -grain <= now - ctime < grain else ctime
-
-
-def _reraise(error: OSError) -> None:
-    raise error
 
 
 def close_all(descriptors: dict[str, int]) -> None:

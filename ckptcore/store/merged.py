@@ -19,12 +19,13 @@ from typing import Never
 import numpy as np
 
 from ckptcore.errors import DamagedCheckpoint, SourceUnreadable, UsageError, finding
-from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Stamped, Store, is_s3, open_source_store
+from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store, is_s3, open_source_store
 from ckptcore.store.ahead import ExpectedReads, ReadsAhead, StoreProof
+from ckptcore.store.file_status import FileStatus
 from ckptcore.store.place import first_overlap
 from ckptcore.utils.merged_url import roots_of, split_merged
 
-_Listings = tuple[dict[str, Stamped] | None, ...]  # of each folder; None for one that does not exist
+_Listings = tuple[dict[str, FileStatus] | None, ...]  # of each folder; None for one that does not exist
 
 _BLOCK = 4 << 20  # bytes that are compared at once
 _LISTINGS = 8  # folders that are listed at the same time
@@ -76,9 +77,9 @@ class MergedStore:
         for store in self.stores:
             store.observer = observer
 
-    def stamped(self) -> dict[str, Stamped]:
+    def stamped(self) -> dict[str, FileStatus]:
         """List the files of all folders, as they are now."""
-        found: dict[str, Stamped] = {}
+        found: dict[str, FileStatus] = {}
         listings = self._listings(anew=True)
         if all(listing is None for listing in listings):
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
@@ -129,7 +130,7 @@ class MergedStore:
         at = self._holder(path)
         return None if at is None else self.stores[at].size(path)
 
-    def look(self, path: str) -> Stamped | None:
+    def look(self, path: str) -> FileStatus | None:
         """Return size, stamp and ctime of one file, or None when there is no such file."""
         at = self._holder(path)
         return None if at is None else self.stores[at].look(path)
@@ -287,7 +288,7 @@ class MergedAhead(MergedStore):
                 yield number, store
 
 
-def _listing(store: Store) -> dict[str, Stamped] | None:
+def _listing(store: Store) -> dict[str, FileStatus] | None:
     try:
         return store.stamped()
     except SourceUnreadable as error:

@@ -22,12 +22,11 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.redaction import redacted_of
-from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Stamped, Store
+from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store
+from ckptcore.store.file_status import FileStatus, of_info
 from ckptcore.utils.extras import OF_SCHEME, install
 
 _PART = 16 << 20  # bytes per upload part; also the write granularity asked of fsspec
-# Keys of what changes with a file's content, best first.
-_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
 _ANSWER = "ClientResponseError"  # of aiohttp
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 
@@ -72,23 +71,64 @@ class FsspecStore:
             raise _trouble(url, error) from error
         return fs, root.rstrip("/")
 
-    def stamped(self) -> dict[str, Stamped]:
+    def stamped(self) -> dict[str, FileStatus]:
         """List the objects with size and version."""
-
-        def call() -> dict[str, Stamped]:
-            self._fs.invalidate_cache()
-            found = self._fs.find(self._root, detail=True)
-            return {
-                name[len(self._root) :].lstrip("/"): _stamped(self._sized(name, info))
-                for name, info in sorted(found.items())
-                if name != self._root and info.get("type", "file") == "file"
-            }
-
-        found: dict[str, Stamped] = retrying(self.url, call)
-        if not found:
+        statuses = self.below()
+        if not statuses:
             self._info("")  # it says if the server cannot be reached, or refuses
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
-        return found
+        return statuses
+
+    def below(self) -> dict[str, FileStatus]:
+        """Return every object below the folder by its relative name, sorted; none where nothing is."""
+        statuses = self.everything()
+        statuses.pop("", None)
+        return statuses
+
+    def everything(self) -> dict[str, FileStatus]:
+        """Return what `below` does, and the object of the folder's own name under the empty name."""
+
+        def call() -> dict[str, FileStatus]:
+            self._fs.invalidate_cache()
+            try:
+                infos = self._fs.find(self._root, detail=True)
+            except FileNotFoundError as error:
+                _require_answer(error)
+                return {}
+            # The exact name: "out//x" and "out/x" are different objects. An empty object whose name ends with
+            # a slash is one that some tools create as a folder marker.
+            return {
+                name[len(self._root) + 1 :]: of_info(self._sized(name, info))
+                for name, info in sorted(infos.items())
+                if info.get("type", "file") == "file" and not name.endswith("/")
+            }
+
+        statuses: dict[str, FileStatus] = retrying(self.url, call)
+        return statuses
+
+    def level(self) -> tuple[dict[str, FileStatus], tuple[str, ...]]:
+        """Return the objects directly in the folder by name, and the names of its folders, all sorted."""
+
+        def call() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            try:
+                infos: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                _require_answer(error)
+                return []
+            return infos
+
+        statuses, folders = dict[str, FileStatus](), set[str]()
+        for info in retrying(self.url, call):
+            path = str(info["name"]).rstrip("/")
+            if path == self._root:
+                continue  # the folder's own marker, or the named file itself
+            name = path.rpartition("/")[2]
+            if info.get("type") == "directory":
+                folders.add(name)
+            else:
+                statuses[name] = of_info(info)
+        return dict(sorted(statuses.items())), tuple(sorted(folders))
 
     def _sized(self, name: str, info: dict[str, Any]) -> dict[str, Any]:
         """Return what is known of a file, with its size: listings of web servers have none."""
@@ -110,25 +150,23 @@ class FsspecStore:
         seen = self.look(path)
         return None if seen is None else seen.nbytes
 
-    def look(self, path: str) -> Stamped | None:
+    def look(self, path: str) -> FileStatus | None:
         """Return size and version of one object, or None when there is no such object."""
         info = self._info(path)
-        return _stamped(info) if info is not None and info.get("type", "file") == "file" else None
+        return of_info(info) if info is not None and info.get("type", "file") == "file" else None
 
     def stamp(self, path: str) -> str | None:
         """Return the size and version as a text, or None when there is no such object."""
         info = self._info(path)
-        return None if info is None else _stamped(info).stamp
+        return None if info is None else of_info(info).stamp
 
     def _info(self, path: str) -> dict[str, Any] | None:
         def call() -> dict[str, Any] | None:
             try:
                 info: dict[str, Any] = self._fs.info(self._full(path))
             except FileNotFoundError as error:
-                cause = error.__cause__
-                if cause is None or _is_answer(cause):
-                    return None
-                raise cause from None
+                _require_answer(error)
+                return None
             return info
 
         found: dict[str, Any] | None = retrying(f"{self.url}/{path}".rstrip("/"), call)
@@ -254,19 +292,18 @@ class FsspecWriter:
         self._file.closed = True
 
 
-def _stamped(info: dict[str, Any]) -> Stamped:
-    version = next((info[k] for k in _VERSIONS if info.get(k)), "unknown")
-    return Stamped(int(info["size"] or 0), f"{info.get('size')} bytes, version {version}", None)
-
-
-def _is_answer(cause: BaseException) -> bool:
-    """Report whether "not found" is what a store has answered.
+def _require_answer(error: OSError) -> None:
+    """Raise the cause of "not found", unless that is what a store has answered.
 
     fsspec's web servers are "not found" whatever happened: nothing listens, or the answer is a refusal.
     """
+    cause = error.__cause__
     if isinstance(cause, OSError):
-        return isinstance(cause, FileNotFoundError)
-    return getattr(cause, "status", 404) == 404
+        is_answer = isinstance(cause, FileNotFoundError)
+    else:
+        is_answer = getattr(cause, "status", 404) == 404
+    if cause is not None and not is_answer:
+        raise cause from None
 
 
 def retrying(what: str, call: Any, *, writing: bool = False) -> Any:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptcore.errors import CkptError, DestinationUnwritable, SourceUnreadable, UsageError
-from ckptcore.store import Buffer, FileWriter, ReadObserver, Stamped, Store
+from ckptcore.store import Buffer, FileWriter, ReadObserver, Store
 from ckptcore.store.ahead import ExpectedReads, StoreProof
-from ckptcore.store.objects import IN_ONE
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.objects import IN_ONE, of_object
 from ckptcore.store.objects.client import S3Client, require_small
 from ckptcore.store.objects.kept_records import KeptRecords
 from ckptcore.store.objects.reader import FolderReader
@@ -61,19 +62,43 @@ class S3Store(FsspecStore):
         """Return no file system: only `writer` needs it, and s3fs takes long to import."""
         return None, ""
 
-    def stamped(self) -> dict[str, Stamped]:
+    def stamped(self) -> dict[str, FileStatus]:
         """List the objects with size and version, as they are now."""
-        found = self._reader.stamped()
-        if not found:
+        statuses = self._reader.stamped()
+        if not statuses:
             raise SourceUnreadable(f"{self.url} does not exist or is empty", absent=True)
-        return found
+        return statuses
+
+    def below(self) -> dict[str, FileStatus]:
+        """Return every object below the folder by its relative name, sorted; none where nothing is."""
+        return self._reader.stamped()
+
+    def everything(self) -> dict[str, FileStatus]:
+        """Return what `below` does, and the object of the folder's own name under the empty name."""
+        key = self.prefix.rstrip("/")
+
+        def itself() -> dict[str, FileStatus]:
+            exact = self.client.head(key) if key else None
+            return {} if exact is None else {"": of_object(exact)}
+
+        # Both at once: neither depends on the other's answer.
+        exact, below = self.client.each(lambda look: look(), (itself, self.below))
+        return exact | below
+
+    def level(self) -> tuple[dict[str, FileStatus], tuple[str, ...]]:
+        """Return the objects directly in the folder by name, and the names of its folders, all sorted."""
+        keys = self.client.below(self.prefix)
+        statuses = {seen.key[len(self.prefix) :]: of_object(seen) for seen in keys.objects}
+        statuses.pop("", None)  # the folder's own marker
+        folders = {prefix[len(self.prefix) :].rstrip("/") for prefix in keys.prefixes}
+        return dict(sorted(statuses.items())), tuple(sorted(folders))
 
     def list(self) -> dict[str, int]:
         """List the objects: relative path -> size in bytes. A pinned folder is listed once."""
         known = self._reader.listed()
         return known if known is not None else super().list()
 
-    def look(self, path: str) -> Stamped | None:
+    def look(self, path: str) -> FileStatus | None:
         """Return size and version of one object, or None when there is no such object."""
         return self._reader.look(path)
 

@@ -14,6 +14,7 @@ from dataclasses import field
 from typing import Protocol, TypeVar
 
 from ckptcore.store import Buffer
+from ckptcore.store.file_status import NO_VERSION, FileStatus, NameKind
 from ckptcore.utils.dataclass import dataclass
 
 K = TypeVar("K")
@@ -55,6 +56,12 @@ class ObjectSeen:
     metadata: Mapping[str, str] = field(default_factory=dict)
     checksums: tuple[Checksum, ...] = ()
     modified: float | None = None
+
+
+def of_object(seen: ObjectSeen) -> FileStatus:
+    """Return the status of an object."""
+    modified = None if seen.modified is None else round(seen.modified * 1e9)
+    return FileStatus(NameKind.FILE, seen.nbytes, seen.etag or NO_VERSION, modified)
 
 
 @dataclass(frozen=True, slots=True)

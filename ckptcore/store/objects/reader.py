@@ -19,9 +19,10 @@ from concurrent.futures import Future
 from functools import partial
 
 from ckptcore.errors import AlteredInTransit, CkptError, SourceUnreadable
-from ckptcore.store import Buffer, ReadObserver, Stamped
+from ckptcore.store import Buffer, ReadObserver
 from ckptcore.store.ahead import ExpectedReads, StoreProof
-from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen
+from ckptcore.store.file_status import FileStatus
+from ckptcore.store.objects import Checksum, ObjectClient, ObjectSeen, of_object
 from ckptcore.store.objects.blocks import BLOCK, BlockReader, plan_blocks
 from ckptcore.store.objects.checksums import checksum_of
 from ckptcore.store.objects.ledger import Ledger, altered, damaged
@@ -74,7 +75,7 @@ class FolderReader:
             if seen is not None and pinned:
                 self._seen[path] = seen
 
-    def stamped(self) -> dict[str, Stamped]:
+    def stamped(self) -> dict[str, FileStatus]:
         """List the objects as they are now; the first listing of a pinned folder pins them."""
         found: dict[str, ObjectSeen] = {}
         for seen in self._client.list(self._prefix):
@@ -85,7 +86,7 @@ class FolderReader:
             with self._lock:
                 self._seen = {**found, **self._seen}
                 self._listed = True
-        return {path: _stamped(found[path]) for path in sorted(found)}
+        return {path: of_object(found[path]) for path in sorted(found)}
 
     def listed(self) -> dict[str, int] | None:
         """Return the objects of a pinned folder that was listed, path -> bytes, sorted; else None."""
@@ -94,15 +95,15 @@ class FolderReader:
         with self._lock:
             return {path: seen.nbytes for path, seen in sorted(self._seen.items())}
 
-    def now(self, path: str) -> Stamped | None:
+    def now(self, path: str) -> FileStatus | None:
         """Return size and version of one object as it is now, or None when there is no such object."""
         seen = self._client.head(self._prefix + path)
-        return None if seen is None else _stamped(seen)
+        return None if seen is None else of_object(seen)
 
-    def look(self, path: str) -> Stamped | None:
+    def look(self, path: str) -> FileStatus | None:
         """Return size and version of one object, or None when there is no such object."""
         seen = self._known(path)
-        return None if seen is None else _stamped(seen)
+        return None if seen is None else of_object(seen)
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Return exactly ``length`` bytes."""
@@ -329,12 +330,6 @@ class FolderReader:
 
     def _version(self, seen: ObjectSeen) -> tuple[str, str, str]:
         return self._client.url, seen.key, seen.etag or f"{seen.nbytes} bytes"
-
-
-def _stamped(seen: ObjectSeen) -> Stamped:
-    # As `ckptcore.store.remote` has it: stamps are recorded, and compared with those of later versions.
-    version = seen.etag or (str(seen.modified) if seen.modified is not None else "unknown")
-    return Stamped(seen.nbytes, f"{seen.nbytes} bytes, version {version}", None)
 
 
 def _of_stamp(key: str, stamp: str | None) -> ObjectSeen | None:

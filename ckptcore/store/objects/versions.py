@@ -11,8 +11,8 @@ from typing import Any
 
 from ckptcore.errors import CkptError
 from ckptcore.store import is_s3
-from ckptcore.store.contents import NameKind, Thing, same
-from ckptcore.store.objects import ObjectSeen
+from ckptcore.store.file_status import FileStatus, same_content
+from ckptcore.store.objects import ObjectSeen, of_object
 from ckptcore.store.objects.client import S3Client, listed
 from ckptcore.store.objects.retry import Kind, kind_of
 from ckptcore.utils.dataclass import dataclass
@@ -40,12 +40,12 @@ class HiddenObject:
     """An object behind a delete marker.
 
     Attributes:
-        thing: The object, as `ckptcore.store.contents` lists it.
+        status: Of the object, as `ckptcore.store.listing.contents` has it.
         version: Its version.
         marker: The delete marker.
     """
 
-    thing: Thing
+    status: FileStatus
     version: ObjectVersion
     marker: ObjectVersion
 
@@ -67,17 +67,18 @@ class VersionedPlace:
                 before = newest.get(name)
                 if before is None or (version.seen.modified or 0) > (before.seen.modified or 0):
                     newest[name] = version
-        return {n: HiddenObject(_thing(newest[n]), newest[n], m) for n, m in markers.items() if n in newest}
+        hidden = {name: (newest[name], marker) for name, marker in markers.items() if name in newest}
+        return {name: HiddenObject(of_object(v.seen), v, marker) for name, (v, marker) in hidden.items()}
 
     def show(self) -> None:
         """Delete the delete markers."""
         for hidden in self.hidden().values():
             _delete_version(self._client, hidden.marker.seen.key, hidden.marker.id)
 
-    def remove(self, things: Mapping[str, Thing]) -> None:
+    def remove(self, things: Mapping[str, FileStatus]) -> None:
         """Delete the hidden versions of these things for good, and their markers."""
         for name, hidden in self.hidden().items():
-            if name in things and same(things[name], hidden.thing):
+            if name in things and same_content(things[name], hidden.status):
                 _delete_version(self._client, hidden.version.seen.key, hidden.version.id)
                 _delete_version(self._client, hidden.marker.seen.key, hidden.marker.id)
 
@@ -131,9 +132,3 @@ def _delete_version(client: S3Client, key: str, version: str) -> None:
     except CkptError as error:
         if kind_of(error) is not Kind.MISSING:
             raise
-
-
-def _thing(version: ObjectVersion) -> Thing:
-    seen = version.seen
-    written = None if seen.modified is None else round(seen.modified * 1e9)
-    return Thing(NameKind.FILE, seen.nbytes, seen.etag, written)

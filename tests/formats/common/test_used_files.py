@@ -21,7 +21,7 @@ from ckptcore.custody.holdings import rest_of
 from ckptcore.errors import DestinationExists
 from ckptcore.formats import open_source, read_manifest
 from ckptcore.planning.request import Request
-from ckptcore.store.contents import contents
+from ckptcore.store.listing import contents
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

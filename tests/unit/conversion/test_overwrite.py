@@ -361,7 +361,7 @@ def test_files_that_appear_meanwhile_are_kept(
         how(dst)
         after = tree(dst)
     else:
-        move, done = publishing.take_at, []
+        move, done = publishing.list_destination_at, []
 
         def take(spot: object) -> object:
             found = move(spot)
@@ -371,7 +371,7 @@ def test_files_that_appear_meanwhile_are_kept(
                 done.append(tree(dst))
             return found
 
-        monkeypatch.setattr(publishing, "take_at", take)
+        monkeypatch.setattr(publishing, "list_destination_at", take)
         after = {}
     with pytest.raises(DestinationExists):
         ckptcore.publish(prepared)

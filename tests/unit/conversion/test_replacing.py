@@ -144,7 +144,7 @@ def test_a_check_without_ctimes_is_repeated(place: Path, single: bool) -> None:
         record = place / f".{dst.name}.ckptcore" / "replaces.json"
         form = json.loads(record.read_text())
         for entry in form["inventory"].values():
-            entry.pop("ctime", None)
+            del entry[4:]
         record.write_text(json.dumps(form))
         if strange and not single:
             (dst / "precious").write_text("mine")

@@ -34,7 +34,7 @@ from ckptcore.fingerprints.holdings import (
     unpack_specs,
 )
 from ckptcore.planning.request import Settings
-from ckptcore.store.contents import contents
+from ckptcore.store.listing import contents
 
 MEANS = Settings(memory=32 << 20, workers=1)
 ROW = ObligationRow("an id", None, "/runs/step-1", "/out/a", b"", datetime(2026, 1, 1, tzinfo=UTC))

@@ -28,7 +28,8 @@ from ckptcore.errors import CkptError, SourceChanged
 from ckptcore.execution import source_stamps as stamps
 from ckptcore.operations.claims import source_digest
 from ckptcore.planning.request import Request, Settings
-from ckptcore.store import YOUNG, open_store
+from ckptcore.store import open_store
+from ckptcore.store.file_status import YOUNG
 from ckptcore.store.listing import stamp_of, survey
 from ckptcore.store.local import LocalStore
 from ckptcore.utils.workers import ProgressMeter

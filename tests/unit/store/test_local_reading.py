@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptcore.errors import SourceUnreadable, UnsafeContent, UsageError
-from ckptcore.store import YOUNG, inner_path, local_path, open_store
+from ckptcore.store import inner_path, local_path, open_store
+from ckptcore.store.file_status import YOUNG
 from ckptcore.store.local import LocalStore
 
 

@@ -1,0 +1,175 @@
+"""List what is at a place of this machine by descriptor, so that a planted link leads nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Collection, Iterator
+
+from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, UsageError
+from ckptcore.store.file_status import FileStatus, NameKind, of_stat
+from ckptcore.store.folder_tree import Spot, closing_fd
+from ckptcore.store.local_writer import unreadable
+from ckptcore.store.place import mounts
+from ckptcore.utils.dataclass import dataclass
+
+MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a place is listed.
+
+    Attributes:
+        follow: A link to a file is that file, and mounts are entered, as readers do. Otherwise a link is a
+            link, and a mount is one name.
+        lenient: Pass over what was removed meanwhile.
+    """
+
+    follow: bool = False
+    lenient: bool = False
+
+
+def everything_in(spot: Spot, how: Walk) -> Iterator[tuple[str, FileStatus]]:
+    """Yield (relative name, status) of everything at a name in an open folder; "" is the name itself.
+
+    Raises:
+        SourceUnreadable: A name cannot be examined.
+        SourceChanged: A name was removed meanwhile, and the walk is not lenient.
+        StorageTrouble: The file system failed.
+        UsageError: Folders are nested too deeply.
+    """
+    try:
+        top = look_at(spot)
+        if top is not None and how.follow and top.kind in (NameKind.LINK, NameKind.MOUNT):
+            top = of_stat(os.stat(spot.name, dir_fd=spot.at), looked_at=top.looked_at)
+    except OSError as error:
+        raise unreadable(spot.path, error) from error
+    if top is None:
+        return
+    yield "", top
+    if top.kind is NameKind.FOLDER:
+        points = () if how.follow else {point for _, _, point in mounts()}
+        real = "" if how.follow else os.path.normpath(os.path.join(_path_of(spot.at), spot.name))
+        yield from _entries(spot, top, "", real.rstrip("/"), points, 0, how)
+
+
+def look(path: str) -> FileStatus | None:
+    """Return the status of a name on this machine, links not followed; None where nothing has the name."""
+    with opened_parent(path) as spot:
+        return None if spot is None else look_at(spot)
+
+
+def look_at(spot: Spot) -> FileStatus | None:
+    """Return the status of a name in an open folder, links not followed; None where nothing has the name."""
+    looked_at, result = time.time_ns(), spot.look()
+    if result is None:
+        return None
+    here = _path_of(spot.at)
+    mounted = not stat.S_ISLNK(result.st_mode) and (
+        result.st_dev != os.fstat(spot.at).st_dev
+        or os.path.normpath(os.path.join(here, spot.name)) in {point for _, _, point in mounts()}
+    )
+    return status_at(spot, result, looked_at=looked_at, mounted=mounted)
+
+
+def status_at(
+    spot: Spot, result: os.stat_result, *, looked_at: int | None = None, mounted: bool = False
+) -> FileStatus:
+    """Return the status of an ``lstat`` result; the arguments are those of `of_stat`."""
+    target = os.readlink(spot.name, dir_fd=spot.at) if stat.S_ISLNK(result.st_mode) else ""
+    return of_stat(result, target, looked_at=looked_at, mounted=mounted)
+
+
+@contextlib.contextmanager
+def opened_parent(path: str) -> Iterator[Spot | None]:
+    """Yield a name in its open folder; None where there is no such folder.
+
+    Raises:
+        SourceUnreadable: The folder cannot be opened.
+    """
+    parent, name = os.path.split(path)
+    try:
+        at = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        yield None
+        return
+    except OSError as error:
+        raise SourceUnreadable(f"cannot look at {path}: {error.strerror}") from error
+    with closing_fd(at):
+        yield Spot(at, name or ".", path)
+
+
+def _entries(
+    folder: Spot, status: FileStatus, prefix: str, real: str, points: Collection[str], depth: int, how: Walk
+) -> Iterator[tuple[str, FileStatus]]:
+    """Yield (name, status) of everything in a folder, given its own status and its path without links."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"cannot list {folder.path}: more than {MAX_DEPTH} nested folders")
+    try:
+        flags = _FOLDER if how.follow and not depth else _FOLDER | os.O_NOFOLLOW
+        below = os.open(folder.name, flags, dir_fd=folder.at)
+    except FileNotFoundError as error:
+        if how.lenient and depth:
+            return
+        raise SourceChanged(f"{folder.path} was removed while it was listed") from error
+    except OSError as error:
+        raise _unlistable(folder.path, error) from error
+    with closing_fd(below):
+        try:
+            here, names = os.fstat(below), os.listdir(below)
+        except OSError as error:
+            raise _unlistable(folder.path, error) from error
+        if (here.st_dev, here.st_ino) != status.identity:
+            raise SourceUnreadable(f"cannot list {folder.path}: it was replaced meanwhile")
+        for name in names:
+            spot = Spot(below, name, f"{folder.path}/{name}")
+            path = f"{real}/{name}"
+            entry = _entry(spot, here.st_dev, path in points, how)
+            if entry is None:
+                continue
+            yield prefix + name, entry
+            if entry.kind is NameKind.FOLDER:
+                yield from _entries(spot, entry, f"{prefix}{name}/", path, points, depth + 1, how)
+
+
+def _entry(spot: Spot, device: int, mounted: bool, how: Walk) -> FileStatus | None:
+    """Return the status of a name in a folder; None if it was removed meanwhile, and that is passed over."""
+    looked_at = time.time_ns()
+    try:
+        result = os.stat(spot.name, dir_fd=spot.at, follow_symlinks=False)
+        if not how.follow:
+            return status_at(spot, result, looked_at=looked_at, mounted=mounted or result.st_dev != device)
+        if stat.S_ISLNK(result.st_mode):
+            return _followed(spot, looked_at) or status_at(spot, result, looked_at=looked_at)
+        return of_stat(result, looked_at=looked_at)
+    except FileNotFoundError as error:
+        if how.lenient:
+            return None
+        raise SourceChanged(f"{spot.path} was removed while its folder was listed") from error
+    except OSError as error:
+        raise unreadable(spot.path, error) from error
+
+
+def _followed(spot: Spot, looked_at: int) -> FileStatus | None:
+    """Return the target of a link to a file. Readers do not list folders behind links, so those give None."""
+    try:
+        result = os.stat(spot.name, dir_fd=spot.at)
+    except OSError:
+        return None  # a dangling link: it is listed as a link
+    return None if stat.S_ISDIR(result.st_mode) else of_stat(result, looked_at=looked_at)
+
+
+def _unlistable(path: str, error: OSError) -> CkptError:
+    return SourceUnreadable(f"cannot list {path}: {error.strerror}")
+
+
+def _path_of(at: int) -> str:
+    """Return the current path of an open folder, without links; "" where the system does not report it."""
+    try:
+        return os.readlink(f"/proc/self/fd/{at}")
+    except OSError:
+        return ""
