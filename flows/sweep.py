@@ -109,7 +109,7 @@ def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:
                 found[n] = result
                 if not isinstance(result, CkptError):
                     announced = attempt(_announced, result, requests[n].source)
-                    if announced is not None:  # it is converted and recorded, whatever Prefect thinks of its name
+                    if announced is not None:  # it is converted and recorded all the same
                         log.warning("%s is not announced: %s", result.destination, announced.message)
         return [_single(requests[n], result, job) for n, result in enumerate(found)]
 

@@ -120,9 +120,9 @@ def purge(
         above = roots.every(conn)
         known = {uri for root in above for uri in tending.known_below(conn, root.uri)}
     listed = {row.record: row for row in rows if row.record}
-    for row in rows:
-        if not row.record and (places is None or _is_below(row.uri, places)):  # it is odd
-            yield Purged(row.uri, "", KEPT, row.trouble, row.nbytes, row.due_at)
+    for odd in (row for row in rows if not row.record):
+        if places is None or _is_below(odd.uri, places):
+            yield Purged(odd.uri, "", KEPT, odd.trouble, odd.nbytes, odd.due_at)
     homes = dict.fromkeys(listed)
     for folder in sorted({split_url(uri)[0] for uri in known}):
         homes_there = attempt(homes_in, folder)
