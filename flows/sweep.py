@@ -108,9 +108,9 @@ def _batches_of(job: FlowJob, who: str) -> ConvertEach | None:
             for n, result in zip(small, made, strict=True):
                 found[n] = result
                 if not isinstance(result, CkptError):
-                    told = attempt(_announced, result, requests[n].source)
-                    if told is not None:  # it is converted and recorded, whatever Prefect thinks of its name
-                        log.warning("%s is not announced: %s", result.destination, told.message)
+                    announced = attempt(_announced, result, requests[n].source)
+                    if announced is not None:  # it is converted and recorded all the same
+                        log.warning("%s is not announced: %s", result.destination, announced.message)
         return [_single(requests[n], result, job) for n, result in enumerate(found)]
 
     return convert_each

@@ -117,9 +117,13 @@ def purge(
         What became of each thing that is set aside.
     """
     with catalog.reading() as conn:
-        listed = {row.record: row for row in set_aside.every(conn)}
+        rows = set_aside.every(conn)
         above = roots.every(conn)
         known = {uri for root in above for uri in tending.known_below(conn, root.uri)}
+    listed = {row.record: row for row in rows if row.record}
+    for odd in (row for row in rows if not row.record):
+        if places is None or _is_below(odd.uri, places):
+            yield Purged(odd.uri, "", KEPT, odd.trouble, odd.nbytes, odd.due_at)
     homes = dict.fromkeys(listed)
     for folder in sorted({split_url(uri)[0] for uri in known}):
         homes_there = attempt(homes_in, folder)

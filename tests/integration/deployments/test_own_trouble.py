@@ -207,7 +207,7 @@ def test_a_change_of_a_message_that_is_not_stored(status: int, odd_rows: OddRows
     assert [state for (state,) in rows(url, "outbox", "state")] == [expected, "taken", expected]
 
 
-def test_a_change_of_an_alias_that_cannot_be_told(
+def test_a_change_of_an_alias_that_cannot_be_announced(
     box: Mailbox, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_catalog(url) as catalog:

@@ -313,6 +313,18 @@ def test_an_odd_row_of_what_is_set_aside_is_one_row(catalog, steps, swept):
     assert "due_at holds 'x'" in found[ODD].why
 
 
+def test_an_odd_folder_of_what_is_set_aside_is_one_row(catalog, steps, swept):
+    swept()
+    retired(catalog, timedelta(weeks=1))
+    with catalog.writing() as conn:
+        conn.execute(text(f"UPDATE set_aside SET record = :odd WHERE uri LIKE '%{ODD}'"), {"odd": b"\xff"})
+    found = list(purge.purge(catalog, SETTINGS, None, due=catalog.now() + WEEKS))
+    assert {i.fate for i in found if i.uri.endswith("step-0")} == {"purged"}
+    odd = [item for item in found if item.uri.endswith(ODD)]
+    assert {i.fate for i in odd} == {"kept"}
+    assert any("record holds b'" in item.why for item in odd)
+
+
 @pytest.mark.parametrize(
     "statement",
     [
