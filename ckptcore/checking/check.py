@@ -144,7 +144,7 @@ def unproven_finding(paths: Sequence[str]) -> list[Finding]:
 def require_complete(
     manifest: Manifest, selected: Callable[[str], bool], *, later: Set[str] = frozenset()
 ) -> Report:
-    """Check a manifest at level ``cover``, and raise if a selected part has errors.
+    """Check a manifest at level ``coverage``, and raise if a selected part has errors.
 
     Errors of other parts, and of files that no selected part is stored in, are ignored.
 

@@ -49,14 +49,7 @@ def typer_type(name: str, kind: Any, option: Option, default: Any) -> Any:
     inner = [k for k in get_args(kind) if k is not type(None)] if _is_union(kind) else [kind]
     if inner == [bool] and (option.off or default is not False):
         flag += f"/--{option.off or f'no-{flag[2:]}'}"
-    form = typer.Option(
-        flag,
-        metavar=option.metavar,
-        help=option.help,
-        min=option.least,
-        envvar=option.env,
-        hidden=option.hidden,
-    )
+    form = typer.Option(flag, metavar=option.metavar, help=option.help, min=option.least, envvar=option.env)
     if get_origin(inner[0]) is tuple:  # typer has no tuples of any length
         return Annotated[list[get_args(inner[0])[0]] | None, form]  # type: ignore[misc]  # known at run time
     return Annotated[kind, form]

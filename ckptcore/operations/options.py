@@ -107,7 +107,6 @@ class RetireOptions:
     fingerprint: Annotated[bool, Option("Read sources and their conversions to compare fingerprints.")] = (
         False
     )
-    accept_cast: Annotated[bool, Option("The same as --accept-loss cast.", hidden=True)] = False
     accept_loss: Annotated[
         Texts,
         Option(

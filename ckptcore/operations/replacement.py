@@ -95,11 +95,11 @@ class Allowed:
     optimizer: bool = False
 
     @classmethod
-    def of(cls, names: Iterable[str] | None, *, cast: bool = False) -> Allowed:
+    def of(cls, names: Iterable[str] | None) -> Allowed:
         """Read names from the command line: ``cast`` and ``optimizer`` are no files; no glob matches them."""
         given = tuple(names or ())
         loss = tuple(name for name in given if name not in (CAST, OPTIMIZER))
-        return cls(cast or CAST in given, loss, OPTIMIZER in given)
+        return cls(CAST in given, loss, OPTIMIZER in given)
 
     def accepts(self, loss: GivenUp) -> bool:
         """Return whether one loss is allowed."""

@@ -44,7 +44,7 @@ def rules(asked: RetireOptions, root: RootRow | None = None) -> tuple[Policy, Al
     if rest not in RESTS:
         raise UsageError(f"--rest must be {FULL} or {WEIGHTS} (got {rest!r})")
     names = [*(chosen("accept_loss") or ()), *([OPTIMIZER] if rest == WEIGHTS else [])]
-    return policy, Allowed.of(names, cast=asked.accept_cast)
+    return policy, Allowed.of(names)
 
 
 def of_root(asked: RetireOptions) -> Callable[[RootRow], tuple[Policy, Allowed]]:

@@ -35,7 +35,6 @@ class Option:
         pattern: A regular expression that a text must match.
         env: The environment variable that a command line reads when the option is absent.
         off: The name of its opposite, where that is not ``no-`` and the name.
-        hidden: Whether the help leaves it out.
     """
 
     help: str
@@ -44,7 +43,6 @@ class Option:
     pattern: str | None = None
     env: str | None = None
     off: str | None = None
-    hidden: bool = False
 
 
 Declared = TypeVar("Declared")
