@@ -39,9 +39,11 @@ def test_neither_does_the_server_that_prefects_command_starts(monkeypatch: pytes
     import uvicorn
 
     from deployments.local.services import server_env
-    from deployments.local.state import Choices, LocalState
+    from deployments.local.state import OWNERS, Choices, LocalState
 
-    state = LocalState(ROOT, Choices(), dict.fromkeys(("PREFECT_PASSWORD", "POSTGRES_PASSWORD"), "x"))
+    state = LocalState(
+        ROOT, Choices(), dict.fromkeys(("PREFECT_PASSWORD", "POSTGRES_PASSWORD", *OWNERS.values()), "x")
+    )
     clients: list[Any] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:

@@ -155,7 +155,7 @@ def test_last_file_missing(name: str, copy: Copy) -> None:
     with pytest.raises(NotComplete) as caught:
         ckptcore.open(str(folder))
     assert "metadata.json" in caught.value.message
-    incomplete = ckptcore.open(str(folder), recover=True)
+    incomplete = ckptcore.open(str(folder), allow_incomplete=True)
     assert incomplete.format == ("zarr" if name == ZARR else "torch_dist")
 
 

@@ -7,8 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import update
 
-from ckptcore.catalog import conversions, heartbeats, maintenance, open_catalog
-from ckptcore.catalog.migrate import migrate, migrating
+from ckptcore.catalog import conversions, heartbeats, maintenance
 from ckptcore.catalog.models import ConversionProcess
 from ckptcore.errors import Interrupted
 from ckptcore.utils import processes
@@ -197,21 +196,6 @@ def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts
     monkeypatch.setattr(conversions, "is_running", lambda process: False)
     convert(facts("/s"), facts("/out/new", content="c"))  # it published there: nothing else is known to run
     assert recorded() == 0
-
-
-def test_a_catalog_of_an_older_schema_is_read(bare):
-    migrate(bare, "0013")
-    started = datetime(2026, 1, 1, tzinfo=UTC)
-    with migrating(bare) as connection:
-        connection.exec_driver_sql(
-            "INSERT INTO conversion (id, uuid, verb, state, source_uri, destination_uri, request,"
-            " tool_version, started_at, timings) VALUES (1, 'c1', 'export', 'running', '/s', '/b', '{}', '1',"
-            " '2026-01-01 00:00:00+00:00', '{}')"
-        )
-    with open_catalog(bare, create=False) as catalog, catalog.reading() as conn:
-        assert maintenance.tied(conn, started) == ("/s",)
-        assert maintenance.ties_at(conn, started, ["/s"])["/s"].readers == ("c1",)
-        assert maintenance.replacing(conn, "/b") == ("c1",)
 
 
 def test_marks_go_with_the_conversions_of_a_process(catalog, tmp_path, monkeypatch):

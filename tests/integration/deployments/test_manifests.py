@@ -21,7 +21,7 @@ import yaml
 from paths import ROOT
 
 from deployments.local.services import server_env
-from deployments.local.state import Choices, LocalState
+from deployments.local.state import OWNERS, Choices, LocalState
 from deployments.receiver.settings import load
 from deployments.worker import PATIENCE, SERVER_SECONDS
 
@@ -155,7 +155,9 @@ def test_every_variable_of_compose_is_documented() -> None:
 
 
 def test_every_server_has_the_settings_of_make_up(tmp_path: Path) -> None:
-    state = LocalState(tmp_path, Choices(), {"PREFECT_PASSWORD": "x", "POSTGRES_PASSWORD": "x"})
+    state = LocalState(
+        tmp_path, Choices(), dict.fromkeys(("PREFECT_PASSWORD", "POSTGRES_PASSWORD", *OWNERS.values()), "x")
+    )
     wanted = {name: value for name, value in server_env(state).items() if name.startswith("PREFECT_SERVER_")}
     # What differs from place to place, and a setting of clients.
     for name in ("DATABASE_CONNECTION_URL", "API_AUTH_STRING", "UI_API_URL", "EPHEMERAL_ENABLED"):

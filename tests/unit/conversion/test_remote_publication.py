@@ -395,21 +395,5 @@ def test_objects_that_appear_meanwhile_are_kept(
     assert content(dst) == content(f"{root}/fresh/out")
 
 
-@many
-def test_a_publication_of_an_earlier_version_is_resumed(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record has no lists: written objects are known by their bytes, and nothing is removed."""
-    source, dst = f"{root}/source/step-3", f"{root}/out"
-    ckptcore.convert(source, f"{root}/fresh/out", verb="export", max_file_size=2_000)
-    prepared = ckptcore.prepare(source, dst, verb="export", max_file_size=2_000)
-    ckptcore.execute(prepared)
-    staging = Staging(dst)
-    staging.root.remove("replaces.json")
-    staging.root.put(PUBLISHING, b'{"identity":null,"plan":"%s"}' % prepared.plan_digest.encode())
-    for name in sorted(_names_of(staging))[:2]:
-        staging.files.copy_to(name, open_store(dst), name)
-    ckptcore.convert(source, dst, verb="export", max_file_size=2_000)
-    assert content(dst) == content(f"{root}/fresh/out")
-
-
 def _names_of(staging: Staging) -> list[str]:
     return list(staging.files.list())
