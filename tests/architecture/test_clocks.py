@@ -17,7 +17,7 @@ ALLOWED = {
     "ckptcore/operations/rebuild_catalog.py": "the times of files, before which all must have been written",
     "ckptcore/store/objects/journal.py": "an entry's time for people",
     "ckptcore/store/objects/lease.py": "leases in a store have no other clock: a documented limit",
-    "ckptcore/store/inventory.py": "the age of a file's status",
+    "ckptcore/store/local_listing.py": "the age of a file's status",
     "ckptcore/store/local.py": "the age of a file's status",
     "ckptcore/utils/processes.py": "the age of marks that this machine left",
     "ckptcore/page/access.py": "the end of a session, which this process signed",

@@ -91,7 +91,7 @@ MOST = {
     ("export", "--help"): 184,
     ("formats",): 478,
     ("inspect",): 485,
-    ("validate", "--no-catalog"): 486,
+    ("validate", "--no-catalog"): 491,
     ("validate",): 745,
     ("plan", "--no-catalog"): 630,
     ("diff",): 632,

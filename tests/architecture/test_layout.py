@@ -56,10 +56,10 @@ def test_file_names_shadow_no_module(folder: str) -> None:
 
 
 def test_python_files_are_small() -> None:
-    # Past 600 lines a file answers two questions.
+    # One concept a file: it was 600 lines, which made a hundred modules with one importer each.
     texts = [*sources(), *((path, path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py")))]
     sizes = {str(path.relative_to(ROOT)): text.count("\n") for path, text in texts}
-    assert {path: lines for path, lines in sizes.items() if lines > 600} == {}
+    assert {path: lines for path, lines in sizes.items() if lines > 900} == {}
 
 
 def test_small_modules_say_why_they_are_apart() -> None:

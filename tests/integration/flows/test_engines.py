@@ -340,11 +340,12 @@ def test_a_batch_whose_worker_is_lost_is_tried_once_more(
     seen: list[str] = []
 
     @task
-    def write(name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings) -> list[int]:
+    def write(
+        name: str, plan_uri: str, indices: list[int], nbytes: int, settings: Settings, observe: bool
+    ) -> None:
         seen.append(name)
         if name == "b" and seen.count("b") <= losses:
             raise KilledWorker(name)
-        return indices
 
     monkeypatch.setattr(_writing, "write", write)
 
@@ -356,8 +357,8 @@ def test_a_batch_whose_worker_is_lost_is_tried_once_more(
     @flow
     def run() -> list[int]:
         with running_engine(engine("threads"), 2, "cpu") as running:
-            work = _writing._work(prepared, Settings(), 1, large=False)
-            return sorted(_writing._finished(prepared, work, running))
+            work = _writing._work(prepared, Settings(), 1, large=False, observe=False)
+            return sorted(nbytes for nbytes, _ in _writing._finished(prepared, work, running))
 
     if losses == 1:
         assert run() == [1, 10, 100]

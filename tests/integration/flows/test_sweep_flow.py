@@ -44,7 +44,7 @@ def test_complete_checkpoints_are_converted_once(watched: Path, catalog: str, tm
     shutil.copytree(watched / "step-7", watched / "step-8")
     (watched / "step-8" / ".metadata").unlink()
     shutil.copytree(watched / "step-7", watched / "step-9")
-    dry = sweep(catalog=catalog, settle="0s", dry_run=True, return_state=True)
+    dry = sweep(catalog=catalog, min_age="0s", dry_run=True, return_state=True)
     assert (dry.is_completed(), conversions(catalog)) == (True, [])
     state = sweep(catalog=catalog, min_age="0s", return_state=True)
     assert state.is_completed(), state.message
