@@ -309,7 +309,7 @@ _RECORD = (
     b'"expects": "'
     + _HOLDINGS
     + b'", "given_up": [], "at": "2026-11-28T08:00:00Z", "due_at": "2026-12-05T08:00:00Z", '
-    b'"things": [["x", ["file", 3, null, 1, 2, 3]]]}'
+    b'"things": [["x", ["file", 3, "", 1, 2, 3, 4, 1]]]}'
 )
 _OBLIGATION = (
     b'{"version": 2, "id": "a", "checkpoint": "b", "source": "/a", "place": "/b", '
