@@ -75,41 +75,6 @@ def test_make_up_gives_each_database_an_owner(state: LocalState) -> None:
     owners_do_their_work_and_nothing_else(state)
 
 
-def test_objects_of_an_older_version_become_the_owners(state: LocalState, server: postgresql.Server) -> None:
-    secrets = state.folder / "secrets.json"
-    secrets.write_text(json.dumps({n: v for n, v in state.secrets.items() if n not in OWNERS.values()}))
-    older = load(state.folder)
-    assert older is not None
-    assert older.catalog.startswith("postgresql+psycopg://postgres:")
-    with psycopg.connect(server.url().replace("+psycopg", ""), autocommit=True) as connection:
-        for name in OWNERS:
-            connection.execute(f"CREATE DATABASE {name}")
-    upgrade(server.url("ckptcore"))
-    with psycopg.connect(server.url("prefect").replace("+psycopg", ""), autocommit=True) as connection:
-        connection.execute("CREATE EXTENSION pg_trgm")
-        connection.execute("CREATE TYPE state_type AS ENUM ('RUNNING')")
-        connection.execute("CREATE TABLE runs (id serial, state state_type)")
-        connection.execute("CREATE SEQUENCE loose")
-        connection.execute("CREATE MATERIALIZED VIEW counted AS SELECT count(*) FROM runs")
-    settled = settle(state.folder, None)
-    assert settled.secrets.items() >= older.secrets.items()
-    assert settled.secrets.keys() == state.secrets.keys()
-    make_databases(state)
-    owners_do_their_work_and_nothing_else(state)
-    with psycopg.connect(state.database("postgresql", "prefect")) as connection:
-        connection.execute("ALTER TYPE state_type ADD VALUE 'LATE'")
-        connection.execute("ALTER TABLE runs ADD COLUMN name text")
-        connection.execute("INSERT INTO runs DEFAULT VALUES")
-        connection.execute("SELECT nextval('loose')")
-        connection.execute("REFRESH MATERIALIZED VIEW counted")
-    with psycopg.connect(state.database("postgresql", "ckptcore")) as connection:
-        left = connection.execute(
-            "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace"
-            " AND relowner <> 'ckptcore'::regrole"
-        )
-        assert left.fetchall() == []
-
-
 def test_compose_gives_each_database_an_owner(state: LocalState, server: postgresql.Server) -> None:
     psql = shutil.which("psql")
     if psql is None:

@@ -15,7 +15,7 @@ from ckptcore.utils import terminal
 from deployments import with_project
 from deployments.local.__main__ import next_steps
 from deployments.local.services import client_env
-from deployments.local.state import Choices, LocalState
+from deployments.local.state import OWNERS, Choices, LocalState
 
 FOLDER = ROOT / "deployments"
 
@@ -51,7 +51,7 @@ def test_processes_find_the_project_wherever_they_start() -> None:
     assert env == {"PATH": "/bin", "PYTHONPATH": str(ROOT)}
     assert with_project(env) == env
     assert with_project({"PYTHONPATH": "/own:"})["PYTHONPATH"] == f"{ROOT}:/own"
-    secrets = {"PREFECT_PASSWORD": "x", "POSTGRES_PASSWORD": "y"}
+    secrets = {"PREFECT_PASSWORD": "x", **dict.fromkeys(OWNERS.values(), "y")}
     assert client_env(LocalState(Path("/state"), Choices(), secrets))["PYTHONPATH"] == str(ROOT)
 
 

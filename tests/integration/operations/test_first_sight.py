@@ -316,7 +316,7 @@ def test_nothing_is_read_for_the_digests_but_small_holes(
     source = copied(name, tmp_path / "step-1")
     with counted(monkeypatch, source) as observed:
         converted(source, url, tmp_path / "out")
-    monkeypatch.setattr(pipeline, "_source_digests", lambda _manifest: {})
+    monkeypatch.setattr(pipeline, "digests_of_source", lambda _manifest: {})
     with counted(monkeypatch, source) as plain:
         convert(Request(str(source), str(tmp_path / "out2")), MEANS, None, str(tmp_path / "other.sqlite"))
     files = sum(1 for path in source.rglob("*") if path.is_file())
