@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from upgraded import copy_to_postgresql
 
 import ckptcore.catalog
 from ckptcore.catalog import aliases, audit, holds, open_catalog, upgrade
@@ -205,11 +204,32 @@ def example(request, databases, ran):
     root, catalog = ran
     # Flows run once, on SQLite; deployments/local tests them on PostgreSQL.
     if databases[0].startswith("postgresql"):
-        copy_to_postgresql(catalog, databases[0])
+        _copy_to_postgresql(catalog, databases[0])
     else:
         shutil.copyfile(catalog, databases[0])
     _add(root, databases[0])
     return root, databases[0]
+
+
+def _copy_to_postgresql(path, url):
+    """Copy every row of a SQLite catalog into an empty catalog of the same revision."""
+    source, target = sa.create_engine(f"sqlite:///{path}"), sa.create_engine(url)
+    tables = sa.MetaData()
+    tables.reflect(target)
+    with source.connect() as reading, target.begin() as writing:
+        for table in tables.sorted_tables:
+            if table.name == "alembic_version":
+                continue
+            rows = [dict(row._mapping) for row in reading.execute(sa.select(table))]
+            if rows:
+                writing.execute(table.insert(), rows)
+            if "id" in table.c and rows:
+                writing.exec_driver_sql(
+                    f"SELECT setval(pg_get_serial_sequence('{table.name}', 'id'), "
+                    f"(SELECT max(id) FROM {table.name}))"
+                )
+    source.dispose()
+    target.dispose()
 
 
 def _save(root):
