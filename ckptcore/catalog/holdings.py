@@ -9,7 +9,7 @@ Every function runs inside the given transaction. Functions that change somethin
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from sqlalchemy import delete, insert, or_, select, union, update
@@ -72,7 +72,7 @@ def may_hold(
         manifests: Manifest digests of holders: copies of them have the same.
     """
     there = Checkpoint.state.not_in(_NOWHERE)
-    prefixes = [each.hex() for each in islice(sorted(ids), _SAMPLE)]
+    prefixes = [each.hex() for each in nsmallest(_SAMPLE, ids)]
     # Each by the index of fingerprints: for one statement with all of them SQLite reads the table.
     same = (
         select(Tensor.checkpoint_id).where(Tensor.fingerprint >= p, Tensor.fingerprint < p + "g")

@@ -128,7 +128,7 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
     matched = {duty.row.id: _matched(duty, there, place) for duty in duties}
     needed = {row.id: row for rows in matched.values() for row in rows if row.id is not None}
     proven = elsewhere(catalog, place, things, needed, there.manifests, settings)
-    missing = [row for key, row in needed.items() if not any(key in ids for ids in proven.values())]
+    missing = [needed[key] for key in needed.keys() - frozenset[bytes]().union(*proven.values())]
     if missing:
         raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
     moves = {
@@ -170,9 +170,10 @@ def elsewhere(
                 continue
             tried.add(row.id)
             ids = attempt(_read_apart, catalog, row, place, things, specs, settings)
-            if not isinstance(ids, CkptError) and ids & left:  # else it is away, or another name of the place
-                proven[row.uri] = ids & left
-                left -= ids
+            held = ids & left if not isinstance(ids, CkptError) else None
+            if held:  # else it is away, or another name of the place
+                proven[row.uri] = held
+                left -= held
     return proven
 
 
