@@ -170,10 +170,10 @@ def elsewhere(
                 continue
             tried.add(row.id)
             ids = attempt(_read_apart, catalog, row, place, things, specs, settings)
-            held = ids & left if not isinstance(ids, CkptError) else None
-            if held:  # else it is away, or another name of the place
-                proven[row.uri] = held
-                left -= held
+            proven_ids = ids & left if not isinstance(ids, CkptError) else None
+            if proven_ids:  # else it is away, or another name of the place
+                proven[row.uri] = proven_ids
+                left -= proven_ids
     return proven
 
 
