@@ -255,15 +255,15 @@ def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool
     Raises:
         DestinationExists: It changed; everything is restored to its place.
     """
-    found, target, aside = list_destination_at(spots.aside), spots.target, spots.aside
+    moved_aside, target, aside = list_destination_at(spots.aside), spots.target, spots.aside
     # Moving a file changes its own status.
     strangers = [
-        n for n, e in found.items() if not same_content(replaces.inventory.get(n), e, status=bool(n))
+        n for n, e in moved_aside.items() if not same_content(replaces.inventory.get(n), e, status=bool(n))
     ]
     if not strangers and replaces.home:
         _keep_aside(spots, replaces.home)
         return
-    if not strangers or (begun and not found.keys() >= replaces.inventory.keys()):
+    if not strangers or (begun and not moved_aside.keys() >= replaces.inventory.keys()):
         _discard(spots, replaces.inventory)
         return
     if not _exchange(aside, target):

@@ -93,14 +93,14 @@ def opened_parent(path: str) -> Iterator[Spot | None]:
     """
     parent, name = os.path.split(path)
     try:
-        at = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         yield None
         return
     except OSError as error:
         raise SourceUnreadable(f"cannot look at {path}: {error.strerror}") from error
-    with closing_fd(at):
-        yield Spot(at, name or ".", path)
+    with closing_fd(folder):
+        yield Spot(folder, name or ".", path)
 
 
 def _entries(
