@@ -340,8 +340,12 @@ class Catalog:
 
     def at(self, uri: str) -> tuple[CheckpointRow, tuple[FileRow, ...]] | None:
         """Return the current or last checkpoint at a URI with its files, or None if none was recorded."""
+        return self.at_each([uri])[0]
+
+    def at_each(self, uris: Iterable[str]) -> tuple[tuple[CheckpointRow, tuple[FileRow, ...]] | None, ...]:
+        """Return the same for several URIs, in one transaction."""
         with self.reading() as conn:
-            return query.at(conn, uri)
+            return tuple(query.at(conn, uri) for uri in uris)
 
     def lineage(self, ref: str, *, up: bool = True, down: bool = True) -> Lineage:
         """Return all ancestors (`up`) and descendants (`down`) of a checkpoint."""

@@ -101,10 +101,11 @@ def start_each(
     announcement: Announcement = UNANNOUNCED,
 ) -> list[Registration]:
     """Record the begin of several conversions in one transaction; see `start`."""
-    found = catalog.begin_each([_begun(request, flow_run_id) for request in requests])
+    numbers = catalog.begin_each([_begun(request, flow_run_id) for request in requests])
+    recorded = catalog.at_each(request.source for request in requests)
     return [
-        Registration(catalog, n, r, announcement, catalog.at(r.source))
-        for n, r in zip(found, requests, strict=True)
+        Registration(catalog, number, request, announcement, source)
+        for number, request, source in zip(numbers, requests, recorded, strict=True)
     ]
 
 

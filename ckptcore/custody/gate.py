@@ -26,7 +26,7 @@ from ckptcore.custody.obligation_records import Duty, place_of, read_duties, rec
 from ckptcore.custody.place_contents import PlaceContents, contents_at
 from ckptcore.custody.place_ties import writer_of_place
 from ckptcore.errors import CatalogError, CkptError, DestinationExists, SourceUnreadable
-from ckptcore.fingerprints.holdings import Holding, Ids, pack, pack_specs, unpack_specs
+from ckptcore.fingerprints.holdings import Ids, ids_of, unpack_specs
 from ckptcore.planning.request import Settings
 from ckptcore.store import join_url, split_url
 from ckptcore.store.file_status import FileStatus
@@ -93,7 +93,7 @@ def duties_at(catalog: Catalog | None, place: str, names: Collection[str]) -> tu
         if forgotten := [known[key] for key in known.keys() - listed.keys()]:  # it was lost, or restored
             with catalog.writing() as conn:
                 for duty in forgotten:
-                    obligations.put(conn, duty.row, pack(duty.contents))
+                    obligations.put(conn, duty.row, duty.packed)
         known |= listed
     return tuple(known.values())
 
@@ -126,24 +126,25 @@ def judge(catalog: Catalog | None, place: str, settings: Settings, called: str =
     wanted = frozenset[bytes]().union(*(unpack_specs(duty.row.specs) for duty in duties))
     there = contents_at(place, things, wanted, settings, catalog)
     matched = {duty.row.id: _matched(duty, there, place) for duty in duties}
-    needed = {row.id: row for rows in matched.values() for row in rows if row.id is not None}
-    proven = elsewhere(catalog, place, things, needed, there.manifests, settings)
-    missing = [needed[key] for key in needed.keys() - frozenset[bytes]().union(*proven.values())]
+    needed = frozenset[bytes]().union(*matched.values())
+    proven = _elsewhere(catalog, place, things, needed, wanted, there.manifests, settings)
+    missing = needed.difference(*proven.values())
     if missing:
         raise _only_copy(called or place, missing, [duty for duty in duties if matched[duty.row.id]])
     moves = {
-        duty: tuple(where for where, ids in proven.items() if any(row.id in ids for row in rows))
-        for duty, rows in matched.items()
-        if rows
+        duty: tuple(where for where, ids in proven.items() if not ids.isdisjoint(duty_ids))
+        for duty, duty_ids in matched.items()
+        if duty_ids
     }
     return Judged(moves)
 
 
-def elsewhere(
+def _elsewhere(
     catalog: Catalog | None,
     place: str,
     things: Mapping[str, FileStatus],
-    needed: Mapping[bytes, Holding],
+    needed: Ids,
+    specs: Ids,
     manifests: Collection[Manifest],
     settings: Settings,
 ) -> dict[str, Ids]:
@@ -153,14 +154,15 @@ def elsewhere(
         catalog: The catalog, which says where to look; None for none.
         place: Where the contents are that may go.
         things: Everything there.
-        needed: Content id -> content.
+        needed: Content ids.
+        specs: Digests of their specs: what has none of them is not read.
         manifests: Of the checkpoints there: copies have the same.
         settings: Memory and threads for reading.
     """
     proven: dict[str, Ids] = {}
     if catalog is None or not needed:
         return proven
-    specs, left, tried = unpack_specs(pack_specs(needed.values())), set(needed), set[str]()
+    left, tried = set(needed), set[str]()
     for copies in (False, True):  # who is known to hold them; then copies of all that is there
         digests = [hex_digest(manifest.digest) for manifest in manifests] if copies and left else []
         with catalog.reading() as conn:
@@ -196,11 +198,12 @@ def _read_apart(
     return contents_at(row.uri, files, specs, settings).ids
 
 
-def _matched(duty: Duty, there: PlaceContents, place: str) -> tuple[Holding, ...]:
+def _matched(duty: Duty, there: PlaceContents, place: str) -> Ids:
     """Return the contents of an obligation that a place holds, or may hold where it cannot be read."""
+    duty_ids = ids_of(duty.contents)
     if not there.readable and relation(identify(duty.row.place), identify(place)) is not Relation.APART:
-        return duty.contents
-    return tuple(row for row in duty.contents if row.id in there.ids)
+        return duty_ids
+    return duty_ids & there.ids
 
 
 def _around(place: str) -> Iterator[str]:
@@ -223,14 +226,16 @@ def _read_around(folder: str) -> tuple[Duty, ...]:
         return ()
 
 
-def _only_copy(place: str, missing: list[Holding], duties: list[Duty]) -> DestinationExists:
+def _only_copy(place: str, missing: Ids, duties: list[Duty]) -> DestinationExists:
+    rows = (row for duty in duties for row in duty.contents if row.id in missing)
+    names = [row.name for row in {row.id: row for row in rows}.values()]
     sources = list(dict.fromkeys(duty.row.source for duty in duties))
     more = f" and {len(sources) - 1} more" if sources[1:] else ""
     return DestinationExists(
         f"cannot replace {place}: it holds the only proven copy of {len(missing)} contents of "
-        f"{sources[0]}{more}, deleted because this copy exists: {some([row.name for row in missing])}",
+        f"{sources[0]}{more}, deleted because this copy exists: {some(names)}",
         hint=_HINT.format(duties[0].row.id),
         sources=sources[:100],
-        contents=[row.name for row in missing[:100]],
+        contents=names[:100],
         obligations=[duty.row.id for duty in duties[:100]],
     )

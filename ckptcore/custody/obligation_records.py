@@ -13,7 +13,7 @@ import base64
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
 from dataclasses import field
 from typing import Any
@@ -39,12 +39,17 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class Duty:
     """An obligation with its contents.
 
-    packed: the contents as they were stored; empty if they were not.
+    packed: the contents as they are stored.
     """
 
     row: ObligationRow
-    contents: tuple[Holding, ...]
-    packed: bytes = field(default=b"", repr=False, compare=False)
+    contents: Collection[Holding]
+    packed: bytes = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, row: ObligationRow, contents: Collection[Holding]) -> Duty:
+        """Return an obligation whose contents are not stored yet."""
+        return cls(row, contents, pack(contents))
 
 
 def home_of(place: str) -> str:
@@ -201,7 +206,7 @@ def _dumped(each: Duty) -> dict[str, str]:
         "source": row.source,
         "place": row.place,
         "created_at": row.created_at.isoformat(),
-        "contents": base64.b64encode(pack(each.contents)).decode(),
+        "contents": base64.b64encode(each.packed).decode(),
     }
 
 

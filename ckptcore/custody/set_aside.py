@@ -21,7 +21,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -69,7 +69,7 @@ class SetAsideRecord:
     uri: str
     child: str
     proof: str
-    expects: tuple[Holding, ...]
+    expects: Collection[Holding]
     given_up: tuple[GivenUp, ...]
     at: datetime
     due_at: datetime

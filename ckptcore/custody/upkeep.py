@@ -22,7 +22,15 @@ from ckptcore.custody.obligation_records import (
     recorded_duty,
 )
 from ckptcore.errors import CkptError, UsageError
-from ckptcore.fingerprints.holdings import TENSOR, Ids, ids_of, ids_of_tensors, pack, pack_specs, unpack_ids
+from ckptcore.fingerprints.holdings import (
+    TENSOR,
+    Holding,
+    Ids,
+    ids_of,
+    ids_of_tensors,
+    pack_specs,
+    unpack_ids,
+)
 from ckptcore.store import split_url
 from ckptcore.utils.isolation import attempt
 
@@ -80,20 +88,25 @@ def release(catalog: Catalog, public: str, globs: Sequence[str]) -> tuple[str, .
         if isinstance(duty, CkptError) and "*" not in globs:
             raise duty
         contents = () if isinstance(duty, CkptError) else duty.contents
-        named = [each for each in contents if any(fnmatchcase(each.name, glob) for glob in globs)]
+
+        def is_named(content: Holding) -> bool:
+            return any(fnmatchcase(content.name, glob) for glob in globs)
+
+        named = list(filter(is_named, contents))
         if contents and not named:
             raise UsageError(
                 f"obligation {row.id} has no contents of these names (got {', '.join(globs)})",
                 hint="see ckptcore catalog obligation list --output json",
             )
-        left = tuple(each for each in contents if each not in named)
+        left = tuple(each for each in contents if not is_named(each))
         names = [each.name for each in named]
         if left:
-            obligations.reduce(conn, now, row.id, pack_specs(left), pack(left), names)
+            rest = Duty.of(row, left)
+            obligations.reduce(conn, now, row.id, pack_specs(left), rest.packed, names)
         else:
             obligations.end(conn, now, row.id, "given up by name", names)
     if left:
-        add_duties(row.place, [Duty(row, left)])
+        add_duties(row.place, [rest])
     else:
         drop_duties(row.place, [row.id])
     return tuple(names)
@@ -139,7 +152,7 @@ def _look_after(catalog: Catalog, duty: Duty, cache: dict[str, Ids]) -> int:
             obligations.note_lost(conn, clock(conn), row, lost)
     most = max(by_place, key=lambda uri: len(by_place[uri]), default=row.place)
     if row.place not in by_place and by_place.get(most):
-        _move(catalog, Duty(row, contents), most)
+        _move(catalog, duty, most)
     return len(lost)
 
 
@@ -186,6 +199,6 @@ def read_records(catalog: Catalog, places: Iterable[str]) -> tuple[int, tuple[st
             known = {row.id for row in rows if isinstance(attempt(recorded_duty, conn, row), Duty)}
             for duty in duties:
                 if duty.row.id not in known:
-                    obligations.put(conn, duty.row, pack(duty.contents))
+                    obligations.put(conn, duty.row, duty.packed)
                     count += 1
     return count, tuple(unread)

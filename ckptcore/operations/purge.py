@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -52,7 +52,7 @@ from ckptcore.custody.set_aside import (
     require_files,
 )
 from ckptcore.errors import Busy, CkptError, Conflict, SourceUnreadable, UsageError
-from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack, pack_ids, pack_specs
+from ckptcore.fingerprints.holdings import FILE, Holding, ids_of, numbered, pack_ids, pack_specs
 from ckptcore.operations.registered_files import compare, same_manifest
 from ckptcore.operations.replacement import child_of
 from ckptcore.operations.setting_aside import freed_bytes, require_untied, row_of
@@ -391,8 +391,9 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
     row = ObligationRow(
         _id_of(aside), record.checkpoint, record.uri, child.uri, pack_specs(child_holdings), now
     )
+    duty = Duty.of(row, child_holdings)
     with catalog.writing():  # records beside copies are changed by one process at a time
-        add_duties(child.uri, [Duty(row, child_holdings)])
+        add_duties(child.uri, [duty])
     try:
         with Staging(child.uri).lock(shared=True):
             require_files(child.uri, before, files_now(detail))
@@ -400,7 +401,7 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
                 if source is not None:
                     require_untied(conn, now, source)
                 _require_at_rest(conn, detail.checkpoint)
-                obligations.put(conn, row, pack(child_holdings))
+                obligations.put(conn, row, duty.packed)
                 set_aside.deleted(conn, now, record.checkpoint)
                 freed = freed_bytes(record.things)
                 proven = RetirementRecord(child.id, record.proof, child.fingerprint, freed, record.given_up)
@@ -444,7 +445,7 @@ def files_now(detail: CheckpointDetail) -> dict[str, FileStatus]:
 
 
 def _read_child(
-    catalog: Catalog, detail: CheckpointDetail, expects: Sequence[Holding], means: Settings
+    catalog: Catalog, detail: CheckpointDetail, expects: Collection[Holding], means: Settings
 ) -> tuple[Holding, ...]:
     """Read a child in its own place; return what of it replaces the source.
 
@@ -464,7 +465,8 @@ def _read_child(
         *objects_of(manifest),
         *file_holdings(uri, things, sizes),
     )
-    missing = [each.name for each in expects if each.id not in ids_of(child_holdings)]
+    child_ids = ids_of(child_holdings)
+    missing = [each.name for each in expects if each.id not in child_ids]
     if missing:
         raise UsageError(f"{uri} has other tensors or objects now: {some(missing)}")
     data = used(manifest).data
@@ -472,8 +474,8 @@ def _read_child(
     for wrong in compare(uri, others).findings if others else ():
         raise UsageError(f"{uri}: {wrong.message}")
     with catalog.writing() as conn:
-        recorded.keep(conn, detail.checkpoint.id, pack_ids(ids_of(child_holdings)))
-    wanted = ids_of(expects or child_holdings)
+        recorded.keep(conn, detail.checkpoint.id, pack_ids(child_ids))
+    wanted = ids_of(expects) if expects else child_ids
     return tuple(each for each in child_holdings if each.id in wanted)
 
 

@@ -133,7 +133,7 @@ def test_packed_holdings_are_those_that_were_packed() -> None:
 
 def test_the_record_beside_a_copy(tmp_path: Path) -> None:
     place = str(tmp_path / "out")
-    duty = Duty(ROW, (Holding(TENSOR, "a", bytes(16), "float32[2]", 8),))
+    duty = Duty.of(ROW, (Holding(TENSOR, "a", bytes(16), "float32[2]", 8),))
     assert read_duties(place) == ()
     add_duties(place, [duty])
     (known,) = read_duties(place)
@@ -157,5 +157,5 @@ def test_no_link_redirects_a_record(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     Path(home_of(str(tmp_path / "out"))).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot write"):
-        add_duties(str(tmp_path / "out"), [Duty(ROW, ())])
+        add_duties(str(tmp_path / "out"), [Duty.of(ROW, ())])
     assert os.listdir(tmp_path / "elsewhere") == []
