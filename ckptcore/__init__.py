@@ -108,9 +108,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+        module = import_module(_WHERE[name])
+        value = getattr(module, name)
+        if _WHERE[name] == "ckptcore.api":
+            value = module.speaks_python(value)
+        return globals().setdefault(name, value)
     raise AttributeError(f"module 'ckptcore' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import fields, replace
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ckptcore.checking.check import Report
 from ckptcore.conversion.pipeline import Prepared, Result, finish, inspect, settle, validate
@@ -13,11 +15,15 @@ from ckptcore.conversion.pipeline import execute as run_files
 from ckptcore.conversion.pipeline import prepare as run_prepare
 from ckptcore.core import dtype as dtypes
 from ckptcore.core.manifest import Manifest
+from ckptcore.errors import UsageError
 from ckptcore.execution.receipts import Receipt
 from ckptcore.planning.compose import Composed, compose
-from ckptcore.planning.options import request_field
+from ckptcore.planning.options import Options, options_of, pairs, read_rules, request_field
 from ckptcore.planning.request import Request, Settings
 from ckptcore.utils.merged_url import merged_url
+from ckptcore.utils.near_names import did_you_mean
+from ckptcore.utils.python_hints import speaking_python
+from ckptcore.utils.units import parse_size
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
@@ -30,7 +36,23 @@ if TYPE_CHECKING:
     from ckptcore.planning.export_source import KnownExport
 
 
-Several = str | Sequence[str]  # the folder of a checkpoint, or those of one in several folders
+Place = str | os.PathLike[str]  # a path, or an fsspec URL
+Several = Place | Sequence[Place]  # the folder of a checkpoint, or those of one in several folders
+
+
+def _arguments() -> tuple[set[str], set[str], set[str]]:
+    """Return the names of keyword arguments, those of switches, and the values that some take by name."""
+    kinds = {name: kind for name, (kind, *_) in options_of(Options).items()}
+    functions = (fingerprint, diff, verify_export, load_into, open, check)
+    own = {name: p for f in functions for name, p in signature(f).parameters.items()}
+    switches = {name for name, kind in kinds.items() if bool in (kind, *get_args(kind))}
+    switches |= {name for name, parameter in own.items() if isinstance(parameter.default, bool)}
+    words = {word for kind in kinds.values() if get_origin(kind) is Literal for word in get_args(kind)}
+    return {*kinds, *own}, switches - {"catalog"}, words | {"stored", "none"}
+
+
+# Of the functions of `ckptcore`: the command line calls those of this module, and prints its own options.
+speaks_python = speaking_python(_arguments)
 
 
 def open(
@@ -54,7 +76,7 @@ def open(
         NotComplete: The save has not finished.
         DamagedCheckpoint: The metadata cannot be used.
     """
-    return inspect(merged_url(url), allow_incomplete, keep_quantized, weights)
+    return inspect(_url_of(url), allow_incomplete, keep_quantized, weights)
 
 
 def check(
@@ -91,7 +113,7 @@ def diff(
     tie: Sequence[tuple[str, str]] = (),
     keep_quantized: bool = False,
     weights: str = "auto",
-    record: str | None = None,
+    record: Place | None = None,
     ignore_dropped: bool = False,
     settings: Settings | None = None,
     progress: Progress | None = None,
@@ -141,7 +163,7 @@ def diff(
         tie=_frozen(tie),
         include=_frozen(include),
         exclude=_frozen(exclude),
-        recorded=recorded_in(record) if record is not None else (),
+        recorded=recorded_in(os.fspath(record)) if record is not None else (),
         ignore_dropped=ignore_dropped,
     )
     one, two = (
@@ -205,11 +227,11 @@ def fingerprint(
 
 
 def verify_export(
-    export: str,
+    export: Place,
     *,
-    against: str | None = None,
-    reference: str | None = None,
-    near: str | None = None,
+    against: Place | None = None,
+    reference: Place | None = None,
+    near: Place | None = None,
     near_threshold: float = 0.8,
     logits: bool = False,
     logits_dtype: str = "float32",
@@ -217,7 +239,7 @@ def verify_export(
     any_memory: bool = False,
     settings: Settings | None = None,
     progress: Progress | None = None,
-    catalog: str | bool | None = False,
+    catalog: Place | bool | None = False,
     **options: Any,
 ) -> ExportProof:
     """Compare an export with its source, and check that transformers opens it.
@@ -252,11 +274,12 @@ def verify_export(
     """
     from ckptcore.conversion.export_verdict import record_verdict
 
+    place: str | bool | None = _spelled(catalog)
     known, proof = prove_export(
-        export,
-        against=against,
-        reference=reference,
-        near=near,
+        os.fspath(export),
+        against=_spelled(against),
+        reference=_spelled(reference),
+        near=_spelled(near),
         near_threshold=near_threshold,
         logits=logits,
         logits_dtype=logits_dtype,
@@ -264,10 +287,10 @@ def verify_export(
         any_memory=any_memory,
         settings=settings,
         progress=progress,
-        catalog=catalog,
+        catalog=place,
         **options,
     )
-    return record_verdict(known, proof, catalog)
+    return record_verdict(known, proof, place)
 
 
 def prove_export(
@@ -321,8 +344,8 @@ def read(
         A tensor of the box's shape, in the stored dtype.
 
     Raises:
-        KeyError: The checkpoint has no such tensor.
-        ValueError: The box is outside the tensor.
+        NameMismatch: The checkpoint has no such tensor.
+        UsageError: The box is outside the tensor.
         DamagedCheckpoint: Elements are in no file, or bytes fail their checksum.
     """
     from ckptcore.reading.state_dict import read_box
@@ -332,7 +355,7 @@ def read(
 
 def load_into(
     manifest: Manifest,
-    state_dict: MutableMapping[str, Any],
+    state_dict: MutableMapping[str, Any] | torch.nn.Module,
     *,
     prefix: str = "",
     strict: bool = True,
@@ -350,7 +373,8 @@ def load_into(
     Args:
         manifest: The checkpoint, as `open` returns it.
         state_dict: Nested mappings, lists and tuples of tensors, plain values and such objects. Names are
-            those of `torch.distributed.checkpoint`: the keys of the path, joined with dots.
+            those of `torch.distributed.checkpoint`: the keys of the path, joined with dots. A module, or
+            another such object, has the names of its own state dict.
         prefix: A prefix of the checkpoint's names.
         strict: Whether every leaf must get a value. Otherwise leaves that the checkpoint lacks are unchanged,
             and logged.
@@ -372,7 +396,7 @@ def load_into(
     return run(manifest, state_dict, prefix=prefix, strict=strict, verify=verify)
 
 
-def plan(source: Several | Manifest, destination: str, **options: Any) -> Composed:
+def plan(source: Several | Manifest, destination: Place, **options: Any) -> Composed:
     """Plan a conversion without writing anything.
 
     Args:
@@ -392,7 +416,7 @@ def plan(source: Several | Manifest, destination: str, **options: Any) -> Compos
 
 
 def prepare(
-    source: Several, destination: str, *, settings: Settings | None = None, **options: Any
+    source: Several, destination: Place, *, settings: Settings | None = None, **options: Any
 ) -> Prepared:
     """Plan a conversion, claim its destination, and save the plan beside it.
 
@@ -452,14 +476,14 @@ def publish(plan: Prepared | str) -> Result:
 
 def convert(
     source: Several,
-    destination: str,
+    destination: Place,
     *,
     settings: Settings | None = None,
     progress: Progress | None = None,
-    catalog: str | bool | None = False,
+    catalog: Place | bool | None = None,
     **options: Any,
 ) -> Result:
-    """Convert a checkpoint: plan, write, verify and publish.
+    """Convert a checkpoint: plan, write, verify, publish, and record it in the catalog.
 
     Args:
         source: Path or URL of the checkpoint, or several of one checkpoint.
@@ -475,20 +499,59 @@ def convert(
     Raises:
         CkptError: The conversion failed; the subclass and its ``code`` tell why. Nothing was published.
     """
-    return run_all(_request(_url_of(source), destination, options), settings, progress, catalog)
+    request = _request(_url_of(source), destination, options)
+    return run_all(request, settings, progress, _spelled(catalog))
 
 
-def _request(source: str, destination: str, options: dict[str, Any]) -> Request:
-    return Request(source, destination, **_fields(options))
+def _request(source: str, destination: Place, options: dict[str, Any]) -> Request:
+    return Request(source, os.fspath(destination), **_fields(options))
 
 
 def _url_of(source: Several | Manifest) -> str:
-    return source.root if isinstance(source, Manifest) else merged_url(source)
+    if isinstance(source, Manifest):
+        return source.root
+    if isinstance(source, str | os.PathLike):
+        return merged_url(os.fspath(source))
+    return merged_url([os.fspath(folder) for folder in source])
+
+
+_GLOBS = ("include", "exclude", "keep_object")
+_PAIRS = ("rename", "tie", "dtype_for")
 
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options as fields of `Request`."""
-    return {request_field(k): _frozen(v) for k, v in options.items()}
+    """Return options, as people write them, as fields of `Request`.
+
+    One glob is a list of one; pairs may be a dict, or texts as on the command line; a mesh may be a dict of
+    its axes.
+    """
+    names = {field.name for field in fields(Request)}
+    for name in options:
+        if request_field(name) not in names:
+            raise UsageError(
+                f"a conversion has no option {name}",
+                hint=did_you_mean(name, names, "`help(ckptcore.Request)` lists them"),
+            )
+    return {request_field(name): _value(name, value) for name, value in options.items()}
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "sharding" and isinstance(value, os.PathLike):
+        return read_rules(os.fspath(value))
+    if name == "mesh" and isinstance(value, Mapping):
+        return ",".join(f"{axis}={size}" for axis, size in value.items())
+    if name == "max_file_size" and isinstance(value, str):
+        return parse_size(value)
+    if name in (*_GLOBS, *_PAIRS) and isinstance(value, str):
+        value = [value]
+    if name in _PAIRS:
+        listed = list(value.items() if isinstance(value, Mapping) else value)
+        return tuple(p for v in listed for p in (pairs(name, [v]) if isinstance(v, str) else [tuple(v)]))
+    return _frozen(_spelled(value))
+
+
+def _spelled(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _uri(plan: Prepared | str) -> str:

@@ -44,14 +44,23 @@ class LiveState:
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-def live_state(state_dict: Mapping[str, Any]) -> LiveState:
-    """Return every leaf of a state dict; objects return their state, and nothing is changed.
+def live_state(state_dict: Any) -> LiveState:
+    """Return every leaf of a state dict, or of an object; objects return their state, and nothing is changed.
 
     Raises:
         NameMismatch: Two leaves have one name.
+        UsageError: It is neither a mapping nor an object with ``state_dict`` and ``load_state_dict``.
     """
     state = LiveState()
-    _enter(state, state_dict, "", None)
+    if isinstance(state_dict, Mapping):
+        _enter(state, state_dict, "", None)
+    elif stateful(state_dict):
+        _visit(state, state_dict, "", None, None)
+    else:
+        raise UsageError(
+            f"cannot load into a {type(state_dict).__name__}",
+            hint="name a state dict, a module, or a dict of them: {'model': model}",
+        )
     twice = [n for n, count in Counter(leaf.fqn for leaf in state.leaves).items() if count > 1]
     if twice:
         raise NameMismatch(
@@ -86,7 +95,8 @@ def _visit(state: LiveState, value: Any, path: str, put: Put | None, owner: Any)
         inside = value.state_dict()
         if not isinstance(inside, Mapping):
             raise UsageError(
-                f"cannot load into {path}: its state_dict() must be a mapping (got {type(inside).__name__})",
+                f"cannot load into {path or type(value).__name__}: its state_dict() must be a mapping "
+                f"(got {type(inside).__name__})",
                 hint="try to return a dict of tensors and plain values",
             )
         _enter(state, inside, path, value)

@@ -7,7 +7,7 @@ filled state. Every refusal is in the first step, where nothing has changed yet.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from ckptcore.naming.quantized_names import bound, is_code
 from ckptcore.reading.state_dict import Filler, require_cover, require_readable
 from ckptcore.store import open_source_store
 from ckptcore.utils.dataclass import dataclass
+from ckptcore.utils.near_names import did_you_mean, near_names
 from ckptcore.utils.text import some
 
 _log = logging.getLogger("ckptcore")
@@ -45,14 +46,12 @@ class _Plan:
     unbuilt: dict[str, str] = field(default_factory=dict)
 
 
-def load_into(
-    manifest: Manifest, state_dict: Mapping[str, Any], *, prefix: str, strict: bool, verify: bool
-) -> list[str]:
+def load_into(manifest: Manifest, state_dict: Any, *, prefix: str, strict: bool, verify: bool) -> list[str]:
     """Fill a live state dict; see `ckptcore.load_into`."""
     state = live_state(state_dict)
     require_readable(manifest, [prefix + leaf.fqn for leaf in state.leaves])
     plan = _plan(manifest, state, prefix)
-    _require_all(plan, len(state.leaves), strict)
+    _require_all(plan, len(state.leaves), strict, manifest, prefix)
     _require_fit(manifest, plan)
     fresh = {id(leaf): on_memory(leaf.value) for leaf, _ in plan.tensors if on_meta(leaf.value)}
     parts = [(row, pieces(leaf.fqn, fresh.get(id(leaf), leaf.value))) for leaf, row in plan.tensors]
@@ -106,13 +105,24 @@ def _plan(manifest: Manifest, state: LiveState, prefix: str) -> _Plan:
     return plan
 
 
-def _require_all(plan: _Plan, count: int, strict: bool) -> None:
+def _near_hint(missing: Sequence[str], prefix: str, manifest: Manifest) -> str:
+    """Return the next step where the checkpoint lacks names: the prefix that all have, or near names."""
+    first = missing[0]
+    for name in near_names(first, manifest.index):
+        before = name.removesuffix(first)
+        if before and before != name and all(before + leaf in manifest.index for leaf in missing):
+            return f"try prefix={before!r}"
+    otherwise = "try prefix= for names with a common prefix, or strict=False to leave them as they are"
+    return did_you_mean(prefix + first, manifest.index, otherwise)
+
+
+def _require_all(plan: _Plan, count: int, strict: bool, manifest: Manifest, prefix: str) -> None:
     """Require that every leaf gets a value; without ``strict``, log the leaves that do not."""
     if plan.missing and strict:
         raise NameMismatch(
             f"cannot load {len(plan.missing)} of {count} values: not in the checkpoint: "
             f"{some(plan.missing, 5)}",
-            hint="try prefix= for names with a common prefix, or strict=False to leave them as they are",
+            hint=_near_hint(plan.missing, prefix, manifest),
             missing=plan.missing,
         )
     for leaf, form in plan.values:
@@ -168,7 +178,7 @@ def _require_fit(manifest: Manifest, plan: _Plan) -> None:
         if here != list(spec.shape):
             raise NameMismatch(
                 f"cannot load {leaf.fqn}: it is {here} here and {list(spec.shape)} in the checkpoint",
-                hint="try a tensor of that shape",
+                hint="the model was built from another config, such as another vocab_size or number of heads",
             )
         for part in (leaf.value, *memory):  # a tensor that lists its chunks need not have their dtype
             require_cast(leaf.fqn, spec.dtype, part)

@@ -12,12 +12,13 @@ from ckptcore.core.coverage import coverage
 from ckptcore.core.dtype import BY_NAME
 from ckptcore.core.manifest import Manifest
 from ckptcore.core.subset import select
-from ckptcore.errors import DamagedCheckpoint, UnreadablePart
+from ckptcore.errors import DamagedCheckpoint, NameMismatch, UnreadablePart, UsageError
 from ckptcore.reading.box_reader import BoxReader
 from ckptcore.reading.checksums import Records
 from ckptcore.reading.gather import tile_view
 from ckptcore.reading.rereading import rereading
 from ckptcore.store import Store, open_source_store
+from ckptcore.utils.near_names import did_you_mean
 from ckptcore.utils.text import count
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ def read_box(manifest: Manifest, fqn: str, box: Box | None, *, device: str, veri
 
     require_readable(manifest, [fqn])
     if fqn not in manifest.index:
-        raise KeyError(f"the checkpoint has no tensor {fqn!r}")
+        raise NameMismatch(
+            f"cannot read {fqn!r}: the checkpoint has no tensor of this name",
+            hint=did_you_mean(fqn, manifest.index, "`manifest.tensors` lists the names"),
+        )
     row = manifest.index[fqn]
     spec = manifest.tensors[row]
     want = box or Box.full(spec.shape)
     if len(want.shape) != len(spec.shape) or not Box.full(spec.shape).contains(want):
-        raise ValueError(f"box must be inside {fqn} {list(spec.shape)} (got {want})")
+        raise UsageError(f"cannot read a box of {fqn}: it is {list(spec.shape)} (got {want})")
     require_cover(manifest, [row])
     out = torch.empty(want.shape, dtype=getattr(torch, spec.dtype))
     store = open_source_store(manifest.root, manifest.versions)

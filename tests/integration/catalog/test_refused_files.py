@@ -116,7 +116,7 @@ def test_a_read_only_file_system(disk: Callable[..., Path], source: str, tmp_pat
     assert missing.message.startswith(
         f"cannot create the catalog {url}: the file system of {folder} is read-only ("
     )
-    assert missing.hint.startswith("name another place with CKPTCORE_CATALOG_URL or --catalog")
+    assert missing.hint.startswith("name another place with CKPTCORE_CATALOG_URL or catalog=")
     disk("remount,rw")
     open_catalog(url).close()
     disk("remount,ro")

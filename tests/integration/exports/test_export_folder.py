@@ -142,7 +142,7 @@ def test_a_tokenizer_is_not_exported_without_a_large_file(
     _grow(hub / name)
     with pytest.raises(UsageError, match=name) as error:
         export(source, tmp_path / "out", **({option: str(hub)} if option else {}))
-    assert "--tokenizer" in error.value.hint
+    assert "tokenizer=" in error.value.hint
     assert not (tmp_path / "out").exists()
     export(source, tmp_path / "out", **({"config": str(hub)} if option == "config" else {}), tokenizer="none")
     assert name not in beside(tmp_path / "out")
@@ -203,7 +203,7 @@ def test_of_two_that_differ_none_is_guessed(
     with pytest.raises(AmbiguousModel) as caught:
         export(source, tmp_path / "out")
     assert all(str(source / name) in caught.value.message for name in ("one", "two"))
-    assert f"--{option} {source / 'one'}" in caught.value.hint
+    assert f"{option}='{source / 'one'}'" in caught.value.hint
     assert not (tmp_path / "out").exists()
     export(source, tmp_path / "out", **{option: str(source / "two")})
     export(source, tmp_path / "none", **{option: "none"})
@@ -285,7 +285,7 @@ def test_a_part_is_exported_whatever_config_is_found(tmp_path: Path) -> None:
     source = FIXTURES / "torch/verl_fsdp2_4r/ckpt"
     with pytest.raises(NameMismatch) as caught:
         export(source, tmp_path / "out", rename=[("model.norm.", "model.other.")])
-    assert "--config none" in caught.value.hint
+    assert "config='none'" in caught.value.hint
     result = export(source, tmp_path / "out", exclude=["*norm*"])
     assert beside(tmp_path / "out") == set()
     (warning,) = [w for w in result.warnings if w.code == "not-loadable"]

@@ -46,7 +46,7 @@ def test_the_option_that_removes_a_prefix_is_named(
     more = {} if found else {"config": str(tmp_path / "config")}
     with pytest.raises(NameMismatch) as caught:
         ckptcore.convert(source, str(tmp_path / "out"), verb="export", **more)
-    assert f"--rename {prefix}=" in caught.value.hint
+    assert f"rename='{prefix}='" in caught.value.hint
     ckptcore.convert(source, str(tmp_path / "out"), verb="export", rename=[(prefix, "")], **more)
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
     expected = model.state_dict()
@@ -69,7 +69,7 @@ def test_a_prefix_that_transformers_forgives_is_named(family: str, tmp_path: Pat
     source = saved(model, prefix, tmp_path / "run")
     with pytest.raises(NameMismatch, match="transformers 5 opens it all the same") as caught:
         ckptcore.convert(source, str(tmp_path / "out"), verb="export", config=str(tmp_path / "config"))
-    assert f"--rename {prefix}=" in caught.value.hint
+    assert f"rename='{prefix}='" in caught.value.hint
     more = {"config": str(tmp_path / "config"), "rename": [(prefix, "")]}
     ckptcore.convert(source, str(tmp_path / "out"), verb="export", **more)
     read = load_file(tmp_path / "out" / "model.safetensors")

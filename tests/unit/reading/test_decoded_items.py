@@ -192,7 +192,7 @@ def test_budgets_beside_decoded_items(memory: int, workers: int) -> None:
 @pytest.mark.parametrize(
     ("number", "code", "step"),
     [
-        (errno.ENOSPC, "disk-full", "or raise --memory: a quarter of it takes decoded items"),
+        (errno.ENOSPC, "disk-full", "or raise memory=: a quarter of it takes decoded items"),
         (errno.EACCES, "destination-unwritable", "check the path and its permissions"),
     ],
 )

@@ -1,0 +1,39 @@
+"""Find names near one that does not exist, for the next step of an error.
+
+This is of its own: what of a tensor, an option or a path is near is decided in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+_POOL = 2_000  # names compared letter by letter: a million would take minutes
+
+
+def near_names(name: str, names: Iterable[str], most: int = 3) -> tuple[str, ...]:
+    """Return the names that somebody who wrote another one may have meant, the nearest first.
+
+    First those that have or lack a prefix of it, then those that differ by some letters.
+
+    >>> near_names("norm.weight", ["model.norm.weight", "model.norm.bias", "lm_head.weight"])
+    ('model.norm.weight',)
+    >>> near_names("stpe-20", ["step-10", "step-20"])
+    ('step-20', 'step-10')
+    """
+    names = list(names)
+    longer = [other for other in names if other.endswith((f".{name}", f"/{name}"))]
+    shorter = [other for other in names if name.endswith((f".{other}", f"/{other}"))]
+    related = sorted(longer, key=len) + sorted(shorter, key=len, reverse=True)
+    if not related:
+        last = name.rpartition(".")[2]
+        if len(names) > _POOL:
+            names = [other for other in names if other.rpartition(".")[2] == last][:_POOL]
+        related = get_close_matches(name, names, most, 0.7)
+    return tuple(related[:most])
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """Return the hint of an error about a name: the near ones, or another next step."""
+    near = near_names(name, names)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
