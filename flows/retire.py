@@ -41,7 +41,7 @@ def retire(
         found = retire_sources(
             scope,
             policy,
-            wanted.yes,
+            bool(wanted.yes),
             allowed,
             take,
             wanted.catalog,

@@ -90,13 +90,13 @@ class RetireOptions:
         ),
     ] = None
     yes: Annotated[
-        bool,
+        bool | None,
         Option(
-            "Set sources aside, from where `ckptcore catalog restore` brings them back. Without it, nothing "
-            "is changed.",
+            "Set sources aside, from where `ckptcore catalog restore` brings them back. Without it, no source "
+            "is changed; with --dry-run, nothing is, whatever else is asked for.",
             off="dry-run",
         ),
-    ] = False
+    ] = None
     purge: Annotated[
         bool, Option("Delete what was set aside, and whose grace period is over, if it is proven once more.")
     ] = False

@@ -147,6 +147,7 @@ def purge(
 
 def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = None) -> Iterator[Purged]:
     """Yield what is set aside, by the catalog alone; the arguments are those of `purge`."""
+    now = catalog.now()
     with catalog.reading() as conn:
         rows = set_aside.every(conn)
     for row in rows:
@@ -154,7 +155,7 @@ def waiting(catalog: Catalog, places: Sequence[str] | None, run: str | None = No
             continue
         if run is not None and row.run != run:
             continue
-        item = Purged(row.uri, row.record, WAITING, _until(row.due_at), row.nbytes, row.due_at)
+        item = Purged(row.uri, row.record, WAITING, _until(row.due_at, now), row.nbytes, row.due_at)
         yield replace(item, fate=KEPT, why=row.trouble) if row.trouble else item
 
 
@@ -288,7 +289,7 @@ def _purged(
         if row.purging or record.due_at <= due:
             left = purge_one(catalog, aside, means)
             return replace(item, fate=KEPT if left else PURGED, why="; ".join(left))
-        return replace(item, fate=WAITING, why=_until(record.due_at))
+        return replace(item, fate=WAITING, why=_until(record.due_at, catalog.now()))
 
 
 def _unlisted(item: Purged, aside: SetAside, source: CheckpointRow | None) -> Purged | None:
@@ -299,7 +300,9 @@ def _unlisted(item: Purged, aside: SetAside, source: CheckpointRow | None) -> Pu
     return None
 
 
-def _until(due_at: datetime) -> str:
+def _until(due_at: datetime, now: datetime) -> str:
+    if due_at <= now:
+        return "its grace period is over: --purge deletes it if it is proven once more"
     return f"it can be restored until {due_at:%Y-%m-%d %H:%M} UTC"
 
 

@@ -124,6 +124,21 @@ def test_a_purge_waits_until_it_is_due(copies, cli):
     copies.refuses()
 
 
+@on_some
+def test_a_dry_run_purges_nothing_that_is_due(copies, cli):
+    home = copies.aside(grace=timedelta(seconds=0.001))
+    before = files_of(home / "step-1")
+    where = ("--catalog", copies.url, "--output", "json")
+    for options in ((), ("--dry-run",), ("--purge", "--dry-run"), ("--yes",)):
+        done = cli("retire", *options, *where, catalog=True)
+        (item,) = done.json["set_aside"]
+        assert (item["fate"], "--purge deletes it" in item["why"]) == ("waiting", True), done
+        assert files_of(home / "step-1") == before, options
+    done = cli("retire", "--purge", *where, catalog=True)
+    assert [each["fate"] for each in done.json["set_aside"]] == ["purged"]
+    assert not home.exists()
+
+
 @on_each
 def test_a_hold_during_the_grace_period_blocks_the_purge(copies, cli):
     home = copies.aside()
