@@ -111,7 +111,7 @@ def require_place(
         UsageError: The destination breaks one of these rules.
     """
     require_no_credentials(source, destination, config, tokenizer)
-    _require_plain(destination)
+    path = _require_plain(destination)
     parent, name = split_url(destination)
     staging = identify(join_url(parent, f".{name}.ckptcore"))
     here = identify(destination)
@@ -126,16 +126,17 @@ def require_place(
     for what, url in others.items():
         if url is None:
             continue
-        there = identify(url)
-        how = relation(here, there)
+        place = identify(url)
+        how = relation(here, place)
         # Only the files at the top of these folders are read: a folder inside is apart from them.
         if how is not Relation.APART and not (what.startswith("--") and how is Relation.INSIDE):
             raise UsageError(f"{destination} {_VERBS[how]} the {what}, {url}", hint=_ELSEWHERE)
-        if relation(staging, there) in (Relation.SAME, Relation.AROUND):
+        if relation(staging, place) in (Relation.SAME, Relation.AROUND):
             raise UsageError(
                 f"the {what}, {url}, is inside the staging folder of {destination}", hint=_ELSEWHERE
             )
-    _require_replaceable_kind(destination)
+    if path is not None:
+        _require_replaceable_kind(destination, path)
 
 
 def require_apart(place: str, request: Request) -> None:
@@ -163,15 +164,47 @@ def refuse_existing(request: Request) -> None:
     """
     require_place(request.destination, request.source, config=request.config, tokenizer=request.tokenizer)
     path = local_path(request.destination)
-    if path is not None and _is_link(path):
+    if path is None:
+        _refuse_objects(request)
+    else:
+        _refuse_local(request, path)
+
+
+def _refuse_local(request: Request, path: Path) -> None:
+    if _is_link(path):
         raise DestinationExists(
             f"{request.destination} exists, and is a link to {os.readlink(path)}",
             hint="name its target, or remove the link",
         )
-    if not request.replaces and not is_free(request.destination, single=request.single is not None):
+    if request.replaces or not os.path.lexists(path):
+        return
+    try:  # an empty folder is free for a folder, but not for a file
+        is_folder = path.is_dir() and not path.is_symlink()
+        free = request.single is None and is_folder and not any(path.iterdir())
+    except OSError as error:
+        raise DestinationUnwritable(f"cannot read {request.destination}: {error.strerror}") from error
+    if not free:
         raise DestinationExists(f"{request.destination} exists")
-    if request.replaces and path is None and not request.overwrite_in_place:
-        _require_atomic(request)
+
+
+def _refuse_objects(request: Request) -> None:
+    """Refuse objects below a destination. A folder of them is not replaced at once: only one object is."""
+    if request.overwrite_in_place and request.replaces:
+        return
+    objects = list_destination(request.destination)
+    if not request.replaces:
+        parent, name = split_url(request.destination)
+        # The inventory of S3 has the object of this very name, too.
+        if objects or not (is_s3(request.destination) or open_store(parent).size(name) is None):
+            raise DestinationExists(f"{request.destination} exists")
+    elif objects and not (request.single is not None and set(objects) == {""}):
+        raise DestinationExists(
+            f"cannot replace {request.destination} at once: an object store replaces one object at a time, "
+            f"and {len(objects)} are there",
+            hint="write to another destination and move what points to it (`ckptcore catalog alias`), or add "
+            "--overwrite-in-place: until it ends, readers find no index, or no config.json",
+            count=len(objects),
+        )
 
 
 def require_no_credentials(*places: str | None) -> None:
@@ -184,19 +217,6 @@ def require_no_credentials(*places: str | None) -> None:
             )
 
 
-def _require_atomic(request: Request) -> None:
-    """Raise `DestinationExists` for a folder on an object store: only one object is replaced at once."""
-    there = list_destination(request.destination)
-    if there and not (request.single is not None and set(there) == {""}):
-        raise DestinationExists(
-            f"cannot replace {request.destination} at once: an object store replaces one object at a time, "
-            f"and {len(there)} are there",
-            hint="write to another destination and move what points to it (`ckptcore catalog alias`), or add "
-            "--overwrite-in-place: until it ends, readers find no index, or no config.json",
-            count=len(there),
-        )
-
-
 def _is_link(path: Path) -> bool:
     """Return whether a path is a link; raise `DestinationUnwritable` for invalid names and missing access."""
     try:
@@ -205,21 +225,6 @@ def _is_link(path: Path) -> bool:
         return False
     except OSError as error:
         raise DestinationUnwritable(f"cannot write {short_repr(str(path))}: {error.strerror}") from error
-
-
-def is_free(destination: str, *, single: bool) -> bool:
-    """Return whether a destination is free. An empty folder is free for a folder, but not for a file."""
-    path = local_path(destination)
-    if path is not None:
-        if not os.path.lexists(path):
-            return True
-        try:
-            return not single and path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-        except OSError as error:
-            raise DestinationUnwritable(f"cannot read {destination}: {error.strerror}") from error
-    parent, name = split_url(destination)
-    # The inventory of S3 has the object of this very name, too.
-    return not list_destination(destination) and (is_s3(destination) or open_store(parent).size(name) is None)
 
 
 def protected(catalogs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
@@ -247,10 +252,8 @@ def require_unprotected(destination: str, catalogs: Mapping[str, Path]) -> None:
         UsageError: It is or contains a `protected` path, or is inside a tree of the system or of the running
             program.
     """
-    if local_path(destination) is None:
-        return
     here = identify(destination)
-    if not here.exists:
+    if not here.exists:  # on this machine
         return
     package = os.path.dirname(os.path.dirname(__file__))
     program = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -288,8 +291,12 @@ def _named_folder(named: str | None) -> str | None:
     return split_url(named)[0] if named.endswith(f"/{CONFIG}") or named == CONFIG else named
 
 
-def _require_plain(destination: str) -> None:
-    """Raise `UsageError` unless a destination has one meaning: here, in its store, and for later readers."""
+def _require_plain(destination: str) -> Path | None:
+    """Raise `UsageError` unless a destination has one meaning: here, in its store, and for later readers.
+
+    Returns:
+        Its path on this machine, or None.
+    """
     if is_merged(destination):
         raise UsageError(f"cannot write {destination}: it is several folders", hint="name one folder")
     if "::" in destination:
@@ -303,22 +310,22 @@ def _require_plain(destination: str) -> None:
         raise UsageError(
             f"cannot write to {destination!r}: it has no name", hint="name the new folder or file itself"
         )
-    if path is not None and ".." in path.parts:
-        physical, lexical = os.path.realpath(path.parent), os.path.realpath(parent)
-        if path.name == ".." or physical != lexical:
-            raise UsageError(f"{destination} has '..' after a link", hint="name the place without ..")
-    parts = os.path.abspath(path).split("/") if path is not None else destination.split("/")
+    parts = destination.split("/")
+    if path is not None:
+        parts = os.path.abspath(path).split("/")
+        if ".." in path.parts:
+            physical, lexical = os.path.realpath(path.parent), os.path.realpath(parent)
+            if path.name == ".." or physical != lexical:
+                raise UsageError(f"{destination} has '..' after a link", hint="name the place without ..")
     if any(_STAGING.match(p) for p in parts):
         raise UsageError(f"{destination} is inside a staging folder", hint=_ELSEWHERE)
+    return path
 
 
-def _require_replaceable_kind(destination: str) -> None:
-    path = local_path(destination)
-    if path is None:
-        return
+def _require_replaceable_kind(destination: str, path: Path) -> None:
     try:
         followed = stat.S_IFMT(os.stat(path).st_mode)
-        found = look(os.fspath(path))
+        status = look(os.fspath(path))
     except (OSError, ValueError):  # it does not exist or cannot be read: the write reports that
         return
     if followed not in (stat.S_IFREG, stat.S_IFDIR):
@@ -326,5 +333,5 @@ def _require_replaceable_kind(destination: str) -> None:
             f"cannot write {destination}: it is a device, a FIFO or a socket, which is never replaced",
             hint=_ELSEWHERE,
         )
-    if found is not None and found.kind is NameKind.MOUNT:
+    if status is not None and status.kind is NameKind.MOUNT:
         raise UsageError(f"cannot replace {destination}: it is a mount point", hint="name a new folder in it")

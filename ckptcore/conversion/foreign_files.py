@@ -114,8 +114,7 @@ def _used(destination: str) -> _Use:
 
 
 def _prefix_below(url: str, destination: str) -> str:
-    path = local_path(destination)
-    top = os.fspath(path) if path is not None else destination
+    top = os.fspath(local_path(destination) or destination)
     inner = url.rstrip("/").removeprefix(top.rstrip("/")).strip("/")
     return f"{inner}/" if inner else ""
 

@@ -74,12 +74,12 @@ def request_costs(
     Raises:
         UsageError: The prices in the environment are wrong.
     """
-    if not (reads_s3(source) or is_s3(destination)):
+    uploads = is_s3(destination)
+    if not (reads_s3(source) or uploads):
         return None
     prices = _prices()
     get = get_bytes = over = listings = put = put_bytes = 0
     if reads_s3(source):
-        uploads = is_s3(destination)
         means = beside_uploads(plan.files, settings) if uploads else settings
         schedule = schedule_reads(files, means, uploads=uploads)
         parts = [] if schedule.reads is None else _by_store(schedule.reads, plan.source, schedule.window)
@@ -89,7 +89,7 @@ def request_costs(
             get_bytes += int((table.end - table.start).sum())
             over += table.over_read
             listings += 4 * max(1, -(-len(distinct(part.file)) // _PAGE))
-    if is_s3(destination):
+    if uploads:
         put = sum(_parts(f) for f in plan.files) + len(plan.extra)
         put_bytes = plan.bytes_out
     dollars = (get * prices["get"] + (put + listings) * prices["put"]) / 1000
