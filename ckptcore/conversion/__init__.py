@@ -10,7 +10,10 @@ destination, so each stage can run in another process, and the next run resumes 
     registration     `start`, `register`, `fail`: records conversions in the catalog
     export_verdict   `find_source`, `record_verdict`: finds an export's source, and stores the verdict on it
     publish          `Result`; reads the output back, then publishes it
-    staging, staged_plan, staged_proof, publication_record, local_publication, remote_publication,
-    foreign_files, file_fingerprints
+    open_staging     `open_staging`: the staging folder of a destination, by the kind of its store
+    staging          its interface; local_staging, object_staging and s3_staging are the kinds
+    local_publication, remote_publication, s3_publication
+                     how each kind brings staged files to the destination
+    staged_plan, staged_proof, publication_record, foreign_files, file_fingerprints
                      the internals of the stages
 """

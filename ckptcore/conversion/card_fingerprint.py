@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from ckptcore.conversion.publication_record import noted
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging import Staging, noted
 from ckptcore.planning.hub_files import CARD
 from ckptcore.planning.model_card import fingerprint_line
 from ckptcore.planning.plan import Plan

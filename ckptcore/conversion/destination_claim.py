@@ -87,13 +87,3 @@ class DestinationClaim:
                 claims.drop(conn, claim)
         except CkptError as error:  # it ends by itself; what was done under it is done
             _log.warning("cannot end the claim of %s: %s", self._destination, error.message)
-
-
-def claim_of(catalog: Catalog | str | bool | None, destination: str) -> DestinationClaim | None:
-    """Return the claim of a destination; None for a run without a catalog.
-
-    Args:
-        catalog: An open catalog, or the URL of one; None for the default, False for none.
-        destination: URL of the destination.
-    """
-    return None if isinstance(catalog, bool) else DestinationClaim(catalog, destination)

@@ -15,11 +15,11 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from ckptcore.conversion.publication_record import MOVING, Publication, Replaced, note, noted
-from ckptcore.conversion.staging import Spots, Staging
+from ckptcore.conversion.publication_record import MOVING, Publication, Replaced
+from ckptcore.conversion.staging import Staging, note
 from ckptcore.errors import DestinationExists, DestinationUnwritable, StagingForeign
 from ckptcore.store.file_status import FileStatus, NameKind, difference, same_content
 from ckptcore.store.folder_tree import FOLDER as OPEN_FOLDER
@@ -27,6 +27,7 @@ from ckptcore.store.folder_tree import Spot, closing_fd, exchange, rename_file_n
 from ckptcore.store.listing import Inventory, list_destination_at
 from ckptcore.store.local_listing import status_at
 from ckptcore.store.local_writer import sync_folder
+from ckptcore.utils.dataclass import dataclass
 
 _log = logging.getLogger("ckptcore")
 _exchange = exchange
@@ -35,11 +36,34 @@ _Inode = tuple[int, int] | None
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
 
-def publish_local(staging: Staging, publication: Publication, *, single: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class PublishPaths:
+    """The paths that a local publication moves files between.
+
+    Attributes:
+        folder: The new output, if it is a folder.
+        file: The new output, if it is one file.
+        target: The destination.
+        aside: Where the old output is kept until it is removed.
+    """
+
+    folder: Spot
+    file: Spot
+    target: Spot
+    aside: Spot
+
+    def staged_as(self, published: Spot) -> Spot:
+        """Return where an output was staged that is published by now."""
+        status = published.look()
+        return self.folder if status is not None and stat.S_ISDIR(status.st_mode) else self.file
+
+
+def publish_local(staging: Staging, paths: PublishPaths, publication: Publication, *, single: bool) -> None:
     """Record a publication, then move the staged files into place.
 
     Args:
         staging: The staging folder, locked.
+        paths: What is moved, and where.
         publication: The plan's digest, and what may be replaced.
         single: The output is one file.
 
@@ -48,97 +72,51 @@ def publish_local(staging: Staging, publication: Publication, *, single: bool) -
         DestinationUnwritable: A file system call failed.
     """
     staging.files.close()
-    with staging.spots() as spots:
-        assert spots is not None  # it is locked
-        staged = spots.file if single else spots.folder
-        try:
-            sync_folder(spots.folder.name, spots.folder.at)
-            publication = replace(publication, identity=_identity(staged), step=MOVING)
-            note(staging, publication)
-            _move(staged, spots, publication.replaces)
-            sync_folder(".", spots.target.at)
-        except OSError as error:
-            raise _unpublished(spots, error) from error
+    output = paths.file if single else paths.folder
+    with _reporting(paths):
+        sync_folder(paths.folder.name, paths.folder.at)
+        publication = replace(publication, identity=_identity(output), step=MOVING)
+        note(staging, publication)
+        _move(output, paths, publication.replaces)
+        sync_folder(".", paths.target.at)
 
 
-def conclude(staging: Staging) -> None:
-    """Finish a local publication that a killed run left unfinished; do nothing if there is none.
-
-    If the new output is in its place, the old one is removed; otherwise it is restored.
-
-    Raises:
-        StagingForeign: Something in the staging folder does not belong to the trusted users, or the old
-            output is there without a record of its replacement. Nothing was changed.
-        DestinationExists: Another process wrote to the destination: the old output can be neither removed nor
-            restored.
-    """
-    if staging.root.local is None:
-        return
-    begun = noted(staging)
-    with staging.spots() as spots:
-        if spots is None:
-            return
-        try:
-            old = _old_output(spots, begun)
-        except OSError as error:
-            raise _unpublished(spots, error) from error
-        # The exchanged folder may be another user's, and be where the staged files were.
-        moved = old in (spots.folder, spots.file) or (begun is not None and _is_in_place(spots, begun))
-        staging.require_ours(published=moved)
-        if old is None:
-            return
-        if begun is None:
-            raise StagingForeign(
-                f"cannot resume in {os.path.dirname(old.path)}: {old.name} in it was moved away from "
-                f"{staging.destination}, and there is no record of the reason",
-                hint="move it to where it belongs; nothing of it was removed",
-                path=old.path,
-            )
-        try:
-            _conclude(spots, old, begun)
-        except OSError as error:
-            raise _unpublished(spots, error) from error
+def is_in_place(paths: PublishPaths, record: Publication) -> bool:
+    """Return whether the output of a publication is at its destination, unchanged."""
+    return record.identity is not None and _identity(paths.target) == record.identity
 
 
-def is_in_place(staging: Staging, begun: Publication) -> bool:
-    """Return whether the output of a local publication is at its destination, unchanged."""
-    try:
-        with staging.spots() as spots:
-            return spots is not None and _is_in_place(spots, begun)
-    except OSError:  # this process did not write what it cannot read
-        return False
-
-
-def _is_in_place(spots: Spots, begun: Publication) -> bool:
-    return begun.identity is not None and _identity(spots.target) == begun.identity
+def is_moved_out(paths: PublishPaths, old: Spot | None, record: Publication | None) -> bool:
+    """Return whether the new output has left the staging folder; the old one may be in its place."""
+    return old in (paths.folder, paths.file) or (record is not None and is_in_place(paths, record))
 
 
 def _identity(spot: Spot) -> tuple[int, ...] | None:
     """Return (device, inode, mtime in ns) of the file or folder at a name; a rename keeps them."""
-    seen = spot.look()
-    return None if seen is None else (seen.st_dev, seen.st_ino, seen.st_mtime_ns)
+    status = spot.look()
+    return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 def _inode(spot: Spot) -> tuple[int, ...] | None:
-    found = _identity(spot)
-    return None if found is None else found[:2]
+    identity = _identity(spot)
+    return None if identity is None else identity[:2]
 
 
-def _old_output(spots: Spots, begun: Publication | None) -> Spot | None:
+def old_output(paths: PublishPaths, record: Publication | None) -> Spot | None:
     """Return where the output is that a killed run replaced or was about to replace, or None."""
-    if spots.aside.look() is not None:
-        return spots.aside
-    if begun is None or begun.identity is None:
-        return None
-    top, new = begun.replaces.inventory.get(""), begun.identity[:2]
-    if _inode(spots.target) == new:  # killed after the exchange, whatever was exchanged
-        seen = spots.target.look()
-        staged = spots.folder if seen is not None and stat.S_ISDIR(seen.st_mode) else spots.file
-        linked = _inode(staged) == new  # it still has both names
-        return None if linked or _is_empty(staged) else staged
-    for staged in (spots.file, spots.folder):
-        if top is not None and _inode(staged) == top.identity != new:
-            return staged
+    with _reporting(paths):
+        if paths.aside.look() is not None:
+            return paths.aside
+        if record is None or record.identity is None:
+            return None
+        top, new = record.replaces.inventory.get(""), record.identity[:2]
+        if _inode(paths.target) == new:  # killed after the exchange, whatever was exchanged
+            exchanged = paths.staged_as(paths.target)
+            linked = _inode(exchanged) == new  # it still has both names
+            return None if linked or _is_empty(exchanged) else exchanged
+        for staged in (paths.file, paths.folder):
+            if top is not None and _inode(staged) == top.identity != new:
+                return staged
     return None
 
 
@@ -151,32 +129,33 @@ def _is_empty(spot: Spot) -> bool:
         return not os.listdir(below)
 
 
-def _conclude(spots: Spots, old: Spot, begun: Publication) -> None:
-    target, top = spots.target, begun.replaces.inventory.get("")
-    if begun.identity is not None and _inode(target) == begun.identity[:2]:
-        seen = target.look()
-        staged = spots.folder if seen is not None and stat.S_ISDIR(seen.st_mode) else spots.file
-        if old != spots.aside:
-            rename_new(old, spots.aside)
-        _remove_aside(staged, spots, begun.replaces, begun=True)
-    elif target.look() is not None:
-        raise DestinationExists(
-            f"{target.path} appeared meanwhile, and the output that it replaces is in {old.path}",
-            hint=f"move one of the two to where it belongs: nothing of {old.path} was removed",
-        )
-    elif top is not None and _inode(old) != top.identity:
-        raise StagingForeign(
-            f"cannot move {old.path} to {target.path}: it is not what was moved away from there "
-            f"(got inode {_inode(old)}, recorded was {top.identity})",
-            hint="find out who wrote it, and move it away; nothing of it was changed",
-            path=old.path,
-        )
-    else:
-        rename_new(old, target)
+def conclude(paths: PublishPaths, old: Spot, record: Publication) -> None:
+    """Remove the old output if the new one is in its place, otherwise restore it."""
+    target, top = paths.target, record.replaces.inventory.get("")
+    with _reporting(paths):
+        if record.identity is not None and _inode(target) == record.identity[:2]:
+            staged = paths.staged_as(target)
+            if old != paths.aside:
+                rename_new(old, paths.aside)
+            _remove_aside(staged, paths, record.replaces, resumed=True)
+        elif target.look() is not None:
+            raise DestinationExists(
+                f"{target.path} appeared meanwhile, and the output that it replaces is in {old.path}",
+                hint=f"move one of the two to where it belongs: nothing of {old.path} was removed",
+            )
+        elif top is not None and _inode(old) != top.identity:
+            raise StagingForeign(
+                f"cannot move {old.path} to {target.path}: it is not what was moved away from there "
+                f"(got inode {_inode(old)}, recorded was {top.identity})",
+                hint="find out who wrote it, and move it away; nothing of it was changed",
+                path=old.path,
+            )
+        else:
+            rename_new(old, target)
 
 
-def _move(staged: Spot, spots: Spots, replaces: Replaced) -> None:
-    target, aside = spots.target, spots.aside
+def _move(staged: Spot, paths: PublishPaths, replaces: Replaced) -> None:
+    target, aside = paths.target, paths.aside
     if not replaces.inventory or (_is_folder(staged) and not _worth_keeping(replaces.inventory)):
         _move_to_free(staged, target)
         return
@@ -194,7 +173,7 @@ def _move(staged: Spot, spots: Spots, replaces: Replaced) -> None:
             if target.look() is None:
                 rename_new(aside, target)
             raise
-    _remove_aside(staged, spots, replaces, begun=False)
+    _remove_aside(staged, paths, replaces, resumed=False)
 
 
 def _changed(target: Spot, name: str, was: FileStatus | None, now: FileStatus | None) -> DestinationExists:
@@ -222,17 +201,17 @@ def _worth_keeping(inventory: Inventory) -> bool:
 
 
 def _move_to_free(staged: Spot, target: Spot) -> None:
-    at = {"src_dir_fd": staged.at, "dst_dir_fd": target.at}
+    folders = {"src_dir_fd": staged.at, "dst_dir_fd": target.at}
     if _is_folder(staged):
         try:
-            os.rename(staged.name, target.name, **at)  # replaces only an empty folder
+            os.rename(staged.name, target.name, **folders)  # replaces only an empty folder
         except OSError as error:
             if target.look() is not None:
                 raise DestinationExists(f"{target.path} appeared meanwhile") from error
             raise
         return
     try:
-        os.link(staged.name, target.name, **at, follow_symlinks=False)  # unlike rename, replaces no file
+        os.link(staged.name, target.name, **folders, follow_symlinks=False)  # unlike rename, replaces no file
     except FileExistsError as error:
         raise DestinationExists(f"{target.path} appeared meanwhile") from error
     except OSError as error:
@@ -240,31 +219,31 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
             raise
         try:
             rename_file_new(staged, target)
-        except FileExistsError as found:
-            raise DestinationExists(f"{target.path} appeared meanwhile") from found
+        except FileExistsError as exists:
+            raise DestinationExists(f"{target.path} appeared meanwhile") from exists
         return
     os.unlink(staged.name, dir_fd=staged.at)
 
 
-def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool) -> None:
+def _remove_aside(staged: Spot, paths: PublishPaths, replaces: Replaced, *, resumed: bool) -> None:
     """Remove what was moved aside, if it is unchanged since it was checked.
 
-    begun: a killed run may have removed a part of it. Then nothing is restored: files that changed are kept
+    resumed: a killed run may have removed a part of it. Then nothing is restored: files that changed are kept
     beside the destination.
 
     Raises:
         DestinationExists: It changed; everything is restored to its place.
     """
-    moved_aside, target, aside = list_destination_at(spots.aside), spots.target, spots.aside
+    moved_aside, target, aside = list_destination_at(paths.aside), paths.target, paths.aside
     # Moving a file changes its own status.
     strangers = [
         n for n, e in moved_aside.items() if not same_content(replaces.inventory.get(n), e, status=bool(n))
     ]
     if not strangers and replaces.home:
-        _keep_aside(spots, replaces.home)
+        _keep_aside(paths, replaces.home)
         return
-    if not strangers or (begun and not moved_aside.keys() >= replaces.inventory.keys()):
-        _discard(spots, replaces.inventory)
+    if not strangers or (resumed and not moved_aside.keys() >= replaces.inventory.keys()):
+        _discard(paths, replaces.inventory)
         return
     if not _exchange(aside, target):
         rename_new(target, staged)
@@ -278,19 +257,19 @@ def _remove_aside(staged: Spot, spots: Spots, replaces: Replaced, *, begun: bool
     )
 
 
-def _keep_aside(spots: Spots, home: str) -> None:
+def _keep_aside(paths: PublishPaths, home: str) -> None:
     """Move what was replaced into the folder with its record, from which it can be restored."""
-    aside = spots.aside
-    path = os.path.join(os.path.dirname(spots.target.path), home)
-    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=spots.target.at)) as at:
-        rename_new(aside, Spot(at, spots.target.name, os.path.join(path, spots.target.name)))
+    aside = paths.aside
+    path = os.path.join(os.path.dirname(paths.target.path), home)
+    with closing_fd(os.open(home, OPEN_FOLDER, dir_fd=paths.target.at)) as at:
+        rename_new(aside, Spot(at, paths.target.name, os.path.join(path, paths.target.name)))
         sync_folder(".", at)
-    _log.warning("%s is replaced; what was there can be restored from %s", spots.target.path, path)
+    _log.warning("%s is replaced; what was there can be restored from %s", paths.target.path, path)
 
 
-def _discard(spots: Spots, inventory: Inventory) -> None:
+def _discard(paths: PublishPaths, inventory: Inventory) -> None:
     """Remove what was replaced, name by name; names that are not recorded are kept beside the destination."""
-    aside = spots.aside
+    aside = paths.aside
     seen = aside.look()
     if seen is None:
         return
@@ -305,9 +284,9 @@ def _discard(spots: Spots, inventory: Inventory) -> None:
     elif same_content(inventory.get(""), status_at(aside, seen), status=False):
         os.unlink(aside.name, dir_fd=aside.at)
         return
-    kept = spots.target.beside(f"{spots.target.name}.kept-{os.getpid()}-{time.time_ns():x}")
+    kept = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{time.time_ns():x}")
     rename_new(aside, kept)
-    _log.warning("files that appeared in %s while it was replaced are in %s", spots.target.path, kept.path)
+    _log.warning("files that appeared in %s while it was replaced are in %s", paths.target.path, kept.path)
 
 
 def _remove_recorded(
@@ -334,5 +313,12 @@ def _remove_recorded(
             _log.debug("%s is kept: %s", spot.path, error.strerror)
 
 
-def _unpublished(spots: Spots, error: OSError) -> DestinationUnwritable:
-    return DestinationUnwritable(f"cannot publish {spots.target.path}: {error.strerror or error}")
+@contextlib.contextmanager
+def _reporting(paths: PublishPaths) -> Iterator[None]:
+    """Raise `DestinationUnwritable` for a file system call that fails in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise DestinationUnwritable(
+            f"cannot publish {paths.target.path}: {error.strerror or error}"
+        ) from error

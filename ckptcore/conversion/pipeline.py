@@ -14,43 +14,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ckptcore.checking.examine import inspect, validate
 from ckptcore.conversion.destination import refuse_existing, require_place
-from ckptcore.conversion.destination_claim import claim_of
-from ckptcore.conversion.local_publication import conclude
-from ckptcore.conversion.publication_record import DONE, Replaced, noted, packed_replaced
-from ckptcore.conversion.publish import Result, finish_staged, published_plan, publishing_plan
+from ckptcore.conversion.open_staging import open_staging, staging_of_plan
+from ckptcore.conversion.publication_record import DONE, Publication, Replaced, packed_replaced
+from ckptcore.conversion.publish import Result, finish_staged
 from ckptcore.conversion.registration import UNANNOUNCED, Announcement, Registration, fail, register, start
 from ckptcore.conversion.source_digests import require_as_recorded
-from ckptcore.conversion.staged_plan import (
-    REQUEST,
-    begin_uploads,
-    look_ahead,
-    plan_run,
-    renew,
-    restore,
-    save,
-    saved_digest,
-)
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staged_plan import REQUEST, plan_run, restore, save, saved_digest
+from ckptcore.conversion.staging import Staging, noted
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.core.file_sums import FileSums
 from ckptcore.core.manifest import Manifest
 from ckptcore.custody.judged import Replacer
 from ckptcore.errors import CkptError, Finding, Interrupted, SourceChanged, StagingForeign
 from ckptcore.execution.execute import execute_files
-from ckptcore.execution.join_parts import join_parts
-from ckptcore.execution.parts import FilePart, cut
+from ckptcore.execution.parts import FilePart
 from ckptcore.execution.receipts import Receipt, every_receipt, read_receipt, read_receipts
 from ckptcore.execution.source_stamps import load as load_stamps
 from ckptcore.execution.source_stamps import require_planned, require_same, take_listed
 from ckptcore.execution.tiles import Budget
-from ckptcore.planning.compose import Layouts, compose
+from ckptcore.planning.compose import Composed, Layouts, compose
 from ckptcore.planning.plan import Plan, PlannedFile, load_file_plan, load_head
 from ckptcore.planning.request import Request, Settings
 from ckptcore.reading.casting import torch_on
@@ -162,7 +151,7 @@ def prepare(
     settings = settings or Settings()
     _require_means(settings, request)
     _require_apart(request)
-    staging = Staging(request.destination, claim_of(catalog_url, request.destination))
+    staging = open_staging(request.destination, catalog_url)
     with span("plan", **_ends(request)), staging.lock(make=True):
         return _prepare(request, settings, manifest, staging, catalog_url, topology)
 
@@ -191,7 +180,7 @@ def execute(
         DamagedCheckpoint: Bytes of the source do not match their checksum.
         SourceChanged: The source was rewritten since it was planned.
     """
-    staging = Staging.of_plan(plan_uri)
+    staging = staging_of_plan(plan_uri)
     files = None if indices is None else len(indices)
     with span("write", destination=staging.destination, files=files), staging.lock(shared=True):
         return _execute(staging, indices, settings or Settings(), progress, sums=sums)
@@ -204,18 +193,12 @@ def parts(plan_uri: str, index: int, nbytes: int, settings: Settings) -> tuple[F
         The parts; empty if the file is finished, or must be written in one go: on object stores without
         upload handles, and on others where it stores checksums behind its data.
     """
-    staging = Staging.of_plan(plan_uri)
+    staging = staging_of_plan(plan_uri)
     plan = load_head(staging.plan)
-    published = published_plan(staging, noted(staging)) == plan.digest
-    done = published or read_receipt(staging.receipts, plan.digest, index)
-    if done or (staging.files.local is None and staging.places is None):
+    is_published = staging.published_plan(noted(staging)) == plan.digest
+    if is_published or read_receipt(staging.receipts, plan.digest, index):
         return ()
-    settings = settings.of(plan.target.mesh)
-    if staging.places is not None:
-        from ckptcore.conversion.staged_uploads import cut_file
-
-        return cut_file(staging.places, plan, load_file_plan(staging.plan, index), nbytes, settings)
-    return cut(load_file_plan(staging.plan, index), nbytes, Budget.of(settings))
+    return staging.cut(plan, load_file_plan(staging.plan, index), nbytes, settings.of(plan.target.mesh))
 
 
 def execute_part(
@@ -233,7 +216,7 @@ def execute_part(
     Raises:
         DamagedCheckpoint: Bytes of the source do not match their checksum.
     """
-    staging = Staging.of_plan(plan_uri)
+    staging = staging_of_plan(plan_uri)
     with span("write_part", destination=staging.destination, file=part.index), staging.lock(shared=True):
         return _execute(staging, [part.index], settings, progress, part, sums=sums)[0]
 
@@ -245,14 +228,9 @@ def join(plan_uri: str, index: int) -> Receipt:
         OutputMismatch: The bytes in the file are not those that the parts' writers wrote.
         UsageError: A part is missing.
     """
-    staging = Staging.of_plan(plan_uri)
+    staging = staging_of_plan(plan_uri)
     with staging.lock(shared=True), closing(staging.files):
-        plan, file = load_head(staging.plan), load_file_plan(staging.plan, index)
-        if staging.places is not None:
-            from ckptcore.execution.join_uploads import join_uploads
-
-            return join_uploads(file, plan.digest, staging.places.uploads(plan), staging.receipts)
-        return join_parts(file, plan.digest, staging.files, staging.receipts)
+        return staging.join(load_head(staging.plan), load_file_plan(staging.plan, index))
 
 
 def finish(
@@ -267,16 +245,15 @@ def finish(
     The staging folder stays, for `register`; `settle` removes it. The catalog is that of `prepare`;
     ``conversion`` is its id there, if this process began it.
     """
-    staging = Staging.of_plan(plan_uri)
-    staging.arbiter = claim_of(catalog_url, staging.destination)
+    staging = staging_of_plan(plan_uri, catalog_url)
     with span("publish", destination=staging.destination), staging.lock():
         return finish_staged(staging, settings or Settings(), progress, Replacer(catalog_url, conversion))
 
 
 def settle(plan_uri: str) -> None:
     """Remove the staging folder of a published plan."""
-    staging = Staging.of_plan(plan_uri)
-    conclude(staging)
+    staging = staging_of_plan(plan_uri)
+    staging.finish_interrupted_publish()
     staging.remove()
 
 
@@ -285,13 +262,13 @@ def tidy(destination: str, catalog: Catalog | bool = False) -> None:
 
     The caller has the claim on the destination, and found it in the catalog. Raises `Busy`.
     """
-    staging = Staging(destination, claim_of(catalog, destination))
+    staging = open_staging(destination, catalog)
     staging.sweep_gone()
     try:
-        begun = noted(staging)
-        if published_plan(staging, begun) or publishing_plan(staging, begun):
+        record = noted(staging)
+        if staging.published_plan(record) or staging.publishing_plan(record):
             with staging.lock():
-                conclude(staging)
+                staging.finish_interrupted_publish()
                 staging.remove()
     except StagingForeign as error:  # the published output does not need it: it is left to its owner
         _log.warning("%s", error.message)
@@ -394,7 +371,7 @@ def publishing(
     inspected = time.perf_counter() - began
     report("inspect", manifest.nbytes, manifest.nbytes)
     report("validate", 0, manifest.nbytes)
-    staging = Staging(request.destination, claim_of(catalog_url, request.destination))
+    staging = open_staging(request.destination, catalog_url)
     with staging.lock(make=True):
         with span("plan", **_ends(request)):
             prepared = _prepare(request, settings, manifest, staging, catalog_url, topology, just_read=True)
@@ -421,6 +398,28 @@ def stopped(error: BaseException) -> BaseException:
     return Interrupted("stopped by the user") if isinstance(error, KeyboardInterrupt) else error
 
 
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What an earlier run left at a destination.
+
+    Attributes:
+        record: The publication that it began, or None.
+        published: Digest of the plan whose output it published, or None.
+        publishing: Digest of the plan whose output it began to copy, or None.
+        names: The names of the staged objects, if they were listed.
+    """
+
+    record: Publication | None
+    published: str | None
+    publishing: str | None
+    names: Collection[str] | None
+
+    @property
+    def plan(self) -> str | None:
+        """Return the digest of the plan that it published or began to publish, or None."""
+        return self.published or self.publishing
+
+
 @reusing_memory()
 def _prepare(
     request: Request,
@@ -434,7 +433,7 @@ def _prepare(
 ) -> Prepared:
     """See `prepare`. just_read: the manifest is of a moment ago, and this process carries out the plan."""
     staging.sweep_gone()
-    conclude(staging)
+    staging.finish_interrupted_publish()
     refusals: list[CkptError] = []
 
     def look() -> None:
@@ -444,11 +443,10 @@ def _prepare(
         except CkptError as error:  # unless an earlier run published there
             refusals.append(error)
 
-    names = look_ahead(staging, look)
-    begun = noted(staging)
-    done, publishing = published_plan(staging, begun), publishing_plan(staging, begun)
-    published = done or publishing
-    if published is None and refusals:
+    names = staging.look_ahead(look)
+    record = noted(staging)
+    earlier = _Earlier(record, staging.published_plan(record), staging.publishing_plan(record), names)
+    if earlier.plan is None and refusals:
         _remove_if_unused(staging)
         raise refusals[0]
     manifest = manifest or inspect(request.source, request.recover, request.keep_quantized, request.weights)
@@ -457,51 +455,27 @@ def _prepare(
         plan = composed.plan
         if plan.derived and settings.device != "cpu":
             torch_on(settings.device)
-        if published is not None and published != plan.digest:
+        if earlier.plan is not None and earlier.plan != plan.digest:
             refuse_existing(request)
         with closing(open_source_store(manifest.root)) as source:
             ctimes, stamps, listed = take_listed(manifest, source, just_read=just_read)
         if not listed:
             _require_unchanged(request, manifest)
-        same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
-        ours = begun if begun is not None and published == plan.digest else None
-        staging.sweep_parts()
-        anew = False
-        if ours is not None and ours.step == DONE:
-            restore(staging, composed, stamps, ours, same=same)
-        elif not (request.resume and same):
-            # Only the record knows what a killed run began to replace on an object store. It stays until the
-            # next publication takes it over.
-            staging.clear(publication=publishing is None, names=names)
-            ours, anew = None, True
-        elif done != plan.digest:
-            renew(staging, composed, stamps)
+        resumed, anew = _resume(staging, composed, stamps, earlier, keep=request.resume)
         records = [(REQUEST, canonical_json(request.as_dict()))]  # every time: --overwrite may differ
-        if ours is None:
-            replaced = Replaced()
-            if request.replaces:
-                # Late imports: most conversions replace nothing.
-                from ckptcore.conversion.foreign_files import require_accounted
-                from ckptcore.custody.replacing import may_replace
-
-                replaced = require_accounted(request, composed.extra, catalog_url, begun)
-                if replaced.inventory:
-                    judged = may_replace(request.destination, Replacer(catalog_url), settings)
-                    replaced = replace(replaced, judged=judged)
+        if resumed is None:
+            replaced = _replaced(request, composed, settings, catalog_url, record)
             records.insert(0, packed_replaced(replaced))
-        if staging.places is not None:
-            from ckptcore.conversion.staged_uploads import upload_budget
-
-            upload_budget(plan.files, settings)  # refused now, and not after hours of uploading
-            if anew and just_read:
-                begin_uploads(staging, plan, settings.of(plan.target.mesh))
+        staging.beside_uploads(plan, settings)  # refused now, and not after hours of uploading
+        if anew and just_read:
+            staging.begin_uploads(plan, settings.of(plan.target.mesh))
         if anew:
             save(staging, composed, stamps, ctimes, records)
         else:
             put_each(staging.root, records)
-        written = read_receipts(staging.receipts, plan.digest, [f.index for f in plan.files])
+        receipts = read_receipts(staging.receipts, plan.digest, [f.index for f in plan.files])
         staging.require_room(
-            sum(f.nbytes for f, there in zip(plan.files, written, strict=True) if there is None)
+            sum(f.nbytes for f, receipt in zip(plan.files, receipts, strict=True) if receipt is None)
         )
     except CkptError:
         _remove_if_unused(staging)
@@ -523,6 +497,57 @@ def _prepare(
         plan.digest,
         composed.timings,
     )
+
+
+def _resume(
+    staging: Staging, composed: Composed, stamps: dict[str, str | None], earlier: _Earlier, *, keep: bool
+) -> tuple[Publication | None, bool]:
+    """Resume in an earlier run's staging folder if it has this very plan, else empty it.
+
+    Args:
+        staging: The staging folder.
+        composed: The plan.
+        stamps: Of the source.
+        earlier: What an earlier run left.
+        keep: Keep the files that are staged for the same plan.
+
+    Returns:
+        The publication, if it is this plan's and goes on; and whether the plan is to be saved.
+    """
+    plan = composed.plan
+    same = saved_digest(staging) == plan.digest and load_stamps(staging.plan) == stamps
+    own = earlier.record if earlier.plan == plan.digest else None
+    staging.sweep_parts()
+    if own is not None and own.step == DONE:
+        restore(staging, composed, stamps, own, same=same)
+    elif not (keep and same):
+        # Only the record knows what a killed run began to replace on an object store. It stays until the next
+        # publication takes it over.
+        staging.clear(publication=earlier.publishing is None, names=earlier.names)
+        return None, True
+    elif earlier.published != plan.digest:
+        staging.check_staged_plan(composed, stamps)
+    return own, False
+
+
+def _replaced(
+    request: Request,
+    composed: Composed,
+    settings: Settings,
+    catalog_url: str | bool | None,
+    record: Publication | None,
+) -> Replaced:
+    """Return what a request may replace at its destination."""
+    if not request.replaces:
+        return Replaced()
+    # Late imports: most conversions replace nothing.
+    from ckptcore.conversion.foreign_files import require_accounted
+    from ckptcore.custody.replacing import may_replace
+
+    replaced = require_accounted(request, composed.extra, catalog_url, record)
+    if not replaced.inventory:
+        return replaced
+    return replace(replaced, judged=may_replace(request.destination, Replacer(catalog_url), settings))
 
 
 def _ends(request: Request) -> dict[str, str]:
@@ -579,7 +604,7 @@ def _execute(
 ) -> tuple[Receipt, ...]:
     plan = load_head(staging.plan)
     wanted = [f.index for f in plan.files] if indices is None else list(indices)
-    if published_plan(staging, noted(staging)) == plan.digest:
+    if staging.published_plan(noted(staging)) == plan.digest:
         return every_receipt(staging.receipts, plan.digest, (plan.files[i] for i in wanted))
     stamps = load_stamps(staging.plan) or {}
     settings = settings.of(plan.target.mesh)
@@ -587,11 +612,9 @@ def _execute(
         source.observer = sums
         (require_planned if just_planned else require_same)(stamps, source)
         run = plan_run(staging, plan, source, stamps, settings)
-        if run.uploads is not None:
-            from ckptcore.conversion.staged_uploads import beside_uploads
-
-            settings = beside_uploads(plan.files, settings)
-        return execute_files(run, wanted, settings, part=part, progress=progress)
+        return execute_files(
+            run, wanted, staging.beside_uploads(plan, settings), part=part, progress=progress
+        )
 
 
 def digests_of_source(manifest: Manifest, read: Iterable[FileSums] = ()) -> dict[str, str]:

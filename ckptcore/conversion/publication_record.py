@@ -1,4 +1,4 @@
-"""Record a publication before its first change, so that a rerun can finish it.
+"""Describe a publication before its first change, so that a rerun can finish it.
 
 ``replaces.json`` is written with the plan: the content of the destination when it was checked.
 ``publishing.json`` is written right before the first change, with the names to write and the names that may
@@ -9,24 +9,18 @@ meanwhile are not in them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import field
 from typing import Any
 
-from ckptcore.conversion.staging import Staging
-from ckptcore.conversion.staging_names import DRAFT, PUBLISHING
 from ckptcore.core.columnar_file import canonical_json
 from ckptcore.custody.judged import Judged
-from ckptcore.errors import AlteredInTransit, CkptError
 from ckptcore.execution.receipts import Receipt
-from ckptcore.store import Store, fetch
 from ckptcore.store.file_status import FileStatus
 from ckptcore.store.listing import Inventory
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.foreign_text import InvalidText, load_json
 
 REPLACES = "replaces.json"
-_RERUN = "run the same command again: it verifies the output, and records that"
+ITSELF = ""  # the name, below the destination, of a destination that is one file
 # Steps of a publication, in order. REMOVING, PUTTING: on an object store; MOVING: on this machine.
 MOVING, REMOVING, PUTTING, DONE = "moving", "removing", "putting", "done"
 
@@ -116,84 +110,9 @@ class Publication:
         )
 
 
-def note(staging: Staging, publication: Publication, before: Publication | None = None) -> None:
-    """Record a publication and its step.
-
-    A record that arrives altered is removed, and without any the next run would take the output for another
-    program's. So a step over another one is written beside it, and copied by the store when it is proven; on
-    a store that does not copy, the one before is written once more.
-
-    Args:
-        staging: The staging folder.
-        publication: What is recorded.
-        before: The same publication as it is recorded now; None for no record.
-
-    Raises:
-        AlteredInTransit: The step could not be recorded.
-    """
-    try:
-        _put(staging.root, canonical_json(publication.as_dict()), over=before is not None)
-    except AlteredInTransit as error:
-        if before is None:
-            raise
-        kept = _has_record(staging)
-        if not kept:
-            with suppress(CkptError):  # the error that is raised says what to do without it
-                note(staging, before)
-                kept = True
-        if publication.step != DONE:
-            raise
-        compare = f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
-        compare += f"what is left of the conversion: ckptcore gc {staging.parent}"
-        raise AlteredInTransit(
-            f"{staging.destination} is complete, but that cannot be recorded: {error.message}",
-            hint=f"{_RERUN if kept else compare}. Check this machine's memory and network",
-        ) from error
-
-
-def _put(root: Store, data: bytes, *, over: bool) -> None:
-    """Write the record, and keep the one before if it arrives altered, where the store can."""
-    if over and root.local is None:
-        # A late import: local conversions need no object store.
-        from ckptcore.store.s3 import S3Store
-
-        if isinstance(root, S3Store):
-            root.put_over(PUBLISHING, data, DRAFT)
-            return
-    root.put(PUBLISHING, data)
-
-
-def _has_record(staging: Staging) -> bool:
-    """Return whether there is a record still, as far as the store answers."""
-    with suppress(CkptError):
-        return noted(staging) is not None
-    return False
-
-
-def noted(staging: Staging) -> Publication | None:
-    """Return the publication that a run began, or None.
-
-    Also None for a record that a crash truncated: nothing changes before the record is complete.
-    """
-    form = _stored_json(staging.root, PUBLISHING)
-    try:
-        return None if form is None else Publication.from_dict(form)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def packed_replaced(replaced: Replaced) -> tuple[str, bytes]:
     """Return the name and the bytes of the record of what may be replaced."""
     return REPLACES, canonical_json(replaced.as_dict())
-
-
-def noted_replaced(staging: Staging) -> Replaced | None:
-    """Return what may be replaced by the plan; None if there is no record, or it is truncated."""
-    form = _stored_json(staging.root, REPLACES)
-    try:
-        return None if form is None else Replaced.from_dict(form)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _listed(inventory: Inventory) -> dict[str, list[Any]]:
@@ -202,13 +121,3 @@ def _listed(inventory: Inventory) -> dict[str, list[Any]]:
 
 def _inventory_of(form: Mapping[str, list[Any]]) -> dict[str, FileStatus]:
     return {name: FileStatus.of_list(status) for name, status in form.items()}
-
-
-def _stored_json(store: Store, name: str) -> Any:
-    data = fetch(store, name)
-    if data is None:
-        return None
-    try:
-        return load_json(data)
-    except InvalidText:
-        return None

@@ -12,19 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptcore.checking.check import check
 from ckptcore.checking.export_proof import ExportProof
 from ckptcore.conversion.card_fingerprint import with_fingerprint
 from ckptcore.conversion.file_fingerprints import fingerprints
-from ckptcore.conversion.local_publication import conclude, is_in_place, publish_local
-from ckptcore.conversion.publication_record import DONE, Publication, Replaced, noted, noted_replaced
-from ckptcore.conversion.remote_publication import ITSELF, Completing, is_published, publish_remote
+from ckptcore.conversion.publication_record import ITSELF, Publication, Replaced
 from ckptcore.conversion.staged_plan import planned_paths, staged_request
 from ckptcore.conversion.staged_proof import require_source
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging import Staging, UploadCompletion, noted, noted_replaced
 from ckptcore.core.manifest import Manifest, TensorSpec
 from ckptcore.custody.judged import NOBODY, Replacer
 from ckptcore.errors import DestinationExists, Finding, OutputMismatch, UsageError, finding
@@ -42,9 +39,6 @@ from ckptcore.store import Readable, is_s3, reads_s3
 from ckptcore.store.listing import Inventory, list_destination
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.workers import Progress
-
-if TYPE_CHECKING:
-    from ckptcore.store.objects.uploads import Uploads
 
 _log = logging.getLogger("ckptcore")
 
@@ -136,6 +130,51 @@ class Result:
         return "no" if any(w.code == "not-loadable" for w in self.warnings) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Publishing:
+    """An output whose files are all written.
+
+    Attributes:
+        staging: The staging folder, locked.
+        plan: The plan.
+        receipts: Of the files of the plan.
+        record: The publication that an earlier run began, or None.
+        resumed: It is this one, on an object store: it was verified, and its files may no longer be staged.
+        settings: Memory, threads and device.
+        progress: Called with the number of bytes done.
+        writer: The conversion in the catalog, which decides what may be replaced.
+    """
+
+    staging: Staging
+    plan: Plan
+    receipts: tuple[Receipt, ...]
+    record: Publication | None
+    resumed: bool
+    settings: Settings
+    progress: Progress | None
+    writer: Replacer
+
+    def require_source(self) -> None:
+        """Require that the source is unchanged."""
+        require_source(self.staging, self.plan, self.settings, self.progress)
+
+    def publication(self) -> Publication:
+        """Return the publication to carry out, and log that."""
+        publication = _admitted(_publication(self), self)
+        _log.info("verified %s, publishing", self.staging.destination)
+        return publication
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A published output: its manifest, its (path, bytes, digest), when it was verified, and findings."""
+
+    written: Manifest
+    published: tuple[tuple[str, int, str | None], ...]
+    verified: float
+    unproven: tuple[Finding, ...] = ()
+
+
 def finish_staged(
     staging: Staging, settings: Settings, progress: Progress | None, writer: Replacer = NOBODY
 ) -> Result:
@@ -157,98 +196,105 @@ def finish_staged(
         UsageError: A file is not written yet.
     """
     began = time.perf_counter()
-    conclude(staging)
+    staging.finish_interrupted_publish()
     plan = load_head(staging.plan)
     receipts = every_receipt(staging.receipts, plan.digest, plan.files)
-    found = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
+    tensors = fingerprints((load_file_plan(staging.plan, f.index) for f in plan.files), receipts)
+    fingerprint = None if tensors is None else checkpoint_fingerprint(tensors)
     _require_proven(receipts)
     if progress is not None:
         progress("verify", plan.bytes_out, plan.bytes_out)
     record = noted(staging)
-    there = published_plan(staging, record) == plan.digest
-    begun = publishing_plan(staging, record) == plan.digest
-    if found is not None:
-        plan = with_fingerprint(staging, plan, checkpoint_fingerprint(found), published=there, begun=begun)
-    unproven: tuple[Finding, ...] = ()
-    if there:
-        written, published = _published_output(staging, plan, receipts, record)
-        verified = time.perf_counter()
+    is_published = staging.published_plan(record) == plan.digest
+    resumed = staging.publishing_plan(record) == plan.digest
+    if fingerprint is not None:
+        plan = with_fingerprint(staging, plan, fingerprint, published=is_published, begun=resumed)
+    publishing = _Publishing(staging, plan, receipts, record, resumed, settings, progress, writer)
+    if is_published:
+        output = _published_output(publishing)
     else:
         staging.sweep_parts(joints=True)
-        single = plan.target.single is not None
-        uploads = _uploads(staging, plan, receipts)
-        proven = not begun and uploads is not None and is_s3(plan.source)
-        looked: list[Inventory] = []
-        staged = _require_written(
-            staging,
-            plan,
-            receipts,
-            uploads,
-            # What the stores say does not depend on each other.
-            [
-                partial(require_source, staging, plan, settings, progress),
-                lambda: looked.append(list_destination(staging.destination)),
-            ]
-            if proven
-            else [],
+        completion = staging.completion(plan, receipts)
+        output = (
+            _publish_staged(publishing) if completion is None else _publish_uploads(publishing, completion)
         )
-        specs, commit = _planned(staging, plan)
-        if uploads is None:
-            written = _read_back(staging, plan, staging.files, specs)
-            published = _published_files(staging.files, plan.extra, receipts, written)
-        verified = time.perf_counter()
-        if not begun and not proven:  # else it was verified, and may no longer exist
-            require_source(staging, plan, settings, progress)
-        publication = _admitted(staging, _publication(staging, plan, receipts, record), writer, settings)
-        _log.info("verified %s, publishing", staging.destination)
-        if staging.root.local is not None:
-            with staging.moving(single=single):
-                publish_local(staging, publication, single=single)
-        elif uploads is None:
-            publish_remote(staging, publication, (ITSELF,) if single else commit)
-        else:
-            handles = {ITSELF if single else r.path: r.uploaded for r in receipts if r.uploaded is not None}
-            completing = Completing(uploads, handles, staged)
-            publish_remote(
-                staging,
-                publication,
-                (ITSELF,) if single else commit,
-                completing,
-                lambda files: _read_back(staging, plan, files, specs),
-                looked[0] if looked else None,
-            )
-            assert completing.written is not None  # it was read before the last files were written
-            written = completing.written
-            unproven = completing.unproven
-            published = _published_files(staging.files, plan.extra, receipts, written)
     timings = {
         "write": sum(r.seconds for r in receipts),
-        "verify": verified - began,
-        "publish": time.perf_counter() - verified,
+        "verify": output.verified - began,
+        "publish": time.perf_counter() - output.verified,
     }
     return Result(
         staging.destination,
         plan.target.format,
         plan.bytes_out,
         receipts,
-        written.tensors,
-        written.digest,
+        output.written.tensors,
+        output.written.digest,
         plan.digest,
         plan.bytes_in,
         timings,
-        written,
+        output.written,
         staging.plan_uri,
-        warnings=(*_unproven(plan.source, receipts), *unproven),
-        fingerprint=checkpoint_fingerprint(found) if found is not None else None,
-        fingerprints=found or (),
+        warnings=(*_unproven(plan.source, receipts), *output.unproven),
+        fingerprint=fingerprint,
+        fingerprints=tensors or (),
         renamed=plan.renamed,
         map_digest=plan.map_digest,
         made=plan.made,
         dropped=plan.dropped,
         source_stamp=stamps_digest(load_stamps(staging.plan)),
         source_ctime=stamps_digest(load_ctimes(staging.plan)),
-        published=published,
+        published=output.published,
     )
+
+
+def _publish_staged(publishing: _Publishing) -> _Output:
+    """Publish an output whose files are all in the staging folder: it is read back there."""
+    staging, plan, receipts = publishing.staging, publishing.plan, publishing.receipts
+    staging.require_planned(planned_paths(plan))
+    _require_written(staging, plan, receipts, iter(()))
+    specs, commit = _planned(staging, plan)
+    written = _read_back(staging, plan, staging.files, specs)
+    published = _published_files(staging.files, plan.extra, receipts, written)
+    verified = time.perf_counter()
+    if not publishing.resumed:
+        publishing.require_source()
+    staging.publish(publishing.publication(), commit, single=plan.target.single is not None)
+    return _Output(written, published, verified)
+
+
+def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _Output:
+    """Publish an output by completing its uploads: it is read back at the destination, before its index."""
+    staging, plan, receipts = publishing.staging, publishing.plan, publishing.receipts
+    uploads, sent = completion.uploads, list(completion.handles.values())
+    staged: dict[str, int] = {}
+    stored: list[bool] = []
+    inventories: list[Inventory] = []
+    checks: list[Callable[[], object]] = [
+        lambda: staged.update(staging.require_planned(planned_paths(plan))),
+        lambda: stored.extend(uploads.client.each(uploads.holds, sent)),
+    ]
+    at_once = not publishing.resumed and is_s3(plan.source)
+    if at_once:  # what the stores say does not depend on each other
+        checks.append(publishing.require_source)
+        checks.append(lambda: inventories.append(list_destination(staging.destination)))
+    staging.together(checks)
+    _require_written(staging, plan, receipts, iter(stored))
+    specs, commit = _planned(staging, plan)
+    verified = time.perf_counter()
+    if not publishing.resumed and not at_once:
+        publishing.require_source()
+    manifests: list[Manifest] = []
+    unproven = completion.publish(
+        publishing.publication(),
+        commit,
+        staged,
+        lambda files: manifests.append(_read_back(staging, plan, files, specs)),
+        inventories[0] if inventories else None,
+    )
+    (written,) = manifests  # it was read before the last files were written
+    published = _published_files(staging.files, plan.extra, receipts, written)
+    return _Output(written, published, verified, unproven)
 
 
 def _unproven(source: str, receipts: Sequence[Receipt]) -> tuple[Finding, ...]:
@@ -280,29 +326,6 @@ def _require_proven(receipts: Sequence[Receipt]) -> None:
         )
 
 
-def published_plan(staging: Staging, begun: Publication | None) -> str | None:
-    """Return the digest of the plan whose output is at the destination, or None.
-
-    There is one if an earlier run published it and stopped before it removed its staging folder.
-
-    Args:
-        staging: The staging folder.
-        begun: The publication that is recorded there.
-    """
-    if begun is None:
-        return None
-    if staging.root.local is None:
-        return begun.plan if begun.step == DONE else None
-    return begun.plan if is_in_place(staging, begun) else None
-
-
-def publishing_plan(staging: Staging, begun: Publication | None) -> str | None:
-    """Return the digest of the plan that an earlier run began to publish on a remote destination, or None."""
-    if staging.root.local is not None or begun is None or begun.step == DONE:
-        return None
-    return begun.plan
-
-
 def _published_files(
     store: Readable, extra: Sequence[tuple[str, str]], receipts: Sequence[Receipt], written: Manifest
 ) -> tuple[tuple[str, int, str | None], ...]:
@@ -320,10 +343,10 @@ def _published_files(
         OutputMismatch: A small file differs from the plan.
     """
     with_tensors = {f.path for f in written.files}
-    found = []
+    published = []
     for r in receipts:
-        known = r.digest is not None or r.path in with_tensors
-        found.append((r.path, r.nbytes, r.digest if known else digest_of(store, r.path, r.nbytes)))
+        has_digest = r.digest is not None or r.path in with_tensors
+        published.append((r.path, r.nbytes, r.digest if has_digest else digest_of(store, r.path, r.nbytes)))
     for path, planned in extra:
         size = store.size(path)
         if size is None or digest_of(store, path, size) != planned:
@@ -331,31 +354,26 @@ def _published_files(
                 f"{store.url}/{path} is not what was planned (got {size} bytes)",
                 hint="run the command again with --no-resume",
             )
-        found.append((path, size, planned))
-    return tuple(found)
+        published.append((path, size, planned))
+    return tuple(published)
 
 
-def _published_output(
-    staging: Staging, plan: Plan, receipts: Sequence[Receipt], begun: Publication | None
-) -> tuple[Manifest, tuple[tuple[str, int, str | None], ...]]:
-    """Return the manifest and the files at the destination, if they are still the published ones."""
+def _published_output(publishing: _Publishing) -> _Output:
+    """Return the output at the destination, if it is still the published one."""
+    staging, plan, receipts = publishing.staging, publishing.plan, publishing.receipts
     source = open_source(staging.destination, keep_quantized=True)  # the stored form is what was written
+    published: tuple[tuple[str, int, str | None], ...] = ()
     with closing(source.store):
         written = read_manifest(source)
-        if begun is not None and begun.step == DONE:
-            proven = is_published(staging, begun)
-        else:
-            proven = all(
-                source.store.size(r.path) == r.nbytes and (r.digest is None or is_intact(source.store, r))
-                for r in receipts
-            )
+        unchanged = staging.is_unchanged(publishing.record, receipts, source.store)
         try:
-            published = _published_files(source.store, plan.extra, receipts, written) if proven else ()
+            if unchanged:
+                published = _published_files(source.store, plan.extra, receipts, written)
         except OutputMismatch:
-            proven = False
-    if not proven or sorted(_specs(written)) != _planned(staging, plan)[0]:
+            unchanged = False
+    if not unchanged or sorted(_specs(written)) != _planned(staging, plan)[0]:
         raise DestinationExists(f"{staging.destination} exists, and changed since it was published")
-    return written, published
+    return _Output(written, published, time.perf_counter())
 
 
 def _specs(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -374,35 +392,34 @@ def _planned(staging: Staging, plan: Plan) -> tuple[list[tuple[str, str, tuple[i
         specs.update(one.columns.specs())
         if one.commit:
             commit.append(one.path)
+    if plan.target.single is not None:
+        return sorted(specs), [ITSELF]
     # These make a folder loadable, too: they are written last, with the index.
     return sorted(specs), [*(path for path, _ in plan.extra if path in (CONFIG, ADAPTER)), *commit]
 
 
-def _publication(
-    staging: Staging, plan: Plan, receipts: tuple[Receipt, ...], begun: Publication | None
-) -> Publication:
+def _publication(publishing: _Publishing) -> Publication:
     """Return the publication to carry out: on an object store, the one that a killed run recorded."""
-    if staging.root.local is None and begun is not None and begun.plan == plan.digest:
-        return begun
-    replaces = noted_replaced(staging)
-    if replaces is None:  # a crash truncated it
-        replaces, request = Replaced(), staged_request(staging)
+    staging, plan, record = publishing.staging, publishing.plan, publishing.record
+    if publishing.resumed and record is not None:
+        return record
+    replaced = noted_replaced(staging)
+    if replaced is None:  # a crash truncated it
+        replaced, request = Replaced(), staged_request(staging)
         if request.replaces:
             # A late import: most conversions replace nothing.
             from ckptcore.conversion.foreign_files import require_accounted
 
-            replaces = require_accounted(request, {}, begun=begun)
+            replaced = require_accounted(request, {}, begun=record)
     single = plan.target.single is not None
     puts: dict[str, tuple[int, str | None]] = {
-        ITSELF if single else r.path: (r.nbytes, r.digest) for r in receipts
+        ITSELF if single else r.path: (r.nbytes, r.digest) for r in publishing.receipts
     }
     puts |= {path: (staging.files.size(path) or 0, digest) for path, digest in plan.extra}
-    return Publication(plan.digest, None, "", replaces or Replaced(), puts, receipts=receipts)
+    return Publication(plan.digest, None, "", replaced, puts, receipts=publishing.receipts)
 
 
-def _admitted(
-    staging: Staging, publication: Publication, writer: Replacer, settings: Settings
-) -> Publication:
+def _admitted(publication: Publication, publishing: _Publishing) -> Publication:
     """Return a publication that may replace what it lists; on an object store also one that was begun."""
     replaces = publication.replaces
     if not replaces.inventory:
@@ -411,53 +428,24 @@ def _admitted(
     from ckptcore.custody.replacing import admit
 
     judged = None if publication.step else replaces.judged  # what it counts on may have gone since it began
-    home = admit(staging.destination, writer, settings, judged)
+    home = admit(publishing.staging.destination, publishing.writer, publishing.settings, judged)
     return replace(publication, replaces=replace(replaces, home=home))
 
 
-def _uploads(staging: Staging, plan: Plan, receipts: Sequence[Receipt]) -> Uploads | None:
-    """Return the uploads of the output; None if it is staged as a whole."""
-    if staging.places is None or all(r.uploaded is None for r in receipts):
-        return None
-    return staging.places.uploads(plan)
-
-
 def _require_written(
-    staging: Staging,
-    plan: Plan,
-    receipts: Sequence[Receipt],
-    uploads: Uploads | None,
-    beside: Sequence[Callable[[], object]] = (),
-) -> dict[str, int]:
-    """Compare every staged file with its receipt, or with the plan.
+    staging: Staging, plan: Plan, receipts: Sequence[Receipt], stored: Iterator[bool]
+) -> None:
+    """Compare every file with its receipt, or with the plan.
 
-    A file whose stamp shows that it is unchanged is not read again. Of an upload, the store lists its parts.
-    beside: other checks, made meanwhile.
-
-    Returns:
-        What `Staging.require_planned` does.
+    A staged file whose stamp shows that it is unchanged is not read again. Of an upload, the store has listed
+    the parts. stored: whether it has those of each upload, in the order of the receipts.
     """
-    look = partial(staging.require_planned, planned_paths(plan))
-    kept: Iterator[bool] = iter(())
-    if uploads is None:
-        staged = look()
-    else:
-        staged, found = {}, list[bool]()
-        sent = [r.uploaded for r in receipts if r.uploaded is not None]
-
-        def listed() -> None:
-            staged.update(look())
-
-        def parts() -> None:
-            found.extend(uploads.client.each(uploads.holds, sent))
-
-        uploads.client.each(lambda check: check(), [listed, parts, *beside])
-        kept = iter(found)
     for planned, receipt in zip(plan.files, receipts, strict=True):
         if receipt.uploaded is not None:
-            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or uploads is None:
+            is_stored = next(stored, None)  # None: this destination has no uploads
+            if (receipt.path, receipt.nbytes) != (planned.path, planned.nbytes) or is_stored is None:
                 raise OutputMismatch(f"{planned.path} was not uploaded as planned")
-            if not next(kept):
+            if not is_stored:
                 raise OutputMismatch(
                     f"the upload of {planned.path} was ended by another process or a lifecycle rule",
                     hint="run the command again: the file is uploaded again",
@@ -487,11 +475,10 @@ def _require_written(
                 hint="run the command again: the file is rewritten",
                 file=path,
             )
-    return staged
 
 
 def _read_back(
-    staging: Staging, plan: Plan, files: Readable, wanted: list[tuple[str, str, tuple[int, ...]]]
+    staging: Staging, plan: Plan, files: Readable, planned: list[tuple[str, str, tuple[int, ...]]]
 ) -> Manifest:
     """Read the output with its own reader, and return its manifest if it equals the plan.
 
@@ -499,7 +486,7 @@ def _read_back(
         staging: The staging folder.
         plan: The plan.
         files: Where the output is.
-        wanted: (name, dtype, shape) of each planned tensor.
+        planned: (name, dtype, shape) of each planned tensor.
 
     Raises:
         OutputMismatch: It differs from the plan.
@@ -508,16 +495,16 @@ def _read_back(
     form = by_name(plan.target.format)
     written = read_as(form, source)
     report = check(written, None, "coverage")
-    found = sorted(_specs(written))
+    specs = sorted(_specs(written))
     unplanned = (
-        set[str]() if found == wanted else {name for name, *_ in found} - {name for name, *_ in wanted}
+        set[str]() if specs == planned else {name for name, *_ in specs} - {name for name, *_ in planned}
     )
     if unplanned:
-        known = _in_literals(staging, plan, written, unplanned)
-        found = [spec for spec in found if spec[0] not in known]
-    if not report.ok or found != wanted:
+        in_literals = _in_literals(staging, plan, written, unplanned)
+        specs = [spec for spec in specs if spec[0] not in in_literals]
+    if not report.ok or specs != planned:
         raise OutputMismatch(
-            f"the output does not read back as planned ({len(found)} of {len(wanted)} tensors): "
+            f"the output does not read back as planned ({len(specs)} of {len(planned)} tensors): "
             f"{report.findings[0].message if report.findings else 'names, dtypes or shapes differ'}"
         )
     return _as_found(written, source, form)
@@ -525,19 +512,19 @@ def _read_back(
 
 def _as_found(written: Manifest, source: Source, reader: Format) -> Manifest:
     """Return the manifest as a later reader of the destination gets it: one content, one digest."""
-    seen = reader.detect(source)
-    if seen is None:  # a file may have no mark of its format: Fabric's one file reads as any torch.save
+    marks = reader.detect(source)
+    if marks is None:  # a file may have no mark of its format: Fabric's one file reads as any torch.save
         return read_manifest(source)
-    evidence = {"evidence": list(seen.because), "file": source.name}
+    evidence = {"evidence": list(marks.because), "file": source.name}
     return replace(written, origin={**written.origin, **evidence})
 
 
 def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set[str]) -> set[str]:
     """Return the unplanned tensors whose bytes are in the plan itself: arrays inside objects."""
-    found = set(unplanned)
+    in_literals = set(unplanned)
     items: dict[str, list[tuple[str, int, int]]] = {}  # path -> (tensor, first byte, end)
     for n, spec in enumerate(written.tensors):
-        chunks = written.chunks_of(n) if spec.fqn in found else ()
+        chunks = written.chunks_of(n) if spec.fqn in unplanned else ()
         for item in (written.items[c.item] for c in chunks if c.item >= 0):
             row = spec.fqn, item.start, item.start + item.length
             items.setdefault(written.files[item.file].path, []).append(row)
@@ -545,5 +532,5 @@ def _in_literals(staging: Staging, plan: Plan, written: Manifest, unplanned: set
     for path, rows in items.items():
         one = load_file_plan(staging.plan, index[path]) if path in index else None
         spans = [(x.start, x.start + len(x.data)) for x in (one.literals if one is not None else ())]
-        found -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in spans)}
-    return found
+        in_literals -= {fqn for fqn, a, b in rows if not any(start <= a and b <= end for start, end in spans)}
+    return in_literals

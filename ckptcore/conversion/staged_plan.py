@@ -1,17 +1,15 @@
-"""Save a plan in its staging folder, check an earlier run's files against it, and load it to carry it out."""
+"""Save a plan in its staging folder, and load it to carry it out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ckptcore.conversion.publication_record import Publication
 from ckptcore.conversion.staging import Staging
-from ckptcore.conversion.staging_names import PUBLISHING, UPLOADS
-from ckptcore.errors import DestinationUnwritable, MalformedCheckpoint, UsageError
+from ckptcore.errors import MalformedCheckpoint, UsageError
 from ckptcore.execution.plan_run import PlanRun
-from ckptcore.execution.receipts import digest_of, joint_name, read_receipt, write_receipt
+from ckptcore.execution.receipts import digest_of, read_receipt, write_receipt
 from ckptcore.execution.source_stamps import packed as packed_stamps
 from ckptcore.execution.source_stamps import require_same
 from ckptcore.planning.compose import Composed
@@ -29,7 +27,6 @@ from ckptcore.store import Store, fetch, put_each
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
-_AHEAD = 4  # uploads that are begun before their files are written
 REQUEST = "request.json"
 
 
@@ -51,29 +48,10 @@ def save(
         ctimes: Of the source; None keeps those that were recorded when the first staged file was begun.
         records: (name, bytes) of records beside the plan.
     """
-    _put_extra(staging, composed)
+    put_extra(staging, composed)
     files = partial(save_files, staging.plan, composed.files, packed_stamps(stamps, ctimes))
-    parts: list[Callable[[], None]] = [partial(put_each, staging.root, records), files]
-    if staging.places is None:
-        for part in parts:
-            part()
-    else:
-        staging.places.client.each(lambda part: part(), parts)
+    staging.together([partial(put_each, staging.root, records), files])
     save_head(staging.plan, composed.plan)
-
-
-def renew(staging: Staging, composed: Composed, stamps: dict[str, str | None]) -> None:
-    """Compare an earlier run's staging folder with the same plan, before files are added.
-
-    Local files of the plan that differ are replaced: a head with the right digest may be stored beside the
-    file plans of another. Raises `OutputMismatch` for staged files that are not in the plan.
-    """
-    if staging.root.local is None:
-        _put_extra(staging, composed)
-        return
-    paths = planned_paths(composed.plan)
-    staging.require_planned(paths | set(map(joint_name, paths)))
-    save(staging, composed, stamps)
 
 
 def staged_request(staging: Staging) -> Request:
@@ -126,9 +104,6 @@ def plan_run(
         noted: The stamps of the source's files.
         settings: Memory of a run that writes.
     """
-    places, uploads = staging.places, staging.uploads
-    if places is not None and uploads is None:
-        uploads = places.uploads(plan, settings, none_begun=staging.none_begun)
     return PlanRun(
         digest=plan.digest,
         load=partial(load_file_plan, staging.plan),
@@ -141,8 +116,8 @@ def plan_run(
         else partial(_require_same, noted, source),
         files=staging.files,
         receipts=staging.receipts,
-        scratch=str(staging.root.local) if staging.root.local is not None else None,
-        uploads=uploads,
+        scratch=staging.scratch,
+        uploads=staging.uploads_of(plan, settings),
     )
 
 
@@ -154,43 +129,6 @@ def _ignore(paths: Sequence[str]) -> None:
     """Do nothing."""
 
 
-def look_ahead(staging: Staging, look: Callable[[], object]) -> list[str] | None:
-    """Ask an object store at once for what a conversion looks at before it plans; prove the lease meanwhile.
-
-    The records are kept (`ckptcore.store.objects.kept_records`).
-
-    Args:
-        staging: The staging folder, locked.
-        look: Looks at the destination meanwhile.
-
-    Returns:
-        The names of the staged objects; None on other stores, and where these credentials may not list them.
-    """
-    places, names = staging.places, list[list[str]]()
-    if places is None or staging.lease is None:  # what is read here would not be kept
-        look()
-        return None
-
-    def list_names() -> None:
-        with suppress(DestinationUnwritable):  # an error for those who need them
-            names.append(places.staged_names())
-
-    looks: list[Callable[[], object]] = [
-        partial(fetch, staging.root, PUBLISHING),
-        partial(fetch, staging.plan, "head.json"),
-        look,
-        list_names,
-    ]
-    if places.client.each(lambda each: each(), [staging.prove_lease, *looks])[0]:
-        staging.forget_records()  # what they saw may be another run's work
-        names.clear()
-        places.client.each(lambda each: each(), looks)
-    if not names:
-        return None
-    staging.none_begun = not any(name.startswith(f"{UPLOADS}/") for name in names[0])
-    return names[0]
-
-
 def saved_digest(staging: Staging) -> str | None:
     """Return the digest of the staged plan, or None if there is none or it is incomplete."""
     if fetch(staging.plan, "head.json") is None:
@@ -199,27 +137,13 @@ def saved_digest(staging: Staging) -> str | None:
         head = load_head(staging.plan)
     except MalformedCheckpoint:  # truncated by a crash: planned again
         return None
-    there = staging.plan.list()  # a run that was killed while it cleaned up may leave only the head
-    return head.digest if all(file_name(f.index) in there for f in head.files) else None
+    names = staging.plan.list()  # a run that was killed while it cleaned up may leave only the head
+    return head.digest if all(file_name(f.index) in names for f in head.files) else None
 
 
-def _put_extra(staging: Staging, composed: Composed) -> None:
+def put_extra(staging: Staging, composed: Composed) -> None:
     """Write the small files to the staging folder, unless they are there already."""
     for path, digest in composed.plan.extra:
         data = composed.extra[path]
         if staging.files.size(path) != len(data) or digest_of(staging.files, path, len(data)) != digest:
             staging.files.put(path, data)
-
-
-def begin_uploads(staging: Staging, plan: Plan, settings: Settings) -> None:
-    """Begin the uploads of the first files of a plan that this process carries out, while it is saved.
-
-    Their entries are in the journal first: a run that is killed before it has a plan leaves nothing else.
-    """
-    # A late import: local conversions need no object store.
-    from ckptcore.conversion.staged_uploads import is_uploaded
-
-    if staging.places is not None:
-        staging.uploads = staging.places.uploads(plan, settings, none_begun=staging.none_begun)
-        first = [file for file in plan.files if is_uploaded(file)][:_AHEAD]
-        staging.uploads.begin_ahead((file.index, file.path, file.nbytes) for file in first)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckptcore.conversion.staging_names import LEASE, UPLOADS
+from ckptcore.conversion.staging import LEASE, UPLOADS
 from ckptcore.errors import DestinationUnwritable, SourceUnreadable
 from ckptcore.execution.parts import FilePart, cut_upload
 from ckptcore.execution.tiles import Budget
 from ckptcore.planning.file_plan import FilePlan
 from ckptcore.planning.plan import Plan, PlannedFile
 from ckptcore.planning.request import Settings
-from ckptcore.store import is_s3
 from ckptcore.store.objects import ObjectClient
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.lease import Arbiter, Lease
@@ -87,10 +86,8 @@ class ObjectPlaces:
         )
 
 
-def object_places(destination: str, staging: str) -> ObjectPlaces | None:
-    """Return the keys of a destination, or None on stores without upload handles."""
-    if not is_s3(destination):
-        return None
+def object_places(destination: str, staging: str) -> ObjectPlaces:
+    """Return the keys of a destination and of its staging prefix, by their URLs."""
     return ObjectPlaces(client_of(destination), destination, key_of(destination), key_of(staging))
 
 

@@ -1,334 +1,227 @@
-"""Manage the staging folder, where an output is written until it is complete.
+"""Stage an output until it is complete: one interface for local folders and for object stores.
 
-The folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
-``files/`` and a lock. `ckptcore.conversion.local_publication` moves ``files/`` into place. A killed run
-leaves the staging folder, and the next one resumes from it.
-
-Its name can be guessed, so another user may have created it. A run uses, empties or removes only what belongs
-to the trusted users (`ckptcore.store.sealed`); it refuses everything else with `StagingForeign`.
+The staging folder is beside the destination: ``/a/.b.ckptcore/`` for ``/a/b``, with ``plan/``, ``receipts/``,
+``files/`` and the records of a publication. A killed run leaves it, and the next one resumes from it.
+`ckptcore.conversion.local_staging` is the folder on this machine, `ckptcore.conversion.object_staging` the
+prefix of an object store, and `ckptcore.conversion.s3_staging` that of a store with uploads and leases.
+`ckptcore.conversion.open_staging` chooses one by the destination.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import logging
-import os
-import re
-import stat
-import time
-from collections.abc import Collection, Iterator
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptcore.conversion.staging_names import (
-    DRAFT,
-    LEASE,
-    LOCK,
-    PARTS,
-    PUBLISHING,
-    RECORDS,
-    REPLACED,
-    UPLOADS,
-)
-from ckptcore.errors import (
-    Busy,
-    CkptError,
-    DestinationUnwritable,
-    DiskFull,
-    OutputMismatch,
-    StagingForeign,
-    UsageError,
-)
-from ckptcore.store import Store, join_url, local_path, open_store, split_url
-from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
-from ckptcore.store.local_writer import unwritable
-from ckptcore.store.owners import VARIABLE, strange
-from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
+from ckptcore.conversion.publication_record import DONE, REPLACES, Publication, Replaced
+from ckptcore.core.columnar_file import canonical_json
+from ckptcore.errors import AlteredInTransit, CkptError, Finding, OutputMismatch, UsageError
+from ckptcore.execution.join_parts import join_parts
+from ckptcore.execution.parts import FilePart
+from ckptcore.execution.receipts import Receipt
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.plan import Plan
+from ckptcore.planning.request import Settings
+from ckptcore.store import Readable, Store, fetch, join_url, split_url
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.late_pattern import late_pattern
-from ckptcore.utils.text import some
-from ckptcore.utils.workers import finishing
+from ckptcore.utils.foreign_text import load_json
 
 if TYPE_CHECKING:
-    from ckptcore.conversion.staged_uploads import ObjectPlaces
-    from ckptcore.store.objects.kept_records import KeptRecords
-    from ckptcore.store.objects.lease import Arbiter, Lease
+    from ckptcore.planning.compose import Composed
+    from ckptcore.store.listing import Inventory
+    from ckptcore.store.objects.uploaded import Uploaded
     from ckptcore.store.objects.uploads import Uploads
 
-_REMOTE = late_pattern(
-    rf"(?:{'|'.join(map(re.escape, (*RECORDS, LEASE)))}|(?:{'|'.join((*PARTS, UPLOADS))})/.+)", re.DOTALL
-)
-# XFS counts the blocks of a file that was just removed, such as a killed run's, as free a moment later.
-_FREED_WITHIN = (0.05, 0.2, 0.5, 1.0)  # seconds from one look to the next
-# The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
-# removed files that are open. All other files are foreign.
-_FILES = late_pattern(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
-_UNFINISHED = late_pattern(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
-_TRIES, _PAUSE_S = 50, 0.01
-_log = logging.getLogger("ckptcore")
+PUBLISHING = "publishing.json"  # written right before the move: records the plan that is published
+REPLACED = "replaced"  # the old output that a new one replaced
+LOCK, PARTS = "lock", ("plan", "receipts", "files")
+RECORDS = ("request.json", "replaces.json", PUBLISHING)
+DRAFT = f"{PARTS[0]}/{PUBLISHING}"  # a record on its way, among what every version removes
+UPLOADS, LEASE = "uploads", "lease.json"  # on object stores: the journal of uploads, and the lock
+_RERUN = "run the same command again: it verifies the output, and records that"
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
-class Spots:
-    """The places that a local publication moves files between.
+class UploadCompletion:
+    """What completes the uploads of an output.
 
     Attributes:
-        folder: The new output, if it is a folder.
-        file: The new output, if it is one file.
-        target: The destination.
-        aside: Where the old output is kept until it is removed.
+        uploads: The uploads of the plan.
+        handles: Name below the destination -> upload.
+        publish: Completes them, and publishes the rest: see `ckptcore.conversion.s3_publication`.
     """
 
-    folder: Spot
-    file: Spot
-    target: Spot
-    aside: Spot
+    uploads: Uploads
+    handles: Mapping[str, Uploaded]
+    publish: Callable[
+        [Publication, Collection[str], Mapping[str, int], Callable[[Readable], object], Inventory | None],
+        tuple[Finding, ...],
+    ]
 
 
-def is_of_staging(name: str) -> bool:
-    """Report whether a conversion writes an object of this name below its staging prefix."""
-    return _REMOTE.fullmatch(name) is not None
-
-
-class Staging:
+class Staging(ABC):
     """The staging folder of one destination. Stores: root, plan, receipts, files.
 
     Args:
         destination: Path or URL of the output.
-        arbiter: Decides who may write it, on object stores that ignore create-only requests.
     """
 
-    def __init__(self, destination: str, arbiter: Arbiter | None = None) -> None:
+    def __init__(self, destination: str) -> None:
         parent, name = split_url(destination)
         if not name:
             raise UsageError(f"cannot write to {destination!r}: it has no name")
         self.destination, self.name, self.parent = destination.rstrip("/") or "/", name, parent
         self.url = join_url(parent, f".{name}.ckptcore")
-        self.lease: Lease | None = None
-        self.arbiter = arbiter
-        self._kept: KeptRecords | None = None  # of a destination on an object store, under its lease
-        self._leftovers: list[str] | None = None
-        self.uploads: Uploads | None = None  # those of the plan that this process is about to carry out
-        self.none_begun = False  # whether the journal of uploads was empty when the lease was taken
-        here = local_path(self.url)
-        self._home = SealedFolder(here, foreign=_refuse_foreign) if here is not None else None
         self.root = self._store()
         self.plan, self.receipts, self.files = map(self._store, PARTS)
 
-    @cached_property
-    def places(self) -> ObjectPlaces | None:
-        """The keys of the destination on a store with upload handles; None on other stores."""
-        if self._home is not None:
-            return None
-        # A late import: local conversions need no object store.
-        from ckptcore.conversion.staged_uploads import object_places
-
-        return object_places(self.destination, self.url)
+    @abstractmethod
+    def _store(self, *inside: str) -> Store:
+        """Return the store of the staging folder, or of a folder in it."""
 
     @property
     def plan_uri(self) -> str:
         """Where the plan is stored; a worker needs nothing else."""
         return self.plan.url
 
-    @classmethod
-    def of_plan(cls, plan_uri: str) -> Staging:
-        """Return the staging folder that a plan is in; raise `UsageError` for other paths."""
-        above, part = split_url(plan_uri)
-        parent, name = split_url(above)
-        if part != "plan" or not (name.startswith(".") and name.endswith(".ckptcore")):
-            raise UsageError(f"{plan_uri!r} is not the plan of a conversion")
-        return cls(join_url(parent, name[1 : -len(".ckptcore")]))
+    @property
+    def scratch(self) -> str | None:
+        """A folder on this machine for decoded items; None for the system's."""
+        return None
 
-    @contextlib.contextmanager
-    def lock(self, *, shared: bool = False, make: bool = False) -> Iterator[None]:
-        """Lock the destination against other processes of this machine.
+    @abstractmethod
+    def lock(self, *, shared: bool = False, make: bool = False) -> AbstractContextManager[None]:
+        """Lock the destination against other runs.
 
         Args:
             shared: A shared lock, for several workers of one plan.
-            make: Create the staging folder if there is none, and empty our own folder if other users could
-                write to it. Without ``make``, a missing folder is not locked. On an object store the caller
-                proves the lease, while it looks at the destination (`staged_plan.look_ahead`).
+            make: The caller is about to plan: create what is missing.
 
         Raises:
             Busy: Another process has the lock.
-            StagingForeign: Other users than the trusted ones could write to the folder.
-            DestinationUnwritable: A file system call failed.
         """
-        if self._home is None:
-            with self._leased(shared=shared, prove=not make):
-                yield
-            return
-        fd = self._lock_file(self._home, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
-        try:
-            if fd is not None and self._home.strangers_may_write():
-                self._shut_out(self._home, begin=make)
-            yield
-        finally:
-            if fd is not None:
-                os.close(fd)
 
-    @contextlib.contextmanager
-    def _leased(self, *, shared: bool, prove: bool) -> Iterator[None]:
-        """Hold the lease of a destination on an object store, or check that no other process does."""
-        lease = self.places.lease(self.arbiter) if self.places is not None else None
-        if lease is None:
-            yield  # this store has no conditions; equal runs write equal bytes
-        elif shared:
-            lease.require_free()
-            yield
-        else:
-            lease.take(prove=prove)
-            self.lease = lease
-            try:
-                with self._keeping():
-                    yield
-            except BaseException:
-                if self.uploads is not None:
-                    self.uploads.stop()
-                lease.hurry()
-                raise
-            finally:
-                with finishing():
-                    if self.uploads is not None:
-                        self.uploads.wait()
-                    self.lease = None
-                    lease.release()
-
-    @contextlib.contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Keep what this process writes and reads of the records, while nobody else writes them."""
-        # Late imports: local conversions need no object store.
-        from ckptcore.store.objects.kept_records import KeptRecords
-        from ckptcore.store.s3 import S3Store
-
-        stores = [store for store in (self.root, self.plan, self.receipts) if isinstance(store, S3Store)]
-        self._kept = KeptRecords()
-        for store in stores:
-            store.kept = self._kept
-        try:
-            yield
-        finally:
-            for store in stores:
-                store.kept = None
-
-    def prove_lease(self) -> bool:
-        """Complete taking the lease; return whether another run may have worked here until then."""
-        return self.lease is not None and self.lease.prove()
-
-    def forget_records(self) -> None:
-        """Ask the store for every record from now on."""
-        if self._kept is not None:
-            self._kept.clear()
-
+    @abstractmethod
     def require_lease(self) -> None:
-        """Raise `Busy` if another process took over the lease of the destination."""
-        if self.lease is not None:
-            self.lease.require()
+        """Raise `Busy` if another run took over the destination."""
 
-    def require_ours(self, *, published: bool) -> None:
-        """Raise `StagingForeign` if anything in the staging folder is a link, or another user's.
+    def look_ahead(self, look: Callable[[], object]) -> Collection[str] | None:
+        """Look at what a conversion needs before it plans; ``look`` looks at the destination.
 
-        published: the output was moved out already; the old output may be in its place, and be any user's.
+        Returns:
+            The names of the staged objects, if they were listed meanwhile.
         """
-        if self._home is None or self._home.open() is None:
-            return
-        for store in (self.plan, self.receipts) if published else (self.plan, self.receipts, self.files):
-            if isinstance(store, SealedStore) and store.is_there():
-                store.entries()
-        for name in RECORDS:
-            self.root.size(name)
+        look()
+        return None
 
-    def require_room(self, nbytes: int) -> None:
-        """Raise `DiskFull` if fewer bytes are free than are still to be written."""
-        free = self.root.free_bytes()
-        for seconds in _FREED_WITHIN:
-            if free is None or nbytes <= free:
-                break
-            time.sleep(seconds)
-            free = self.root.free_bytes()
-        if free is not None and nbytes > free:
-            raise DiskFull(
-                f"cannot write {nbytes} bytes beside {self.destination}: {free} bytes are free",
-                needed=nbytes,
-                free=free,
-            )
+    def together(self, calls: Sequence[Callable[[], object]]) -> Sequence[object]:
+        """Make calls that do not need each other: an object store gets their requests at once.
 
-    def staged(self) -> dict[str, int]:
-        """Return the files that are staged as a whole: path -> size. With uploads there may be none."""
-        if self.places is None:
-            return self.files.list()
-        prefix = f"{self.places.staging}/files/"
-        return {seen.key[len(prefix) :]: seen.nbytes for seen in self.places.client.list(prefix)}
+        Returns:
+            What they return.
+        """
+        return [call() for call in calls]
 
+    @abstractmethod
+    def published_plan(self, record: Publication | None) -> str | None:
+        """Return the digest of the plan whose output is at the destination, or None.
+
+        There is one if an earlier run published it and stopped before it removed its staging folder.
+        """
+
+    def publishing_plan(self, record: Publication | None) -> str | None:
+        """Return the digest of the plan that an earlier run began to copy to the destination, or None."""
+        return None
+
+    @abstractmethod
+    def finish_interrupted_publish(self) -> None:
+        """Finish or take back a publication in one step that a killed run left unfinished."""
+
+    @abstractmethod
+    def publish(self, publication: Publication, commit: Collection[str], *, single: bool) -> None:
+        """Record a publication, then bring the staged files to the destination.
+
+        Args:
+            publication: New, or as an earlier run recorded it.
+            commit: The files that make the folder loadable.
+            single: The output is one file.
+
+        Raises:
+            DestinationExists: Something else appeared at the destination; it stays.
+        """
+
+    @abstractmethod
+    def is_unchanged(self, record: Publication | None, receipts: Sequence[Receipt], output: Readable) -> bool:
+        """Report whether an output that was published is still what was written."""
+
+    @abstractmethod
     def require_planned(self, planned: Collection[str]) -> dict[str, int]:
         """Raise `OutputMismatch` for staged files and folders that are not in the plan.
 
         Returns:
-            What `staged` does, on an object store; nothing on this machine.
+            Path -> bytes of what is staged as a whole, on an object store; nothing on this machine.
         """
-        staged: dict[str, int] = {}
-        if not isinstance(self.files, SealedStore):
-            staged = self.staged()
-            odd = sorted(set(staged) - set(planned))
-        elif not self.files.is_there():
-            return staged
-        else:
-            folders = {f"{path[:at]}/" for path in planned for at, sign in enumerate(path) if sign == "/"}
-            odd = [path for path, _ in self.files.entries() if path not in planned and path not in folders]
-        if odd:
-            raise OutputMismatch(
-                f"cannot publish {self.files.url}: {len(odd)} of its files are not in the plan "
-                f"(got {', '.join(odd[:5])!r})",
-                hint="move them away if they are yours, or try --no-resume: it removes all staged files",
-                files=odd[:100],
-            )
-        return staged
 
-    @contextlib.contextmanager
-    def spots(self) -> Iterator[Spots | None]:
-        """Open the places of a local publication, and keep them open; None without a staging folder.
+    def _unplanned(self, names: Sequence[str]) -> OutputMismatch:
+        return OutputMismatch(
+            f"cannot publish {self.files.url}: {len(names)} of its files are not in the plan "
+            f"(got {', '.join(names[:5])!r})",
+            hint="move them away if they are yours, or try --no-resume: it removes all staged files",
+            files=list(names[:100]),
+        )
 
-        Raises `StagingForeign`.
+    @abstractmethod
+    def check_staged_plan(self, composed: Composed, stamps: dict[str, str | None]) -> None:
+        """Compare an earlier run's staging folder with the same plan, before files are added.
+
+        Raises `OutputMismatch` for staged files that are not in the plan.
         """
-        if self._home is None or self._home.open() is None:
-            yield None
-            return
-        with self._home.below(()) as root, self._home.below(("files",)) as files:
-            assert root is not None  # it is open
-            path, parent = str(self._home.path), self._home.parent_fd()
-            yield Spots(
-                Spot(root, "files", f"{path}/files"),
-                Spot(-1 if files is None else files, self.name, f"{path}/files/{self.name}"),
-                Spot(parent, self.name, str(self._home.path.with_name(self.name))),
-                Spot(root, REPLACED, f"{path}/{REPLACED}"),
-            )
 
-    @contextlib.contextmanager
-    def moving(self, *, single: bool) -> Iterator[None]:
-        """Check that the block moves the content of this staging folder to the destination.
+    @abstractmethod
+    def require_room(self, nbytes: int) -> None:
+        """Raise `DiskFull` if fewer bytes are free than are still to be written."""
 
-        A user who may rename in the parent could have exchanged folders or redirected the path.
-        Raises `StagingForeign`.
-        """
-        if self._home is None:
-            yield
-            return
-        with self._home.below(("files",) if single else ()) as fd:
-            staged = look(fd, self.name if single else "files") if fd is not None else None
-        if staged is None or not self._home.in_place():
-            raise strange(str(self._home.path), "it was moved away while a run used it")
-        self._require_parent(self._home)
-        yield
-        self._require_parent(self._home)
-        target = str(self._home.path.with_name(self.name))
-        now = look(self._home.parent_fd(), self.name)
-        if now is None:
-            raise strange(target, "it was removed while it was published")
-        if not os.path.samestat(now, staged):  # another user did it, or a file system that changes inodes
-            require = self._home.owners.require_file if single else self._home.owners.require_folder
-            require(now, target)
+    def uploads_of(self, plan: Plan, settings: Settings | None = None) -> Uploads | None:
+        """Return the uploads of a plan; None where files are staged as a whole."""
+        return None
+
+    @abstractmethod
+    def begin_uploads(self, plan: Plan, settings: Settings) -> None:
+        """Begin the first uploads of a plan that this process carries out, while it is saved."""
+
+    def beside_uploads(self, plan: Plan, settings: Settings) -> Settings:
+        """Return the settings with the memory that uploads leave; raise `BudgetTooSmall`."""
+        return settings
+
+    def completion(self, plan: Plan, receipts: Sequence[Receipt]) -> UploadCompletion | None:
+        """Return what completes the uploads of an output; None if it is staged as a whole."""
+        return None
+
+    def cut(self, plan: Plan, file: FilePlan, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
+        """Cut an output file into parts of about ``nbytes``; empty if one worker must write it."""
+        return ()
+
+    def join(self, plan: Plan, file: FilePlan) -> Receipt:
+        """Join the parts of an output file."""
+        return join_parts(file, plan.digest, self.files, self.receipts)
+
+    def put_record(self, data: bytes, *, over: bool) -> None:
+        """Write the record of a publication. over: there is one, which stays if this arrives altered."""
+        self.root.put(PUBLISHING, data)
+
+    @abstractmethod
+    def sweep_gone(self) -> None:
+        """Remove what a run that was killed in `remove` left, if it is ours and can be removed."""
+
+    @abstractmethod
+    def sweep_parts(self, *, joints: bool = False) -> None:
+        """Remove unfinished files of killed writers. joints: also files whose parts were never joined."""
+
+    def is_unused(self) -> bool:
+        """Return whether there is a staging folder without finished, published or foreign files."""
+        return False
 
     def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
         """Remove everything but the lock from the folder, and abort its uploads.
@@ -337,263 +230,77 @@ class Staging:
             publication: Also remove the record of a publication.
             names: What is staged on an object store, if it was listed a moment ago under the same lease.
         """
-        if self.places is not None:
-            there = self.places.staged_names() if names is None else names
-            self._clear_remote(self.places, there, publication=publication)
-            return
         for part in (self.plan, self.receipts, self.files):
             part.remove_all()
         if publication and self.root.size(PUBLISHING) is not None:  # removing nothing needs a right, too
             self.root.remove(PUBLISHING)
 
-    def _clear_remote(self, places: ObjectPlaces, there: Collection[str], *, publication: bool) -> None:
-        if any(name.startswith(f"{UPLOADS}/") for name in there):
-            places.journal.abort_all()
-        places.remove_staged(name for name in there if name.partition("/")[0] in PARTS)
-        if self._kept is not None:
-            self._kept.emptied(*(f"{places.staging}/{part}/" for part in PARTS))
-        if publication and PUBLISHING in there:
-            self.root.remove(PUBLISHING)
-
-    def sweep_parts(self, *, joints: bool = False) -> None:
-        """Remove unfinished files of killed writers. joints: also files whose parts were never joined."""
-        kinds = ("part", "joint") if joints else ("part",)
-        for store in (self.plan, self.receipts, self.files):
-            if isinstance(store, SealedStore) and store.is_there():
-                for path in store.list():
-                    found = _UNFINISHED.fullmatch(path)
-                    if found and found["kind"] in kinds:
-                        store.remove(path)
-
+    @abstractmethod
     def remove(self) -> None:
-        """Remove the staging folder.
+        """Remove the staging folder; no later run resumes in a part of it."""
 
-        It is renamed first: if this run is killed here, no later run resumes in a partly removed folder.
-        """
-        if self._home is None:
-            self._remove_remote()
-            return
-        for store in (self.root, self.plan, self.receipts, self.files):
-            store.close()
-        self.sweep_gone()
-        if self._remove_but_odd(self._home):
-            return
-        # With the clock: another machine's folder of this name may be left, which could not be removed.
-        try:
-            self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
-        except OSError as error:
-            raise unwritable(str(self._home.path), error) from error
 
-    def list_leftovers(self) -> None:
-        """List what `remove` will remove of an object store, if nothing more is staged under this lease."""
-        if self.places is None or self.lease is None:
-            return
-        with contextlib.suppress(DestinationUnwritable):  # `remove` asks again, and says so
-            names = self.places.staged_names()
-            # The journal removes its own at the same time; what it leaves is in the list at the end. The last
-            # record is written at the same time, too: its draft may not be in this list yet.
-            self._leftovers = [name for name in names if not name.startswith(f"{UPLOADS}/") and name != DRAFT]
-            self._leftovers.append(DRAFT)
+def note(staging: Staging, publication: Publication, before: Publication | None = None) -> None:
+    """Record a publication and its step.
 
-    def _remove_remote(self) -> None:
-        """Remove the staging prefix, if these credentials may: its output does not need it any more."""
-        try:
-            if self.places is not None:
-                self._remove_objects(self.places)
-                return
-            for part in (self.files, self.plan, self.receipts):
-                part.remove_all()
-            for name in RECORDS:  # the record of the publication last: while it exists, the next run resumes
-                self.root.remove(name)
-        except DestinationUnwritable as error:
-            _log.warning("%s is kept: %s", self.url, error.message)
+    A record that arrives altered is removed, and without any the next run would take the output for another
+    program's. So a step over another one is written beside it, and copied by the store when it is proven; on
+    a store that does not copy, the one before is written once more.
 
-    def _remove_objects(self, places: ObjectPlaces) -> None:
-        """Remove what a conversion writes below the staging prefix; what others put there is kept."""
-        # While the first is there, the next run resumes; while the second is, no other run works here.
-        last = (PUBLISHING, LEASE)
+    Args:
+        staging: The staging folder.
+        publication: What is recorded.
+        before: The same publication as it is recorded now; None for no record.
 
-        def remove_record() -> list[str]:
-            self.root.remove(PUBLISHING)
-            return []
-
-        there = places.staged_names() if self._leftovers is None else self._leftovers
-        self._leftovers = None
-        for first in (True, False):
-            kept = [name for name in there if not is_of_staging(name)]
-            if any(name.startswith(f"{UPLOADS}/") for name in there):
-                places.journal.abort_all()
-            # The journal removes its own entries: one that its list lacked has an upload that is still open.
-            places.remove_staged(
-                name for name in there if name not in (*last, *kept) and not name.startswith(f"{UPLOADS}/")
-            )
-            if first:  # a list may lack names: there is another one, while the record is removed
-                _, there = places.client.each(lambda call: call(), (remove_record, places.staged_names))
-        if self.lease is not None:
-            self.lease.release()
-        if kept:
-            _log.warning("%s is kept: no conversion writes %s", self.url, some(kept))
-
-    def _remove_but_odd(self, home: SealedFolder) -> bool:
-        """Remove only the run's own files if the folder has foreign ones; return whether it has."""
-        fd = home.open()
-        odd = [] if fd is None or not home.in_place() else _odd(names_in(fd))
-        # An old output that a version without lists replaced is removed with its folder.
-        odd = [name for name in odd if name != REPLACED or self.root.size(PUBLISHING) is None]
-        if not odd:
-            return False
-        for part in (self.files, self.plan, self.receipts):
-            part.remove_all()
-        for name in RECORDS:
-            self.root.remove(name)
-        _log.warning("%s is kept: %s", home.path, ", ".join(odd[:5]))
-        return True
-
-    def is_unused(self) -> bool:
-        """Return whether there is a staging folder without finished, published or foreign files."""
-        root = self._home.open() if self._home is not None else None
-        if root is None:
-            return False
-        for name in os.listdir(root):
-            seen = look(root, name)
-            folder = seen is not None and stat.S_ISDIR(seen.st_mode)
-            plain = seen is not None and stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
-            if name == PUBLISHING or not (folder if name in PARTS else plain):
-                return False
-        receipts = self.receipts
-        return not (isinstance(receipts, SealedStore) and receipts.is_there() and receipts.list())
-
-    def sweep_gone(self) -> None:
-        """Remove what a run that was killed in `remove` left, if it is ours and can be removed."""
-        if self._home is None:
-            return
-        gone = re.compile(re.escape(f"{self._home.name}.gone-") + r"[0-9a-f-]+")
-        with self._home.beside() as (parent, names):
-            for name in filter(gone.fullmatch, names):
-                self._sweep(self._home, parent, name)
-
-    def _store(self, *inside: str) -> Store:
-        if self._home is not None:
-            return SealedStore(self._home, *inside)
-        return open_store("/".join([self.url, *inside]))
-
-    def _sweep(self, home: SealedFolder, parent: int, name: str) -> None:
-        """Remove one folder with the name of a removed staging folder, if it is ours."""
-        path = str(home.path.with_name(name))
-        # Another user's folder stays, and so does what cannot be removed: no run needs the name.
-        with contextlib.suppress(OSError, StagingForeign):
-            fd = enter(parent, name, path, home.owners)
-            if fd is None:
-                return
-            with closing_fd(fd):
-                refuse_odd(Path(path), [n for n in _odd(names_in(fd)) if n != REPLACED])
-            remove_tree(parent, name, path, home.owners)
-
-    def _require_parent(self, home: SealedFolder) -> None:
-        if not home.parent_in_place():
-            raise strange(str(home.parent), "another folder took its place while a run used it")
-
-    def _shut_out(self, home: SealedFolder, *, begin: bool) -> None:
-        """Remove other users' write access to the folder. begin: nothing in it is kept.
-
-        A folder with a begun publication is refused: the old output may be in it.
-        """
-        fd = home.open()
-        assert fd is not None  # it is locked
-        before = os.fstat(fd)
-        shut = False
-        if begin and self.root.size(PUBLISHING) is None:
-            self.require_ours(published=False)
-            self.clear()
-            shut = home.shut_out()
-            _log.info("other users could write to %s: it was emptied", home.path)
-        elif home.shut_out():
-            os.fchmod(fd, stat.S_IMODE(before.st_mode))
-            raise self._loose(home, before)
-        # If the owner cannot change the mode, the file system has no modes: there is no better one.
-        if not shut and before.st_uid != home.owners.own:
-            raise self._loose(home, before)
-
-    def _loose(self, home: SealedFolder, seen: os.stat_result) -> StagingForeign:
-        return StagingForeign(
-            f"cannot use {home.path}: other users than the trusted ones could write to it "
-            f"(got mode {stat.S_IMODE(seen.st_mode):04o})",
-            hint=f"check that its content is yours, then run `chmod go-w {home.path}`; if several users "
-            f"run one service, list them in {VARIABLE}",
-            path=str(home.path),
-        )
-
-    def _lock_file(self, home: SealedFolder, kind: int, *, make: bool) -> int | None:
-        failed: OSError | None = None
-        for _ in range(_TRIES):
-            home.close()
-            try:
-                fd = self._open_lock(home, make=make)
-            except FileNotFoundError as error:  # another run has just finished and removed the folder
-                failed = error
-                time.sleep(_PAUSE_S)
-                continue
-            except OSError as error:
-                raise self._unwritable(error) from error
-            if fd is None:
-                return None
-            try:
-                fcntl.flock(fd, kind | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(fd)
-                raise Busy(f"another process is writing {self.destination}") from error
-            except OSError as error:
-                os.close(fd)
-                raise self._unwritable(error) from error
-            # A finished run removes its folder and lock: then this lock protects nothing.
-            root = home.open()
-            assert root is not None  # the lock is in it
-            named = look(root, LOCK)
-            if named is not None and os.path.samestat(named, os.fstat(fd)) and home.in_place():
-                return fd
-            os.close(fd)
-            failed = None
-        if failed is not None:
-            raise self._unwritable(failed) from failed
-        raise Busy(f"other processes keep finishing {self.destination}")
-
-    def _open_lock(self, home: SealedFolder, *, make: bool) -> int | None:
-        root = home.open(make=make)
-        if root is None:
-            return None
-        path = str(home.path / LOCK)
-        seen = look(root, LOCK)
-        if seen is not None:
-            home.owners.require_file(seen, path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(LOCK, flags, 0o666, dir_fd=root)
-        try:
-            home.owners.require_file(os.fstat(fd), path)
-        except CkptError:
-            os.close(fd)
+    Raises:
+        AlteredInTransit: The step could not be recorded.
+    """
+    try:
+        staging.put_record(canonical_json(publication.as_dict()), over=before is not None)
+    except AlteredInTransit as error:
+        if before is None:
             raise
-        return fd
-
-    def _unwritable(self, error: OSError) -> DestinationUnwritable:
-        why = error.strerror or str(error)
-        for at in map(str, (Path(self.parent), *Path(self.parent).parents)):
-            if os.path.islink(at) and not os.path.exists(at):
-                why = f"{at} is a broken link"
-        return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
-
-
-def _odd(names: Names) -> list[str]:
-    """Return the names in a staging folder that no run creates, sorted."""
-    ours = {name for name, seen in names.items() if _is_ours(name, seen.st_mode)}
-    return sorted(names.keys() - ours)
-
-
-def _is_ours(name: str, mode: int) -> bool:
-    return stat.S_ISDIR(mode) if name in PARTS else stat.S_ISREG(mode) and bool(_FILES.fullmatch(name))
+        kept = _has_record(staging)
+        if not kept:
+            with suppress(CkptError):  # the error that is raised says what to do without it
+                note(staging, before)
+                kept = True
+        if publication.step != DONE:
+            raise
+        compare = f"compare it with its source (ckptcore diff SRC {staging.destination}), then remove "
+        compare += f"what is left of the conversion: ckptcore gc {staging.parent}"
+        raise AlteredInTransit(
+            f"{staging.destination} is complete, but that cannot be recorded: {error.message}",
+            hint=f"{_RERUN if kept else compare}. Check this machine's memory and network",
+        ) from error
 
 
-def _refuse_foreign(path: Path, names: Names) -> None:
-    """Raise `StagingForeign` for a folder that no run of ours can have left."""
-    refuse_odd(path, [name for name in _odd(names) if name != REPLACED or PUBLISHING not in names])
-    if names and LOCK not in names:
-        raise strange(str(path), "no run has used it: it has files, but no lock")
+def _has_record(staging: Staging) -> bool:
+    """Return whether there is a record still, as far as the store answers."""
+    with suppress(CkptError):
+        return noted(staging) is not None
+    return False
+
+
+def noted(staging: Staging) -> Publication | None:
+    """Return the publication that a run began, or None.
+
+    Also None for a record that a crash truncated: nothing changes before the record is complete.
+    """
+    return _parsed(staging.root, PUBLISHING, Publication.from_dict)
+
+
+def noted_replaced(staging: Staging) -> Replaced | None:
+    """Return what may be replaced by the plan; None if there is no record, or it is truncated."""
+    return _parsed(staging.root, REPLACES, Replaced.from_dict)
+
+
+def _parsed(store: Store, name: str, parse: Callable[[Any], _Record]) -> _Record | None:
+    """Return a record; None if there is none, or it is no JSON, or not of its form."""
+    data = fetch(store, name)
+    if data is None:
+        return None
+    try:
+        return parse(load_json(data))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
-from ckptcore.conversion.destination_claim import claim_of
-from ckptcore.conversion.publication_record import DONE, noted
-from ckptcore.conversion.staging import Staging, is_of_staging
-from ckptcore.conversion.staging_names import PUBLISHING, UPLOADS
+from ckptcore.conversion.open_staging import open_staging
+from ckptcore.conversion.publication_record import DONE
+from ckptcore.conversion.s3_staging import is_of_staging
+from ckptcore.conversion.staging import PUBLISHING, UPLOADS, Staging, noted
 from ckptcore.errors import Busy, CkptError, UsageError
 from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
@@ -171,8 +171,8 @@ def _staging(
     if age is None or age < older_than_s:
         return left(LeftFate.YOUNG, "it changed lately")
     above, _, name = folder.rpartition("/")
-    staging = Staging(join_url(f"{client.url}/{above}".rstrip("/"), name[1 : -len(".ckptcore")]))
-    staging.arbiter = claim_of(catalog, staging.destination)
+    destination = join_url(f"{client.url}/{above}".rstrip("/"), name[1 : -len(".ckptcore")])
+    staging = open_staging(destination, catalog)
     try:
         return _removed(staging, left, has_record=PUBLISHING in objects, dry_run=dry_run)
     except Busy as error:

@@ -29,9 +29,9 @@ from ckptcore.catalog.retirements import RetirementRecord
 from ckptcore.catalog.row_values import require_sound
 from ckptcore.catalog.types import CheckpointRow, State
 from ckptcore.checking.examine import inspect
-from ckptcore.conversion.publication_record import noted
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.conversion.registration import facts
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.staging import noted
 from ckptcore.core.used_files import used
 from ckptcore.custody.distinct import files_of, require_apart
 from ckptcore.custody.gate import judge
@@ -327,7 +327,7 @@ def _opened(home: str, above: Sequence[roots.RootRow]) -> SetAside | None:
 
 def _is_awaited(home: str, place: str) -> bool:
     """Return whether a conversion is about to move what it replaces here, or was killed before that."""
-    staging = Staging(place)
+    staging = open_staging(place)
     try:
         with staging.lock(shared=True):
             begun = noted(staging)
@@ -398,7 +398,7 @@ def _give_to_child(catalog: Catalog, aside: SetAside, means: Settings) -> None:
     with catalog.writing():  # records beside copies are changed by one process at a time
         add_duties(child.uri, [duty])
     try:
-        with Staging(child.uri).lock(shared=True):
+        with open_staging(child.uri).lock(shared=True):
             require_files(child.uri, before, files_now(detail))
             with catalog.writing() as conn:
                 if source is not None:

@@ -12,7 +12,7 @@ CLOCKS = {"datetime.now", "datetime.utcnow", "datetime.today", "date.today", "ti
 ALLOWED = {
     "ckptcore/catalog/database.py": "the clock of SQLite, which is of one machine",
     "ckptcore/conversion/local_publication.py": "makes a name unique",
-    "ckptcore/conversion/staging.py": "the age of files of a staging folder, for people",
+    "ckptcore/conversion/local_staging.py": "makes a name unique",
     "ckptcore/operations/abandoned.py": "the age of files for people",
     "ckptcore/operations/rebuild_catalog.py": "the times of files, before which all must have been written",
     "ckptcore/store/objects/journal.py": "an entry's time for people",

@@ -38,8 +38,10 @@ WRITING = (
     "ckptcore.conversion.pipeline",
     "ckptcore.execution.execute",
     "ckptcore.conversion.staging",
+    "ckptcore.conversion.local_staging",
     "ckptcore.conversion.local_publication",
 )
+OBJECTS = ("ckptcore.conversion.object_staging", "ckptcore.conversion.remote_publication")
 # Formats that the checkpoint of these tests is not of.
 READERS = (
     "ckptcore.formats.deepspeed.reader",
@@ -54,7 +56,15 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("formats",): (*HEAVY, *ELSEWHERE, *WRITING, *READERS, "ckptcore.catalog"),
     ("plan", "--no-catalog"): (*HEAVY, *ELSEWHERE, *READERS, "ckptcore.catalog.database"),
     ("diff",): (*HEAVY, *ELSEWHERE, *READERS, "ckptcore.catalog.database"),
-    ("export",): (*HEAVY, *READERS, "fsspec", "argparse", "pydantic", "ckptcore.conversion.foreign_files"),
+    ("export",): (
+        *HEAVY,
+        *READERS,
+        *OBJECTS,
+        "fsspec",
+        "argparse",
+        "pydantic",
+        "ckptcore.conversion.foreign_files",
+    ),
     ("catalog", "list"): (*HEAVY, "numpy", "fsspec", "argparse", "pydantic", "alembic", "ckptcore.formats"),
     ("inspect",): (
         *HEAVY,
@@ -77,6 +87,7 @@ WITHOUT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("validate",): (*HEAVY, *WRITING, "fsspec", "argparse", "pydantic"),
     ("consolidate",): (
         *HEAVY,
+        *OBJECTS,
         "pydantic",
         "fsspec",
         "argparse",

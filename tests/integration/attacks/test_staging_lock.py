@@ -26,7 +26,7 @@ from staging_folders import (
 )
 
 import ckptcore
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import CkptError
 
 
@@ -135,7 +135,7 @@ def test_runs_that_end_beside_each_other(source: Path, place: Path) -> None:
     def run() -> None:
         code = 0
         for _ in range(150):
-            staging = Staging(str(place / "out"))
+            staging = open_staging(str(place / "out"))
             try:
                 with staging.lock(make=True):
                     staging.root.put("request.json", b"{}")
@@ -150,7 +150,7 @@ def test_runs_that_end_beside_each_other(source: Path, place: Path) -> None:
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    Staging(str(place / "out")).sweep_gone()
+    open_staging(str(place / "out")).sweep_gone()
     assert list(place.iterdir()) == []
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_is_being_removed_is_not_used(
 def test_a_swapped_folder_is_not_used(source: Path, place: Path, tmp_path: Path) -> None:
     """A user who may rename in the parent swaps the folder of an open run: the run stays in its own."""
     mine = precious(tmp_path)
-    staging = Staging(str(place / "out"))
+    staging = open_staging(str(place / "out"))
     with staging.lock(make=True):
         staging.root.put("request.json", b"{}")
         (place / ".out.ckptcore").rename(place / "away")

@@ -415,9 +415,9 @@ def test_a_card_with_its_fingerprint_is_published_in_the_end(
     prepared = pipeline.prepare(Request(str(source), out, "export"), take)
     pipeline.execute(prepared.plan_uri, settings=take)
     if times == 1:
-        name = "publish_remote" if remote else "publish_local"
+        name = "object_staging.publish_remote" if remote else "local_staging.publish_local"
         with monkeypatch.context() as patch:
-            patch.setattr(f"ckptcore.conversion.publish.{name}", killed)
+            patch.setattr(f"ckptcore.conversion.{name}", killed)
             with pytest.raises(KeyboardInterrupt):
                 pipeline.finish(prepared.plan_uri, take)
     else:

@@ -15,9 +15,9 @@ from retiring import MEANS
 from sqlalchemy import text
 
 from ckptcore.catalog import open_catalog
+from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.conversion.pipeline import execute, finish, prepare
 from ckptcore.conversion.publication_record import REPLACES
-from ckptcore.conversion.staging import Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations.scrub import scrub
 from ckptcore.planning.request import Request
@@ -298,7 +298,7 @@ def test_a_publication_that_was_prepared_before_the_deletion(list_of, copies):
     execute(plan, None, MEANS)
     copies.counted_on()
     if list_of == "lost":
-        Staging.of_plan(plan).root.remove(REPLACES)
+        staging_of_plan(plan).root.remove(REPLACES)
     before = files_of(copies.copy)
     with pytest.raises(DestinationExists, match="only proven copy"):
         finish(plan, MEANS, None, copies.url)

@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 
 import ckptcore
 from ckptcore.cli.main import run
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.operations import abandoned
 from ckptcore.operations.abandoned import collect
@@ -85,7 +85,7 @@ def test_abandoned_uploads_are_removed_and_those_of_others_are_kept(
     assert sorted(i.fate.value for i in would) == ["foreign", "foreign", "would-remove", "would-remove"]
     assert server.objects == before
     assert len(server.uploads) == 3
-    with Staging("s3://bucket/runs/a").lock():
+    with open_staging("s3://bucket/runs/a").lock():
         found = {i.url: i.fate.value for i in collect("s3://bucket/runs", older_than_s=0)}
     assert found["s3://bucket/runs/.a.ckptcore"] == "in-use"
     assert found["s3://bucket/runs/b/.c.ckptcore"] == "removed"

@@ -21,7 +21,7 @@ import ckptcore
 from ckptcore.__main__ import main
 from ckptcore.catalog import CheckpointDetail, open_catalog
 from ckptcore.catalog.migrate import migrating
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import OutputMismatch
 from ckptcore.operations.rebuild_catalog import rebuild
 from ckptcore.operations.scrub import Scrubbed, scrub
@@ -237,7 +237,7 @@ def test_a_staged_file_that_was_swapped_is_not_published(tmp_path: Path, exporte
     options = {"verb": "export", "config": str(config), "max_file_size": 500}
     prepared = ckptcore.prepare(str(tmp_path / "step-1.safetensors"), str(tmp_path / "other"), **options)
     ckptcore.execute(prepared)
-    Staging(str(tmp_path / "other")).files.put("config.json", b"{}")
+    open_staging(str(tmp_path / "other")).files.put("config.json", b"{}")
     with pytest.raises(OutputMismatch, match=r"config\.json is not as planned"):
         ckptcore.publish(prepared)
     assert not (tmp_path / "other").exists()

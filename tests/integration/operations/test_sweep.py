@@ -17,8 +17,8 @@ from ckptcore.catalog import claims, open_catalog, sightings
 from ckptcore.catalog import watched_roots as roots
 from ckptcore.checking.check import Report
 from ckptcore.cli.main import run
+from ckptcore.conversion.local_staging import LocalStaging
 from ckptcore.conversion.pipeline import convert
-from ckptcore.conversion.staging import Staging
 from ckptcore.errors import Busy, DiskFull, Finding, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.operations import readiness as settling
 from ckptcore.operations.claims import key_of
@@ -250,7 +250,7 @@ def test_the_staging_folder_of_a_killed_sweep_is_removed(runs, watch, swept, cat
     save(runs / "llama" / "step-1")
     watch()
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "remove", lambda self: None)  # killed right before
+        patch.setattr(LocalStaging, "remove", lambda self: None)  # killed right before
         assert swept()[0]["step-1"].standing == "made"
     assert (tmp_path / "exports/llama/.step-1.ckptcore").is_dir()
     with catalog.writing() as conn:

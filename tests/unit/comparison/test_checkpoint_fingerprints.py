@@ -18,7 +18,7 @@ from paths import FIXTURES
 import ckptcore
 from ckptcore import Settings, api
 from ckptcore.conversion.file_fingerprints import fingerprints
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.errors import DamagedCheckpoint, OutputMismatch
 from ckptcore.execution.receipts import read_receipt
 from ckptcore.fingerprints.sums import map_digest
@@ -296,7 +296,7 @@ def test_bytes_that_no_other_check_reads_are_read(source: Path, tmp_path: Path) 
 def test_replicas_in_several_files_count_once(source: Path, tmp_path: Path) -> None:
     prepared = api.prepare(str(source), str(tmp_path / "out"))
     api.execute(prepared, settings=ON)
-    staging = Staging.of_plan(prepared.plan_uri)
+    staging = staging_of_plan(prepared.plan_uri)
     plan = load_file_plan(staging.plan, 0)
     receipt = read_receipt(staging.receipts, load_head(staging.plan).digest, 0)
     assert receipt is not None

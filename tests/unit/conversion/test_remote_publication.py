@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 import ckptcore
 from ckptcore.conversion import publication_record as publications
 from ckptcore.conversion import remote_publication as remotepublishing
-from ckptcore.conversion.staging import Staging
-from ckptcore.conversion.staging_names import PUBLISHING
+from ckptcore.conversion.object_staging import ObjectStaging
+from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.planning.config_folder import Expected
 from ckptcore.store import open_store
@@ -307,7 +307,7 @@ def test_a_rerun_after_a_kill_in_the_cleanup_deletes_nothing(
     source, dst = f"{root}/source/step-3", f"{root}/out"
     ckptcore.convert(source, f"{root}/fresh/out", verb="export", config=model)
     fresh = content(f"{root}/fresh/out")
-    real_end, real_remove = Staging.remove, FsspecStore.remove
+    real_end, real_remove = ObjectStaging.remove, FsspecStore.remove
 
     def of_others(store: FsspecStore, name: str) -> None:
         assert not store.url.startswith(dst), f"{name} was removed"
@@ -317,13 +317,13 @@ def test_a_rerun_after_a_kill_in_the_cleanup_deletes_nothing(
         open_store(dst).remove_all()
         ended: list[bool] = []
 
-        def end(staging: Staging, stop: int = stop, ended: list[bool] = ended) -> None:
+        def end(staging: ObjectStaging, stop: int = stop, ended: list[bool] = ended) -> None:
             ended.append(killed_at(stop, monkeypatch, lambda: real_end(staging)))
             if not ended[0]:
                 raise Killed
 
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            patch.setattr(Staging, "remove", end)
+            patch.setattr(ObjectStaging, "remove", end)
             ckptcore.convert(source, dst, verb="export", config=model)
         if ended[0]:
             break
@@ -343,7 +343,7 @@ def _never(*_: object) -> None:
 
 def test_a_changed_output_is_not_the_published_one(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, dst = f"{root}/source/step-3", f"{root}/out"
-    monkeypatch.setattr(Staging, "remove", _killed)
+    monkeypatch.setattr(ObjectStaging, "remove", _killed)
     with pytest.raises(Killed):
         ckptcore.convert(source, dst, verb="export")
     monkeypatch.undo()

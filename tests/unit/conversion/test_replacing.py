@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import ckptcore
 from ckptcore.conversion import local_publication as publishing
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import CkptError, DestinationExists, StagingForeign
 
 stages = importlib.import_module("ckptcore.conversion.pipeline")
@@ -216,7 +216,7 @@ class World:
             os.link(work.parent / each, work / each)
         old = str(work / "old.safetensors")
         ckptcore.convert(old, str(name(self.here, single)), **options(single))
-        self.staging = Staging(str(name(self.here, single)))
+        self.staging = open_staging(str(name(self.here, single)))
         self.seen: dict[str, Any] = {}
 
     def swap(self) -> None:
@@ -228,7 +228,7 @@ class World:
 
     def end(self) -> None:
         with self.staging.lock():
-            publishing.conclude(self.staging)
+            self.staging.finish_interrupted_publish()
 
     def replace(self) -> None:
         replaced(self.here, self.single)

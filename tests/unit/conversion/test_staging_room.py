@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.conversion import staging as module
+from ckptcore.conversion import local_staging as module
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.conversion.staging import Staging
 from ckptcore.errors import DiskFull
 
@@ -14,7 +15,7 @@ from ckptcore.errors import DiskFull
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Staging, list[int]]:
     monkeypatch.setattr(module, "_FREED_WITHIN", (0.0, 0.0))
-    staging, free = Staging(str(tmp_path / "out")), [10, 10, 10]
+    staging, free = open_staging(str(tmp_path / "out")), [10, 10, 10]
     monkeypatch.setattr(type(staging.root), "free_bytes", lambda _: free.pop(0))
     return staging, free
 

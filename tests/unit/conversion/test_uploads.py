@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 import ckptcore
 from ckptcore.conversion import pipeline
 from ckptcore.conversion.destination_claim import DestinationClaim
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.s3_staging import S3Staging
 from ckptcore.errors import (
     AlteredInTransit,
     BudgetTooSmall,
@@ -293,7 +293,7 @@ def test_without_create_only_requests_the_catalog_decides(
 
 def test_an_entry_that_a_list_lacked_is_found(server: fault_s3.FaultyS3) -> None:
     """The list of the staging prefix says that nothing was begun, and some stores list late."""
-    places = Staging("s3://bucket/models/out").places
+    places = S3Staging("s3://bucket/models/out").places
     assert places is not None
 
     def begun() -> UploadEntry:
@@ -326,7 +326,7 @@ def test_of_two_runs_at_once_the_catalog_lets_one_write(source: str, tmp_path: P
     """Both find no lease; the second create replaces the first one's object, and the claim tells."""
     catalog = str(tmp_path / "catalog.db")
     with fault_s3.serving(creates=False) as server:
-        places = [Staging("s3://bucket/out").places for _ in range(2)]
+        places = [S3Staging("s3://bucket/out").places for _ in range(2)]
         first, second = [p.lease(DestinationClaim(catalog, "s3://bucket/out")) for p in places if p]
         server.fault("PutObject", path="lease", action="", call=first.take)
         with pytest.raises(Busy, match=r"process \d+ on .* is writing s3://bucket/out"):
@@ -413,7 +413,7 @@ def test_a_budget_that_no_part_fits_is_refused_before_anything_is_sent(
 
 
 def test_a_second_run_learns_who_writes(server: fault_s3.FaultyS3, source: str, tensors: bytes) -> None:
-    staging = Staging("s3://bucket/models/out")
+    staging = S3Staging("s3://bucket/models/out")
     with staging.lock(make=True):
         with pytest.raises(Busy, match=r"process \d+ on .* is writing s3://bucket/models/out"):
             convert(source)
@@ -427,7 +427,7 @@ def test_a_holder_that_was_stopped_past_its_lease_changes_nothing(
     server: fault_s3.FaultyS3, source: str, tensors: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its successor has another plan: it aborts the uploads first, and the first one ends with an error."""
-    slow = Staging("s3://bucket/models/out")
+    slow = S3Staging("s3://bucket/models/out")
     monkeypatch.setattr("ckptcore.store.objects.lease.TTL_S", 0.2)
     assert slow.places is not None
     prepared = ckptcore.prepare(source, "s3://bucket/models/out", verb="export")

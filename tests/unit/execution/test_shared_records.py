@@ -9,8 +9,8 @@ import pytest
 from pieces import numbered, write_dcp
 
 from ckptcore import Box, convert
+from ckptcore.conversion.open_staging import staging_of_plan
 from ckptcore.conversion.pipeline import execute, finish, prepare
-from ckptcore.conversion.staging import Staging
 from ckptcore.errors import DamagedCheckpoint, UsageError
 from ckptcore.execution.receipts import read_receipt, write_receipt
 from ckptcore.planning.request import Request
@@ -31,7 +31,7 @@ def test_what_was_left_open_is_proven_when_the_run_goes_on(tmp_path: Path) -> No
     prepared = prepare(request(tmp_path))
     written = execute(prepared.plan_uri)
     assert [r.pending for r in written] == [(), (), ()]
-    staging = Staging.of_plan(prepared.plan_uri)
+    staging = staging_of_plan(prepared.plan_uri)
     # The state after a run is killed when the file exists and its record is incomplete.
     write_receipt(staging.receipts, prepared.plan_digest, replace(written[0], pending=(0,)))
     with pytest.raises(UsageError, match=r"__0_0\.distcp .*source records"):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import ckptcore
 from ckptcore.conversion import publish as finishing
 from ckptcore.conversion import staged_proof as reproof
-from ckptcore.conversion.staging import Staging
+from ckptcore.conversion.open_staging import open_staging
 from ckptcore.errors import CkptError, SourceChanged
 from ckptcore.execution import source_stamps as stamps
 from ckptcore.operations.claims import source_digest
@@ -284,7 +284,7 @@ def test_a_staging_folder_of_an_older_version_goes_on(tmp_path: Path, changed: b
     options: dict[str, Any] = {"max_file_size": 400_000}
     prepared = ckptcore.prepare(str(source), str(out), **options)
     ckptcore.execute(prepared, [0, 1])
-    staging = Staging(str(out))
+    staging = open_staging(str(out))
     assert json.loads(staging.plan.read(stamps.NAME, 0, staging.plan.size(stamps.NAME) or 0)) == {
         source.name: f"{source.stat().st_size} bytes, modified {source.stat().st_mtime_ns}, "
         f"inode {source.stat().st_ino}"
@@ -310,7 +310,7 @@ def test_a_plan_that_lost_its_stamps_is_not_published(tmp_path: Path) -> None:
     raw(tmp_path / "source.safetensors", 1.0)
     prepared = ckptcore.prepare(str(tmp_path / "source.safetensors"), str(tmp_path / "out"))
     ckptcore.execute(prepared)
-    Staging(str(tmp_path / "out")).plan.remove(stamps.NAME)
+    open_staging(str(tmp_path / "out")).plan.remove(stamps.NAME)
     with pytest.raises(SourceChanged, match="has no stamps of its source"):
         ckptcore.publish(prepared)
     ckptcore.convert(str(tmp_path / "source.safetensors"), str(tmp_path / "out"))
@@ -341,10 +341,10 @@ def test_no_digest_and_no_claim_rests_on_a_ctime(tmp_path: Path) -> None:
         claimed,
         seen,
     )
-    kept = Staging(request.destination).plan.read(stamps.CTIMES, 0, 10)
+    kept = open_staging(request.destination).plan.read(stamps.CTIMES, 0, 10)
     assert stages.prepare(request).plan_digest == planned
     # The plan goes on with the ctimes of its first look: what was written since rests on them.
-    assert Staging(request.destination).plan.read(stamps.CTIMES, 0, 10) == kept
+    assert open_staging(request.destination).plan.read(stamps.CTIMES, 0, 10) == kept
 
 
 def test_a_write_through_a_memory_map_is_seen(tmp_path: Path) -> None:

@@ -1,0 +1,421 @@
+"""Stage an output in a folder of this machine, beside its destination.
+
+Its name can be guessed, so another user may have created it. A run uses, empties or removes only what belongs
+to the trusted users (`ckptcore.store.sealed`); it refuses everything else with `StagingForeign`.
+`ckptcore.conversion.local_publication` moves its ``files/`` into place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from ckptcore.conversion.local_publication import (
+    PublishPaths,
+    conclude,
+    is_in_place,
+    is_moved_out,
+    old_output,
+    publish_local,
+)
+from ckptcore.conversion.publication_record import Publication
+from ckptcore.conversion.staged_plan import planned_paths, save
+from ckptcore.conversion.staging import LOCK, PARTS, PUBLISHING, RECORDS, REPLACED, Staging, noted
+from ckptcore.errors import Busy, CkptError, DestinationUnwritable, DiskFull, StagingForeign
+from ckptcore.execution.parts import FilePart, cut
+from ckptcore.execution.receipts import Receipt, is_intact, joint_name
+from ckptcore.execution.tiles import Budget
+from ckptcore.planning.compose import Composed
+from ckptcore.planning.file_plan import FilePlan
+from ckptcore.planning.plan import Plan
+from ckptcore.planning.request import Settings
+from ckptcore.store import Readable
+from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tree
+from ckptcore.store.local_writer import unwritable
+from ckptcore.store.owners import VARIABLE, strange
+from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
+from ckptcore.utils.late_pattern import late_pattern
+
+# XFS counts the blocks of a file that was just removed, such as a killed run's, as free a moment later.
+_FREED_WITHIN = (0.05, 0.2, 0.5, 1.0)  # seconds from one look to the next
+# The files of a staging folder: its own, those being written, decoded items, and what an NFS client keeps of
+# removed files that are open. All other files are foreign.
+_FILES = late_pattern(r"lock|(publishing|replaces|request)\.json|\..+\.part|tmp\w{8}|\.nfs[0-9a-f]+")
+_UNFINISHED = late_pattern(r"(?:.*/)?\..+\.(?P<kind>part|joint)")
+_TRIES, _PAUSE_S = 50, 0.01
+_log = logging.getLogger("ckptcore")
+
+
+class LocalStaging(Staging):
+    """The staging folder of a destination on this machine, with a lock file."""
+
+    root: SealedStore
+    plan: SealedStore
+    receipts: SealedStore
+    files: SealedStore
+
+    @cached_property
+    def _home(self) -> SealedFolder:
+        return SealedFolder(Path(self.url), foreign=_refuse_foreign)
+
+    def _store(self, *inside: str) -> SealedStore:
+        return SealedStore(self._home, *inside)
+
+    @property
+    def scratch(self) -> str:
+        """The staging folder."""
+        return str(self.root.local)
+
+    @contextlib.contextmanager
+    def lock(self, *, shared: bool = False, make: bool = False) -> Iterator[None]:
+        """Lock the destination against other processes of this machine.
+
+        With ``make``, our own folder is emptied if other users could write to it; without, a missing folder
+        is not locked. Also raises `StagingForeign` for what other users could write to, and
+        `DestinationUnwritable`.
+        """
+        fd = self._lock_file(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, make=make)
+        try:
+            if fd is not None and self._home.strangers_may_write():
+                self._shut_out(begin=make)
+            yield
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def require_lease(self) -> None:
+        """Do nothing: a lock of this machine lasts until it is given back."""
+
+    def begin_uploads(self, plan: Plan, settings: Settings) -> None:
+        """Do nothing: files are written where they are staged."""
+
+    def published_plan(self, record: Publication | None) -> str | None:
+        """Return the digest of the plan whose output is at the destination, or None."""
+        return record.plan if record is not None and self._is_in_place(record) else None
+
+    def _is_in_place(self, record: Publication) -> bool:
+        """Return whether the recorded output is at its destination, unchanged."""
+        try:
+            with self._publish_paths() as paths:
+                return paths is not None and is_in_place(paths, record)
+        except OSError:  # this process did not write what it cannot read
+            return False
+
+    def finish_interrupted_publish(self) -> None:
+        """Finish a publication that a killed run left unfinished; do nothing if there is none.
+
+        If the new output is in its place, the old one is removed; otherwise it is restored.
+
+        Raises:
+            StagingForeign: Something in the staging folder does not belong to the trusted users, or the old
+                output is there without a record of its replacement. Nothing was changed.
+            DestinationExists: Another process wrote to the destination: the old output can be neither removed
+                nor restored.
+        """
+        record = noted(self)
+        with self._publish_paths() as paths:
+            if paths is None:
+                return
+            old = old_output(paths, record)
+            # The exchanged folder may be another user's, and be where the staged files were.
+            self._require_ours(published=is_moved_out(paths, old, record))
+            if old is None:
+                return
+            if record is None:
+                raise StagingForeign(
+                    f"cannot resume in {os.path.dirname(old.path)}: {old.name} in it was moved away from "
+                    f"{self.destination}, and there is no record of the reason",
+                    hint="move it to where it belongs; nothing of it was removed",
+                    path=old.path,
+                )
+            conclude(paths, old, record)
+
+    def publish(self, publication: Publication, commit: Collection[str], *, single: bool) -> None:
+        """Move the staged files to the destination in one step.
+
+        A user who may rename in the parent could have exchanged folders or redirected the path: what is at
+        the destination then is compared with what was staged. Raises `StagingForeign`.
+        """
+        with self._home.below(("files",) if single else ()) as fd:
+            staged_output = look(fd, self.name if single else "files") if fd is not None else None
+        if staged_output is None or not self._home.in_place():
+            raise strange(str(self._home.path), "it was moved away while a run used it")
+        self._require_parent()
+        with self._publish_paths() as paths:
+            assert paths is not None  # it is locked
+            publish_local(self, paths, publication, single=single)
+        self._require_parent()
+        target = str(self._home.path.with_name(self.name))
+        published = look(self._home.parent_fd(), self.name)
+        if published is None:
+            raise strange(target, "it was removed while it was published")
+        # Another user did it, or a file system that changes inodes.
+        if not os.path.samestat(published, staged_output):
+            require = self._home.owners.require_file if single else self._home.owners.require_folder
+            require(published, target)
+
+    def is_unchanged(self, record: Publication | None, receipts: Sequence[Receipt], output: Readable) -> bool:
+        """Report whether an output that was published is still what was written, by sizes and digests."""
+        return all(
+            output.size(r.path) == r.nbytes and (r.digest is None or is_intact(output, r)) for r in receipts
+        )
+
+    def _require_ours(self, *, published: bool) -> None:
+        """Raise `StagingForeign` if anything in the staging folder is a link, or another user's.
+
+        published: the output was moved out already; the old output may be in its place, and be any user's.
+        """
+        if self._home.open() is None:
+            return
+        for store in (self.plan, self.receipts) if published else (self.plan, self.receipts, self.files):
+            if store.is_there():
+                store.entries()
+        for name in RECORDS:
+            self.root.size(name)
+
+    def require_planned(self, planned: Collection[str]) -> dict[str, int]:
+        """Raise `OutputMismatch` for staged files and folders that are not in the plan."""
+        if self.files.is_there():
+            folders = {f"{path[:n]}/" for path in planned for n, sign in enumerate(path) if sign == "/"}
+            names = [path for path, _ in self.files.entries() if path not in planned and path not in folders]
+            if names:
+                raise self._unplanned(names)
+        return {}
+
+    def check_staged_plan(self, composed: Composed, stamps: dict[str, str | None]) -> None:
+        """Compare an earlier run's staging folder with the same plan, before files are added.
+
+        Files of the plan that differ are replaced: a head with the right digest may be stored beside the file
+        plans of another. Raises `OutputMismatch` for staged files that are not in the plan.
+        """
+        paths = planned_paths(composed.plan)
+        self.require_planned(paths | set(map(joint_name, paths)))
+        save(self, composed, stamps)
+
+    def cut(self, plan: Plan, file: FilePlan, nbytes: int, settings: Settings) -> tuple[FilePart, ...]:
+        """Cut an output file into parts of about ``nbytes``; empty if one worker must write it."""
+        return cut(file, nbytes, Budget.of(settings))
+
+    def require_room(self, nbytes: int) -> None:
+        """Raise `DiskFull` if fewer bytes are free than are still to be written."""
+        free = self.root.free_bytes()
+        for seconds in _FREED_WITHIN:
+            if free is None or nbytes <= free:
+                break
+            time.sleep(seconds)
+            free = self.root.free_bytes()
+        if free is not None and nbytes > free:
+            raise DiskFull(
+                f"cannot write {nbytes} bytes beside {self.destination}: {free} bytes are free",
+                needed=nbytes,
+                free=free,
+            )
+
+    @contextlib.contextmanager
+    def _publish_paths(self) -> Iterator[PublishPaths | None]:
+        """Open the paths of a publication, and keep them open; None without a staging folder.
+
+        Raises `StagingForeign`.
+        """
+        if self._home.open() is None:
+            yield None
+            return
+        with self._home.below(()) as root, self._home.below(("files",)) as files:
+            assert root is not None  # it is open
+            path, parent = str(self._home.path), self._home.parent_fd()
+            yield PublishPaths(
+                Spot(root, "files", f"{path}/files"),
+                Spot(-1 if files is None else files, self.name, f"{path}/files/{self.name}"),
+                Spot(parent, self.name, str(self._home.path.with_name(self.name))),
+                Spot(root, REPLACED, f"{path}/{REPLACED}"),
+            )
+
+    def sweep_parts(self, *, joints: bool = False) -> None:
+        """Remove unfinished files of killed writers. joints: also files whose parts were never joined."""
+        kinds = ("part", "joint") if joints else ("part",)
+        for store in (self.plan, self.receipts, self.files):
+            if store.is_there():
+                for path in store.list():
+                    match = _UNFINISHED.fullmatch(path)
+                    if match and match["kind"] in kinds:
+                        store.remove(path)
+
+    def remove(self) -> None:
+        """Remove the staging folder.
+
+        It is renamed first: if this run is killed here, no later run resumes in a partly removed folder.
+        """
+        for store in (self.root, self.plan, self.receipts, self.files):
+            store.close()
+        self.sweep_gone()
+        if self._remove_but_odd():
+            return
+        # With the clock: another machine's folder of this name may be left, which could not be removed.
+        try:
+            self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
+        except OSError as error:
+            raise unwritable(str(self._home.path), error) from error
+
+    def _remove_but_odd(self) -> bool:
+        """Remove only the run's own files if the folder has foreign ones; return whether it has."""
+        fd = self._home.open()
+        odd = [] if fd is None or not self._home.in_place() else _odd(names_in(fd))
+        # An old output that a version without lists replaced is removed with its folder.
+        odd = [name for name in odd if name != REPLACED or self.root.size(PUBLISHING) is None]
+        if not odd:
+            return False
+        for part in (self.files, self.plan, self.receipts):
+            part.remove_all()
+        for name in RECORDS:
+            self.root.remove(name)
+        _log.warning("%s is kept: %s", self._home.path, ", ".join(odd[:5]))
+        return True
+
+    def is_unused(self) -> bool:
+        """Return whether there is a staging folder without finished, published or foreign files."""
+        root = self._home.open()
+        if root is None:
+            return False
+        for name in os.listdir(root):
+            seen = look(root, name)
+            folder = seen is not None and stat.S_ISDIR(seen.st_mode)
+            plain = seen is not None and stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
+            if name == PUBLISHING or not (folder if name in PARTS else plain):
+                return False
+        return not (self.receipts.is_there() and self.receipts.list())
+
+    def sweep_gone(self) -> None:
+        """Remove what a run that was killed in `remove` left, if it is ours and can be removed."""
+        gone = re.compile(re.escape(f"{self._home.name}.gone-") + r"[0-9a-f-]+")
+        with self._home.beside() as (parent, names):
+            for name in filter(gone.fullmatch, names):
+                self._sweep(parent, name)
+
+    def _sweep(self, parent: int, name: str) -> None:
+        """Remove one folder with the name of a removed staging folder, if it is ours."""
+        path = str(self._home.path.with_name(name))
+        # Another user's folder stays, and so does what cannot be removed: no run needs the name.
+        with contextlib.suppress(OSError, StagingForeign):
+            fd = enter(parent, name, path, self._home.owners)
+            if fd is None:
+                return
+            with closing_fd(fd):
+                refuse_odd(Path(path), [n for n in _odd(names_in(fd)) if n != REPLACED])
+            remove_tree(parent, name, path, self._home.owners)
+
+    def _require_parent(self) -> None:
+        if not self._home.parent_in_place():
+            raise strange(str(self._home.parent), "another folder took its place while a run used it")
+
+    def _shut_out(self, *, begin: bool) -> None:
+        """Remove other users' write access to the folder. begin: nothing in it is kept.
+
+        A folder with a begun publication is refused: the old output may be in it.
+        """
+        fd = self._home.open()
+        assert fd is not None  # it is locked
+        before = os.fstat(fd)
+        shut = False
+        if begin and self.root.size(PUBLISHING) is None:
+            self._require_ours(published=False)
+            self.clear()
+            shut = self._home.shut_out()
+            _log.info("other users could write to %s: it was emptied", self._home.path)
+        elif self._home.shut_out():
+            os.fchmod(fd, stat.S_IMODE(before.st_mode))
+            raise self._loose(before)
+        # If the owner cannot change the mode, the file system has no modes: there is no better one.
+        if not shut and before.st_uid != self._home.owners.own:
+            raise self._loose(before)
+
+    def _loose(self, seen: os.stat_result) -> StagingForeign:
+        return StagingForeign(
+            f"cannot use {self._home.path}: other users than the trusted ones could write to it "
+            f"(got mode {stat.S_IMODE(seen.st_mode):04o})",
+            hint=f"check that its content is yours, then run `chmod go-w {self._home.path}`; if several "
+            f"users run one service, list them in {VARIABLE}",
+            path=str(self._home.path),
+        )
+
+    def _lock_file(self, kind: int, *, make: bool) -> int | None:
+        failed: OSError | None = None
+        for _ in range(_TRIES):
+            self._home.close()
+            try:
+                fd = self._open_lock(make=make)
+            except FileNotFoundError as error:  # another run has just finished and removed the folder
+                failed = error
+                time.sleep(_PAUSE_S)
+                continue
+            except OSError as error:
+                raise self._unwritable(error) from error
+            if fd is None:
+                return None
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise Busy(f"another process is writing {self.destination}") from error
+            except OSError as error:
+                os.close(fd)
+                raise self._unwritable(error) from error
+            # A finished run removes its folder and lock: then this lock protects nothing.
+            root = self._home.open()
+            assert root is not None  # the lock is in it
+            named = look(root, LOCK)
+            if named is not None and os.path.samestat(named, os.fstat(fd)) and self._home.in_place():
+                return fd
+            os.close(fd)
+            failed = None
+        if failed is not None:
+            raise self._unwritable(failed) from failed
+        raise Busy(f"other processes keep finishing {self.destination}")
+
+    def _open_lock(self, *, make: bool) -> int | None:
+        root = self._home.open(make=make)
+        if root is None:
+            return None
+        path = str(self._home.path / LOCK)
+        seen = look(root, LOCK)
+        if seen is not None:
+            self._home.owners.require_file(seen, path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(LOCK, flags, 0o666, dir_fd=root)
+        try:
+            self._home.owners.require_file(os.fstat(fd), path)
+        except CkptError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _unwritable(self, error: OSError) -> DestinationUnwritable:
+        why = error.strerror or str(error)
+        for at in map(str, (Path(self.parent), *Path(self.parent).parents)):
+            if os.path.islink(at) and not os.path.exists(at):
+                why = f"{at} is a broken link"
+        return DestinationUnwritable(f"cannot write beside {self.destination}: {why}")
+
+
+def _odd(names: Names) -> list[str]:
+    """Return the names in a staging folder that no run creates, sorted."""
+    ours = {name for name, seen in names.items() if _is_ours(name, seen.st_mode)}
+    return sorted(names.keys() - ours)
+
+
+def _is_ours(name: str, mode: int) -> bool:
+    return stat.S_ISDIR(mode) if name in PARTS else stat.S_ISREG(mode) and bool(_FILES.fullmatch(name))
+
+
+def _refuse_foreign(path: Path, names: Names) -> None:
+    """Raise `StagingForeign` for a folder that no run of ours can have left."""
+    refuse_odd(path, [name for name in _odd(names) if name != REPLACED or PUBLISHING not in names])
+    if names and LOCK not in names:
+        raise strange(str(path), "no run has used it: it has files, but no lock")
