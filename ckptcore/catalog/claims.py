@@ -19,8 +19,8 @@ from sqlalchemy import delete, select, update
 
 from ckptcore.catalog.models import Claim
 from ckptcore.catalog.normalize import clean, normal_uri, same_places, storable
+from ckptcore.utils import processes
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.processes import has_ended, this_process
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -64,7 +64,7 @@ class ClaimRow:
 
     def is_in_use(self, now: datetime) -> bool:
         """Return whether its owner may still be at work."""
-        return self.state == TAKEN and self.due_at > now and not has_ended(self.process)
+        return self.state == TAKEN and self.due_at > now and not processes.has_ended(self.process)
 
 
 def take(
@@ -97,7 +97,7 @@ def take(
         "options_digest": key.options_digest,
         "source_uri": normal_uri(source),
         "state": TAKEN,
-        "owner": _SIGN.join((storable(owner), " ".join(this_process()))),
+        "owner": _SIGN.join((storable(owner), " ".join(processes.this_process()))),
         "attempts": 1,
         "taken_at": now,
         "due_at": now + lease,

@@ -12,7 +12,6 @@ https://www.sqlite.org/pragma.html#pragma_user_version
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from sqlalchemy import Connection, Engine, exc
 
 from ckptcore.catalog.database import BEGIN, READER_BEGIN
 from ckptcore.errors import CatalogAway
+from ckptcore.utils import host
 
 WAIT_S = 60.0  # how long a server is asked: it may restart, or not have noticed the broken connection
 _PAUSE_S = 0.5
@@ -84,7 +84,7 @@ _MARKS: dict[str, type[_Mark]] = {"postgresql": _TransactionNumber, "sqlite": _H
 
 def _committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bool:
     reader = engine.execution_options(**{BEGIN: READER_BEGIN})
-    until = time.monotonic() + mark.wait_s
+    until = host.monotonic() + mark.wait_s
     while True:
         try:
             with reader.connect() as connection, connection.begin():
@@ -93,9 +93,9 @@ def _committed(engine: Engine, mark: _Mark, error: exc.SQLAlchemyError) -> bool:
             answer = None
         if answer is not None:
             return answer
-        if time.monotonic() >= until:
+        if host.monotonic() >= until:
             raise CatalogAway(
                 f"it is unknown whether the catalog has recorded this: {error}",
                 hint="run the command again once the database answers: it continues from what is recorded",
             ) from error
-        time.sleep(_PAUSE_S)
+        host.sleep(_PAUSE_S)

@@ -23,8 +23,8 @@ from ckptcore.catalog.normalize import clean, clean_json, hex_digest, normal_uri
 from ckptcore.catalog.query import current_first
 from ckptcore.catalog.types import CheckpointFacts, ConversionFacts, Direction, Kind, Outcome, State
 from ckptcore.errors import CatalogError, Finding, UsageError
+from ckptcore.utils import processes
 from ckptcore.utils.dataclass import dataclass
-from ckptcore.utils.processes import has_ended, is_running
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
@@ -166,7 +166,8 @@ def _dead(signs: Iterable[tuple[str, bool]]) -> frozenset[tuple[str, bool]]:
     return frozenset(
         (process, silent)
         for process, silent in signs
-        if has_ended(process.split(" ")) or (silent and not is_running(process.split(" ")))
+        if processes.has_ended(process.split(" "))
+        or (silent and not processes.is_running(process.split(" ")))
     )
 
 
@@ -225,7 +226,7 @@ def succeed(
     # reads its source, and its turn is yet to come.
     there = Conversion.destination_uri.in_(same_places(row.destination_uri))
     before = and_(there, Conversion.id < row.id)
-    alive = [each.id for each in _recorded(conn, before) if is_running(each.process.split(" "))]
+    alive = [each.id for each in _recorded(conn, before) if processes.is_running(each.process.split(" "))]
     earlier = and_(before, Conversion.id.not_in(alive))
     _end(conn, now, earlier, f"the process ended unexpectedly; {conversion} wrote the destination")
     _forget_process(conn, Conversion.id == row.id)

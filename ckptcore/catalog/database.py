@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from sqlalchemy.pool import NullPool, Pool, StaticPool
 from ckptcore.catalog.models import Base
 from ckptcore.catalog.views import make_views
 from ckptcore.errors import CatalogAway, CatalogError, MissingDependency, UsageError
+from ckptcore.utils import host
 from ckptcore.utils.extras import install
 from ckptcore.utils.text import short_repr as quoted
 
@@ -145,7 +145,7 @@ def connect(url: str, *, create: bool) -> Engine:
 def clock(connection: Connection) -> datetime:
     """Return the time by which leases are compared: PostgreSQL's, or this machine's for SQLite."""
     if connection.dialect.name != "postgresql":
-        return datetime.now(UTC)
+        return datetime.fromtimestamp(host.now(), UTC)
     now: datetime = connection.exec_driver_sql("SELECT clock_timestamp()").scalar_one()
     return now.astimezone(UTC)
 
@@ -425,7 +425,7 @@ def require_known(found: str, public_url: str) -> None:
 
 def _set_journal(connection: Any, mode: str) -> None:
     """Switch the journal mode once per file. Processes that open a fresh file together take turns."""
-    deadline = time.monotonic() + WAIT_MS / 1000
+    deadline = host.monotonic() + WAIT_MS / 1000
     while connection.execute("PRAGMA journal_mode").fetchone()[0].upper() not in (mode, "MEMORY"):
         try:
             connection.execute(f"PRAGMA journal_mode={mode}")
@@ -433,6 +433,6 @@ def _set_journal(connection: Any, mode: str) -> None:
             if "readonly" in str(error):
                 return  # a read-only catalog stays as it is
             # Switching ignores the busy timeout: SQLite will not wait for an exclusive lock here.
-            if "locked" not in str(error) or time.monotonic() > deadline:
+            if "locked" not in str(error) or host.monotonic() > deadline:
                 raise
-            time.sleep(0.01)
+            host.sleep(0.01)

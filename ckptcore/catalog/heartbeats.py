@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 
 from ckptcore.catalog import conversions
 from ckptcore.errors import CkptError, Interrupted
+from ckptcore.utils import host
 
 Renew = Callable[[Collection[str]], Collection[str]]  # renews rows of conversions, returns those that ended
 PERIOD_S = 30.0
@@ -68,7 +69,7 @@ class Heartbeats:
 
     def _run(self) -> None:
         while True:
-            time.sleep(PERIOD_S)
+            host.sleep(PERIOD_S)
             with self._lock:
                 if not self._renewed:
                     self._thread = None

@@ -20,9 +20,9 @@ from ckptcore.catalog.normalize import parents, same_places
 from ckptcore.catalog.query import checkpoint_row, checkpoint_rows, conversion_row, resolve_checkpoint
 from ckptcore.catalog.types import CheckpointRow, ConversionRow, Direction, Kind, Outcome, State
 from ckptcore.errors import Finding, UsageError
+from ckptcore.utils import processes
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
-from ckptcore.utils.processes import has_ended
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Select
@@ -281,7 +281,7 @@ def _claimed(now: datetime) -> tuple[ColumnElement[bool], ...]:
 def _at_work(owners: Iterable[str]) -> Iterator[str]:
     """Yield the owners of claims, without those whose process is known to have ended."""
     for owner, process in map(read_owner, owners):
-        if not has_ended(process):
+        if not processes.has_ended(process):
             yield owner
 
 

@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import stat
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ckptcore.store.folder_tree import Spot, closing_fd, exchange, rename_file_n
 from ckptcore.store.listing import Inventory, list_destination_at
 from ckptcore.store.local_listing import status_at
 from ckptcore.store.local_writer import sync_folder
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 
 _log = logging.getLogger("ckptcore")
@@ -204,14 +204,14 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
     folders = {"src_dir_fd": staged.at, "dst_dir_fd": target.at}
     if _is_folder(staged):
         try:
-            os.rename(staged.name, target.name, **folders)  # replaces only an empty folder
+            host.rename(staged.name, target.name, **folders)  # replaces only an empty folder
         except OSError as error:
             if target.look() is not None:
                 raise DestinationExists(f"{target.path} appeared meanwhile") from error
             raise
         return
     try:
-        os.link(staged.name, target.name, **folders, follow_symlinks=False)  # unlike rename, replaces no file
+        host.link(staged.name, target.name, **folders)  # unlike rename, replaces no file
     except FileExistsError as error:
         raise DestinationExists(f"{target.path} appeared meanwhile") from error
     except OSError as error:
@@ -222,7 +222,7 @@ def _move_to_free(staged: Spot, target: Spot) -> None:
         except FileExistsError as exists:
             raise DestinationExists(f"{target.path} appeared meanwhile") from exists
         return
-    os.unlink(staged.name, dir_fd=staged.at)
+    host.unlink(staged.name, dir_fd=staged.at)
 
 
 def _remove_aside(staged: Spot, paths: PublishPaths, replaces: Replaced, *, resumed: bool) -> None:
@@ -279,12 +279,12 @@ def _discard(paths: PublishPaths, inventory: Inventory) -> None:
         with closing_fd(os.open(aside.name, OPEN_FOLDER, dir_fd=aside.at)) as below:
             _remove_recorded(below, aside.path, "", inventory, {inode for inode, n in names.items() if n > 1})
         with contextlib.suppress(OSError):  # it is not empty
-            os.rmdir(aside.name, dir_fd=aside.at)
+            host.rmdir(aside.name, dir_fd=aside.at)
             return
     elif same_content(inventory.get(""), status_at(aside, seen), status=False):
-        os.unlink(aside.name, dir_fd=aside.at)
+        host.unlink(aside.name, dir_fd=aside.at)
         return
-    kept = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{time.time_ns():x}")
+    kept = paths.target.beside(f"{paths.target.name}.kept-{os.getpid()}-{host.now_ns():x}")
     rename_new(aside, kept)
     _log.warning("files that appeared in %s while it was replaced are in %s", paths.target.path, kept.path)
 
@@ -303,12 +303,12 @@ def _remove_recorded(
             if not same_content(was, now, status=was.identity not in twins):
                 continue
             if was.kind is not NameKind.FOLDER:
-                os.unlink(name, dir_fd=at)
+                host.unlink(name, dir_fd=at)
                 continue
             with closing_fd(os.open(name, OPEN_FOLDER, dir_fd=at)) as below:
                 if os.path.samestat(os.fstat(below), seen):
                     _remove_recorded(below, spot.path, f"{prefix}{name}/", inventory, twins)
-            os.rmdir(name, dir_fd=at)
+            host.rmdir(name, dir_fd=at)
         except OSError as error:  # not empty, or not removable: it is kept
             _log.debug("%s is kept: %s", spot.path, error.strerror)
 

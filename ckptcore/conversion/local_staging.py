@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +41,7 @@ from ckptcore.store.folder_tree import Spot, closing_fd, enter, look, remove_tre
 from ckptcore.store.local_writer import unwritable
 from ckptcore.store.owners import VARIABLE, strange
 from ckptcore.store.sealed import Names, SealedFolder, SealedStore, names_in, refuse_odd
+from ckptcore.utils import host
 from ckptcore.utils.late_pattern import late_pattern
 
 # XFS counts the blocks of a file that was just removed, such as a killed run's, as free a moment later.
@@ -210,7 +210,7 @@ class LocalStaging(Staging):
         for seconds in _FREED_WITHIN:
             if free is None or nbytes <= free:
                 break
-            time.sleep(seconds)
+            host.sleep(seconds)
             free = self.root.free_bytes()
         if free is not None and nbytes > free:
             raise DiskFull(
@@ -260,7 +260,7 @@ class LocalStaging(Staging):
             return
         # With the clock: another machine's folder of this name may be left, which could not be removed.
         try:
-            self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{time.time_ns():x}")
+            self._home.remove(f"{self._home.name}.gone-{os.getpid()}-{host.now_ns():x}")
         except OSError as error:
             raise unwritable(str(self._home.path), error) from error
 
@@ -353,14 +353,14 @@ class LocalStaging(Staging):
                 fd = self._open_lock(make=make)
             except FileNotFoundError as error:  # another run has just finished and removed the folder
                 failed = error
-                time.sleep(_PAUSE_S)
+                host.sleep(_PAUSE_S)
                 continue
             except OSError as error:
                 raise self._unwritable(error) from error
             if fd is None:
                 return None
             try:
-                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                host.flock(fd, kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(fd)
                 raise Busy(f"another process is writing {self.destination}") from error

@@ -27,6 +27,7 @@ from ckptcore.store import fetch_each, join_url, local_path, open_store, split_u
 from ckptcore.store.folder_tree import FOLDER, closing_fd
 from ckptcore.store.listing import names_at
 from ckptcore.store.place import identify
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
@@ -167,12 +168,12 @@ def drop_duties(place: str, ids: Iterable[str]) -> None:
         for public in ids:
             if path is not None:
                 with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, f"{public}.json"))
+                    host.unlink(os.path.join(path, f"{public}.json"))
                 continue
             with closing(open_store(home)) as store:
                 store.remove(f"{public}.json")
         if path is not None:
-            os.rmdir(path)
+            host.rmdir(path)
     except (CkptError, OSError):
         # Others are left, or the copy's disk is away: a record too many refuses, and loses nothing.
         return
@@ -183,19 +184,19 @@ def _put_local(home: str, record: str, data: bytes) -> None:
     draft = f".{record}.{os.getpid()}.part"
     with closing_fd(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as above:
         with suppress(FileExistsError):
-            os.mkdir(name, 0o755, dir_fd=above)
+            host.mkdir(name, 0o755, dir_fd=above)
         with closing_fd(os.open(name, FOLDER, dir_fd=above)) as at:  # follows no link
             if os.fstat(at).st_uid != os.geteuid():
                 raise UsageError(f"cannot write {home}/{record}: the folder is another user's")
             with suppress(FileNotFoundError):  # a killed run's
-                os.unlink(draft, dir_fd=at)
+                host.unlink(draft, dir_fd=at)
             with os.fdopen(os.open(draft, _NEW, 0o644, dir_fd=at), "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
-            os.rename(draft, record, src_dir_fd=at, dst_dir_fd=at)
-            os.fsync(at)
-        os.fsync(above)
+                host.fsync(file.fileno())
+            host.rename(draft, record, src_dir_fd=at, dst_dir_fd=at)
+            host.fsync(at)
+        host.fsync(above)
 
 
 def _dumped(each: Duty) -> dict[str, str]:

@@ -38,6 +38,7 @@ from ckptcore.store.below import FOLDER, open_folder
 from ckptcore.store.file_status import FileStatus, difference, of_stat, same_content
 from ckptcore.store.folder_tree import Spot, rename_new
 from ckptcore.store.listing import contents, names_at
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parse_time, parsing
 
@@ -240,10 +241,10 @@ class LocalSetAside:
         home = f".{name}.retiring-{uuid.uuid4().hex[:8]}.ckptcore"
         at = lock = -1
         try:
-            os.mkdir(home, 0o700, dir_fd=above)
+            host.mkdir(home, 0o700, dir_fd=above)
             at = os.open(home, FOLDER, dir_fd=above)
             lock = _written(record, at)
-            os.fsync(above)
+            host.fsync(above)
         except OSError as error:
             _forget(home, at, above)
             _close(lock, at, above)
@@ -257,7 +258,7 @@ class LocalSetAside:
         try:
             at = os.open(home, FOLDER, dir_fd=above)
             lock = os.open(RECORD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return cls(_own_record(path, at, lock), path, above, at, lock)
         except BlockingIOError as error:
             _close(lock, at, above)
@@ -302,15 +303,15 @@ class LocalSetAside:
         still can write to it, and reset its time, but not its status.
         """
         try:
-            os.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
+            host.rename(self._name, self._name, src_dir_fd=self._above, dst_dir_fd=self._at)
             if "" in self.record.things:
                 self._arrived, before = self.look()[""], self._lock
                 require_files(self.record.uri, self.record.things, {"": self._arrived}, status=False)
                 self.record = replace(self.record, things={"": self._arrived})
                 self._lock = _written(self.record, self._at)
                 _close(before)
-            os.fsync(self._at)
-            os.fsync(self._above)
+            host.fsync(self._at)
+            host.fsync(self._above)
         except OSError as error:
             raise UsageError(f"cannot set {self.record.uri} aside: {error.strerror}") from error
 
@@ -320,7 +321,7 @@ class LocalSetAside:
         if self.holds:
             try:
                 rename_new(self.inside, Spot(self._above, name, uri or self.record.uri))
-                os.fsync(self._above)
+                host.fsync(self._above)
             except OSError as error:
                 there = _exists(name, self._above)
                 why = "something else is there now" if there else error.strerror
@@ -502,13 +503,13 @@ def _written(record: SetAsideRecord, at: int) -> int:
     """Write a record into its open folder, in the place of an earlier one; return it, locked."""
     lock = os.open(_DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        host.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with os.fdopen(os.dup(lock), "wb") as file:
             file.write(record.dump())
             file.flush()
-            os.fsync(file.fileno())
-        os.rename(_DRAFT, RECORD, src_dir_fd=at, dst_dir_fd=at)
-        os.fsync(at)
+            host.fsync(file.fileno())
+        host.rename(_DRAFT, RECORD, src_dir_fd=at, dst_dir_fd=at)
+        host.fsync(at)
     except BaseException:
         _close(lock)
         raise
@@ -565,7 +566,7 @@ def _remove_approved(at: int, prefix: str, things: Mapping[str, FileStatus], lef
 def _remove_folder(name: str, at: int, below: int, prefix: str, left: list[str]) -> None:
     """Remove a folder, unless files appeared in it meanwhile."""
     try:
-        os.rmdir(name, dir_fd=at)
+        host.rmdir(name, dir_fd=at)
     except OSError as error:
         came = sorted(os.listdir(below))
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not came:
@@ -581,12 +582,12 @@ def _unlink(name: str, at: int, full: str, things: Mapping[str, FileStatus], lef
     if approved is None or not same_content(approved, of_stat(seen, target), status=approved.links == 1):
         left.append(full)
         return
-    os.unlink(name, dir_fd=at)
+    host.unlink(name, dir_fd=at)
 
 
 def _removed_empty(name: str, at: int) -> bool:
     try:
-        os.rmdir(name, dir_fd=at)
+        host.rmdir(name, dir_fd=at)
     except OSError:
         return False
     return True
@@ -609,9 +610,9 @@ def _forget(home: str, at: int, above: int) -> None:
     for name in (_DRAFT, RECORD):
         with contextlib.suppress(OSError):
             if at >= 0:
-                os.unlink(name, dir_fd=at)
+                host.unlink(name, dir_fd=at)
     with contextlib.suppress(OSError):
-        os.rmdir(home, dir_fd=above)
+        host.rmdir(home, dir_fd=above)
 
 
 def _close(*descriptors: int) -> None:

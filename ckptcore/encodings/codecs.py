@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol
 
@@ -45,6 +44,8 @@ def decode_to_file(
     codec: str, store: Readable, path: str, start: int, length: int, max_bytes: int, folder: str | None
 ) -> tuple[BinaryIO, int]:
     """Write the plain bytes to an unlinked temporary file below ``folder``; return it and their number."""
+    import tempfile  # late: few checkpoints have encoded items, and it imports `random`
+
     out = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  the caller closes it
     try:
         total = decode_to_place(codec, store, path, start, length, max_bytes, (out.fileno(), 0))

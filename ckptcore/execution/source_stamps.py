@@ -12,7 +12,6 @@ file beside the stamps. Where only the ctime differs, the source is read again.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from ckptcore.errors import SourceChanged, SourceUnreadable
 from ckptcore.store import Store, fetch, open_store, put_each
 from ckptcore.store.ahead import ReadsAhead
 from ckptcore.store.file_status import YOUNG
+from ckptcore.utils import host
 from ckptcore.utils.foreign_text import InvalidText, load_json_object
 
 NAME, CTIMES = "source.json", "source-ctimes.json"
@@ -90,7 +90,7 @@ def settled_ctimes(paths: Iterable[str], source: Store) -> dict[str, int | None]
         found = take_ctimes(paths, source)
         if YOUNG not in found.values():
             break
-        time.sleep(wait)
+        host.sleep(wait)
     return found
 
 

@@ -9,7 +9,6 @@ run again, completes that.
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from ckptcore.store import is_s3, join_url
 from ckptcore.store.objects import ObjectClient, ObjectSeen, OpenUpload
 from ckptcore.store.objects.journal import UploadJournal
 from ckptcore.store.objects.shared_clients import client_of
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.isolation import attempt
 
@@ -200,4 +200,4 @@ def _removed(
 
 
 def _age(when: float | None) -> float | None:
-    return None if when is None else max(time.time() - when, 0.0)
+    return None if when is None else max(host.now() - when, 0.0)

@@ -5,7 +5,6 @@ Flows that webhooks start, sweeps, and commands with ``--wait`` coordinate throu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from ckptcore.errors import Busy, DestinationExists
 from ckptcore.operations import claims as claiming
 from ckptcore.operations.wait import OnWait, delays, wait_until_complete
 from ckptcore.planning.request import Request, Settings
+from ckptcore.utils import host
 from ckptcore.utils.workers import Progress
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def alone(known: Catalog, request: Request, digest: str, who: str, looks: Sequen
     """
     key = claiming.key_of(request, claiming.source_digest(inspect(request.source, request.recover)))
     for pause in (0.0, *looks):
-        time.sleep(pause)
+        host.sleep(pause)
         for redo in (False, True):  # an output that was made and removed since is made again
             with claiming.claimed(known, key, request.source, who, redo=redo) as claim:
                 if claim.mine:

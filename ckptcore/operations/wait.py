@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
@@ -12,6 +11,7 @@ from ckptcore.checking.verdicts import UNREADABLE_CODES, error_class
 from ckptcore.core.manifest import Manifest
 from ckptcore.errors import CkptError, DamagedCheckpoint, NotComplete, SourceUnreadable, UnknownFormat
 from ckptcore.store import open_store
+from ckptcore.utils import host
 
 # Seconds between looks. Savers that copy in the background, and object stores, lag by minutes.
 STEPS: Sequence[float] = (10, 20, 30, 60, 120, 300)
@@ -81,7 +81,7 @@ def wait_until_complete(source: str, recover: bool, looks: Sequence[float], on_w
             if not may_become_complete(error):
                 raise
             on_wait(pause, error)
-            time.sleep(pause)
+            host.sleep(pause)
     return read_complete(source, recover)
 
 
@@ -95,5 +95,5 @@ def _require_complete(source: str, report: Report) -> None:
 def _changes(source: str) -> bool:
     with closing(open_store(source)) as store:
         before = store.list()
-        time.sleep(QUIET)
+        host.sleep(QUIET)
         return store.list() != before

@@ -7,13 +7,13 @@ at each use; a descriptor keeps referring to what was opened, even after renames
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
 from collections.abc import Iterator
 
 from ckptcore.store.owners import Owners, strange
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -55,7 +55,7 @@ def rename_new(old: Spot, new: Spot) -> None:
         return
     if new.look() is not None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    os.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
+    host.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
 
 
 def rename_file_new(old: Spot, new: Spot) -> None:
@@ -76,11 +76,11 @@ def rename_file_new(old: Spot, new: Spot) -> None:
         if seen is None or not os.path.samestat(made, seen) or seen.st_size:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         try:
-            os.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
+            host.rename(old.name, new.name, src_dir_fd=old.at, dst_dir_fd=new.at)
         except OSError:
             seen = new.look()
             if seen is not None and os.path.samestat(made, seen) and not seen.st_size:
-                os.unlink(new.name, dir_fd=new.at)
+                host.unlink(new.name, dir_fd=new.at)
             raise
 
 
@@ -99,13 +99,7 @@ def exchange(a: Spot, b: Spot) -> bool:
 
 def _renameat2(a: Spot, b: Spot, flag: int) -> int:
     """Return the error number of the call, or 0."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):  # another system, or an old libc
-        return errno.ENOSYS
-    if call(a.at, os.fsencode(a.name), b.at, os.fsencode(b.name), flag) == 0:
-        return 0
-    return ctypes.get_errno()
+    return host.renameat2(a.at, a.name, b.at, b.name, flag)
 
 
 @contextlib.contextmanager
@@ -144,7 +138,7 @@ def enter(at: int, name: str, what: str, owners: Owners, *, make: bool = False) 
         if not make:
             return None
         with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o777, dir_fd=at)
+            host.mkdir(name, 0o777, dir_fd=at)
         seen = os.stat(name, dir_fd=at, follow_symlinks=False)
     owners.require_folder(seen, what)
     try:
@@ -209,7 +203,7 @@ def remove_tree(at: int, name: str, what: str, owners: Owners) -> None:
         for _ in range(_TRIES):
             failed = _remove_owned(fd, what, owners)
             try:
-                os.rmdir(name, dir_fd=at)
+                host.rmdir(name, dir_fd=at)
             except FileNotFoundError:
                 return
             except OSError as error:
@@ -231,7 +225,7 @@ def _remove_owned(fd: int, what: str, owners: Owners) -> OSError | None:
                 remove_tree(fd, name, f"{what}/{name}", owners)
             else:
                 owners.require(seen, f"{what}/{name}")
-                os.unlink(name, dir_fd=fd)
+                host.unlink(name, dir_fd=fd)
         except FileNotFoundError:
             continue
         except OSError as error:

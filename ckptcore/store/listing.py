@@ -8,7 +8,6 @@ nothing is. Every answer is in `FileStatus`.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from ckptcore.store.file_status import NO_VERSION, YOUNG, FileStatus, NameKind
 from ckptcore.store.folder_tree import Spot
 from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.place import mounts
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.merged_url import is_merged, roots_of
 
@@ -142,7 +142,7 @@ def list_settled_destination(url: str) -> dict[str, FileStatus]:
         statuses = list_destination(url)
         if all(status.settled_ctime != YOUNG for status in statuses.values()):
             break
-        time.sleep(wait_s)
+        host.sleep(wait_s)
     return statuses
 
 

@@ -11,7 +11,6 @@ import resource
 import shutil
 import stat
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store
 from ckptcore.store.file_status import FileStatus, NameKind, of_stat
 from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
+from ckptcore.utils import host
 
 _BLOCK = 64 << 20  # bytes of a copy between stores
 
@@ -80,7 +80,7 @@ class LocalStore:
         return None if status is None else status.settled_ctime
 
     def _status(self, path: str) -> FileStatus | None:
-        looked_at = time.time_ns()  # before `stat`, or a later write may count as an earlier one
+        looked_at = host.now_ns()  # before `stat`, or a later write may count as an earlier one
         try:
             return of_stat(os.stat(os.path.join(self.url, path)), looked_at=looked_at)
         except (FileNotFoundError, NotADirectoryError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from collections.abc import Collection, Iterator
 
 from ckptcore.errors import CkptError, SourceChanged, SourceUnreadable, UsageError
@@ -13,6 +12,7 @@ from ckptcore.store.file_status import FileStatus, NameKind, of_stat
 from ckptcore.store.folder_tree import Spot, closing_fd
 from ckptcore.store.local_writer import unreadable
 from ckptcore.store.place import mounts
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 
 MAX_DEPTH = 128  # of folders in folders; no checkpoint is deeper
@@ -65,7 +65,7 @@ def look(path: str) -> FileStatus | None:
 
 def look_at(spot: Spot) -> FileStatus | None:
     """Return the status of a name in an open folder, links not followed; None where nothing has the name."""
-    looked_at, result = time.time_ns(), spot.look()
+    looked_at, result = host.now_ns(), spot.look()
     if result is None:
         return None
     here = _path_of(spot.at)
@@ -138,7 +138,7 @@ def _entries(
 
 def _entry(spot: Spot, device: int, mounted: bool, how: Walk) -> FileStatus | None:
     """Return the status of a name in a folder; None if it was removed meanwhile, and that is passed over."""
-    looked_at = time.time_ns()
+    looked_at = host.now_ns()
     try:
         result = os.stat(spot.name, dir_fd=spot.at, follow_symlinks=False)
         if not how.follow:

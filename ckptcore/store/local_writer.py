@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable, DiskFull, SourceUnreadable, StorageTrouble
 from ckptcore.store import BLOCK, Buffer, Store
+from ckptcore.utils import host
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SERIAL = itertools.count()
@@ -176,19 +177,19 @@ class LocalWriter:
         if self._left:
             self._left = False
             with contextlib.suppress(OSError):  # the next run sweeps leftovers
-                os.unlink(self._name, dir_fd=self._folder)
+                host.unlink(self._name, dir_fd=self._folder)
         self._close()
 
     def _sync(self) -> None:
         if not self._in_memory:
-            os.fsync(self._fd)
+            host.fsync(self._fd)
 
     def _rename(self, name: str) -> None:
         """Rename the file, durably."""
-        os.replace(self._name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        host.replace(self._name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._left = False
         self._replaced()
-        os.fsync(self._folder)
+        host.fsync(self._folder)
 
     def _taken(self) -> int:
         """Return the file's descriptor; the caller closes it."""
@@ -225,7 +226,7 @@ class JointWriter(LocalWriter):
     ) -> None:
         super().__init__(folder, path, nbytes, replaced)
         try:
-            fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            host.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.abort()
             raise Busy(f"another process is writing {path}") from error
@@ -249,7 +250,7 @@ class JointWriter(LocalWriter):
             self._sync()
             os.close(self._taken())
             self._replaced()
-            os.fsync(self._folder)
+            host.fsync(self._folder)
         except OSError as error:
             self._close()
             raise unwritable(str(self._path), error, self._nbytes) from error
@@ -278,7 +279,7 @@ def sync_folder(path: Path | str, at: int | None = None) -> None:
     """Make names in a folder durable; ``at`` is the descriptor that a relative path starts from."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
     try:
-        os.fsync(fd)
+        host.fsync(fd)
     finally:
         os.close(fd)
 

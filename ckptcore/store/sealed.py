@@ -23,6 +23,7 @@ from ckptcore.store.folder_tree import FOLDER, closing_fd, enter, look, remove_t
 from ckptcore.store.local import LocalStore, close_all
 from ckptcore.store.local_writer import unreadable, unwritable
 from ckptcore.store.owners import Owners, strange
+from ckptcore.utils import host
 
 _log = logging.getLogger("ckptcore")
 Names = Mapping[str, os.stat_result]  # entries of a folder, by name; links not followed
@@ -126,7 +127,7 @@ class SealedFolder:
             return  # another run has removed it
         parent = self.parent_fd()
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.name, gone, src_dir_fd=parent, dst_dir_fd=parent)
+            host.rename(self.name, gone, src_dir_fd=parent, dst_dir_fd=parent)
         moved = look(parent, gone)
         if moved is not None and os.path.samestat(moved, os.fstat(fd)):
             path = self.path.with_name(gone)
@@ -207,7 +208,7 @@ class SealedFolder:
             if not make:
                 return None
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self.name, self._mode, dir_fd=parent)
+                host.mkdir(self.name, self._mode, dir_fd=parent)
                 made = True
             seen = os.stat(self.name, dir_fd=parent, follow_symlinks=False)
         try:
@@ -215,7 +216,7 @@ class SealedFolder:
         except CkptError:
             if made:  # a server maps this user to another: remove the new folder, which is empty
                 with contextlib.suppress(OSError):
-                    os.rmdir(self.name, dir_fd=parent)
+                    host.rmdir(self.name, dir_fd=parent)
             raise
         fd = os.open(self.name, FOLDER, dir_fd=parent)
         try:
@@ -302,7 +303,7 @@ class SealedStore(LocalStore):
                     return
                 self._home.owners.require_file(seen, f"{self.url}/{path}")
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=fd)
+                    host.unlink(name, dir_fd=fd)
         except OSError as error:
             raise unwritable(f"{self.url}/{path}", error) from error
 

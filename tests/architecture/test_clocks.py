@@ -7,7 +7,10 @@ import ast
 from paths import ROOT
 
 FOLDERS = ("ckptcore", "tasks", "flows", "deployments")
-CLOCKS = {"datetime.now", "datetime.utcnow", "datetime.today", "date.today", "time.time", "time.time_ns"}
+CLOCKS = {
+    *("datetime.now", "datetime.utcnow", "datetime.today", "date.today", "time.time", "time.time_ns"),
+    *("host.now", "host.now_ns"),
+}
 # Who asks the machine's clock, and why no other clock's time is compared with it.
 ALLOWED = {
     "ckptcore/catalog/database.py": "the clock of SQLite, which is of one machine",
@@ -19,6 +22,7 @@ ALLOWED = {
     "ckptcore/store/objects/lease.py": "leases in a store have no other clock: a documented limit",
     "ckptcore/store/local_listing.py": "the age of a file's status",
     "ckptcore/store/local.py": "the age of a file's status",
+    "ckptcore/utils/host.py": "the clock itself, for the rest of this list",
     "ckptcore/utils/processes.py": "the age of marks that this machine left",
     "ckptcore/page/access.py": "the end of a session, which this process signed",
     "deployments/receiver/app.py": "signatures of senders, whose time is compared with this machine's",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from dataclasses import asdict, replace
 from ckptcore.errors import AlteredInTransit, CkptError, StorageTrouble
 from ckptcore.store.objects import RECORD, ObjectClient, OpenUpload
 from ckptcore.store.objects.retry import Kind, kind_of, never
+from ckptcore.utils import host
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
 
@@ -123,7 +123,7 @@ class UploadJournal:
             wanted,
             token=uuid.uuid4().hex,
             upload_id="",
-            started=time.time() if after is None else after.started,
+            started=host.now() if after is None else after.started,
             reply_lost=after is not None,
         )
         try:
@@ -230,7 +230,7 @@ class UploadJournal:
         """Return the entry that another worker wrote, once it has its upload's id."""
         for n in range(_TRIES):
             if n:
-                time.sleep(0.2 * 2**n)
+                host.sleep(0.2 * 2**n)
             there = self.find(wanted.index)
             if there is not None and there.upload_id:
                 return there

@@ -14,7 +14,6 @@ import json
 import logging
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,9 +23,9 @@ from typing import Protocol
 from ckptcore.errors import Busy, CkptError, DestinationUnwritable
 from ckptcore.store.objects import RECORD, ObjectClient
 from ckptcore.store.objects.retry import Kind, kind_of
+from ckptcore.utils import host, processes
 from ckptcore.utils.dataclass import dataclass
 from ckptcore.utils.foreign_text import InvalidText, load_json_object, parsing
-from ckptcore.utils.processes import has_ended, is_this, this_process
 
 TTL_S = 60.0
 _SKEW_S = 15.0  # that clocks of machines may differ by
@@ -57,9 +56,9 @@ class Holder:
         """Report whether the lease is still valid, as far as a process of ``host`` can see."""
         if now > self.until + _SKEW_S:
             return False
-        if self.host == host and is_this(self.process):
+        if self.host == host and processes.is_this(self.process):
             return self.token in _RESERVED  # of this process: it may have been unable to end it
-        return self.host != host or not has_ended(self.process)
+        return self.host != host or not processes.has_ended(self.process)
 
     @property
     def name(self) -> str:
@@ -89,7 +88,7 @@ class Lease:
         destination: URL of what it protects, for messages.
         arbiter: Asked on stores without create-only requests.
         ttl_s: How long it is valid without being renewed; None for the default.
-        clock: Seconds since 1970.
+        clock: Seconds since 1970; None for that of this machine.
     """
 
     def __init__(
@@ -100,11 +99,11 @@ class Lease:
         arbiter: Arbiter | None = None,
         *,
         ttl_s: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._client, self._key, self._destination = client.unless(self._overdue), key, destination
-        self._most_until: float | None = None  # on the clock of `time.monotonic`
-        self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock
+        self._most_until: float | None = None  # on the clock of `host.monotonic`
+        self._ttl_s, self._clock = TTL_S if ttl_s is None else ttl_s, clock or host.now
         self._arbiter, self._decides = arbiter, False
         self._proven = True  # False from creating the lease to `prove`
         self._mine: Holder | None = None
@@ -242,10 +241,10 @@ class Lease:
 
         A lease that could not be removed ends by itself; on this machine, with this process.
         """
-        self._most_until = time.monotonic() + _HURRY_S
+        self._most_until = host.monotonic() + _HURRY_S
 
     def _overdue(self) -> bool:
-        return self._most_until is not None and time.monotonic() > self._most_until
+        return self._most_until is not None and host.monotonic() > self._most_until
 
     def release(self) -> None:
         """End the lease, if this process still holds it."""
@@ -280,7 +279,7 @@ class Lease:
 
     def _new(self, fence: int) -> Holder:
         until = self._clock() + self._ttl_s
-        return Holder(uuid.uuid4().hex, fence, socket.gethostname(), this_process(), until)
+        return Holder(uuid.uuid4().hex, fence, socket.gethostname(), processes.this_process(), until)
 
     def _there(self) -> Holder | None:
         data = self._client.fetch(self._key, RECORD)

@@ -9,7 +9,6 @@ work that it belongs to has failed (`ckptcore.utils.workers.failed`).
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from ckptcore.errors import (
     UsageError,
 )
 from ckptcore.redaction import GONE, redacted_of
+from ckptcore.utils import host
 from ckptcore.utils.foreign_text import is_number
 from ckptcore.utils.workers import failed as work_failed
 
@@ -242,7 +242,7 @@ def repeated(
         CkptError: What `explained` returns for the last failure.
     """
     limit = deadline_s() if deadline is None else deadline
-    began, attempts = time.monotonic(), 0
+    began, attempts = host.monotonic(), 0
     failed: Exception | None = None
 
     def useless() -> bool:
@@ -260,13 +260,13 @@ def repeated(
             raise
 
     def rest(seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and not useless():
-            time.sleep(min(left, _LOOK_S))
+        end = host.monotonic() + seconds
+        while (left := end - host.monotonic()) > 0 and not useless():
+            host.sleep(min(left, _LOOK_S))
 
     policy = Retrying(
         # A wait that would end behind the deadline is not begun.
-        stop=lambda state: useless() or time.monotonic() - began + state.upcoming_sleep > limit,
+        stop=lambda state: useless() or host.monotonic() - began + state.upcoming_sleep > limit,
         sleep=rest,
         wait=_Wait(),
         retry=retry_if_exception(lambda error: kind_of(error) is Kind.TROUBLE),

@@ -160,8 +160,8 @@ def test_a_process_is_looked_at_once_for_all_its_conversions_and_all_sources(
     for module in (conversions, maintenance):
         monkeypatch.setattr(module, "_AT_ONCE", 2)
     seen = []
-    real = conversions.has_ended
-    monkeypatch.setattr(conversions, "has_ended", lambda found: seen.append(tuple(found)) or real(found))
+    real = processes.has_ended
+    monkeypatch.setattr(processes, "has_ended", lambda found: seen.append(tuple(found)) or real(found))
     sources = [catalog.show(f"/s{n}").checkpoint.id for n in range(5)]
     with catalog.reading() as conn:
         found = maintenance.ties(conn, datetime.now(UTC), sources)
@@ -193,7 +193,7 @@ def test_a_process_is_recorded_while_its_conversion_runs(catalog, convert, facts
     catalog.fail(running, code="busy", message="no")
     assert recorded() == 0
     begin(catalog)
-    monkeypatch.setattr(conversions, "is_running", lambda process: False)
+    monkeypatch.setattr(processes, "is_running", lambda process: False)
     convert(facts("/s"), facts("/out/new", content="c"))  # it published there: nothing else is known to run
     assert recorded() == 0
 

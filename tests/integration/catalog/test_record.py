@@ -158,7 +158,7 @@ def test_unknown_conversion(catalog, facts):
 
 
 def test_success_ends_killed_conversions_of_the_destination(catalog, facts, monkeypatch):
-    monkeypatch.setattr("ckptcore.catalog.conversions.is_running", lambda process: False)
+    monkeypatch.setattr("ckptcore.utils.processes.is_running", lambda process: False)
     killed, elsewhere = begin(catalog), begin(catalog, "/out/other")
     conversion, waiting = begin(catalog), begin(catalog)
     catalog.succeed(

@@ -127,7 +127,7 @@ def test_a_worker_that_comes_late_cannot_end_what_another_took_under_another_sch
 def test_an_output_ends_the_earlier_conversions_to_its_place_under_each_scheme(
     catalog, convert, facts, monkeypatch
 ):
-    monkeypatch.setattr("ckptcore.catalog.conversions.is_running", lambda process: False)
+    monkeypatch.setattr("ckptcore.utils.processes.is_running", lambda process: False)
     given = {"verb": "consolidate", "tool_version": "1"}
     killed = catalog.begin({}, source_uri="s3://b/run", destination_uri="s3a://b/out", **given)
     other = catalog.begin({}, source_uri="s3://b/run", destination_uri="gs://b/out", **given)
