@@ -285,9 +285,9 @@ class LocalStaging(Staging):
         if root is None:
             return False
         for name in os.listdir(root):
-            seen = look(root, name)
-            folder = seen is not None and stat.S_ISDIR(seen.st_mode)
-            plain = seen is not None and stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
+            status = look(root, name)
+            folder = status is not None and stat.S_ISDIR(status.st_mode)
+            plain = status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink == 1
             if name == PUBLISHING or not (folder if name in PARTS else plain):
                 return False
         return not (self.receipts.is_there() and self.receipts.list())
@@ -336,10 +336,10 @@ class LocalStaging(Staging):
         if not shut and before.st_uid != self._home.owners.own:
             raise self._loose(before)
 
-    def _loose(self, seen: os.stat_result) -> StagingForeign:
+    def _loose(self, status: os.stat_result) -> StagingForeign:
         return StagingForeign(
             f"cannot use {self._home.path}: other users than the trusted ones could write to it "
-            f"(got mode {stat.S_IMODE(seen.st_mode):04o})",
+            f"(got mode {stat.S_IMODE(status.st_mode):04o})",
             hint=f"check that its content is yours, then run `chmod go-w {self._home.path}`; if several "
             f"users run one service, list them in {VARIABLE}",
             path=str(self._home.path),
@@ -384,9 +384,9 @@ class LocalStaging(Staging):
         if root is None:
             return None
         path = str(self._home.path / LOCK)
-        seen = look(root, LOCK)
-        if seen is not None:
-            self._home.owners.require_file(seen, path)
+        status = look(root, LOCK)
+        if status is not None:
+            self._home.owners.require_file(status, path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(LOCK, flags, 0o666, dir_fd=root)
         try:

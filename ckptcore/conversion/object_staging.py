@@ -79,10 +79,10 @@ class ObjectStaging(Staging):
 
     def require_planned(self, planned: Collection[str]) -> dict[str, int]:
         """Raise `OutputMismatch` for staged files that are not in the plan; return path -> bytes of all."""
-        staged = self.staged()
-        if names := sorted(set(staged) - set(planned)):
+        sizes = self.staged()
+        if names := sorted(set(sizes) - set(planned)):
             raise self._unplanned(names)
-        return staged
+        return sizes
 
     def check_staged_plan(self, composed: Composed, stamps: dict[str, str | None]) -> None:
         """Write the small files anew that an earlier run's staging prefix lacks."""

@@ -267,11 +267,11 @@ def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _
     """Publish an output by completing its uploads: it is read back at the destination, before its index."""
     staging, plan, receipts = publishing.staging, publishing.plan, publishing.receipts
     uploads, sent = completion.uploads, list(completion.handles.values())
-    staged: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # of the files that are staged as a whole
     stored: list[bool] = []
     inventories: list[Inventory] = []
     checks: list[Callable[[], object]] = [
-        lambda: staged.update(staging.require_planned(planned_paths(plan))),
+        lambda: sizes.update(staging.require_planned(planned_paths(plan))),
         lambda: stored.extend(uploads.client.each(uploads.holds, sent)),
     ]
     at_once = not publishing.resumed and is_s3(plan.source)
@@ -288,7 +288,7 @@ def _publish_uploads(publishing: _Publishing, completion: UploadCompletion) -> _
     unproven = completion.publish(
         publishing.publication(),
         commit,
-        staged,
+        sizes,
         lambda files: manifests.append(_read_back(staging, plan, files, specs)),
         inventories[0] if inventories else None,
     )

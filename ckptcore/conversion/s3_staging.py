@@ -200,17 +200,17 @@ class S3Staging(ObjectStaging):
     def staged(self) -> dict[str, int]:
         """Return the files that are staged as a whole: path -> size. With uploads there may be none."""
         prefix = f"{self.places.staging}/files/"
-        return {seen.key[len(prefix) :]: seen.nbytes for seen in self.places.client.list(prefix)}
+        return {each.key[len(prefix) :]: each.nbytes for each in self.places.client.list(prefix)}
 
     def clear(self, *, publication: bool = True, names: Collection[str] | None = None) -> None:
         """Remove everything but the lease from the prefix, and abort its uploads."""
-        staged = self.places.staged_names() if names is None else names
-        if any(name.startswith(f"{UPLOADS}/") for name in staged):
+        listed = self.places.staged_names() if names is None else names
+        if any(name.startswith(f"{UPLOADS}/") for name in listed):
             self.places.journal.abort_all()
-        self.places.remove_staged(name for name in staged if name.partition("/")[0] in PARTS)
+        self.places.remove_staged(name for name in listed if name.partition("/")[0] in PARTS)
         if self._kept is not None:
             self._kept.emptied(*(f"{self.places.staging}/{part}/" for part in PARTS))
-        if publication and PUBLISHING in staged:
+        if publication and PUBLISHING in listed:
             self.root.remove(PUBLISHING)
 
     def list_leftovers(self) -> None:
