@@ -19,6 +19,7 @@ from ckptcore.conversion.staging import PUBLISHING, Staging
 from ckptcore.errors import CkptError, DestinationExists, UsageError
 from ckptcore.planning.config_folder import Expected
 from ckptcore.store import open_store
+from ckptcore.store.objects.client import S3Client
 from ckptcore.store.remote import FsspecStore
 
 pytestmark = pytest.mark.filterwarnings(
@@ -187,6 +188,8 @@ def killed_at(stop: int, patch: pytest.MonkeyPatch, work: Callable[[], object]) 
     with patch.context() as inner:
         for name in ("remove", "copy_to", "put"):
             inner.setattr(FsspecStore, name, counted(getattr(FsspecStore, name)))
+        for name in ("put", "copy", "delete", "begin", "complete", "abort"):
+            inner.setattr(S3Client, name, counted(getattr(S3Client, name)))
         inner.setattr(FsspecStore, "remove_all", lambda self: [self.remove(n) for n in _names(self)])
         try:
             work()
