@@ -70,7 +70,7 @@ def read_ranks(source: Source, kinds: tuple[RankFiles, ...], name: str) -> Manif
             builder.findings.append(_unproven_order(kind))
         elif not world:
             parts = tuple(part for path in kind.paths.values() if (part := part_name(path)) is not None)
-            builder.findings += unless_proven(source, parts, shapes)
+            builder.findings += unless_proven(source, parts, shapes, builder.blobs)
     paths = reader.paths.form([t.fqn for t in builder.tensors], [b.key for b in builder.blobs])
     if paths:
         origin["paths"] = paths

@@ -155,7 +155,7 @@ def read(source: Source) -> Manifest:
             builder.findings += unlike_index(here | unread & listed[name], listed[name], name, path)
     if index is None or path is None:
         shapes = {t.fqn: t.shape for t in builder.tensors}
-        builder.findings += part_findings(source, names, shapes, stated, origin)
+        builder.findings += part_findings(source, names, shapes, stated, origin, builder.blobs)
     else:
         take_index(source, path, index, builder.tensors)
         builder.findings += unlike_total(builder, index, path)
