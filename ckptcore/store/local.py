@@ -6,6 +6,7 @@ Reads are `pread` into the caller's buffers: without a memory map, the caller's 
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
 from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store
 from ckptcore.store.file_status import FileStatus, NameKind, of_stat
+from ckptcore.store.linked_folder import is_inside, linked_folder
 from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
@@ -224,11 +226,12 @@ class LocalStore:
     def _open_inside(self, path: str) -> int:
         full = os.path.join(self._root, path)
         real = os.path.realpath(full)
-        if not self._is_inside(real):
+        if not is_inside(real, self._real) and not (self._linked and is_inside(real, self._linked)):
             raise UnsafeContent(
                 f"{full} is a link that leaves the checkpoint's folder",
-                hint=f"if the link is yours, name the folder that it leads to, {os.path.dirname(real)!r}; "
-                f"else {UnsafeContent.default_hint}",
+                hint=f"if the link is yours, name the folder that it leads to, {os.path.dirname(real)!r}, or "
+                "link every file of that folder under its name, and nothing else; "
+                f"otherwise {UnsafeContent.default_hint}",
             )
         try:
             # O_NONBLOCK: a FIFO in place of a file must not hang the reader.
@@ -240,14 +243,10 @@ class LocalStore:
             raise SourceUnreadable(f"{full} is not a regular file")
         return fd
 
-    def _is_inside(self, real: str) -> bool:
-        if real.startswith(self._real + os.sep) or self._real == os.sep:
-            return True
-        # The Hugging Face cache keeps snapshots as links into a sibling folder of blobs. The checkpoint may
-        # be a folder inside of a snapshot.
-        repository, found, inside = self._real.rpartition(f"{os.sep}snapshots{os.sep}")
-        blobs = os.path.join(repository, "blobs") + os.sep
-        return bool(found and inside) and real.startswith(blobs)
+    @functools.cached_property
+    def _linked(self) -> str | None:
+        """The other folder that this one is made of by links alone, or None."""
+        return linked_folder(self._real)
 
 
 def close_all(descriptors: dict[str, int]) -> None:
