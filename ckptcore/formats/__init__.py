@@ -329,7 +329,8 @@ def _as_listed(root: Source, manifest: Manifest) -> Manifest:
 
 def _recognised(source: Source) -> list[tuple[Format, Evidence]]:
     """Return the formats that find their own files in a source, without those that another refines."""
-    with passing():  # the format that is chosen reads the same bytes again
+    # The format that is chosen reads the same bytes again; several formats look at one header.
+    with metered(), passing():
         found = [(f, e) for f in registry().formats if f.reader and (e := f.detect(source)) is not None]
     general = {name for _, e in found for name in e.refines}
     return [(f, e) for f, e in found if f.name not in general]

@@ -212,7 +212,9 @@ def _require_known(seen: Any, refused: list[str], what: str) -> None:
 def head_holds(read: Reader, length: int, text: str, what: str) -> bool:
     """Report whether a torch zip's pickle contains this text; False for anything but a complete torch zip."""
     try:
-        return text.encode() in _preamble(Archive(Window(read, length), what), what)[1]
+        archive = Archive(Window(read, length), what)
+        is_torch = "data.pkl" in archive.records and "constants.pkl" not in archive.records
+        return is_torch and text.encode() in archive.read("data.pkl")
     except (MalformedCheckpoint, ChecksumMismatch, UnsafeContent):
         return False  # its reader will report what is wrong
 
