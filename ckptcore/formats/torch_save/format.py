@@ -18,6 +18,7 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
+from ckptcore.encodings.pickle.wrapped_tensors import WRAPPED_TABLE
 from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
@@ -144,7 +145,8 @@ def read(source: Source) -> Manifest:
             builder.findings.append(finding(code, "files", f"{name} is missing", file=name))
             continue
         with passing() if len(names) > 1 else nullcontext():
-            objects = read_objects(FileRange(source.store, name, 0, source.listing[name]), name)
+            content = FileRange(source.store, name, 0, source.listing[name])
+            objects = read_objects(content, name, WRAPPED_TABLE)
         here, unread = _add_file(builder, source, name, objects, paths)
         twice = min(here & origin.keys(), default=None)
         if twice is not None:
