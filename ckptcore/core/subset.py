@@ -69,10 +69,11 @@ def derive(
         elif spec.fqn not in gone:
             tensors.append(spec)
             spans.append(row)
-    chunks = _of_rank(_chunks_of_rows(manifest.chunks, spans), max(len(t.shape) for t in tensors))
+    rank = max(len(t.shape) for t in tensors)  # a plan has the chunks of both in one table
+    chunks = _of_rank(_chunks_of_rows(manifest.chunks, spans), rank)
     selected = replace(manifest, tensors=tuple(tensors), chunks=chunks)
     specs = tuple(manifest.tensors[t] for t in inputs)
-    return selected.deriving(nodes, specs, _chunks_of_rows(manifest.chunks, inputs))
+    return selected.deriving(nodes, specs, _of_rank(_chunks_of_rows(manifest.chunks, inputs), rank))
 
 
 def describe_derived(manifest: Manifest, tensor: int) -> str:
