@@ -50,7 +50,7 @@ def _taken_apart(function: Any, kind: Any, args: Any, *state: Any) -> Any:
 
 
 def described(value: Any) -> Mapping[str, Any] | None:
-    """Return what a decoded `CLASS` entry says of the outer tensor; None if it is no such entry."""
+    """Return a decoded `CLASS` entry, which describes the outer tensor; None if it is no such entry."""
     if type(value) is not dict or type(value.get("class")) is not str:
         return None
     dtype, shape = value.get("dtype"), value.get("shape")

@@ -323,7 +323,7 @@ def lacking_tensor(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> st
     sample = next(iter(expected.inside))
     layers: dict[int, str] = {}
     for name, shape in shapes.items():
-        of = next((whole for end, whole in full.items() if name.endswith(f".{end}")), None)
+        of = next((shape for end, shape in full.items() if name.endswith(f".{end}")), None)
         if of is not None and prod(shape) < prod(of):
             return name
         found = _LAYER.search(name)

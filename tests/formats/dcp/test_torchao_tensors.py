@@ -241,7 +241,7 @@ def test_shards(made: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "shape", "box", "whole"),
+    ("part", "shape", "box", "expected"),
     [
         ("codes", (4, 8), Box((4, 0), (4, 8)), (Box((4, 0), (4, 8)), (12, 8))),
         ("codes", (4, 4), Box((4, 0), (4, 8)), None),
@@ -253,8 +253,8 @@ def test_shards(made: Make, tmp_path: Path) -> None:
         ("unknown", (2,), Box((0, 0), (12, 8)), (Box((0,), (2,)), (2,))),
     ],
 )
-def test_boxes_of_inner_tensors(part: str, shape: Any, box: Box, whole: Any) -> None:
-    assert inner_box("torchao.optim.subclass_8bit.OptimState8bit", part, shape, box, (12, 8)) == whole
+def test_boxes_of_inner_tensors(part: str, shape: Any, box: Box, expected: Any) -> None:
+    assert inner_box("torchao.optim.subclass_8bit.OptimState8bit", part, shape, box, (12, 8)) == expected
 
 
 def test_blocks_of_weights() -> None:
