@@ -17,13 +17,12 @@ from ckptcore.core.manifest import Blob, Item, TensorSpec, Unread
 from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import meter, passing
 from ckptcore.core.object_tree import Named, RefusedTensor, encode
-from ckptcore.encodings.limits import expands
+from ckptcore.encodings.limits import expands, refused_in
 from ckptcore.encodings.pickle.torch_globals import StoredView
 from ckptcore.encodings.pickle.wrapped_tensors import CLASS, WRAPPED_TABLE, WrappedTensor
 from ckptcore.encodings.torchzip.reader import Objects, check_view, read_objects
-from ckptcore.errors import CkptError
+from ckptcore.errors import CkptError, finding
 from ckptcore.formats.common.torchao_tensors import inner_box
-from ckptcore.formats.torch_save.tree import add_object
 from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
@@ -146,7 +145,14 @@ class WrappedTensors:
         builder.blobs.append(Blob(f"{spec.fqn}.{CLASS}", -1, encode(about)))
         for name, value in tree.items():
             if name not in parts and name != CLASS:
-                add_object(builder, f"{spec.fqn}.{name}", value, path)
+                self._leave_out(f"{spec.fqn}.{name}", value)
+
+    def _leave_out(self, name: str, value: Any) -> None:
+        """Report an attribute of a class that is not on the allow-list."""
+        classes = refused_in(value)
+        message = f"object {name} needs {', '.join(classes)}"
+        self._builder.findings.append(finding("refused-global", "files", message, fqn=name))
+        self._builder.blobs.append(Blob(name, -1, None, classes, known=False))
 
 
 def _joined(spec: TensorSpec, shards: list[_Shard]) -> dict[str, _Part] | None:
