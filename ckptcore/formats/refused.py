@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ckptcore.formats.accelerate.file_names import has_model
 from ckptcore.formats.base import KnownFormat, Source, natural
+from ckptcore.formats.common.part_names import part_name
 from ckptcore.formats.common.trainer_files import is_state
 from ckptcore.formats.dcp.stages import stage_folders
 from ckptcore.formats.huggingface.shard_headers import is_shard
@@ -121,7 +122,7 @@ def _torch_checkpointing(source: Source) -> tuple[str, ...] | None:
     items: dict[str, set[int]] = {}
     for path in tensors:
         found = _ITEM.match(path)
-        if found is None:
+        if found is None or part_name(path) is not None:
             return None
         items.setdefault(found["item"], set()).add(int(found["rank"]))
     ranks = next(iter(items.values()), set())

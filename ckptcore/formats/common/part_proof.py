@@ -67,13 +67,26 @@ def part_findings(
         else:
             for part in parts:
                 findings += _of_one(source, part, shapes, count, blobs)
-    torn = torn_layer(files or {}) if len(paths) > 1 and not findings else None
-    if torn is not None and not is_complete_model(json_beside(source, "config.json"), shapes):
-        name, file = torn
-        message = f"{name} is in no file, and other layers have it: {file} may be of another save"
-        code = "missing-part" if source.recover else "unproven-parts"
-        findings.append(finding(code, "files", message, fqn=None, file=file, hint=_UNPROVEN))
+    if len(paths) > 1 and not findings:
+        findings += unless_torn(source, files or {}, shapes)
     return findings
+
+
+def unless_torn(source: Source, files: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[Finding]:
+    """Return the finding that a layer lacks a tensor, unless a config proves all of them.
+
+    Args:
+        source: The folder.
+        files: Tensor -> its file, of tensors that are in one file each.
+        shapes: Shape of every tensor.
+    """
+    torn = torn_layer(files)
+    if torn is None or is_complete_model(json_beside(source, "config.json"), shapes):
+        return []
+    name, file = torn
+    message = f"{name} is in no file, and other layers have it: {file} may be of another save"
+    code = "missing-part" if source.recover else "unproven-parts"
+    return [finding(code, "files", message, fqn=None, file=file, hint=_UNPROVEN)]
 
 
 def torn_layer(files: Mapping[str, str]) -> tuple[str, str] | None:
