@@ -52,7 +52,6 @@ from ckptcore.formats.base import (
 )
 from ckptcore.formats.common.carried_values import with_carried
 from ckptcore.formats.common.rank_file_names import unread
-from ckptcore.formats.common.torchao_tensors import with_values
 from ckptcore.formats.dcp.format import FORMAT as DCP
 from ckptcore.formats.deepspeed.format import FORMAT as DEEPSPEED
 from ckptcore.formats.deepspeed.universal_format import STAGE2, STAGE3
@@ -79,6 +78,7 @@ from ckptcore.store.merged import MergedStore
 from ckptcore.store.subfolder import Noting
 from ckptcore.utils.memory import reusing_memory
 
+WRAPPED = ".tensor_class"  # what the object of a tensor that wraps others ends with
 # In the order of detection. A format is recognised by its own files, never by elimination.
 FORMATS: tuple[Format, ...] = (
     DCP,
@@ -301,7 +301,10 @@ def read_as(format: Format, source: Source) -> Manifest:
     assert format.reader is not None  # the caller asks for a format that is read
     ledger = ByteLedger()
     manifest = format.reader.read(replace(source, store=Noting(source.store, ledger)))
-    manifest = manifest if source.keep_quantized else with_values(manifest)
+    if not source.keep_quantized and any(blob.key.endswith(WRAPPED) for blob in manifest.blobs):
+        from ckptcore.formats.common.torchao_tensors import with_values
+
+        manifest = with_values(manifest)
     above, opened = join_url(manifest.root, ""), join_url(source.store.url, "")
     if not above.startswith(opened):
         return manifest  # of a package that reads elsewhere

@@ -6,7 +6,6 @@ Reads are `pread` into the caller's buffers: without a memory map, the caller's 
 
 from __future__ import annotations
 
-import functools
 import os
 import resource
 import shutil
@@ -19,7 +18,6 @@ from pathlib import Path
 from ckptcore.errors import CkptError, SourceUnreadable, UnsafeContent
 from ckptcore.store import Buffer, FileWriter, Joint, ReadObserver, Store
 from ckptcore.store.file_status import FileStatus, NameKind, of_stat
-from ckptcore.store.linked_folder import is_inside, linked_folder
 from ckptcore.store.local_listing import Walk, everything_in, opened_parent
 from ckptcore.store.local_writer import JointWriter, LocalWriter, short, unreadable, unwritable
 
@@ -35,6 +33,7 @@ class LocalStore:
         self.url = str(root)
         self._root = root
         self._real = os.path.realpath(root)
+        self._linked: str | None = None  # the folder that this one is made of by links; "" without one
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
         weakref.finalize(self, close_all, self._open)  # a dropped store closes its files
@@ -226,7 +225,7 @@ class LocalStore:
     def _open_inside(self, path: str) -> int:
         full = os.path.join(self._root, path)
         real = os.path.realpath(full)
-        if not is_inside(real, self._real) and not (self._linked and is_inside(real, self._linked)):
+        if not self._is_inside(real):
             raise UnsafeContent(
                 f"{full} is a link that leaves the checkpoint's folder",
                 hint=f"if the link is yours, name the folder that it leads to, {os.path.dirname(real)!r}, or "
@@ -243,10 +242,14 @@ class LocalStore:
             raise SourceUnreadable(f"{full} is not a regular file")
         return fd
 
-    @functools.cached_property
-    def _linked(self) -> str | None:
-        """The other folder that this one is made of by links alone, or None."""
-        return linked_folder(self._real)
+    def _is_inside(self, real: str) -> bool:
+        if real.startswith(self._real + os.sep):
+            return True
+        from ckptcore.store.linked_folder import is_inside, linked_folder
+
+        if self._linked is None:
+            self._linked = linked_folder(self._real) or ""
+        return is_inside(real, self._real) or (self._linked != "" and is_inside(real, self._linked))
 
 
 def close_all(descriptors: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +31,19 @@ from ckptcore.formats.base import Source
 from ckptcore.formats.dcp.chunk_table import ChunkRows, Ints, Join, MetadataChunks, Numbers, Places, places
 from ckptcore.formats.dcp.metadata import Metadata, dims, state_of
 from ckptcore.formats.dcp.objects import PLAIN, ObjectRules, add_blobs
-from ckptcore.formats.dcp.wrapped_tensors import SMALL, WrappedTensors
 from ckptcore.store import Readable, inner_path
 from ckptcore.utils.distinct_values import among
 from ckptcore.utils.late_pattern import late_pattern
 from ckptcore.utils.text import short_repr
 
+if TYPE_CHECKING:
+    from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
+
 DATA = late_pattern(r"__(\d+)_(\d+)\.distcp$")
 RANK_METADATA = late_pattern(r"^__(\d+)\.metadata$")
 _METADATA = (".metadata", ".metadata.tmp")
 _MAX_LISTED = 100  # findings of one kind
+_SMALL = 32 << 10  # bytes of a tensor whose wrapped form may be longer than itself
 _STRIDED = "torch.strided"  # DCP stores elements one after another
 _CODEC_NAMES = ("", "zstd")
 _CODEC_VERSION = "1"  # torch/distributed/checkpoint/_extension.py
@@ -95,10 +98,10 @@ def read_folder(
     _note_files(builder, source, names)
     add_blobs(builder, source.store, blobs, others, rules)
     found = builder.build(name, source.store.url, origin)  # without what cannot be read
-    paths = _paths(parsed, state.wrapped.inner)
+    paths = _paths(parsed, state.inner)
     form = paths.form([t.fqn for t in found.tensors], [b.key for b in found.blobs])
     found = replace(found, origin=origin | {"paths": form}) if form else found
-    return replace(found, order=_saved_order(parsed, found, state.wrapped.inner))
+    return replace(found, order=_saved_order(parsed, found, state.inner))
 
 
 def _saved_order(parsed: Sequence[Metadata], found: Manifest, wrapped: Mapping[str, str]) -> tuple[str, ...]:
@@ -141,7 +144,11 @@ def _paths(parsed: Iterable[Metadata], wrapped: Mapping[str, str]) -> Paths:
 
 
 class _Columns:
-    """Collect the tensors and chunks of one or several metadata files in one builder."""
+    """Collect the tensors and chunks of one or several metadata files in one builder.
+
+    Attributes:
+        inner: Name of a tensor or object -> that of the tensor that wraps it, after `flush`.
+    """
 
     def __init__(
         self, builder: Builder, store: Readable, listing: Mapping[str, int], listed: Set[str]
@@ -161,7 +168,8 @@ class _Columns:
         self._naming = ""  # the current metadata file
         # Per metadata file: tensors, chunks, and places.
         self._rows: list[tuple[Ints, MetadataChunks, Ints]] = []
-        self.wrapped = WrappedTensors(builder, store)
+        self._wrapped: WrappedTensors | None = None
+        self.inner: dict[str, str] = {}
 
     def add(self, metadata: Metadata) -> dict[str, Item]:
         """Add the tensors of one metadata file; return its byte items."""
@@ -329,7 +337,9 @@ class _Columns:
             self._read_wrapped(tensor, chunks, where, placed & ~member & (tensor >= 0))
             item = self._builder.items(where[:, :3], envelope, codec, _CODEC_NAMES, names, placed)
             self._builder.chunks(tensor, chunks.offset, chunks.shape, chunks.rank, item)
-        self.wrapped.finish()
+        if self._wrapped is not None:
+            self._wrapped.finish()
+            self.inner = self._wrapped.inner
         self._rows = []
         # It refers to this object, and the builder's columns would stay until garbage is collected.
         del self._files
@@ -351,14 +361,28 @@ class _Columns:
         nbytes = width[np.where(zips, tensor, 0)] * extent.astype(np.float64).prod(axis=1)
         plain = zips & (where[:, 3] == 0)
         short = plain & (where[:, 2] < nbytes)
-        wanted = short | np.isin(tensor, self.wrapped.tensors)
-        self._open_wrapped(np.unique(tensor[wanted]), tensor, chunks, where, plain)
-        if self.wrapped.tensors:
-            small = np.unique(tensor[plain & (nbytes < SMALL)])
-            self._open_wrapped(small[~np.isin(small, tensor[wanted])], tensor, chunks, where, plain)
+        if self._wrapped is None:
+            if not short.any():
+                return
+            from ckptcore.formats.dcp.wrapped_tensors import WrappedTensors
 
+            self._wrapped = WrappedTensors(builder, self._store)
+        wrapped = self._wrapped
+        wanted = short | np.isin(tensor, wrapped.tensors)
+        self._open_wrapped(wrapped, np.unique(tensor[wanted]), tensor, chunks, where, plain)
+        if wrapped.tensors:
+            small = np.unique(tensor[plain & (nbytes < _SMALL)])
+            small = small[~np.isin(small, tensor[wanted])]
+            self._open_wrapped(wrapped, small, tensor, chunks, where, plain)
+
+    @staticmethod
     def _open_wrapped(
-        self, numbers: Ints, tensor: Ints, chunks: MetadataChunks, where: Ints, plain: npt.NDArray[np.bool_]
+        wrapped: WrappedTensors,
+        numbers: Ints,
+        tensor: Ints,
+        chunks: MetadataChunks,
+        where: Ints,
+        plain: npt.NDArray[np.bool_],
     ) -> None:
         """Open all items of some tensors, of each as long as they hold tensors of a class."""
         if not len(numbers):
@@ -369,8 +393,8 @@ class _Columns:
             for n in order[a:b].tolist():
                 rank, (file, start, length, _) = int(chunks.rank[n]), where[n].tolist()
                 box = Box(tuple(chunks.offset[n, :rank].tolist()), tuple(chunks.shape[n, :rank].tolist()))
-                if not plain[n] or not self.wrapped.add(number, box, (file, start, length)):
-                    self.wrapped.leave(number)
+                if not plain[n] or not wrapped.add(number, box, (file, start, length)):
+                    wrapped.leave(number)
                     break
 
     def _safetensors_files(self) -> dict[int, int]:

@@ -27,7 +27,6 @@ from ckptcore.store import Readable
 from ckptcore.store.subfolder import FileRange
 from ckptcore.utils.dataclass import dataclass
 
-SMALL = 32 << 10  # bytes of a tensor whose wrapped form may be longer than itself
 _KEPT = 4096  # bytes that a shard's description takes
 _LOCAL = "_shape"  # the attribute of OptimState4bit that is the shape of the shard
 

@@ -18,7 +18,6 @@ from ckptcore.core.manifest_builder import Builder
 from ckptcore.core.metadata_budget import passing
 from ckptcore.core.object_tree import TensorRef, decode
 from ckptcore.core.tree_paths import Paths
-from ckptcore.encodings.pickle.wrapped_tensors import WRAPPED_TABLE
 from ckptcore.encodings.torchzip.archive import is_zip
 from ckptcore.encodings.torchzip.reader import Objects, head_holds, read_objects
 from ckptcore.errors import MalformedCheckpoint, NameMismatch, UnsupportedFormat, finding
@@ -128,6 +127,8 @@ def read(source: Source) -> Manifest:
         UnsupportedFormat: A file has no state dict, or its tensors are shards, or of a class whose bytes
             are not plain.
     """
+    from ckptcore.encodings.pickle.wrapped_tensors import WRAPPED_TABLE
+
     names = files_of_model(source)
     builder = Builder()
     path = _index_of(source)
